@@ -1,0 +1,1 @@
+"""Operations of a transformer layer that keep little for backward. Needs torch only; knows nothing of Megatron."""

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from witness import assert_three_witnesses, kept_storages
+
+from tempo_kernels.dropout_add import bias_dropout_add
+from tempo_kernels.philox import drop_mask, effective_probability
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DRAW = {"p": 0.1, "key": 0xFEDCBA9876543210, "first_sample": 11, "first_row": 5}
+
+
+def ours(x, bias, residual):
+    return bias_dropout_add(x, bias, residual, **DRAW)
+
+
+def mask_of(x, p=0.1, key=DRAW["key"], first_sample=11, first_row=5):
+    """The mask from its definition, over the whole tensor at once: [s, b, h]."""
+    row = torch.arange(first_row, first_row + x.size(0)).unsqueeze(-1)
+    sample = torch.arange(first_sample, first_sample + x.size(1))
+    return drop_mask(key, p, sample=sample, head=torch.tensor(0), row=row, num_columns=x.size(2))
+
+
+def reference(x, bias, residual):
+    kept = (x if bias is None else x + bias) * (~mask_of(x)) / (1 - effective_probability(0.1))
+    return kept if residual is None else residual + kept
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(300, 2, 768), (1, 1, 1), (5, 3, 13), (0, 2, 8), (4, 2, 0)], ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_forward_and_backward_obey_the_rule(shape, has_bias, has_residual, dtype, nan_poison):
+    x, residual, grad = (torch.rand(shape) * 16 - 8 for _ in range(3))
+    bias = torch.randn(shape[-1]) if has_bias else None
+    assert_three_witnesses(ours, reference, [x, bias, residual if has_residual else None], grad, dtype)
+
+
+def test_strided_inputs_and_gradients_obey_the_rule():
+    x, residual, grad = torch.randn(6, 5, 4).permute(2, 1, 0), torch.randn(8, 5, 6)[::2], torch.randn(4, 10, 6)[:, ::2]
+    assert_three_witnesses(ours, reference, [x, torch.randn(6), residual], grad, torch.float32)
+
+
+def test_float64_passes_gradcheck():
+    x, residual = (torch.randn(5, 2, 9, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(ours, (x, torch.randn(9, dtype=torch.float64, requires_grad=True), residual))
+
+
+def test_shards_of_rows_and_samples_draw_their_part_of_the_whole_mask():
+    x = torch.ones(12, 6, 40)
+    whole = bias_dropout_add(x, None, None, p=0.4, key=5)
+    part = bias_dropout_add(x[4:8, 2:5], None, None, p=0.4, key=5, first_sample=2, first_row=4)
+    assert torch.equal(part, whole[4:8, 2:5])
+
+
+def test_keeps_nothing():
+    x, residual = (torch.randn(8, 2, 16, requires_grad=True) for _ in range(2))
+    assert kept_storages(ours, x, torch.randn(16, requires_grad=True), residual) == {}
+
+
+def test_inputs_stay_as_they_are():
+    x, bias, residual = torch.randn(8, 2, 16), torch.randn(16), torch.randn(8, 2, 16)
+    copies = [t.clone() for t in (x, bias, residual)]
+    ours(x, bias, residual)
+    ours(x, None, residual)
+    assert all(torch.equal(t, copy) for t, copy in zip((x, bias, residual), copies, strict=True))
+
+
+def test_nan_and_inf_pass_where_kept_and_vanish_where_dropped():
+    x = torch.full((64, 1, 16), float("inf"))
+    x[::2] = float("nan")
+    out = ours(x, None, torch.ones(64, 1, 16))
+    dropped = mask_of(x)
+    assert (out[dropped] == 1).all() and not out[~dropped].isfinite().any()
+
+
+def test_a_second_derivative_raises():
+    x = torch.randn(4, 2, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(ours(x, None, None).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "residual", "p", "message"),
+    [
+        (torch.ones(2, 8), None, None, 0.1, r"\[s, b, h\]"),
+        (torch.ones(2, 2, 8), torch.ones(4), None, 0.1, r"bias has shape \[4\]"),
+        (torch.ones(2, 2, 8), None, torch.ones(2, 2, 8, dtype=torch.float16), 0.1, "residual is torch.float16"),
+        (torch.ones(2, 2, 8), None, None, 1.0, r"must be in \[0, 1\)"),
+    ],
+    ids=["dimensions", "bias", "residual", "p"],
+)
+def test_what_does_not_fit_is_refused(x, bias, residual, p, message):
+    with pytest.raises(ValueError, match=message):
+        bias_dropout_add(x, bias, residual, p=p, key=1)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tempo_kernels.philox import derive_key, drop_mask, effective_probability, philox4x32
+
+# Random123's published known-answer vectors: rounds, counter, key, output.
+KNOWN_ANSWERS = [
+    (7, [0] * 4, [0] * 2, [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]),
+    (7, [0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]),
+    (
+        7,
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A],
+    ),
+    (10, [0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    (10, [0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        10,
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+@pytest.mark.parametrize(("rounds", "counter", "key", "expected"), KNOWN_ANSWERS)
+def test_matches_the_published_vectors_in_ints_and_tensors(rounds, counter, key, expected):
+    packed = key[0] | key[1] << 32
+    assert list(philox4x32(tuple(counter), packed, rounds)) == expected
+    words = philox4x32(tuple(torch.tensor([c]) for c in counter), packed, rounds)
+    assert [word.item() for word in words] == expected
+
+
+def mask_of(key=3, p=0.1, samples=(0, 2), heads=(0, 3), rows=(0, 64), num_columns=256):
+    sample = torch.arange(*samples).view(-1, 1, 1)
+    head = torch.arange(*heads).view(-1, 1)
+    return drop_mask(key, p, sample=sample, head=head, row=torch.arange(*rows), num_columns=num_columns)
+
+
+def test_an_element_is_read_from_its_own_counter_and_lane():
+    key, p = derive_key(1234, 7, 2), 0.3
+    sample, head, row, column = 2**32 + 5, 9, 100, 77
+    mask = drop_mask(
+        key, p, sample=torch.tensor(sample), head=torch.tensor(head), row=torch.tensor(row), num_columns=80
+    )
+    word = philox4x32((column // 8, row, head + (1 << 16), 5), key)[column % 8 // 2]
+    lane = word >> 16 if column % 2 else word & 0xFFFF
+    assert mask[column].item() == (lane < round(p * 65536))
+
+
+def test_a_part_of_the_mask_equals_the_same_part_of_the_whole():
+    whole = mask_of()
+    assert torch.equal(mask_of(samples=(1, 2), heads=(1, 3), rows=(16, 48)), whole[1:2, 1:3, 16:48])
+    assert torch.equal(mask_of(num_columns=101), whole[..., :101])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 1 / 3, 0.5, 0.9999])
+def test_the_share_of_dropped_elements_is_p_within_four_sigma(p):
+    mask = mask_of(p=p, samples=(0, 8), heads=(0, 8), rows=(0, 128))
+    assert abs(effective_probability(p) - p) <= 2**-16
+    sigma = (p * (1 - p) / mask.numel()) ** 0.5
+    assert abs(mask.double().mean().item() - effective_probability(p)) <= 4 * sigma
+    for dim in range(4):
+        part = mask.double().mean([other for other in range(4) if other != dim])
+        assert (part - effective_probability(p)).abs().max() <= 5 * sigma * mask.size(dim) ** 0.5
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_neighbours_along_every_index_are_uncorrelated(dim):
+    mask = mask_of(p=0.5, samples=(0, 8), heads=(0, 8), rows=(0, 128)).double() - 0.5
+    first, second = mask.narrow(dim, 0, mask.size(dim) - 1), mask.narrow(dim, 1, mask.size(dim) - 1)
+    assert abs((first * second).mean().item() * 4) <= 4 / first.numel() ** 0.5
+
+
+def test_keys_differ_by_seed_and_by_every_step_of_the_path():
+    keys = {derive_key(seed, layer, site) for seed in (0, 1, -1, 2**63) for layer in range(20) for site in range(5)}
+    assert len(keys) == 4 * 20 * 5
+    masks = [mask_of(key=derive_key(1, layer, 2), p=0.5).double() - 0.5 for layer in (1, 2)]
+    assert abs((masks[0] * masks[1]).mean().item() * 4) <= 4 / masks[0].numel() ** 0.5
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
+def test_a_probability_outside_0_and_1_is_refused(p):
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\)"):
+        effective_probability(p)
+
+
+def test_a_path_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="at most three"):
+        derive_key(1, 2, 3, 4, 5)

@@ -1,0 +1,75 @@
+"""The rule by which a result is right: three witnesses, no tolerance per test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Distance from |value| to the next larger number of `dtype`."""
+    exponent = torch.frexp(value.abs().double())[1] - 1
+    limits = torch.finfo(dtype)
+    return torch.maximum(
+        torch.ldexp(torch.tensor(limits.eps, dtype=torch.float64), exponent), torch.tensor(limits.tiny)
+    )
+
+
+def assert_within_rule(name: str, ours: Tensor, same_dtype: Tensor, exact: Tensor) -> None:
+    """max error(ours) <= 2 x max error(torch in the same dtype) + 1 ulp of max abs(exact)."""
+    assert ours.dtype == same_dtype.dtype and ours.shape == exact.shape, f"{name}: {ours.dtype}, {list(ours.shape)}"
+    if exact.numel() == 0:
+        return
+    error, allowed = ((t.double() - exact).abs().max() for t in (ours, same_dtype))
+    limit = 2 * allowed + ulp(exact.abs().max(), ours.dtype)
+    assert error <= limit, f"{name}: error {error:.3e}, torch's own {allowed:.3e}, limit {limit:.3e}"
+
+
+def outputs_and_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
+    """[output, gradient of each input that is a tensor], with inputs and grad cast to `dtype`."""
+    leaves = [None if t is None else t.detach().to(dtype).requires_grad_() for t in inputs]
+    out = function(*leaves)
+    out.backward(grad.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None)]
+
+
+def assert_three_witnesses(
+    ours: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    grad: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Output and every gradient of `ours` against `reference` in float64 and in the same dtype.
+
+    The inputs are rounded to `dtype` first, so that their rounding is nobody's error.
+    """
+    rounded = [None if t is None else t.to(dtype) for t in inputs]
+    grad = grad.to(dtype)
+    exact = outputs_and_gradients(reference, rounded, grad, torch.float64)
+    same = outputs_and_gradients(reference, rounded, grad, dtype)
+    found = outputs_and_gradients(ours, rounded, grad, dtype)
+    assert len(found) == len(exact)
+    for index, (a, b, c) in enumerate(zip(found, same, exact, strict=True)):
+        assert_within_rule("output" if index == 0 else f"gradient of input {index - 1}", a, b, c)
+
+
+def kept_storages(function: Callable[..., Tensor], *inputs: Tensor | None) -> dict[int, int]:
+    """{data_ptr: bytes} of the distinct storages that autograd holds after `function(*inputs)`."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = function(*inputs)
+    kept["out"] = out  # type: ignore[index]  # alive until here, so that no address is used twice
+    del kept["out"]  # type: ignore[arg-type]
+    return kept
