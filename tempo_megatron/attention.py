@@ -1,0 +1,77 @@
+"""TempoDotProductAttention: Megatron's core attention without any s*s tensor or mask kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from tempo_kernels.attention import attention
+from tempo_megatron.dropout_rng import Site, draw_arguments
+
+
+class TempoDotProductAttention(DotProductAttention):
+    """softmax(q k^T) v with dropout, in Megatron's core_attention slot, heads split over the tensor-parallel group.
+
+    A causal layer without a given mask skips the hidden half. A given mask (bool, True = hidden) alone decides what
+    is hidden, as in Megatron. Softmax is computed in float32 whatever `attention_softmax_in_fp32` says, and
+    `apply_query_key_layer_scaling`, which exists to protect float16 scores, divides and multiplies by one number.
+
+    Keeps for backward: q, k, v, the output (shared with linear_proj) and 4 bytes per token and head.
+    """
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, layer_number, *args, **kwargs)
+        # The stock class divides its scale by the layer number and lets the softmax multiply it back.
+        coefficient = self.layer_number if config.apply_query_key_layer_scaling else 1
+        self.scale = self.softmax_scale * coefficient
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """[sq, b, a/p * d] of query [sq, b, a/p, d] and key, value [sk, b, g/p, d]."""
+        if packed_seq_params is not None or attention_bias is not None:
+            raise ValueError(
+                "packed sequences and attention biases are given, which Tempo's attention does not support; "
+                'set tempo.attention to "off"'
+            )
+        mask_type = attn_mask_type or self.attn_mask_type
+        dropout_p = self.attention_dropout.p if self.training else 0.0
+        draw: dict[str, int] = {}
+        if dropout_p > 0:
+            key_of_layer, first_sample = draw_arguments(self.layer_number, Site.ATTENTION)
+            first_head = self.tp_group.rank() * query.size(2)
+            draw = {"dropout_key": key_of_layer, "first_sample": first_sample, "first_head": first_head}
+        context = attention(
+            query,
+            key,
+            value,
+            causal=attention_mask is None and mask_type == AttnMaskType.causal,
+            mask=attention_mask,
+            softmax_scale=self.scale,
+            dropout_p=dropout_p,
+            **draw,
+        )
+        return context.flatten(2)
+
+
+def refuse_attention(config: Any) -> None:
+    """Raise ValueError where the TransformerConfig asks for an attention that Tempo's cannot give."""
+    refused: list[tuple[bool, str]] = [
+        (config.window_size is not None, f"window_size is {config.window_size}"),
+        (config.softmax_type != "vanilla", f"softmax_type is {config.softmax_type}"),
+        (config.context_parallel_size > 1, f"context_parallel_size is {config.context_parallel_size}"),
+        (getattr(config, "multi_latent_attention", False), "multi_latent_attention is on"),
+    ]
+    for is_refused, what in refused:
+        if is_refused:
+            raise ValueError(f'{what}, which Tempo\'s attention does not support; set tempo.attention to "off"')

@@ -1,0 +1,101 @@
+"""TempoConfig: which operations of a transformer layer keep less for backward, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "gelu": ("off", "inplace"),
+    "norm": ("off", "inplace"),
+    "dropout": ("off", "recompute"),
+    "attention": ("off", "flash"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TempoConfig:
+    """What each operation keeps for backward; `"off"` is stock Megatron. `TempoConfig()` switches everything on.
+
+    Raises ValueError for a choice that does not exist.
+    """
+
+    gelu: str = "inplace"
+    """"inplace": the output (which the next linear keeps anyway) and one bit per element instead of the input."""
+
+    norm: str = "inplace"
+    """"inplace": the output (which the next linear keeps anyway) and rstd instead of the input."""
+
+    dropout: str = "recompute"
+    """"recompute": nothing; the mask is redrawn in backward. Hidden and embedding dropout."""
+
+    attention: str = "flash"
+    """"flash": q, k, v, output and logsumexp; no s*s tensor and no mask, dropout redrawn in backward."""
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"tempo.{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+    @classmethod
+    def off(cls) -> TempoConfig:
+        """Stock Megatron in every slot."""
+        return cls(**dict.fromkeys(CHOICES, "off"))
+
+    @property
+    def is_off(self) -> bool:
+        return all(getattr(self, name) == "off" for name in CHOICES)
+
+    @classmethod
+    def from_dict(cls, block: Mapping[str, Any]) -> TempoConfig:
+        """From a `"tempo"` block. `"enabled": false` gives `TempoConfig.off()`; a missing `enabled` means true.
+
+        Raises ValueError for an unknown key, naming the nearest known one, and for a value that does not exist.
+        """
+        checked = check_block(block)
+        if not checked.pop("enabled", True):
+            return cls.off()
+        return cls(**checked)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> TempoConfig:
+        """From the `"tempo"` block of a DeepSpeed JSON, or from a file that holds only such a block.
+
+        Raises ValueError where the file is not JSON or a key is unknown, OSError where it cannot be read.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON ({error}); correct it or give another file") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} holds a {type(content).__name__}; a JSON object is wanted")
+        if "tempo" in content:
+            return cls.from_dict(content["tempo"])
+        if content and not set(content) & {*CHOICES, "enabled"}:
+            raise ValueError(f'{path} has no "tempo" block; add one, for example "tempo": {{"gelu": "inplace"}}')
+        return cls.from_dict(content)
+
+    def describe(self) -> str:
+        """One line: `gelu=inplace norm=inplace dropout=recompute attention=flash`."""
+        return " ".join(f"{name}={getattr(self, name)}" for name in CHOICES)
+
+
+def check_block(block: object) -> dict[str, Any]:
+    """A copy of a `"tempo"` block whose keys are known and whose values exist; else ValueError."""
+    if not isinstance(block, Mapping):
+        raise ValueError(f'"tempo" is {block!r}; a block such as {{"gelu": "inplace"}} is wanted')
+    known = ("enabled", *CHOICES)
+    for key, value in block.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"tempo.{key} is unknown; the nearest known name is tempo.{near}")
+        if key == "enabled" and not isinstance(value, bool):
+            raise ValueError(f"tempo.enabled is {value!r}; it must be true or false")
+        if key in CHOICES and value not in CHOICES[key]:
+            raise ValueError(f"tempo.{key} is {value!r}; it must be one of {', '.join(map(repr, CHOICES[key]))}")
+    return dict(block)

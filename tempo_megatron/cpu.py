@@ -1,0 +1,62 @@
+"""Megatron-core without a GPU: tensor and sequence parallelism, recomputation and RNG tracker on CPU and gloo.
+
+Megatron-core asks `torch.cuda` for its current device and keeps its random states in the CUDA generator.
+`use_cpu()` points both at the CPU; nothing else of Megatron changes. What the CPU still cannot do
+(fused CUDA softmax, Apex, Transformer Engine) has to be off in the TransformerConfig.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+
+_CPU = torch.device("cpu")
+
+
+def _current_device() -> torch.device:
+    return _CPU
+
+
+def _get_rng_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.random.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+    torch.random.set_rng_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    # Not torch.manual_seed: that one also reaches for torch.cuda.
+    torch.default_generator.manual_seed(seed)
+
+
+class _DropCpuStateWarning(logging.Filter):
+    """Here the CPU generator is the device's generator, so that it moves inside a fork is what fork() is for."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def use_cpu() -> None:
+    """Let Megatron-core run on the CPU in this process. Call it once, before building any Megatron module.
+
+    After it `torch.cuda.current_device()` answers `torch.device("cpu")`, and `torch.cuda.manual_seed`,
+    `torch.cuda.get_rng_state` and Megatron's tracker work on the CPU generator, with its separate states for
+    tensor-parallel and replicated regions. TransformerConfig needs `use_cpu_initialization=True`.
+    A second call changes nothing. Do not use CUDA in a process that has called it.
+    """
+    if torch.cuda.current_device is _current_device:
+        return
+    torch.cuda.current_device = _current_device  # type: ignore[assignment]
+    torch.cuda.get_rng_state = _get_rng_state  # type: ignore[assignment]
+    torch.cuda.manual_seed = _manual_seed
+    megatron_random._get_cuda_rng_state = _get_rng_state  # type: ignore[assignment]
+    megatron_random._set_cuda_rng_state = _set_rng_state  # type: ignore[assignment]
+    logging.getLogger(megatron_random.__name__).addFilter(_DropCpuStateWarning())
+
+
+def is_used() -> bool:
+    """Whether `use_cpu()` has been called in this process."""
+    return torch.cuda.current_device is _current_device

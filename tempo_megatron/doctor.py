@@ -1,0 +1,45 @@
+"""What is installed here, and what a run would use."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+
+import torch
+
+_PACKAGES = (
+    ("torch", "torch"),
+    ("megatron-core", "megatron-core"),
+    ("deepspeed", "deepspeed"),
+    ("triton", "triton"),
+    ("apex", "apex"),
+    ("transformer-engine", "transformer_engine"),
+    ("mpi4py", "mpi4py"),
+)
+
+
+def report() -> str:
+    """Versions, devices, and which implementation each operation takes here, one line each."""
+    lines = [f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"]
+    for name, distribution in _PACKAGES:
+        lines.append(f"{name:<21}{_version(distribution)}")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            lines.append(f"GPU {index:<17}{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    else:
+        lines.append("GPU                  none; training runs on the CPU with gloo")
+    lines.append(f"CPU                  {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+    lines.append(f"C++ compiler         {shutil.which('c++') or shutil.which('g++') or 'none (not needed)'}")
+    for operation in ("gelu", "norm", "dropout", "attention"):
+        lines.append(f"tempo {operation:<15}plain torch")
+    return "\n".join(lines)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,214 @@
+"""The ledger: every tensor that a GPT keeps for backward, operation by operation, measured on the real modules.
+
+A GPTModel with one transformer layer runs forward on a random micro batch; what autograd then holds is counted over
+distinct storages. "sbh" is bytes divided by s * b * h, in full s and h whatever the parallel layout: the unit of
+"Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), where a stock layer is
+34 sbh + 5 a s**2 b.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tempo_megatron import cpu, dropout_rng
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.layer_spec import tempo_block_spec, tempoize_embedding
+from tempo_megatron.memory.recorder import Recorder, SavedStorage
+
+_LAYER = "decoder.layers.0."
+_BDA = ("self_attn_bda", "mlp_bda")
+_OPERATIONS = {
+    "embedding": "embedding",
+    "decoder": "checkpoint (layer input)",
+    _LAYER + "input_layernorm": "input_layernorm",
+    _LAYER + "self_attention.linear_qkv": "linear_qkv",
+    _LAYER + "self_attention.core_attention": "core_attention",
+    _LAYER + "self_attention.linear_proj": "linear_proj",
+    _LAYER + "self_attention": "self_attention (q, k, v)",
+    _LAYER + "self_attn_bda": "self_attn_bda",
+    _LAYER + "pre_mlp_layernorm": "pre_mlp_layernorm",
+    _LAYER + "mlp.linear_fc1": "linear_fc1",
+    _LAYER + "mlp.linear_fc2": "linear_fc2",
+    _LAYER + "mlp_bda": "mlp_bda",
+    _LAYER + "mlp": "gelu",
+    "decoder.layers.0": "transformer layer",
+    "decoder.final_layernorm": "final_layernorm",
+    "output_layer": "output_layer",
+    "": "loss",
+}
+"""Module name (the longest that matches) -> row. An activation runs in the MLP's own forward, between its linears."""
+
+SCORES = "core_attention (s*s)"
+_OUTSIDE = ("embedding", "final_layernorm", "output_layer", "loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One operation: the storages that it was the first to save."""
+
+    operation: str
+    num_bytes: int
+    num_storages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """What one layer, and the model around the layers, keep for backward on one rank."""
+
+    rows: tuple[Row, ...]
+    seq_length: int
+    micro_batch_size: int
+    hidden_size: int
+    num_layers: int
+
+    def sbh(self, num_bytes: int) -> float:
+        """Bytes in units of s * b * h."""
+        return num_bytes / (self.seq_length * self.micro_batch_size * self.hidden_size)
+
+    @property
+    def layer_rows(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.operation not in _OUTSIDE)
+
+    @property
+    def outside_rows(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.operation in _OUTSIDE)
+
+    @property
+    def layer_bytes(self) -> int:
+        """One transformer layer, s*s tensors included."""
+        return sum(row.num_bytes for row in self.layer_rows)
+
+    @property
+    def scores_bytes(self) -> int:
+        """The part of `layer_bytes` that grows with s**2."""
+        return sum(row.num_bytes for row in self.rows if row.operation == SCORES)
+
+    @property
+    def layer_sbh(self) -> float:
+        """One transformer layer without its s*s tensors, in sbh."""
+        return self.sbh(self.layer_bytes - self.scores_bytes)
+
+    @property
+    def model_bytes(self) -> int:
+        """All layers, embedding, final norm, output layer and loss."""
+        return self.num_layers * self.layer_bytes + sum(row.num_bytes for row in self.outside_rows)
+
+
+def measure(
+    transformer_config: TransformerConfig,
+    tempo_config: TempoConfig,
+    *,
+    vocab_size: int,
+    seq_length: int,
+    micro_batch_size: int = 1,
+    num_layers: int | None = None,
+) -> Ledger:
+    """Run one layer's forward in training mode and count what autograd holds.
+
+    Args:
+        transformer_config: Megatron's; its `num_layers` is taken as 1 for the run. Model parallelism must be
+            initialised (see `tempo_megatron.memory.layout.simulated`) with its sizes.
+        tempo_config: `TempoConfig.off()` for stock.
+        vocab_size: padded size of the vocabulary, divisible by the tensor parallel size.
+        seq_length, micro_batch_size: s and b.
+        num_layers: layers of the whole model, for the totals (default: transformer_config.num_layers).
+
+    Returns:
+        The ledger of this rank.
+    """
+    one_layer = dataclasses.replace(transformer_config, num_layers=1)
+    model_parallel_cuda_manual_seed(1234)
+    dropout_rng.set_micro_batch(1234, 0)
+    model = GPTModel(
+        one_layer,
+        tempo_block_spec(one_layer, tempo_config),
+        vocab_size=vocab_size,
+        max_sequence_length=seq_length,
+        share_embeddings_and_output_weights=True,
+    ).to(one_layer.params_dtype)
+    tempoize_embedding(model, tempo_config)
+    model.train()
+    tokens = torch.randint(vocab_size, (micro_batch_size, seq_length))
+    positions = torch.arange(seq_length).expand(micro_batch_size, -1).contiguous()
+    # The one mask of all layers is the micro batch's own tensor; stock needs it given on a CPU.
+    mask = None
+    if cpu.is_used() and tempo_config.attention == "off":
+        mask = torch.ones(1, 1, seq_length, seq_length, dtype=torch.bool).triu(1)
+    recorder = Recorder(model, exclude=(tokens, positions) if mask is None else (tokens, positions, mask))
+    layer = model.decoder.layers[0]
+    for name in _BDA:
+        setattr(layer, name, _scoped_bda(recorder, _LAYER + name, getattr(layer, name)))
+    with recorder.recording():
+        loss = model(tokens, positions, mask, labels=tokens)
+    rows = _rows(recorder.saved(), seq_length)
+    del loss
+    return Ledger(
+        rows=rows,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        hidden_size=one_layer.hidden_size,
+        num_layers=num_layers or transformer_config.num_layers,
+    )
+
+
+def transformer_config_of(
+    sizes: dict[str, Any], *, sequence_parallel: bool, dtype: torch.dtype, dropout: float, recompute: tuple[str, ...]
+) -> TransformerConfig:
+    """A GPT's TransformerConfig from `configs/model` sizes, under the initialised model parallelism.
+
+    recompute: nothing, or "full", or names of Megatron's recompute modules ("core_attn", "mlp").
+    """
+    choices: dict[str, Any] = {}
+    if "full" in recompute:
+        choices = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif recompute:
+        choices = {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
+    return TransformerConfig(
+        num_layers=sizes["num_layers"],
+        hidden_size=sizes["hidden_size"],
+        ffn_hidden_size=sizes.get("ffn_hidden_size"),
+        num_attention_heads=sizes["num_attention_heads"],
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=sequence_parallel,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        masked_softmax_fusion=False,
+        use_cpu_initialization=True,
+        # The values do not matter here, and drawing them for a large model would take longer than its forward.
+        perform_initialization=False,
+        **choices,
+    )
+
+
+def _scoped_bda(recorder: Recorder, operation: str, get_function: Any) -> Any:
+    return lambda training, fused: recorder.scoped(operation, get_function(training, fused))
+
+
+def _row_of(saved: SavedStorage, seq_length: int) -> str:
+    name = saved.operation
+    while name not in _OPERATIONS:
+        name = name.rpartition(".")[0]
+    row = _OPERATIONS[name]
+    # Stock attention's tensors are [..., s, s].
+    if row == "core_attention" and saved.shape[-2:] == (seq_length, seq_length):
+        return SCORES
+    return row
+
+
+def _rows(saved: list[SavedStorage], seq_length: int) -> tuple[Row, ...]:
+    totals: dict[str, list[int]] = {}
+    for storage in saved:
+        total = totals.setdefault(_row_of(storage, seq_length), [0, 0])
+        total[0] += storage.num_bytes
+        total[1] += 1
+    return tuple(Row(operation, *total) for operation, total in totals.items())

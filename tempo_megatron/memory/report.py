@@ -1,0 +1,183 @@
+"""The ledger command: its arguments and its table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from tempo_megatron import cpu
+from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.memory.layout import simulated
+from tempo_megatron.memory.ledger import SCORES, Ledger, Row, measure, transformer_config_of
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+_ORDER = (
+    "checkpoint (layer input)", "input_layernorm", "linear_qkv", "self_attention (q, k, v)", "core_attention", SCORES,
+    "linear_proj", "self_attn_bda", "pre_mlp_layernorm", "linear_fc1", "gelu", "linear_fc2", "mlp_bda",
+    "transformer layer", "embedding", "final_layernorm", "output_layer", "loss",
+)  # fmt: skip
+
+
+def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tempo-megatron ledger`."""
+    parser.add_argument("--model", required=True, metavar="JSON", help="sizes, such as configs/model/gpt2_124m.json")
+    parser.add_argument("--tp", type=_positive, default=1, metavar="N", help="tensor parallel size (default 1)")
+    parser.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
+    parser.add_argument(
+        "--recompute",
+        nargs="+",
+        choices=("full", "core_attn", "mlp"),
+        default=[],
+        metavar="WHAT",
+        help="Megatron's recomputation: full, or any of core_attn and mlp",
+    )
+    parser.add_argument("--seq-length", type=_positive, metavar="S", help="tokens per sample (default the model's)")
+    parser.add_argument("--micro-batch-size", type=_positive, default=1, metavar="B", help="samples (default 1)")
+    parser.add_argument("--vocab-size", type=_positive, metavar="V", help="tokens (default the model's, else 50257)")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="default %(default)s")
+    parser.add_argument("--dropout", type=float, default=0.1, metavar="P", help="hidden and attention (default 0.1)")
+    parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    add_tempo_arguments(parser)
+
+
+def run_ledger(args: argparse.Namespace) -> int:
+    """Measure stock and Tempo and print one table. Raises ValueError for what cannot be measured."""
+    tempo_config = _tempo_config(args)
+    sizes = _sizes(args)
+    stock, tempo = (ledger_of(sizes, config, args) for config in (TempoConfig.off(), tempo_config))
+    print(f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, ", end="")
+    print(f"dropout {args.dropout:g}, {layout_text(args.tp, args.sequence_parallel)}", end="")
+    print(f", recompute {' '.join(args.recompute)}" if args.recompute else "")
+    print(f"tempo: {tempo_config.describe()}\n")
+    print(table(stock, tempo))
+    if args.json:
+        figures = {"stock": _figures(stock), "tempo": _figures(tempo), "tempo_config": tempo_config.describe()}
+        Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def ledger_of(sizes: dict[str, Any], tempo_config: TempoConfig, args: argparse.Namespace) -> Ledger:
+    """The ledger of one configuration on rank 0 of a simulated tensor-parallel group, on the CPU.
+
+    `args` needs tp, sequence_parallel, recompute, dtype, dropout and micro_batch_size, as the command's arguments.
+    """
+    cpu.use_cpu()
+    with simulated(args.tp):
+        config = transformer_config_of(
+            sizes,
+            sequence_parallel=args.sequence_parallel,
+            dtype=_DTYPES[args.dtype],
+            dropout=args.dropout,
+            recompute=tuple(args.recompute),
+        )
+        multiple = 128 * parallel_state.get_tensor_model_parallel_world_size()
+        return measure(
+            config,
+            tempo_config,
+            vocab_size=-(-sizes["vocab_size"] // multiple) * multiple,
+            seq_length=sizes["seq_length"],
+            micro_batch_size=args.micro_batch_size,
+        )
+
+
+def table(stock: Ledger, tempo: Ledger) -> str:
+    """Operations down, stock and Tempo across, in bytes and sbh, with the layer's and the model's totals."""
+    lines = [f"{'kept for backward by':<28}{'stock':>26}{'Tempo':>26}", f"{'':<28}" + f"{'bytes':>17}{'sbh':>9}" * 2]
+    rule = "-" * len(lines[0])
+    by_operation = [{row.operation: row for row in ledger.rows} for ledger in (stock, tempo)]
+
+    def line(name: str, stock_bytes: int, tempo_bytes: int) -> str:
+        return f"{name:<28}" + "".join(
+            f"{num_bytes:>17,}{ledger.sbh(num_bytes):>9.3f}"
+            for ledger, num_bytes in ((stock, stock_bytes), (tempo, tempo_bytes))
+        )
+
+    def rows(part: str) -> list[str]:
+        present = {row.operation for ledger in (stock, tempo) for row in getattr(ledger, part)}
+        none = Row("", 0, 0)
+        return [
+            line(name, *(rows_of.get(name, none).num_bytes for rows_of in by_operation))
+            for name in sorted(present, key=_ORDER.index)
+        ]
+
+    lines += [rule, *rows("layer_rows"), rule]
+    lines.append(
+        line("one layer without s*s", *(ledger.layer_bytes - ledger.scores_bytes for ledger in (stock, tempo)))
+    )
+    lines.append(line("one layer", stock.layer_bytes, tempo.layer_bytes))
+    lines += [rule, *rows("outside_rows"), rule]
+    lines.append(line(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes))
+    lines.append(
+        f"{'Tempo / stock':<28}{'layer':>26}{tempo.layer_bytes / stock.layer_bytes:>9.3f}",
+    )
+    lines.append(f"{'':<28}{'model':>26}{tempo.model_bytes / stock.model_bytes:>9.3f}")
+    return "\n".join(lines)
+
+
+def layout_text(tp: int, sequence_parallel: bool) -> str:
+    """`TP 2 + SP`."""
+    return f"TP {tp}" + (" + SP" if sequence_parallel else "")
+
+
+def _tempo_config(args: argparse.Namespace) -> TempoConfig:
+    if args.use_tempo is False:
+        raise ValueError("--no-use-tempo is given, but the ledger's second column is Tempo; leave it out")
+    block = {}
+    if args.deepspeed_config:
+        block = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
+        if "tempo" not in block:
+            raise ValueError(f'{args.deepspeed_config} has no "tempo" block; add one or leave --deepspeed_config out')
+    args.use_tempo = True
+    return tempo_config_from(args, block)
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, Any]:
+    try:
+        sizes = json.loads(Path(args.model).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--model {args.model} cannot be read ({error.strerror}); give a file of sizes") from error
+    except ValueError as error:
+        raise ValueError(f"--model {args.model} is not valid JSON ({error}); give a file of sizes") from error
+    missing = [name for name in _SIZES if name not in sizes]
+    if missing:
+        raise ValueError(f"--model {args.model} does not say {', '.join(missing)}; see configs/model/gpt2_124m.json")
+    sizes["seq_length"] = args.seq_length or sizes["seq_length"]
+    sizes["vocab_size"] = args.vocab_size or sizes.get("vocab_size", 50257)
+    for name, wanted in (("num_attention_heads", "heads"), ("hidden_size", "hidden size")):
+        if sizes[name] % args.tp:
+            raise ValueError(f"--tp {args.tp} does not divide the model's {wanted} {sizes[name]}; choose a divisor")
+    if args.sequence_parallel and args.tp == 1:
+        raise ValueError(
+            "--sequence-parallel is given with --tp 1; it shards over the tensor-parallel group: give --tp 2"
+        )
+    if args.sequence_parallel and sizes["seq_length"] % args.tp:
+        raise ValueError(f"--tp {args.tp} does not divide s {sizes['seq_length']}, as --sequence-parallel needs")
+    if "full" in args.recompute and len(args.recompute) > 1:
+        raise ValueError("--recompute full already recomputes everything; give it alone")
+    if not 0 <= args.dropout < 1:
+        raise ValueError(f"--dropout is {args.dropout}; it must be in [0, 1)")
+    return sizes
+
+
+def _figures(ledger: Ledger) -> dict[str, Any]:
+    return {
+        "layer_bytes": ledger.layer_bytes,
+        "layer_sbh_without_scores": ledger.layer_sbh,
+        "layer_sbh": ledger.sbh(ledger.layer_bytes),
+        "model_bytes": ledger.model_bytes,
+        "rows": {row.operation: row.num_bytes for row in ledger.rows},
+    }
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value

@@ -1,0 +1,68 @@
+"""A small GPT for tests, in whatever layout the process is in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tempo_megatron import TempoConfig, dropout_rng, tempo_block_spec, tempoize_embedding
+
+VOCAB_SIZE = 64
+SEQ_LENGTH = 16
+
+
+def gpt_config(*, sequence_parallel: bool = False, dropout: float = 0.0, **overrides: Any) -> TransformerConfig:
+    """Two layers, h 32, 4 heads."""
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "sequence_parallel": sequence_parallel,
+        "hidden_dropout": dropout,
+        "attention_dropout": dropout,
+        "use_cpu_initialization": True,
+        "masked_softmax_fusion": False,
+        **overrides,
+    }
+    return TransformerConfig(**settings)
+
+
+def build_gpt(config: TransformerConfig, tempo_config: TempoConfig, seed: int = 7) -> GPTModel:
+    """The model with weights that depend on the seed only, in training mode."""
+    torch.manual_seed(seed)
+    model = GPTModel(
+        config, tempo_block_spec(config, tempo_config), vocab_size=VOCAB_SIZE, max_sequence_length=SEQ_LENGTH
+    )
+    tempoize_embedding(model, tempo_config)
+    return model.to(config.params_dtype).train()
+
+
+def tokens_of(first_sample: int, batch: int) -> torch.Tensor:
+    """[b, s] tokens of consecutive samples, each a function of its index."""
+    generators = (torch.Generator().manual_seed(1000 + first_sample + i) for i in range(batch))
+    return torch.stack([torch.randint(VOCAB_SIZE, (SEQ_LENGTH + 1,), generator=g) for g in generators])
+
+
+def losses(model: GPTModel, first_sample: int, batch: int, *, gives_mask: bool, seed: int = 5) -> torch.Tensor:
+    """Per-token losses [b, s] of a training forward."""
+    dropout_rng.set_micro_batch(seed, first_sample)
+    tokens = tokens_of(first_sample, batch)
+    positions = torch.arange(SEQ_LENGTH).expand(batch, -1)
+    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1) if gives_mask else None
+    return model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
+
+
+def gradients(model: GPTModel) -> dict[str, torch.Tensor]:
+    """Gradients by parameter name, those of sequence-parallel parameters summed over the tensor-parallel group."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad.clone()
+        if getattr(parameter, "sequence_parallel", False):
+            torch.distributed.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
+        found[name] = grad
+    return found

@@ -1,0 +1,94 @@
+"""The rules of the house that a reader relies on: who may import whom, and how long a file or function may be."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOORS = {"kernels/tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "tests": 3, "benchmarks": 3}
+FLOOR_OF_IMPORT = {"tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "kernels": 2, "tests": 3, "benchmarks": 3}
+FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
+FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 300, 60, 100
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The full name of every module that `path` imports, at its top or inside a function."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
+            assert node.level == 0, f"{path}: relative import; write the full name"
+
+
+def misplaced(where: str, name: str, module: str) -> str | None:
+    """Why file `where` (its file name `name`) may not import `module`; None where it may."""
+    floor = next(level for folder, level in FLOORS.items() if where.startswith(folder + "/"))
+    top = module.partition(".")[0]
+    if FLOOR_OF_IMPORT.get(top, 0) > floor:
+        return "imports point down"
+    if floor < 3 and top == "triton" and name != "kernel.py":
+        return "triton belongs in kernel.py"
+    if floor < 3 and top == "deepspeed" and not where.startswith(("tempo_megatron/training/", "launch/")):
+        return "deepspeed belongs in tempo_megatron/training and launch"
+    if floor == 0 and top == "megatron":
+        return "tempo_kernels works without megatron"
+    if floor == 0 and top == "tempo_kernels":
+        own, room = where.split("/")[2], module.partition(".")[2].partition(".")[0]
+        if room not in (own, "philox") and len(where.split("/")) > 3:
+            return "only the room philox is shared"
+    if top == "tempo_kernels" and floor < 3 and behind_the_door(module):
+        room = module.split(".")[1]
+        if not where.startswith(f"kernels/tempo_kernels/{room}/"):
+            return "a room is entered by its door"
+    return None
+
+
+def behind_the_door(module: str) -> bool:
+    """Whether tempo_kernels.ROOM.NAME names a file of the room, or something in one."""
+    parts = module.split(".")
+    return len(parts) > 3 or (len(parts) == 3 and (ROOT / "kernels" / Path(*parts)).with_suffix(".py").exists())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down_and_rooms_are_entered_by_the_door(path: Path) -> None:
+    where = path.relative_to(ROOT).as_posix()
+    wrong = {module: why for module in imports(path) if (why := misplaced(where, path.name, module))}
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= FILE_LINES
+    limit = KERNEL_LINES if path.name == "kernel.py" else FUNCTION_LINES
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    assert {f.name: lines for f in functions if (lines := f.end_lineno - f.lineno + 1) > limit} == {}
+
+
+@pytest.mark.parametrize(
+    ("where", "module"),
+    [
+        ("kernels/tempo_kernels/gelu/function.py", "tempo_megatron.config"),
+        ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.norm.layer_norm"),
+        ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.philox.eager"),
+        ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.philox.eager.words"),
+        ("kernels/tempo_kernels/gelu/eager.py", "triton"),
+        ("kernels/tempo_kernels/gelu/eager.py", "megatron.core.parallel_state"),
+        ("tempo_megatron/mlp.py", "deepspeed"),
+        ("tempo_megatron/mlp.py", "tempo_kernels.gelu.function.gelu"),
+        ("tempo_megatron/mlp.py", "launch.pretrain_gpt"),
+        ("launch/pretrain_gpt.py", "tests.distributed"),
+    ],
+)
+def test_a_misplaced_import_is_found(where: str, module: str) -> None:
+    assert misplaced(where, Path(where).name, module)
+
+
+@pytest.mark.parametrize("name", ["kernels", "launch", "configs"])
+def test_folders_with_common_names_are_not_packages(name: str) -> None:
+    assert not list((ROOT / name).glob("__init__.py"))

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from distributed import run_megatron_ranks
+from gpt import build_gpt, gpt_config, gradients, losses
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch.nn import functional as F
+
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize
+from tempo_megatron.attention import TempoDotProductAttention
+from tempo_megatron.layer_spec import count_slots
+from tempo_megatron.mlp import TempoMLP
+from tempo_megatron.norm import TempoLayerNorm, TorchLayerNorm
+
+CONFIGS = {
+    "everything": TempoConfig(),
+    "gelu": TempoConfig(norm="off", dropout="off", attention="off"),
+    "norm": TempoConfig(gelu="off", dropout="off", attention="off"),
+    "attention": TempoConfig(gelu="off", norm="off", dropout="off"),
+}
+
+
+def loss_and_gradients(tempo_config, sequence_parallel, overrides):
+    """Loss of four samples in two micro batches, and gradients as they would be summed, at dropout 0."""
+    model = build_gpt(gpt_config(sequence_parallel=sequence_parallel, **overrides), tempo_config)
+    total = 0.0
+    for first_sample in (0, 2):
+        loss = losses(model, first_sample, 2, gives_mask=tempo_config.attention == "off").mean()
+        (loss / 2).backward()
+        total += loss.item() / 2
+    return total, gradients(model)
+
+
+def assert_equal_to_stock(found, stock):
+    assert found[0] == pytest.approx(stock[0], rel=1e-6)
+    assert found[1].keys() == stock[1].keys()
+    largest = max(grad.abs().max().item() for grad in stock[1].values())
+    for name, grad in stock[1].items():
+        # float32 round-off of a few hundred additions; some gradients, as that of a key's bias, are nothing else.
+        limit = 100 * torch.finfo(torch.float32).eps * max(grad.abs().max().item(), 1e-3 * largest)
+        torch.testing.assert_close(
+            found[1][name], grad, rtol=0, atol=limit, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("tempo_config", CONFIGS.values(), ids=CONFIGS)
+def test_loss_and_every_gradient_equal_stock_without_dropout(tempo_config):
+    (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, tempo_config, False, {})
+    (stock,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig.off(), False, {})
+    assert_equal_to_stock(found, stock)
+
+
+OVERRIDES = {
+    "tanh gelu": {"bias_activation_fusion": True},
+    "zero-centred gamma": {"layernorm_zero_centered_gamma": True},
+    "query-key layer scaling": {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
+    "grouped queries": {"num_query_groups": 2},
+    "no biases": {"add_bias_linear": False},
+    "query and key norms": {"qk_layernorm": True},
+    "full recomputation": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "core attention recomputed": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+}
+
+
+@pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
+def test_loss_and_every_gradient_equal_stock_under_megatrons_settings(overrides):
+    (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig(), False, overrides)
+    (stock,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig.off(), False, overrides)
+    assert_equal_to_stock(found, stock)
+
+
+def test_a_recomputed_mlp_with_biases_gives_the_gradients_of_one_that_is_not():
+    # Stock Megatron recurses without end here, so that its layer without recomputation is the reference.
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig(), False, recomputed)
+    (stock,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig.off(), False, {})
+    assert_equal_to_stock(found, stock)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tempo_config", [TempoConfig(), TempoConfig.off()], ids=["tempo", "stock"])
+def test_tensor_parallel_ranks_equal_stock_of_the_same_layout(tempo_config, sequence_parallel):
+    found = run_megatron_ranks(loss_and_gradients, 2, 2, tempo_config, sequence_parallel, {})
+    stock = run_megatron_ranks(loss_and_gradients, 2, 2, TempoConfig.off(), False, {})
+    for ours, theirs in zip(found, stock, strict=True):
+        assert_equal_to_stock(ours, theirs)
+
+
+def keys_of_both():
+    found = {}
+    for name, tempo_config in (("tempo", TempoConfig()), ("stock", TempoConfig.off())):
+        model = build_gpt(gpt_config(), tempo_config)
+        sharded = model.sharded_state_dict()
+        found[name] = (
+            {key: tuple(value.shape) for key, value in model.state_dict().items() if value is not None},
+            sorted(getattr(value, "key", key) for key, value in sharded.items()),
+            [
+                (parameter_name, getattr(parameter, "sequence_parallel", False))
+                for parameter_name, parameter in model.named_parameters()
+            ],
+        )
+    return found
+
+
+def test_checkpoint_keys_and_parameter_flags_equal_megatrons():
+    (found,) = run_megatron_ranks(keys_of_both, 1, 1)
+    assert found["tempo"] == found["stock"]
+    assert any("linear_qkv.layer_norm_weight" in key for key in found["tempo"][1])
+
+
+def loads_both_ways():
+    stock, tempo = (
+        build_gpt(gpt_config(), config, seed) for config, seed in ((TempoConfig.off(), 1), (TempoConfig(), 2))
+    )
+    tempo.load_state_dict(stock.state_dict(), strict=True)
+    stock.load_state_dict(tempo.state_dict(), strict=True)
+    return [losses(m.eval(), 0, 2, gives_mask=m is stock).mean().item() for m in (stock, tempo)]
+
+
+def test_a_checkpoint_of_one_loads_into_the_other():
+    (found,) = run_megatron_ranks(loads_both_ways, 1, 1)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (TempoMLP.__init__, MLP.__init__),
+        (TempoMLP.forward, MLP.forward),
+        (TempoDotProductAttention.forward, DotProductAttention.forward),
+        (TempoLayerNorm.__init__, WrappedTorchNorm.__new__),
+    ],
+    ids=["MLP", "MLP.forward", "DotProductAttention.forward", "norm"],
+)
+def test_positional_signatures_equal_megatrons(ours, theirs):
+    def positional(function):
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds][1:]
+
+    assert positional(ours)[: len(positional(theirs))] == positional(theirs)
+
+
+def specs_with(**overrides):
+    config = gpt_config(**overrides)
+    original = get_gpt_layer_local_spec()
+    before = copy.copy(original.submodules)
+    tempoized = tempoize(original, config, TempoConfig())
+    stock = tempo_block_spec(config, TempoConfig.off())
+    return {
+        "counts": count_slots(tempoized),
+        "stock counts": count_slots(stock),
+        "unchanged": original.submodules == before,
+        "again": count_slots(tempoize(tempoized, config, TempoConfig())),
+        "stock norm": stock.layer_norm.__name__,
+        "key map": tempoized.layer_specs[0].submodules.sharded_state_dict_keys_map
+        == original.submodules.sharded_state_dict_keys_map,
+    }
+
+
+def test_every_slot_is_filled_and_the_given_spec_stays_as_it_is():
+    (found,) = run_megatron_ranks(specs_with, 1, 1)
+    everything = {"norm": (5, 5), "attention": (2, 2), "dropout": (4, 4), "gelu": (2, 2)}
+    assert found["counts"] == found["again"] == everything
+    assert found["stock counts"] == {name: (0, total) for name, (_, total) in everything.items()}
+    assert found["unchanged"] and found["key map"]
+    assert found["stock norm"] == TorchLayerNorm.__name__
+
+
+def refusal(overrides):
+    try:
+        tempo_block_spec(gpt_config(**overrides), TempoConfig())
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"activation_func": F.silu, "gated_linear_unit": True}, 'activation is gated silu.*set tempo.gelu to "off"'),
+        ({"activation_func": F.relu}, "activation is relu"),
+        ({"normalization": "RMSNorm"}, 'normalization is RMSNorm.*set tempo.norm to "off"'),
+        ({"window_size": (8, 0)}, 'window_size is .*set tempo.attention to "off"'),
+        ({"softmax_type": "off-by-one"}, "softmax_type is off-by-one"),
+        ({"enable_autocast": True, "autocast_dtype": torch.bfloat16}, "autocast is on"),
+    ],
+    ids=["swiglu", "relu", "RMSNorm", "window", "softmax", "autocast"],
+)
+def test_what_an_operation_cannot_do_is_refused_with_the_remedy(overrides, message):
+    import re
+
+    (found,) = run_megatron_ranks(refusal, 1, 1, overrides)
+    assert re.search(message, found), found
+
+
+def evaluation_draws_nothing():
+    model = build_gpt(gpt_config(dropout=0.5), TempoConfig()).eval()
+    state = torch.get_rng_state()
+    found = [losses(model, 0, 2, gives_mask=False, seed=seed) for seed in (1, 2)]
+    return torch.equal(*found), torch.equal(state, torch.get_rng_state())
+
+
+def test_evaluation_drops_nothing_and_draws_nothing():
+    assert run_megatron_ranks(evaluation_draws_nothing, 1, 1) == [(True, True)]
+
+
+def training_without_a_micro_batch():
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    model = build_gpt(gpt_config(dropout=0.5), TempoConfig())
+    losses(model, 0, 2, gives_mask=False)
+    get_cuda_rng_tracker().reset()
+    try:
+        tokens = torch.zeros(1, 16, dtype=torch.int64)
+        model(tokens, tokens, None, labels=tokens)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_training_without_saying_which_samples_is_refused():
+    (found,) = run_megatron_ranks(training_without_a_micro_batch, 1, 1)
+    assert "set_micro_batch" in found
+
+
+def masks_move_on():
+    model = build_gpt(gpt_config(dropout=0.5), TempoConfig())
+    tokens = [losses(model, sample, 1, gives_mask=False, seed=seed) for seed, sample in ((1, 0), (1, 0), (2, 0))]
+    return torch.equal(tokens[0], tokens[1]), torch.equal(tokens[0], tokens[2])
+
+
+def test_the_same_seed_and_sample_draw_the_same_masks_and_another_seed_others():
+    assert run_megatron_ranks(masks_move_on, 1, 1) == [(True, False)]

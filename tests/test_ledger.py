@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_megatron_ranks
+
+from tempo_megatron import TempoConfig, cpu
+from tempo_megatron.cli import main
+from tempo_megatron.memory.layout import simulated
+from tempo_megatron.memory.ledger import SCORES, measure, transformer_config_of
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+GPT2 = json.loads((CONFIGS / "model" / "gpt2_124m.json").read_text(encoding="utf-8"))
+SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 512, "num_attention_heads": 2, "vocab_size": 256}
+
+
+def ledger_in_this_layout(sizes, tempo_config, sequence_parallel, recompute=(), seq_length=64, dropout=0.1):
+    config = transformer_config_of(
+        sizes, sequence_parallel=sequence_parallel, dtype=torch.bfloat16, dropout=dropout, recompute=recompute
+    )
+    return measure(config, tempo_config, vocab_size=512, seq_length=seq_length)
+
+
+def ledger(sizes, tempo_config, tp=1, sequence_parallel=False, **settings):
+    cpu.use_cpu()
+    with simulated(tp):
+        return ledger_in_this_layout(sizes, tempo_config, sequence_parallel, **settings)
+
+
+def test_a_stock_layer_keeps_at_least_34_sbh_and_its_scores():
+    stock = ledger(GPT2, TempoConfig.off(), seq_length=1024)
+    assert stock.layer_sbh >= 34
+    # a s**2 b: softmax output and dropout output of 2 bytes each, and a mask of at least 1.
+    assert stock.scores_bytes >= 5 * 12 * 1024**2
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True), (4, True)])
+def test_a_tempo_layer_keeps_at_most_its_share_of_20_7_sbh_and_no_scores(tp, sequence_parallel):
+    tempo = ledger(GPT2, TempoConfig(), tp, sequence_parallel, seq_length=1024)
+    assert tempo.scores_bytes == 0
+    assert 20 / tp <= tempo.layer_sbh <= 20.7 / tp
+
+
+def test_every_byte_of_a_tempo_layer_is_accounted_for():
+    s, h, heads = 64, 128, 2
+    tempo = ledger(SMALL, TempoConfig())
+    # 16-bit y of two norms, qkv, context, gelu output; one bit per gelu element; rstd twice; logsumexp per head.
+    assert tempo.layer_bytes == 2 * s * h * (1 + 3 + 1 + 1 + 4) + 4 * s * h // 8 + 2 * 4 * s + 4 * s * heads
+
+
+@pytest.mark.parametrize(
+    ("off", "more_sbh"), [("gelu", 7.5), ("norm", 4), ("dropout", 4)], ids=["gelu", "norm", "dropout"]
+)
+def test_switching_an_operation_off_costs_what_stock_keeps(off, more_sbh):
+    everything, without = ledger(SMALL, TempoConfig()), ledger(SMALL, TempoConfig(**{off: "off"}))
+    # Stock dropout keeps a 16-bit mask on the CPU; norm's mean is the rest.
+    assert without.layer_sbh - everything.layer_sbh == pytest.approx(more_sbh, abs=0.1)
+
+
+@pytest.mark.parametrize("tempo_config", [TempoConfig(), TempoConfig.off()], ids=["tempo", "stock"])
+def test_full_recomputation_keeps_the_layers_input_only(tempo_config):
+    assert ledger(SMALL, tempo_config, recompute=("full",)).layer_bytes == 2 * 64 * 128
+
+
+def test_recomputed_core_attention_keeps_no_scores():
+    assert ledger(SMALL, TempoConfig.off(), recompute=("core_attn",)).scores_bytes == 0
+
+
+@pytest.mark.parametrize("tempo_config", [TempoConfig(), TempoConfig.off()], ids=["tempo", "stock"])
+def test_a_simulated_layout_keeps_what_real_ranks_keep(tempo_config):
+    real = run_megatron_ranks(ledger_in_this_layout, 2, 2, SMALL, tempo_config, True)
+    assert real[0].rows == real[1].rows == ledger(SMALL, tempo_config, 2, True).rows
+
+
+def test_the_command_prints_one_table_and_writes_the_same_figures(tmp_path, capsys):
+    model, out = tmp_path / "small.json", tmp_path / "ledger.json"
+    model.write_text(json.dumps({**SMALL, "seq_length": 64}))
+    assert main(["ledger", "--model", str(model), "--tp", "2", "--sequence-parallel", "--json", str(out)]) == 0
+    text, figures = capsys.readouterr().out, json.loads(out.read_text())
+    for row in ("input_layernorm", "core_attention", SCORES, "gelu", "linear_fc2", "model, 2 layers"):
+        assert row in text
+    stock, tempo = figures["stock"], figures["tempo"]
+    assert f"{stock['layer_bytes']:,}" in text and f"{tempo['layer_bytes']:,}" in text
+    assert f"{tempo['layer_bytes'] / stock['layer_bytes']:.3f}" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "nowhere.json"], "cannot be read"),
+        (["--tp", "5"], "--tp 5 does not divide the model's heads 12; choose a divisor"),
+        (["--sequence-parallel"], "--sequence-parallel is given with --tp 1"),
+        (["--recompute", "full", "mlp"], "--recompute full already recomputes everything"),
+        (["--no-use-tempo"], "--no-use-tempo is given"),
+        (["--dropout", "1"], r"must be in [0, 1)"),
+    ],
+    ids=["file", "tp", "sp", "recompute", "tempo off", "dropout"],
+)
+def test_bad_arguments_get_one_sentence(argv, message, capsys):
+    argv = argv if "--model" in argv else ["--model", str(CONFIGS / "model" / "gpt2_124m.json"), *argv]
+    assert main(["ledger", *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -1,0 +1,126 @@
+"""Dropout masks do not depend on the layout: the masks themselves, caught in the real model, are compared."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from distributed import run_megatron_ranks
+from gpt import SEQ_LENGTH, build_gpt, gpt_config, losses
+from megatron.core import parallel_state
+
+from tempo_kernels.philox import derive_key, drop_mask
+from tempo_megatron import TempoConfig
+from tempo_megatron.dropout_rng import Site
+
+SAMPLES, SEED, HIDDEN_SIZE, HEADS, LAYERS = 8, 5, 32, 4, 2
+
+
+def masks_of_rank(sequence_parallel, micro_batch_size, recompute):
+    """{(key, sample, head, row): [columns as bytes per draw]} of every mask this rank drew for SAMPLES samples."""
+    choices = {}
+    if recompute == "full":
+        choices = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif recompute:
+        choices = {"recompute_granularity": "selective", "recompute_modules": [recompute]}
+    model = build_gpt(gpt_config(sequence_parallel=sequence_parallel, dropout=0.2, **choices), TempoConfig())
+    drawn = {}
+
+    def record(key, p, *, sample, head, row, num_columns):
+        mask = drop_mask(key, p, sample=sample, head=head, row=row, num_columns=num_columns)
+        indices = (t.broadcast_to(mask.shape[:-1]).flatten().tolist() for t in (sample, head, row))
+        for index, columns in zip(zip(*indices, strict=True), mask.flatten(0, -2), strict=True):
+            drawn.setdefault((key, *index), []).append(bytes(columns.tolist()))
+        return mask
+
+    rank, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    with (
+        mock.patch("tempo_kernels.dropout_add.eager.drop_mask", record),
+        mock.patch("tempo_kernels.attention.eager.drop_mask", record),
+    ):
+        for first in range(0, SAMPLES, micro_batch_size * replicas):
+            first_sample = first + rank * micro_batch_size
+            losses(model, first_sample, micro_batch_size, gives_mask=False, seed=SEED).mean().backward()
+    return drawn
+
+
+def drawn_in_layout(tp, sequence_parallel, dp, micro_batch_size, recompute):
+    """The masks of all ranks together; every draw of one position, in whatever rank or pass, has to agree."""
+    together = {}
+    for drawn in run_megatron_ranks(masks_of_rank, tp * dp, tp, sequence_parallel, micro_batch_size, recompute):
+        for position, draws in drawn.items():
+            together.setdefault(position, []).extend(draws)
+    masks = {}
+    for position, draws in together.items():
+        longest = max(draws, key=len)
+        # A causal block draws the columns up to its last row only.
+        assert all(longest.startswith(draw) for draw in draws), f"two draws of {position} differ"
+        masks[position] = longest
+    return masks
+
+
+def expected_masks():
+    """Every mask of SAMPLES samples, from its definition: (key, sample, head, row) -> columns that matter."""
+    masks = {}
+    sites = [(0, Site.EMBEDDING)] + [
+        (layer + 1, site)
+        for layer in range(LAYERS)
+        for site in (Site.ATTENTION, Site.SELF_ATTENTION_OUTPUT, Site.MLP_OUTPUT)
+    ]
+    for layer, site in sites:
+        key = derive_key(SEED, layer, int(site))
+        is_attention = site == Site.ATTENTION
+        for head in range(HEADS if is_attention else 1):
+            for sample in range(SAMPLES):
+                for row in range(SEQ_LENGTH):
+                    mask = drop_mask(
+                        key,
+                        0.2,
+                        sample=torch.tensor(sample),
+                        head=torch.tensor(head),
+                        row=torch.tensor(row),
+                        num_columns=row + 1 if is_attention else HIDDEN_SIZE,
+                    )
+                    masks[key, sample, head, row] = bytes(mask.tolist())
+    return masks
+
+
+LAYOUTS = {
+    "TP 1": (1, False, 1, 4, None),
+    "TP 1, micro batch 1": (1, False, 1, 1, None),
+    "TP 1, full recomputation": (1, False, 1, 4, "full"),
+    "TP 2": (2, False, 1, 4, None),
+    "TP 2, full recomputation, micro batch 1": (2, False, 1, 1, "full"),
+    "TP 2 + SP": (2, True, 1, 4, None),
+    "TP 2 + SP, full recomputation": (2, True, 1, 4, "full"),
+    "TP 2 + SP, core attention recomputed": (2, True, 1, 1, "core_attn"),
+    "TP 4 + SP": (4, True, 1, 4, None),
+    "DP 2": (1, False, 2, 1, None),
+    "DP 2, full recomputation": (1, False, 2, 4, "full"),
+    "TP 2 + SP, DP 2": (2, True, 2, 4, None),
+    "TP 2, DP 2, full recomputation, micro batch 1": (2, False, 2, 1, "full"),
+    "TP 2 + SP, DP 2, mlp recomputed": (2, True, 2, 1, "mlp"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_layout_draws_the_masks_of_the_definition(layout):
+    drawn, expected = drawn_in_layout(*layout), expected_masks()
+    assert drawn.keys() == expected.keys()
+    for position, columns in expected.items():
+        assert drawn[position].startswith(columns), f"the mask at {position} differs"
+
+
+def test_tensor_and_sequence_parallel_recomputation_draws_the_masks_of_the_definition():
+    test_every_layout_draws_the_masks_of_the_definition((2, True, 1, 4, "full"))
+
+
+def test_recomputation_draws_twice_what_backward_redraws_once():
+    """Forward, recomputed forward and backward: the recomputed layers really ran again."""
+    (drawn,) = run_megatron_ranks(masks_of_rank, 1, 1, False, 4, "full")
+    (plain,) = run_megatron_ranks(masks_of_rank, 1, 1, False, 4, None)
+    embedding = derive_key(SEED, 0, int(Site.EMBEDDING))
+    assert {len(draws) for position, draws in plain.items()} == {2}
+    assert {len(draws) for position, draws in drawn.items() if position[0] != embedding} == {3}

@@ -1,0 +1,87 @@
+"""Training with Tempo on real text: beside stock, and the same in every layout."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_job import Data, Run, make_data, run, successful
+
+NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
+TP2 = ["--tensor-model-parallel-size", "2"]
+SP = [*TP2, "--sequence-parallel"]
+FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+BATCH_OF_8 = ["--global-batch-size", "8"]
+CURVE = [*BATCH_OF_8, "--train-iters", "50", "--use-tempo"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.slow
+def test_one_hundred_steps_in_fp32_have_stocks_losses_within_1e_4(data: Data, tmp_path: Path) -> None:
+    common = [*NO_DROPOUT, *BATCH_OF_8, "--train-iters", "100"]
+    stock = successful(run(data, tmp_path / "stock", *common))
+    tempo = successful(run(data, tmp_path / "tempo", *common, "--use-tempo"))
+    assert len(stock.losses) == 100 and stock.losses[-1] < stock.losses[0] - 0.5
+    assert tempo.losses != stock.losses  # it was not stock twice
+    assert tempo.losses == pytest.approx(stock.losses, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_bf16_ends_within_the_spread_of_stocks_own_seeds(data: Data, tmp_path: Path) -> None:
+    config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}}
+    finals: dict[str, list[float]] = {"stock": [], "tempo": []}
+    for seed in ("1", "2", "3"):
+        for name, switch in (("stock", "--no-use-tempo"), ("tempo", "--use-tempo")):
+            common = [*NO_DROPOUT, *BATCH_OF_8, "--train-iters", "100", "--seed", seed, switch]
+            result = successful(run(data, tmp_path / f"{name}{seed}", *common, config=config))
+            # The last steps together: one batch alone is noise.
+            finals[name].append(statistics.fmean(result.losses[-10:]))
+    spread = max(finals["stock"]) - min(finals["stock"])
+    for stock, tempo in zip(finals["stock"], finals["tempo"], strict=True):
+        assert abs(tempo - stock) < spread, finals
+
+
+# World size, arguments, ZeRO stage.
+LAYOUTS: dict[str, tuple[int, list[str], int]] = {
+    "TP 1, full recomputation, micro batch 1": (1, [*FULL, "--micro-batch-size", "1"], 0),
+    "TP 2": (2, [*TP2, "--micro-batch-size", "4"], 0),
+    "TP 2, full recomputation": (2, [*TP2, *FULL, "--micro-batch-size", "4"], 1),
+    "TP 2 + SP": (2, [*SP, "--micro-batch-size", "4"], 1),
+    "TP 2 + SP, full recomputation, micro batch 1": (2, [*SP, *FULL, "--micro-batch-size", "1"], 0),
+    "TP 2 + SP, core_attn and mlp recomputed": (
+        2, [*SP, "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp"], 0,
+    ),
+    "DP 2, micro batch 4": (2, ["--micro-batch-size", "4"], 1),
+    "DP 2, full recomputation, micro batch 1, ZeRO 3": (2, [*FULL, "--micro-batch-size", "1"], 3),
+    "TP 2 + SP, DP 2, ZeRO 2": (4, [*SP, "--micro-batch-size", "1"], 2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_process(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return successful(run(data, tmp_path_factory.mktemp("one"), *CURVE, "--micro-batch-size", "4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "extra", "stage"), LAYOUTS.values(), ids=LAYOUTS)
+def test_with_dropout_fifty_steps_of_every_layout_have_the_losses_of_one_process(
+    data: Data, one_process: Run, tmp_path: Path, world_size: int, extra: list[str], stage: int
+) -> None:
+    config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    result = successful(run(data, tmp_path, *CURVE, *extra, world_size=world_size, config=config))
+    assert len(result.losses) == 50
+    assert result.losses == pytest.approx(one_process.losses, rel=1e-3)
+
+
+def test_dropout_changes_the_losses(data: Data, tmp_path: Path) -> None:
+    """Else the agreement of layouts would say nothing about masks."""
+    short = [*BATCH_OF_8, "--train-iters", "3", "--use-tempo"]
+    dropped = successful(run(data, tmp_path / "dropped", *short))
+    kept = successful(run(data, tmp_path / "kept", *short, *NO_DROPOUT))
+    assert dropped.losses != pytest.approx(kept.losses, rel=1e-3)
