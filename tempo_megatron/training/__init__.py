@@ -1,0 +1,1 @@
+"""The training job: data preparation, the GPT trainer and its checkpoints."""

@@ -1,0 +1,247 @@
+"""Which documents a data set is made of, in which order, and the pieces of about equal size that they are read in.
+
+Everything here depends on the files alone, never on the number of workers. A text file is one document, a line of a
+JSON-lines file is one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from tempo_megatron.training.data_error import DataError
+from tempo_megatron.training.partial_output import SUFFIXES
+
+JSON_SUFFIXES = (".json", ".jsonl")
+STDLIB_SUFFIXES = (".py", ".txt")
+# Tests hold broken encodings and tables of data; the others are not part of the library or not text.
+_STDLIB_LEFT_OUT = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+_HEAD_BYTES = 8192  # a NUL byte in the first 8 KiB makes a file binary, as git has it
+_FILES_PER_PIECE = 256
+_SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 8 << 20
+_WINDOW = 1 << 16
+
+# A text may be cut in front of a space or newline that follows anything but white space (Unicode's, in UTF-8): a
+# border of two pretokens, so that the parts have the tokens of the whole. Lines of JSON are cut after the newline.
+_TEXT_CUT = re.compile(
+    rb"(?<![\t-\r\x1c-\x20])(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])"
+    rb"(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)(?=[ \n])"
+)
+_JSON_CUT = re.compile(rb"(?<=\n)")
+_LOOKBEHIND = 3
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A file to read: its first `size` bytes. What cannot be used in it is an error where the user named it himself
+    (is_named); found in a directory tree it is counted and left out."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    is_named: bool
+
+    @property
+    def is_json(self) -> bool:
+        return self.path.endswith(JSON_SUFFIXES)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes [start, end) of a file; is_last where they are its last ones."""
+
+    file: InputFile
+    start: int
+    end: int
+    is_last: bool
+
+
+Piece = tuple[Part, ...]
+
+
+@dataclass(slots=True)
+class LeftOut:
+    """What was not used: how often per reason, and the first file of each."""
+
+    count: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, path: str) -> None:
+        self.count[reason] += 1
+        self.first.setdefault(reason, path)
+
+    def update(self, other: LeftOut) -> None:
+        self.count.update(other.count)
+        self.first = {**other.first, **self.first}
+
+
+def shown(path: str) -> str:
+    """`path` for a message, also where its name is not UTF-8."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
+def list_files(
+    inputs: Iterable[str], extensions: tuple[str, ...], output_prefix: str, left_out: LeftOut
+) -> list[InputFile]:
+    """Every file of `inputs` that can be text: files as they are, directory trees in sorted order.
+
+    The output of an earlier run with the same prefix may lie in a tree; it is left out.
+
+    Raises: DataError (a ValueError) where a file is missing or unreadable, or named by the user and binary or a file of
+        the output.
+    """
+    files: list[InputFile] = []
+    for path in inputs:
+        if os.path.isdir(path):
+            for found in _walk(path, left_out):
+                if _is_output(found, output_prefix):
+                    left_out.add("own output", found)
+                elif not extensions or found.endswith(extensions):
+                    files.extend(_usable(found, is_named=False, left_out=left_out))
+        elif _is_output(path, output_prefix):
+            raise DataError(f"{shown(path)} is a file of the output; choose another --output-prefix")
+        else:
+            files.extend(_usable(path, is_named=True, left_out=left_out))
+    return files
+
+
+def list_stdlib(left_out: LeftOut) -> list[InputFile]:
+    """The sources and texts of this Python's standard library, without its tests and without installed packages."""
+    root = sysconfig.get_path("stdlib")
+    files: list[InputFile] = []
+    for path in _walk(root, left_out, _STDLIB_LEFT_OUT):
+        # Distributions link to files of packages that may not be installed.
+        if path.endswith(STDLIB_SUFFIXES) and os.path.exists(path):
+            files.extend(_usable(path, is_named=False, left_out=left_out))
+    if not files:
+        raise DataError(f"--input-stdlib: this Python has no sources in {root}; give files or directories with --input")
+    return files
+
+
+def first_bytes(files: list[InputFile], max_bytes: int, left_out: LeftOut) -> list[InputFile]:
+    """The files up to max_bytes in total; the last one is cut at the first word's or line's end after the limit."""
+    taken: list[InputFile] = []
+    budget = max_bytes
+    for file in files:
+        if budget <= 0:
+            left_out.add("beyond --max-bytes", file.path)
+            continue
+        if file.size > budget:
+            cut = next(_cuts(file, budget), file.size)
+            file = replace(file, size=cut)
+        taken.append(file)
+        budget -= file.size
+    return taken
+
+
+def pieces(files: list[InputFile]) -> list[Piece]:
+    """The files in order, cut and grouped into pieces of 1 to 8 MiB (more for more data)."""
+    piece_bytes = min(_LARGEST_PIECE, max(_SMALLEST_PIECE, sum(file.size for file in files) >> 12))
+    result: list[Piece] = []
+    group: list[Part] = []
+    group_bytes = 0
+    for file in files:
+        offsets = [0, *_cuts(file, piece_bytes), file.size]
+        for start, end in pairwise(offsets):
+            group.append(Part(file, start, end, is_last=end == file.size))
+            group_bytes += end - start
+            if group_bytes >= piece_bytes or len(group) >= _FILES_PER_PIECE:
+                result.append(tuple(group))
+                group, group_bytes = [], 0
+    if group:
+        result.append(tuple(group))
+    return result
+
+
+def sample(all_pieces: list[Piece], max_bytes: int) -> list[Piece]:
+    """Pieces spread evenly over all, max_bytes in total; the first one where none is as small as that."""
+    sizes = [sum(part.end - part.start for part in piece) for piece in all_pieces]
+    share = min(1.0, max_bytes / max(1, sum(sizes)))
+    chosen: list[Piece] = []
+    seen = taken = 0
+    for piece, size in zip(all_pieces, sizes, strict=True):
+        seen += size
+        if taken + size <= seen * share:
+            chosen.append(piece)
+            taken += size
+    return chosen or all_pieces[:1]
+
+
+def _walk(root: str, left_out: LeftOut, names_left_out: Iterable[str] = ()) -> Iterator[str]:
+    def stop(error: OSError) -> None:
+        raise DataError(f"cannot read the directory {shown(error.filename)}: {error.strerror}") from error
+
+    for folder, folders, names in os.walk(root, onerror=stop):
+        for name in [name for name in folders + names if name.startswith(".")]:
+            left_out.add("hidden", os.path.join(folder, name))
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in names_left_out)
+        yield from (os.path.join(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _is_output(path: str, prefix: str) -> bool:
+    if os.path.basename(prefix) not in path:  # almost always, and far quicker
+        return False
+    rest = os.path.realpath(path).removeprefix(os.path.realpath(prefix))
+    return rest in SUFFIXES or rest.startswith(".partial" + os.sep)
+
+
+def _usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile]:
+    """The file as a list of one, or none where it is left out."""
+    reason = ""
+    try:
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):
+            reason = "not a regular file"
+        elif info.st_size == 0:
+            reason = "empty"
+        else:
+            with open(path, "rb") as stream:
+                reason = "binary" if b"\0" in stream.read(_HEAD_BYTES) else ""
+    except OSError as error:
+        link = " (a link that leads nowhere)" if os.path.islink(path) and not os.path.exists(path) else ""
+        raise DataError(
+            f"cannot read {shown(path)}: {error.strerror}{link}; repair it, or choose other files with --input or "
+            "--extensions"
+        ) from error
+    if reason == "binary" and is_named:
+        raise DataError(f"{shown(path)} is a binary file (it has NUL bytes); --input takes UTF-8 text and JSON-lines")
+    if reason == "not a regular file" and is_named:
+        raise DataError(f"{shown(path)} is neither a file nor a directory; --input takes UTF-8 text and JSON-lines")
+    if reason:
+        left_out.add(reason, path)
+        return []
+    return [InputFile(path, info.st_size, info.st_mtime_ns, is_named)]
+
+
+def _cuts(file: InputFile, step: int) -> Iterator[int]:
+    """The offsets, each the first possible one at least `step` bytes after the one before, that cut a file."""
+    if file.size <= step:
+        return
+    pattern = _JSON_CUT if file.is_json else _TEXT_CUT
+    try:
+        with open(file.path, "rb") as stream:
+            position = step
+            while position < file.size:
+                before = min(_LOOKBEHIND, position)
+                stream.seek(position - before)
+                window = stream.read(_WINDOW)
+                if len(window) <= before:
+                    return  # the file became shorter; whoever reads it says so
+                match = pattern.search(window, before)
+                if match is None:
+                    position += len(window) - before
+                    continue
+                cut = position - before + match.start()
+                if cut >= file.size:
+                    return
+                yield cut
+                position = cut + step
+    except OSError as error:
+        raise DataError(f"cannot read {shown(file.path)}: {error.strerror}") from error

@@ -1,0 +1,185 @@
+"""A prepared data set on disk: Megatron's PREFIX.bin and PREFIX.idx, and PREFIX.json, which says how it was made.
+
+Data made by Megatron-LM has no PREFIX.json; it is read all the same, with the tokenizer files given by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from tempo_megatron.training.data_error import DataError
+from tempo_megatron.training.tokenizer import GPT2Tokenizer, check_both_or_neither
+
+_FORMAT_NAME = "tempo-megatron data set"
+FORMAT = f"{_FORMAT_NAME} 1"
+
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
+_INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
+_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sidecar:
+    """The content of PREFIX.json. File names are relative to its own directory."""
+
+    format: str = FORMAT
+    vocab_file: str
+    merge_file: str
+    vocab_sha256: str
+    merge_sha256: str
+    vocab_size: int
+    eod: int
+    documents: int
+    sequences: int
+    tokens: int
+    dtype: str
+    source_bytes: int
+    left_out: dict[str, int]
+    fingerprint: str
+
+    @classmethod
+    def read(cls, prefix: str) -> Sidecar | None:
+        """None where there is no PREFIX.json, or one of another program.
+
+        Raises: DataError (a ValueError) where it cannot be read or is not of this version.
+        """
+        content = _load_json(prefix + ".json")
+        if not _is_ours(content):
+            return None
+        if content["format"] != FORMAT or {field.name for field in fields(cls)} != set(content):
+            raise DataError(f"{prefix}.json is of another version or was edited by hand; prepare the data again")
+        return cls(**content)
+
+    def write(self, path: str) -> None:
+        with open(path, "w", encoding="utf-8") as stream:
+            json.dump(asdict(self), stream, indent=2)
+            stream.write("\n")
+
+    def tokenizer_files(self, prefix: str) -> tuple[str, str]:
+        folder = os.path.dirname(prefix)
+        return os.path.join(folder, self.vocab_file), os.path.join(folder, self.merge_file)
+
+
+def check_prefix_is_free(prefix: str) -> None:
+    """Raises: DataError (a ValueError) where PREFIX.json belongs to another program and must not be overwritten."""
+    if os.path.lexists(prefix + ".json") and not _is_ours(_load_json(prefix + ".json")):
+        raise DataError(f"{prefix}.json exists and does not describe prepared data; choose another --output-prefix")
+
+
+def load_dataset_tokenizer(prefix: str, vocab_file: str | None = None, merge_file: str | None = None) -> GPT2Tokenizer:
+    """The tokenizer of a data set: the files given, else those that PREFIX.json names.
+
+    Raises: ValueError where there is neither, only one file is given, a file is broken, or where it is not the
+        vocabulary that the data set was made with.
+    """
+    check_both_or_neither(vocab_file, merge_file)
+    sidecar = Sidecar.read(prefix)
+    if vocab_file is None or merge_file is None:
+        if sidecar is None:
+            raise DataError(
+                f"{prefix}.json, which names the tokenizer of the data, is missing; give --vocab-file and --merge-file"
+            )
+        vocab_file, merge_file = sidecar.tokenizer_files(prefix)
+    tokenizer = GPT2Tokenizer.load(vocab_file, merge_file)
+    if sidecar is not None:
+        for path, key in ((vocab_file, "vocab_sha256"), (merge_file, "merge_sha256")):
+            if tokenizer.unique_identifiers[key] != getattr(sidecar, key):
+                raise DataError(
+                    f"{path} is not the file that {prefix} was made with (its sha256 differs from the one in "
+                    f"{prefix}.json); give the right one, or prepare the data again"
+                )
+    return tokenizer
+
+
+def validate_dataset(prefix: str, vocab_size: int, *, scan_bytes: int = 1 << 30) -> None:
+    """Check that PREFIX.bin and PREFIX.idx are whole and that a model with vocab_size rows has a row for every token.
+
+    With PREFIX.json its vocabulary is compared; without, the token ids themselves: all of them up to scan_bytes, else
+    blocks of scan_bytes in total, spread evenly.
+
+    Raises: ValueError.
+    """
+    dtype, tokens = _check_index(prefix)
+    sidecar = Sidecar.read(prefix)
+    if sidecar is not None:
+        if sidecar.tokens != tokens:
+            raise DataError(
+                f"{prefix}.json speaks of {sidecar.tokens} tokens, {prefix}.idx of {tokens}: they belong to different "
+                f"data; prepare the data again, or remove {prefix}.json"
+            )
+        if sidecar.vocab_size > vocab_size:
+            raise DataError(
+                f"{prefix} was made with a vocabulary of {sidecar.vocab_size}, the model has {vocab_size}; give the "
+                "model the vocabulary of its data"
+            )
+        return
+    smallest, largest = _token_range(prefix, dtype, tokens, scan_bytes)
+    if smallest < 0 or largest >= vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise DataError(
+            f"{prefix}.bin has the token {wrong}, the model's vocabulary of {vocab_size} ends at {vocab_size - 1}; "
+            "give the tokenizer that the data was made with"
+        )
+
+
+def _load_json(path: str) -> Any:
+    """None where the file is not there or not JSON."""
+    try:
+        with open(path, "rb") as stream:
+            return json.load(stream)
+    except (FileNotFoundError, ValueError):
+        return None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check it") from error
+
+
+def _is_ours(content: Any) -> bool:
+    return isinstance(content, dict) and str(content.get("format")).startswith(_FORMAT_NAME)
+
+
+def _check_index(prefix: str) -> tuple[Any, int]:
+    """The dtype and number of the tokens of a data set that is whole."""
+    missing = [prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
+    if missing:
+        raise DataError(f"{' and '.join(missing)} not found; prepare the data, or check --data-path")
+    broken = f"{prefix}.idx is not a whole index of Megatron's format; prepare the data again"
+    try:
+        with open(prefix + ".idx", "rb") as stream:
+            header = stream.read(_INDEX_HEADER.size)
+        size, bin_size = os.path.getsize(prefix + ".idx"), os.path.getsize(prefix + ".bin")
+    except OSError as error:
+        raise DataError(f"cannot read {prefix}.idx or .bin: {error.strerror}") from error
+    if len(header) < _INDEX_HEADER.size:
+        raise DataError(broken)
+    magic, version, code, sequences, borders = _INDEX_HEADER.unpack(header)
+    if magic != _INDEX_MAGIC or version != 1 or code not in _DTYPES:
+        raise DataError(broken)
+    if size < _INDEX_HEADER.size + 12 * sequences + 8 * borders:
+        raise DataError(broken)
+    lengths = np.fromfile(prefix + ".idx", np.int32, sequences, offset=_INDEX_HEADER.size)
+    tokens = int(lengths.sum(dtype=np.int64))
+    if tokens == 0:
+        raise DataError(f"{prefix} has no documents; prepare the data again")
+    if tokens * np.dtype(_DTYPES[code]).itemsize != bin_size:
+        raise DataError(
+            f"{prefix}.bin has {bin_size} bytes, {prefix}.idx speaks of {tokens} tokens of "
+            f"{np.dtype(_DTYPES[code]).itemsize} bytes: they do not belong together; prepare the data again"
+        )
+    return _DTYPES[code], tokens
+
+
+def _token_range(prefix: str, dtype: Any, tokens: int, scan_bytes: int) -> tuple[int, int]:
+    itemsize = np.dtype(dtype).itemsize
+    block = min(tokens, max(1, min(scan_bytes, 1 << 24) // itemsize))
+    blocks = max(1, min(-(-tokens // block), scan_bytes // (block * itemsize)))
+    smallest, largest = np.iinfo(np.int64).max, -1
+    for start in np.linspace(0, tokens - block, blocks, dtype=np.int64):
+        part = np.fromfile(prefix + ".bin", dtype, block, offset=int(start) * itemsize)
+        smallest, largest = min(smallest, int(part.min())), max(largest, int(part.max()))
+    return smallest, largest

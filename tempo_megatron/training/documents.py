@@ -1,0 +1,203 @@
+"""The documents of a piece, and their tokens: what a worker process does."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing.connection import wait
+from typing import Any
+
+import numpy as np
+
+from tempo_megatron.training.corpus import LeftOut, Part, Piece, shown
+from tempo_megatron.training.data_error import DataError
+from tempo_megatron.training.tokenizer import GPT2Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of a piece.
+
+    ids: [sum of lengths], every document followed by the end-of-document id. lengths: tokens per sequence; a sequence
+    is a document, or a part of one that is larger than a piece. ends: whether the sequence ends its document.
+    """
+
+    ids: np.ndarray
+    lengths: list[int]
+    ends: list[bool]
+    source_bytes: int
+    left_out: LeftOut
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A document, or a part of one; `where` is its place for a message."""
+
+    text: str
+    is_end: bool
+    where: str
+
+
+def read_texts(piece: Piece, json_key: str, left_out: LeftOut) -> Iterator[Text]:
+    """The documents of a piece, in order.
+
+    Raises: DataError (a ValueError) where a file cannot be read, is not UTF-8 (left out instead where it was found in a
+        directory tree), or has a line that is not a JSON object with a text under json_key.
+    """
+    for part in piece:
+        try:
+            with open(part.file.path, "rb") as stream:
+                stream.seek(part.start)
+                content = stream.read(part.end - part.start)
+        except OSError as error:
+            raise DataError(f"cannot read {shown(part.file.path)}: {error.strerror}") from error
+        if len(content) < part.end - part.start:
+            raise DataError(f"{shown(part.file.path)} became shorter while it was read; start again")
+        yield from (_json_texts if part.file.is_json else _text)(part, content, json_key, left_out)
+
+
+def _text(part: Part, content: bytes, json_key: str, left_out: LeftOut) -> Iterator[Text]:
+    path = shown(part.file.path)
+    try:
+        yield Text(content.decode("utf-8"), part.is_last, path)
+    except UnicodeDecodeError as error:
+        # A part of a document that began in another piece can no longer be left out.
+        if part.file.is_named or part.start > 0 or not part.is_last:
+            raise DataError(
+                f"{path} is not UTF-8 (byte 0x{content[error.start]:02x} at offset {part.start + error.start}); "
+                "convert it, for example with iconv"
+            ) from error
+        left_out.add("not UTF-8", part.file.path)
+
+
+def _json_texts(part: Part, content: bytes, json_key: str, left_out: LeftOut) -> Iterator[Text]:
+    path = shown(part.file.path)
+    for index, line in enumerate(content.split(b"\n")):
+        if part.start == 0 and index == 0:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            continue
+        try:
+            text = _json_text(line, json_key)
+        except DataError as error:
+            number = _newlines_before(part) + index + 1
+            raise DataError(f"line {number} of {path} {error}") from error
+        if text:
+            yield Text(text, True, path)
+        else:
+            left_out.add("empty", part.file.path)
+
+
+def _json_text(line: bytes, json_key: str) -> str:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError("is not UTF-8; convert the file, for example with iconv") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"is not JSON ({error}); .json and .jsonl files hold one JSON object a line, rename a file that does not"
+        ) from error
+    if not isinstance(value, dict):
+        raise DataError(f"is a JSON {type(value).__name__}, not an object; want {{{json.dumps(json_key)}: TEXT}}")
+    if json_key not in value:
+        keys = ", ".join(sorted(value)[:8]) or "none"
+        raise DataError(f"has no key {json_key!r} (its keys: {keys}); name the key of the text with --json-key")
+    text = value[json_key]
+    if not isinstance(text, str):
+        raise DataError(f"has a value of type {type(text).__name__} under {json_key!r}, not a text; see --json-key")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"has half of a surrogate pair ({error.reason}), which is no character; repair it") from error
+    return text
+
+
+def _newlines_before(part: Part) -> int:
+    with open(part.file.path, "rb") as stream:
+        blocks = iter(lambda: stream.read(min(1 << 20, part.start - stream.tell())), b"")
+        return sum(block.count(b"\n") for block in blocks)
+
+
+def encode_piece(tokenizer: GPT2Tokenizer, piece: Piece, json_key: str, dtype: Any) -> Encoded:
+    left_out = LeftOut()
+    texts = list(read_texts(piece, json_key, left_out))
+    try:
+        ids = tokenizer.tokenize_batch([text.text for text in texts])
+    except DataError:
+        for text in texts:  # once more, one at a time, to say where
+            try:
+                tokenizer.tokenize(text.text)
+            except DataError as error:
+                raise DataError(f"{text.where}: {error}") from error
+        raise
+    end = np.array([tokenizer.eod], dtype=np.int32)
+    ids = [np.concatenate([own, end]) if text.is_end else own for own, text in zip(ids, texts, strict=True)]
+    return Encoded(
+        ids=np.concatenate(ids).astype(dtype) if ids else np.empty(0, dtype),
+        lengths=[own.size for own in ids],
+        ends=[text.is_end for text in texts],
+        source_bytes=sum(part.end - part.start for part in piece),
+        left_out=left_out,
+    )
+
+
+def encode(
+    pieces: Iterable[Piece], vocab_file: str, merge_file: str, json_key: str, dtype: Any, workers: int
+) -> Iterator[Encoded]:
+    """encode_piece over all pieces in order, in `workers` processes (1: in this one), few of them ahead of the reader.
+
+    Raises: DataError (a ValueError) as read_texts and tokenize do, and where a worker was killed.
+    """
+    if workers == 1:
+        tokenizer = GPT2Tokenizer.load(vocab_file, merge_file)
+        yield from (encode_piece(tokenizer, piece, json_key, dtype) for piece in pieces)
+        return
+    # A forkserver's children start without threads or locks of this process, and import nothing again.
+    executor = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("forkserver"), _start_worker, (vocab_file, merge_file)
+    )
+    try:
+        rest = iter(pieces)
+        ahead: deque[Future[Encoded]] = deque(
+            executor.submit(_encode_in_worker, piece, json_key, dtype) for piece in islice(rest, 3 * workers)
+        )
+        while ahead:
+            yield ahead.popleft().result()
+            ahead.extend(executor.submit(_encode_in_worker, piece, json_key, dtype) for piece in islice(rest, 1))
+    except BrokenProcessPool as error:
+        raise DataError("a worker process was killed, perhaps for want of memory; use fewer --workers") from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+_worker_tokenizer: GPT2Tokenizer | None = None
+
+
+def _start_worker(vocab_file: str, merge_file: str) -> None:
+    global _worker_tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says that it was interrupted, once
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    _worker_tokenizer = GPT2Tokenizer.load(vocab_file, merge_file)
+
+
+def _leave_with_parent() -> None:
+    """End when the parent does: killed, it cannot tell its workers, and they would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _encode_in_worker(piece: Piece, json_key: str, dtype: Any) -> Encoded:
+    assert _worker_tokenizer is not None
+    return encode_piece(_worker_tokenizer, piece, json_key, dtype)

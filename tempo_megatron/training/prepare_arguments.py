@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import argparse
+import os
+import re
+
+from tempo_megatron.training.tokenizer import SMALLEST_VOCABULARY
+
+DESCRIPTION = "Tokenizes text, JSON-lines and directory trees into a data set of Megatron's format."
+VOCAB_SIZE = 50257
+TRAIN_BYTES = 32_000_000
+
+
+def parse_prepare_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line of prepare_data, defaults filled in; what contradicts itself ends the process with status 2."""
+    parser = argparse.ArgumentParser(prog="prepare_data", description=DESCRIPTION)
+    add = parser.add_argument
+    add("--input", nargs="+", action="extend", default=[], metavar="PATH", help="text, .json/.jsonl, directory trees")
+    add("--input-stdlib", action="store_true", help="sources and texts of this Python's standard library")
+    add("--output-prefix", required=True, metavar="P", help="writes P.bin, P.idx, P.json (P-vocab.json, P-merges.txt)")
+    add("--json-key", default=None, help="key of the text in JSON-lines files (default: text)")
+    add(
+        "--extensions",
+        nargs="+",
+        default=[],
+        metavar="EXT",
+        help="of directory trees, only files that end so: .txt .md",
+    )
+    add("--max-bytes", type=_byte_count, default=None, metavar="N", help="use the first N bytes only; 12M, 1.5GiB")
+    add("--vocab-file", default=None, help="GPT-2's vocab.json; without it a vocabulary is trained")
+    add("--merge-file", default=None, help="GPT-2's merges.txt")
+    add("--vocab-size", type=int, default=None, help=f"tokens of the trained vocabulary (default: {VOCAB_SIZE})")
+    add("--train-bytes", type=_byte_count, default=None, help="text to train the vocabulary on (default: 32M)")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one per core)")
+    add("--skip-existing", action="store_true", help="keep P where it was made from the same files in the same way")
+    options = parser.parse_args(argv)
+    if not options.input and not options.input_stdlib:
+        parser.error("nothing to read; give --input PATH... or --input-stdlib")
+    if options.workers < 1:
+        parser.error(f"--workers {options.workers}: want at least 1")
+    if options.extensions and not any(os.path.isdir(path) for path in options.input):
+        parser.error("--extensions chooses files of a directory tree, and --input has no directory; leave it out")
+    for name in ("vocab_size", "train_bytes"):
+        if options.vocab_file is not None and getattr(options, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} is for a trained vocabulary, --vocab-file gives one; choose")
+    options.train_bytes = options.train_bytes or TRAIN_BYTES
+    options.vocab_size = VOCAB_SIZE if options.vocab_size is None else options.vocab_size
+    if options.vocab_size < SMALLEST_VOCABULARY:
+        parser.error(f"--vocab-size {options.vocab_size}: want at least {SMALLEST_VOCABULARY}, 256 bytes and one more")
+    return options
+
+
+def _byte_count(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kKMGT])(i?))?B?", text.strip())
+    size = 0
+    if match:
+        number, unit, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index((unit or " ").upper()))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes; write 12000000, 12M or 1.5GiB")
+    return size

@@ -1,0 +1,236 @@
+"""Text, JSON-lines and directory trees to a tokenized data set that Megatron-LM and this repository's trainer read."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from tempo_megatron.training import corpus
+from tempo_megatron.training.data_error import DataError
+from tempo_megatron.training.dataset_files import (
+    FORMAT,
+    Sidecar,
+    check_prefix_is_free,
+    load_dataset_tokenizer,
+    validate_dataset,
+)
+from tempo_megatron.training.documents import Encoded, encode, read_texts
+from tempo_megatron.training.partial_output import PartialOutput
+from tempo_megatron.training.prepare_arguments import parse_prepare_arguments
+from tempo_megatron.training.tokenizer import GPT2Tokenizer, check_both_or_neither, train_tokenizer
+
+_SMALL_DATA_SET = 100  # sequences; below it, a few per cent of --split may hold none
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; 0 where the data set is there, 1 with one sentence on stderr where it is not."""
+    options = parse_prepare_arguments(argv)
+    try:
+        prepare(options)
+    except DataError as error:
+        print(f"prepare_data: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(
+            f"prepare_data: writing {error.filename or corpus.shown(options.output_prefix)} failed: {error.strerror}; "
+            "free some space, or choose another place",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print("prepare_data: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Make the data set that the parsed arguments describe.
+
+    Raises: DataError (a ValueError) where the input, the vocabulary or the output cannot be used; OSError where the
+        disk fails. A data set that was there before is then untouched.
+    """
+    started = time.monotonic()
+    prefix = options.output_prefix
+    left_out = corpus.LeftOut()
+    check_both_or_neither(options.vocab_file, options.merge_file)
+    check_prefix_is_free(prefix)
+    files = _input_files(options, left_out)
+    fingerprint = _fingerprint(options, files)
+    if options.skip_existing and _is_current(prefix, fingerprint):
+        if os.path.isdir(prefix + ".partial"):  # of a run killed at its very end
+            with suppress(DataError), PartialOutput(prefix):
+                pass
+        print(f"prepare_data: {corpus.shown(prefix)} is already there, made from the same files in the same way; kept")
+        return
+    pieces = corpus.pieces(files)
+    with PartialOutput(prefix) as output:
+        tokenizer, vocab_file, merge_file = _tokenizer(options, pieces, output)
+        dtype = _token_dtype(tokenizer.vocab_size)
+        workers = max(1, min(options.workers, len(pieces)))
+        encoded = encode(pieces, vocab_file, merge_file, options.json_key, dtype, workers)
+        written = _write(output, encoded, dtype, sum(file.size for file in files), left_out)
+        sidecar = Sidecar(
+            vocab_file=_name_beside(prefix, options.vocab_file, "-vocab.json"),
+            merge_file=_name_beside(prefix, options.merge_file, "-merges.txt"),
+            vocab_sha256=tokenizer.unique_identifiers["vocab_sha256"],
+            merge_sha256=tokenizer.unique_identifiers["merge_sha256"],
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            dtype=dtype.__name__,
+            left_out=dict(left_out.count),
+            fingerprint=fingerprint,
+            **asdict(written),
+        )
+        sidecar.write(output.path(".json"))
+        output.publish()
+    _report(options, sidecar, left_out, time.monotonic() - started)
+
+
+def _input_files(options: argparse.Namespace, left_out: corpus.LeftOut) -> list[corpus.InputFile]:
+    """The files to read; completes options.json_key."""
+    files = corpus.list_files(options.input, tuple(options.extensions), options.output_prefix, left_out)
+    if options.input_stdlib:
+        files += corpus.list_stdlib(left_out)
+    if options.max_bytes is not None:
+        files = corpus.first_bytes(files, options.max_bytes, left_out)
+    if not files:
+        raise DataError(f"there is no text in the input{_counts(left_out)}; give other files with --input")
+    if options.json_key is not None and not any(file.is_json for file in files):
+        raise DataError("--json-key is for .json and .jsonl files, and the input has none; leave it out")
+    options.json_key = "text" if options.json_key is None else options.json_key
+    return files
+
+
+def _fingerprint(options: argparse.Namespace, files: list[corpus.InputFile]) -> str:
+    """A digest of all that the output depends on; files by name, size and time of change."""
+    if options.vocab_file is not None:
+        identifiers = GPT2Tokenizer.load(options.vocab_file, options.merge_file).unique_identifiers
+        vocabulary: list[Any] = [identifiers["vocab_sha256"], identifiers["merge_sha256"]]
+    else:
+        vocabulary = [options.vocab_size, options.train_bytes]
+    inputs = [(os.path.abspath(file.path), file.size, file.mtime_ns, file.is_named) for file in files]
+    content = json.dumps([FORMAT, vocabulary, options.json_key, inputs])
+    return hashlib.sha256(content.encode("ascii")).hexdigest()
+
+
+def _is_current(prefix: str, fingerprint: str) -> bool:
+    try:
+        sidecar = Sidecar.read(prefix)
+        if sidecar is None or sidecar.fingerprint != fingerprint:
+            return False
+        validate_dataset(prefix, sidecar.vocab_size)
+        load_dataset_tokenizer(prefix)
+    except DataError:
+        return False
+    return True
+
+
+def _tokenizer(
+    options: argparse.Namespace, pieces: list[corpus.Piece], output: PartialOutput
+) -> tuple[GPT2Tokenizer, str, str]:
+    """The tokenizer and its two files: those given, or new ones among the output."""
+    if options.vocab_file is not None:
+        return GPT2Tokenizer.load(options.vocab_file, options.merge_file), options.vocab_file, options.merge_file
+    chosen = corpus.sample(pieces, options.train_bytes)
+    texts = _training_texts(chosen, options.json_key, options.train_bytes)
+    tokenizer = train_tokenizer(texts, options.vocab_size, output.folder)
+    return tokenizer, output.path("-vocab.json"), output.path("-merges.txt")
+
+
+def _training_texts(pieces: Iterable[corpus.Piece], json_key: str, max_bytes: int) -> Iterator[str]:
+    budget = max_bytes
+    for piece in pieces:
+        for text in read_texts(piece, json_key, corpus.LeftOut()):
+            content = text.text[:budget]  # characters, at most as many as bytes
+            yield content
+            budget -= len(content.encode("utf-8"))
+            if budget <= 0:
+                return
+
+
+def _token_dtype(vocab_size: int) -> Any:
+    from megatron.core.datasets.indexed_dataset import DType  # slow: not before the input is known to be good
+
+    return DType.optimal_dtype(vocab_size)
+
+
+@dataclass(slots=True)
+class _Written:
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    source_bytes: int = 0
+
+
+def _write(
+    output: PartialOutput, encoded: Iterable[Encoded], dtype: Any, total_bytes: int, left_out: corpus.LeftOut
+) -> _Written:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    written = _Written()
+    builder = IndexedDatasetBuilder(output.path(".bin"), dtype=dtype)
+    try:
+        with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=not sys.stderr.isatty()) as bar:
+            for piece in encoded:
+                sequences = torch.from_numpy(piece.ids).split(piece.lengths) if piece.lengths else ()
+                for sequence, is_end in zip(sequences, piece.ends, strict=True):
+                    builder.add_item(sequence)
+                    if is_end:
+                        builder.end_document()
+                written.documents += sum(piece.ends)
+                written.sequences += len(piece.lengths)
+                written.tokens += piece.ids.size
+                written.source_bytes += piece.source_bytes
+                left_out.update(piece.left_out)
+                bar.update(piece.source_bytes)
+        if written.documents == 0:
+            raise DataError(f"there is no document in the input{_counts(left_out)}; give other files with --input")
+        builder.finalize(output.path(".idx"))
+    finally:
+        with suppress(OSError):  # of a full disk, a second time
+            builder.data_file.close()
+    return written
+
+
+def _name_beside(prefix: str, given: str | None, suffix: str) -> str:
+    """The path of a tokenizer file from the directory of the data set: the one given, else the trained one."""
+    folder = os.path.dirname(os.path.abspath(prefix))
+    return os.path.relpath(os.path.abspath(given if given is not None else prefix + suffix), folder)
+
+
+def _counts(left_out: corpus.LeftOut) -> str:
+    """What was left out, for a message: '; left out: 2 binary (the first: a.png)'."""
+    reasons = [
+        f"{count} {reason} (the first: {corpus.shown(left_out.first[reason])})"
+        for reason, count in sorted(left_out.count.items())
+    ]
+    return f"; left out: {', '.join(reasons)}" if reasons else ""
+
+
+def _report(options: argparse.Namespace, sidecar: Sidecar, left_out: corpus.LeftOut, seconds: float) -> None:
+    print(
+        f"prepare_data: {corpus.shown(options.output_prefix)}: {sidecar.documents} documents, "
+        f"{sidecar.source_bytes} bytes, {sidecar.tokens} tokens ({sidecar.dtype}, vocabulary {sidecar.vocab_size}) "
+        f"in {seconds:.1f} s{_counts(left_out)}"
+    )
+    if options.vocab_file is None and sidecar.vocab_size < options.vocab_size:
+        print(
+            f"prepare_data: the vocabulary has {sidecar.vocab_size} tokens, not {options.vocab_size}: the text it was "
+            "trained on has no more pairs that occur twice"
+        )
+    if sidecar.sequences < _SMALL_DATA_SET:
+        print(
+            f"prepare_data: {sidecar.sequences} sequences are few: a share of --split below "
+            f"{100 / sidecar.sequences:.1f} % holds none"
+        )

@@ -1,0 +1,233 @@
+"""GPT-2's byte-level BPE: a tokenizer as megatron-core's datasets want it, and the training of a new vocabulary.
+
+Files are GPT-2's own two: vocab.json (token -> id) and merges.txt (one pair per line, best first). A token is written
+in GPT-2's alphabet of 256 printable characters, one per byte, so every text can be expressed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tempo_megatron.training.data_error import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of text
+
+# Between a character that is not white space and a space or newline there is always a border of two pretokens, so a
+# text cut there has the same tokens as the whole. The library keeps about 100 bytes per token of what it encodes at
+# once; cutting bounds that.
+_CUT = re.compile(r"(?<!\s)(?=[ \n])")
+_SEGMENT_CHARS = 1 << 18
+
+
+class GPT2Tokenizer:
+    """Byte-level BPE with `<|endoftext|>` as end of document; load() reads and checks the two files.
+
+    The attributes are those that megatron-core's GPTDatasetConfig asks of its tokenizer. The text `<|endoftext|>`
+    inside a document is tokenized as ordinary characters: the end-of-document id never comes from a text.
+    """
+
+    def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], unique_identifiers: dict[str, str]):
+        self.vocab = vocab
+        self.inv_vocab = {token_id: token for token, token_id in vocab.items()}
+        self.vocab_size = max(vocab.values()) + 1
+        self.eod = vocab[END_OF_TEXT]
+        self.eos = self.eod
+        self.unique_identifiers = unique_identifiers
+        self._missing_bytes = {byte for byte, character in _byte_alphabet().items() if character not in vocab}
+        self._tokenizer = _byte_level(models.BPE(vocab=vocab, merges=merges))
+
+    @classmethod
+    def load(cls, vocab_file: str, merge_file: str) -> GPT2Tokenizer:
+        """The tokenizer in GPT-2's two files.
+
+        Raises: DataError (a ValueError) where a file cannot be read, is not of GPT-2's format, has no `<|endoftext|>`,
+            or where a merge needs a token that the vocabulary lacks.
+        """
+        vocab_bytes, merge_bytes = _file_bytes(vocab_file), _file_bytes(merge_file)
+        vocab = _parse_vocab(vocab_file, vocab_bytes)
+        merges = _parse_merges(merge_file, merge_bytes)
+        if END_OF_TEXT not in vocab:
+            raise DataError(f"{vocab_file} has no token {END_OF_TEXT}, which ends every document; add it to the file")
+        for number, (left, right) in merges.items():
+            for token in (left, right, left + right):
+                if token not in vocab:
+                    raise DataError(
+                        f"line {number} of {merge_file} merges {left!r} and {right!r}, but {vocab_file} has no token "
+                        f"{token!r}; give the two files of one tokenizer"
+                    )
+        identifiers = {
+            "class": cls.__name__,
+            "vocab_sha256": hashlib.sha256(vocab_bytes).hexdigest(),
+            "merge_sha256": hashlib.sha256(merge_bytes).hexdigest(),
+        }
+        return cls(vocab, list(merges.values()), identifiers)
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of one text, without an end of document.
+
+        Raises: DataError (a ValueError) where the vocabulary lacks a byte of the text.
+        """
+        return self.tokenize_batch([text])[0].tolist()
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Per text its ids, int32, [number of tokens]. Raises as tokenize does."""
+        for text in texts if self._missing_bytes else ():
+            self._check_expressible(text)
+        ids: list[list[np.ndarray]] = [[] for _ in texts]
+        for batch in _batches(texts):
+            encodings = self._tokenizer.encode_batch([segment for _, segment in batch], add_special_tokens=False)
+            for (index, _), encoding in zip(batch, encodings, strict=True):
+                ids[index].append(np.array(encoding.ids, dtype=np.int32))
+        return [np.concatenate(parts) for parts in ids]
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; bytes that are not whole UTF-8 characters become U+FFFD.
+
+        Raises: DataError (a ValueError) where an id is not in the vocabulary.
+        """
+        known = [int(token_id) for token_id in ids]
+        unknown = next((token_id for token_id in known if token_id not in self.inv_vocab), None)
+        if unknown is not None:
+            raise DataError(f"token id {unknown} is not in the vocabulary of {len(self.vocab)} tokens")
+        return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def _check_expressible(self, text: str) -> None:
+        missing = self._missing_bytes.intersection(text.encode("utf-8"))
+        if missing:
+            character = next(c for c in text if missing.intersection(c.encode("utf-8")))
+            raise DataError(
+                f"the vocabulary cannot express {character!r} (it lacks the token of byte 0x{min(missing):02x}); use "
+                "the vocabulary of a byte-level BPE, or none to train one"
+            )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str) -> GPT2Tokenizer:
+    """Train a byte-level BPE and write folder/vocab.json and folder/merges.txt.
+
+    As in GPT-2's own vocabulary, `<|endoftext|>` has the last id. The result depends on the texts alone; it has fewer
+    than vocab_size tokens where no pair of tokens is left that occurs twice.
+
+    Raises: DataError (a ValueError) or OSError where the files cannot be written.
+    """
+    tokenizer = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=2,
+        initial_alphabet=sorted(_byte_alphabet().values()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    vocab_file, merge_file = (str(Path(folder, name)) for name in ("vocab.json", "merges.txt"))
+    try:
+        tokenizer.model.save(folder)
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"cannot write the vocabulary in {folder} ({error}); free some space") from error
+    vocab = json.loads(Path(vocab_file).read_text(encoding="utf-8"))
+    vocab[END_OF_TEXT] = len(vocab)
+    Path(vocab_file).write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
+    return GPT2Tokenizer.load(vocab_file, merge_file)
+
+
+def check_both_or_neither(vocab_file: str | None, merge_file: str | None) -> None:
+    """Raises: DataError (a ValueError) where only one of GPT-2's two files is named."""
+    if (vocab_file is None) != (merge_file is None):
+        given, wanted = ("--vocab-file", "--merge-file") if vocab_file else ("--merge-file", "--vocab-file")
+        raise DataError(f"{given} is given without {wanted}; a tokenizer needs both files")
+
+
+def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) -> int:
+    """The smallest multiple of make_vocab_size_divisible_by * tp that holds vocab_size tokens.
+
+    Raises: ValueError where one of the three is below 1.
+    """
+    if min(vocab_size, make_vocab_size_divisible_by, tp) < 1:
+        raise ValueError(
+            f"vocab_size {vocab_size}, make_vocab_size_divisible_by {make_vocab_size_divisible_by} and tensor parallel "
+            f"size {tp} must all be at least 1"
+        )
+    multiple = make_vocab_size_divisible_by * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+def _byte_level(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """Byte -> its character: itself where Latin-1 prints it, else the next free one from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
+    """The texts cut into segments, each with the index of its text, some four segments' length at a time."""
+    batch: list[tuple[int, str]] = []
+    characters = 0
+    for index, text in enumerate(texts):
+        for segment in _segments(text):
+            batch.append((index, segment))
+            characters += len(segment)
+            if characters >= 4 * _SEGMENT_CHARS:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _segments(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > 2 * _SEGMENT_CHARS:
+        cut = _CUT.search(text, start + _SEGMENT_CHARS)
+        if cut is None:
+            break
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
+
+
+def _file_bytes(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}; check the path") from error
+
+
+def _parse_vocab(path: str, content: bytes) -> dict[str, int]:
+    try:
+        vocab = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error}); --vocab-file takes GPT-2's vocab.json") from error
+    if not (isinstance(vocab, dict) and vocab and all(type(v) is int and v >= 0 for v in vocab.values())):
+        raise DataError(f"{path} does not map tokens to ids; --vocab-file takes GPT-2's vocab.json")
+    if len(set(vocab.values())) < len(vocab):
+        raise DataError(f"{path} gives one id to several tokens; --vocab-file takes GPT-2's vocab.json")
+    return vocab
+
+
+def _parse_merges(path: str, content: bytes) -> dict[int, tuple[str, str]]:
+    """Line number -> the two tokens that it merges."""
+    try:
+        lines = content.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text; --merge-file takes GPT-2's merges.txt") from error
+    merges = {}
+    for number, line in enumerate((line.rstrip("\r") for line in lines), start=1):
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2 or not all(pair):
+            raise DataError(f"line {number} of {path} is not two tokens; --merge-file takes GPT-2's merges.txt")
+        merges[number] = (pair[0], pair[1])
+    return merges

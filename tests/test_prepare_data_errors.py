@@ -1,0 +1,245 @@
+"""What a user can get wrong: one sentence on stderr, status 1, and what was there before is still there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tempo_megatron.training import corpus
+from tempo_megatron.training.partial_output import PartialOutput
+from tempo_megatron.training.prepare_data import main
+
+Refuse = Callable[..., None]
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refuse:
+    """Runs prepare_data and checks that it says `message` and leaves no file with the prefix `out`."""
+
+    def run(message: str, *arguments: object) -> None:
+        command = [str(argument) for argument in arguments]
+        if "--output-prefix" not in command:
+            command += ["--output-prefix", str(tmp_path / "out")]
+        assert main([*command, "--workers", "1"]) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1 and error.startswith("prepare_data: ")
+        assert not list(tmp_path.glob("out*"))
+
+    return run
+
+
+def file(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+    return path
+
+
+def test_a_missing_file_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    refuse("none.txt: No such file or directory; repair it", "--input", tmp_path / "none.txt")
+
+
+def test_empty_input_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    empty = file(tmp_path / "empty.txt", "")
+    refuse(f"there is no text in the input; left out: 1 empty (the first: {empty})", "--input", empty)
+    (tmp_path / "tree").mkdir()
+    refuse("there is no text in the input;", "--input", tmp_path / "tree")
+    file(tmp_path / "tree" / "a.txt", "text")
+    refuse("there is no text in the input;", "--input", tmp_path / "tree", "--extensions", ".md")
+    lines = file(tmp_path / "lines.jsonl", '\n{"text": ""}\n\n')
+    refuse(f"there is no document in the input; left out: 1 empty (the first: {lines})", "--input", lines)
+    file(tmp_path / "tree" / "a.txt", b"\xff\xff")
+    refuse("there is no document in the input; left out: 1 not UTF-8", "--input", tmp_path / "tree")
+
+
+def test_a_binary_file_is_refused_where_the_user_named_it(refuse: Refuse, tmp_path: Path) -> None:
+    for name in ("a.txt", "a.jsonl"):
+        refuse(f"{name} is a binary file (it has NUL bytes)", "--input", file(tmp_path / name, b"GIF89a\0\0"))
+    os.mkfifo(tmp_path / "pipe")
+    refuse("pipe is neither a file nor a directory", "--input", tmp_path / "pipe")
+
+
+def test_an_unreadable_file_is_refused(refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tree").mkdir()
+    link = tmp_path / "tree" / "link.txt"
+    link.symlink_to(tmp_path / "gone.txt")
+    for path in (link, link.parent):
+        refuse("link.txt: No such file or directory (a link that leads nowhere)", "--input", path)
+    secret = file(tmp_path / "secret.txt", "text")
+
+    def deny(path: str, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(corpus, "open", deny, raising=False)
+    refuse("cannot read " + str(secret) + ": Permission denied", "--input", secret)
+
+
+def test_a_file_that_becomes_shorter_is_refused(
+    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = file(tmp_path / "log.txt", "many words")
+    listed = corpus.list_files
+
+    def truncate(*arguments: object) -> list[corpus.InputFile]:
+        files = listed(*arguments)  # type: ignore[arg-type]
+        path.write_text("few")
+        return files
+
+    monkeypatch.setattr(corpus, "list_files", truncate)
+    refuse("log.txt became shorter while it was read", "--input", path)
+
+
+def test_text_that_is_not_utf_8_is_refused(refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tree").mkdir()
+    path = file(tmp_path / "tree" / "latin.txt", ("word " * 20 + "café").encode("latin-1"))
+    refuse("latin.txt is not UTF-8 (byte 0xe9 at offset 103)", "--input", path)
+    # A document too large for one piece was begun before the bad byte is seen: it can no longer be left out.
+    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 10)
+    refuse("latin.txt is not UTF-8 (byte 0xe9 at offset 103)", "--input", tmp_path / "tree")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "cut', "is not JSON (Unterminated string"),
+        (b"plain text", "is not JSON (Expecting value"),
+        (b'{"text": ' + b"[" * 100_000, "is not JSON (maximum recursion depth"),
+        (b'{"text": ' + b"1" * 5000 + b"}", "is not JSON (Exceeds the limit"),
+        (b'{"text": "\xe9"}', "is not UTF-8"),
+        (b'["text"]', 'is a JSON list, not an object; want {"text": TEXT}'),
+        (b'{"body": "x", "id": 1}', "has no key 'text' (its keys: body, id); name the key of the text with --json-key"),
+        (b'{"text": 5}', "has a value of type int under 'text', not a text"),
+        (b'{"text": "\\ud83d"}', "has half of a surrogate pair"),
+    ],
+)
+def test_a_bad_json_line_is_refused_with_its_number(
+    line: bytes, message: str, refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = file(tmp_path / "lines.jsonl", b'{"text": "good"}\n\n' * 5 + line + b"\n")
+    refuse(f"line 11 of {path} {message}", "--input", path)
+    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 20)  # now the line is in another piece than the first
+    refuse(f"line 11 of {path} {message}", "--input", path)
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    text = file(tmp_path / "a.txt", "plain text")
+    accented = file(tmp_path / "b.txt", "café")
+    letters = {letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyzĠ")}
+    no_end = file(tmp_path / "no_end.json", json.dumps(letters))
+    vocab = file(tmp_path / "letters.json", json.dumps({**letters, "<|endoftext|>": len(letters)}))
+    merges = file(tmp_path / "merges.txt", "")
+    others = file(tmp_path / "others.txt", "#version: 0.2\nt h\n")
+    files = ("--vocab-file", vocab, "--merge-file", merges)
+    assert main([*map(str, ("--input", text, *files, "--output-prefix", tmp_path / "good"))]) == 0
+    refuse(f"{accented}: the vocabulary cannot express 'é'", "--input", text, accented, *files)
+    refuse("has no token <|endoftext|>", "--input", text, "--vocab-file", no_end, "--merge-file", merges)
+    refuse("has no token 'th'; give the two files", "--input", text, "--vocab-file", vocab, "--merge-file", others)
+    refuse("cannot read the tokenizer file gone.json", "--input", text, "--vocab-file", "gone.json", *files[2:])
+    refuse("--vocab-file is given without --merge-file", "--input", text, *files[:2])
+    refuse("--merge-file is given without --vocab-file", "--input", text, *files[2:])
+
+
+def test_an_output_that_cannot_be_written_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    text = file(tmp_path / "a.txt", "text")
+    for prefix, message in {
+        tmp_path / "none" / "out": f"there is no directory {tmp_path / 'none'}; make it first",
+        tmp_path / "a.txt" / "out": f"there is no directory {text}",
+        tmp_path: "is a directory; add the beginning of a file name",
+        f"{tmp_path}/": "is a directory; add the beginning of a file name",
+        "/proc/out": "cannot write in /proc (/proc/out.partial",
+    }.items():
+        refuse(message, "--input", text, "--output-prefix", prefix)
+    (tmp_path / "folder.bin").mkdir()
+    refuse("folder.bin is a directory", "--input", text, "--output-prefix", tmp_path / "folder")
+
+
+def test_files_of_others_are_not_overwritten(refuse: Refuse, tmp_path: Path) -> None:
+    lines = file(tmp_path / "lines.json", '{"text": "a"}\n')
+    refuse(
+        "lines.json exists and does not describe prepared data", "--input", lines, "--output-prefix", tmp_path / "lines"
+    )
+    other = file(tmp_path / "x-vocab.json", '{"text": "a"}\n')
+    refuse("x-vocab.json is a file of the output", "--input", other, "--output-prefix", tmp_path / "x")
+    assert lines.read_text() == other.read_text() == '{"text": "a"}\n'
+
+
+def test_a_second_process_with_the_same_prefix_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = file(tmp_path / "a.txt", "text")
+    command = ["--input", str(text), "--output-prefix", str(tmp_path / "out")]
+    with PartialOutput(str(tmp_path / "out")):
+        assert main(command) == 1
+        assert f"another process is writing {tmp_path / 'out'}" in capsys.readouterr().err
+    assert main(command) == 0
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file may become longer than `room` bytes: write() fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("room", "message"), [(1000, "cannot write the vocabulary"), (100_000, "out failed: File too large")]
+)
+def test_a_disk_error_leaves_the_old_output(
+    room: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(5)
+    text = file(tmp_path / "a.txt", "text")
+    large = file(tmp_path / "b.txt", " ".join(str(rng.random()) for _ in range(20_000)))
+    output = ["--vocab-size", "300", "--output-prefix", str(tmp_path / "out")]
+    assert main(["--input", str(text), *output]) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
+    with full_disk(room):
+        status = main(["--input", str(large), *output])
+    assert status == 1
+    assert message in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
+
+
+def test_an_error_in_the_input_leaves_the_old_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = file(tmp_path / "a.jsonl", '{"text": "a"}'), file(tmp_path / "b.jsonl", '{"text": "a"}\n{')
+    output = ["--output-prefix", str(tmp_path / "out")]
+    assert main(["--input", str(good), *output]) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
+    assert main(["--input", str(good), str(bad), *output]) == 1
+    assert f"line 2 of {bad} is not JSON" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to read; give --input PATH... or --input-stdlib"),
+        (["--input-stdlib", "--workers", "0"], "--workers 0: want at least 1"),
+        (["--input-stdlib", "--vocab-size", "256"], "--vocab-size 256: want at least 257"),
+        (["--input-stdlib", "--max-bytes", "12 potatoes"], "'12 potatoes' is not a number of bytes"),
+        (["--input-stdlib", "--max-bytes", "0"], "'0' is not a number of bytes"),
+        (["--input-stdlib", "--extensions", ".py"], "--extensions chooses files of a directory tree"),
+        (["--input", __file__, "--vocab-file", "v", "--merge-file", "m", "--vocab-size", "300"], "--vocab-size is for"),
+        (
+            ["--input", __file__, "--vocab-file", "v", "--merge-file", "m", "--train-bytes", "3M"],
+            "--train-bytes is for",
+        ),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--output-prefix", str(tmp_path / "out")])
+    assert message in capsys.readouterr().err
+
+
+def test_a_json_key_without_json_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    text = file(tmp_path / "a.txt", "text")
+    refuse("--json-key is for .json and .jsonl files, and the input has none", "--input", text, "--json-key", "body")
