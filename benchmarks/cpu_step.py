@@ -1,0 +1,123 @@
+"""One training step on the CPU, stock beside Tempo: forward, backward and AdamW of the same GPT on the same batch.
+
+python benchmarks/cpu_step.py              # gpt2_124m, s 512: appends to benchmarks/results/cpu_step.jsonl
+
+Both models live in one process and their steps alternate; the ratio of the medians is the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from tqdm import tqdm
+
+from tempo_megatron import TempoConfig, cpu, dropout_rng, tempo_block_spec, tempoize_embedding
+from tempo_megatron.memory.layout import simulated
+from tempo_megatron.memory.ledger import transformer_config_of
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "cpu_step.jsonl"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Job:
+    """One model, its optimizer and its batch."""
+
+    def __init__(self, sizes: dict[str, Any], tempo_config: TempoConfig, args: argparse.Namespace) -> None:
+        config = transformer_config_of(
+            sizes, sequence_parallel=False, dtype=DTYPES[args.dtype], dropout=args.dropout, recompute=()
+        )
+        config.perform_initialization = True
+        torch.manual_seed(1234)
+        self.model = GPTModel(
+            config,
+            tempo_block_spec(config, tempo_config),
+            vocab_size=args.vocab_size,
+            max_sequence_length=args.seq_length,
+            share_embeddings_and_output_weights=True,
+        ).to(config.params_dtype)
+        tempoize_embedding(self.model, tempo_config)
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        torch.manual_seed(4321)
+        self.tokens = torch.randint(args.vocab_size, (args.micro_batch_size, args.seq_length))
+        self.positions = torch.arange(args.seq_length).expand(args.micro_batch_size, -1)
+        self.mask = None
+        if tempo_config.attention == "off":
+            self.mask = torch.ones(1, 1, args.seq_length, args.seq_length, dtype=torch.bool).triu(1)
+        self.steps = 0
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        start = time.perf_counter()
+        dropout_rng.set_micro_batch(1234, self.steps * self.tokens.size(0))
+        self.model(self.tokens, self.positions, self.mask, labels=self.tokens).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        return time.perf_counter() - start
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Medians of alternating steps, after two of each that do not count."""
+    sizes = json.loads(Path(args.model).read_text(encoding="utf-8"))
+    sizes["num_layers"] = args.num_layers or sizes["num_layers"]
+    cpu.use_cpu()
+    with simulated(1):
+        model_parallel_cuda_manual_seed(1234)
+        jobs = {"stock": Job(sizes, TempoConfig.off(), args), "tempo": Job(sizes, TempoConfig(), args)}
+        seconds: dict[str, list[float]] = {name: [] for name in jobs}
+        for round_number in tqdm(range(args.rounds + 2), unit="round", disable=None):
+            for name, job in jobs.items():
+                took = job.step()
+                if round_number >= 2:
+                    seconds[name].append(took)
+    stock_ms, tempo_ms = (1e3 * statistics.median(seconds[name]) for name in ("stock", "tempo"))
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "model": Path(args.model).stem,
+        "num_layers": sizes["num_layers"],
+        "shape": {"s": args.seq_length, "b": args.micro_batch_size, "h": sizes["hidden_size"], "v": args.vocab_size},
+        "dtype": args.dtype,
+        "p": args.dropout,
+        "stock_step_ms": round(stock_ms, 1),
+        "tempo_step_ms": round(tempo_ms, 1),
+        "tempo_over_stock": round(tempo_ms / stock_ms, 4),
+        "rounds": args.rounds,
+        "commit": git.stdout.strip() if git.returncode == 0 else None,
+        "device": f"cpu ({platform.machine()}), {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default=str(ROOT / "configs" / "model" / "gpt2_124m.json"), metavar="JSON")
+    parser.add_argument("--num-layers", type=int, help="fewer layers, for a quick look (default the model's)")
+    parser.add_argument("--seq-length", type=int, default=512, help="default %(default)s")
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="default %(default)s")
+    parser.add_argument("--vocab-size", type=int, default=50304, help="default %(default)s")
+    parser.add_argument("--dropout", type=float, default=0.1, help="default %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
+    parser.add_argument("--output", default=str(RESULTS), help="JSON-lines file to append to")
+    args = parser.parse_args()
+    record = measure(args)
+    print(json.dumps(record, indent=2))
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+    with Path(args.output).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
