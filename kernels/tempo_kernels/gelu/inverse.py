@@ -1,0 +1,205 @@
+"""GELU'(x) from y = GELU(x) and one bit: formula, coefficients, measured error, and the program that fits them.
+
+GELU falls from 0 to its minimum at x_min and then rises, so y and the bit x >= x_min determine x. At the minimum GELU'
+is a square root of y, but it is smooth in the signed root
+
+    s = sign(x - x_min) sqrt(y - minimum),
+
+in which both branches are one analytic function. It is 0 at s = 0 (the minimum) and s = -root_zero (x -> -inf), so
+
+    GELU'(x(y)) = s (s + root_zero) P(s) / Q(s)        for y up to Y_MAX, constant beyond,
+
+with one pair of polynomials for both branches. A quotient follows the logarithmic singularity of the left tail, which
+a polynomial does not: of degree 14, on that branch alone, it is off by 1e-4. `python -m tempo_kernels.gelu.inverse`
+refits P and Q and prints them with their error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+Y_MAX = 5.0
+"""GELU' is taken as 1 from here on; GELU'(5) - 1 is 7.1e-6 in the erf form and 1.5e-6 in the tanh form."""
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """What one form of GELU needs. y_min, root_zero, P and Q are float32 values, written with 9 digits."""
+
+    x_min: float
+    y_min: float
+    """The minimum, rounded to float32."""
+    y_min_low: float
+    """The minimum less y_min."""
+    root_zero: float
+    """abs(s) at y = 0."""
+    numerator: tuple[float, ...]
+    """P, highest power first."""
+    denominator: tuple[float, ...]
+    """Q, highest power first."""
+    fit_error: float
+    """Largest error of GELU' over x in [-9, 5] from an exact y, evaluated in float32."""
+
+
+INVERSES = {
+    "none": Inverse(
+        x_min=-0.7517915246935645,
+        y_min=-0.16997121274471283,
+        y_min_low=5.264809199712062e-09,
+        root_zero=0.41227564215660095,
+        numerator=(0.491414696, -2.34002137, 3.41920209, 3.41691446, -11.3329544, 1.53296196, 8.12848282, 2.25303483),
+        denominator=(
+            0.25895381,
+            -0.703229308,
+            0.830524087,
+            -0.718690932,
+            2.19226146,
+            -2.16036487,
+            -3.07136464,
+            4.90796423,
+            4.74138832,
+            1,
+        ),
+        fit_error=2.6439058547209245e-05,
+    ),
+    "tanh": Inverse(
+        x_min=-0.7524614220710163,
+        y_min=-0.17004075646400452,
+        y_min_low=5.892750482017206e-09,
+        root_zero=0.41235998272895813,
+        numerator=(0.676378489, -3.85732126, 7.77958488, -0.753584862, -12.9173927, 4.62307787, 9.22961712, 2.24981594),
+        denominator=(
+            0.238897339,
+            -0.541143656,
+            0.336012751,
+            -0.00774459541,
+            2.49771404,
+            -4.22594213,
+            -2.16018963,
+            6.8198185,
+            5.23280048,
+            1,
+        ),
+        fit_error=2.7783289931804234e-05,
+    ),
+}
+
+
+def gelu_float64(x: Tensor, approximate: str) -> Tensor:
+    """GELU(x) in float64, with small relative error in the left tail too."""
+    return x * _gate(x, approximate)[0]
+
+
+def gelu_derivative_float64(x: Tensor, approximate: str) -> Tensor:
+    """GELU'(x) in float64."""
+    gate, slope = _gate(x, approximate)
+    return gate + x * slope
+
+
+def _gate(x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """GELU(x) / x and its derivative."""
+    if approximate == "none":
+        return torch.special.ndtr(x), torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    scale = 2 * math.sqrt(2 / math.pi)
+    gate = torch.sigmoid(scale * (x + 0.044715 * x**3))
+    return gate, gate * (1 - gate) * scale * (1 + 3 * 0.044715 * x * x)
+
+
+def evaluate(inverse: Inverse, s: Tensor) -> Tensor:
+    """The formula, in the dtype of s."""
+    p, q = torch.zeros_like(s), torch.zeros_like(s)
+    for coefficient in inverse.numerator:
+        p = p * s + coefficient
+    for coefficient in inverse.denominator:
+        q = q * s + coefficient
+    return p / q * s * (s + inverse.root_zero)
+
+
+def derivative_float64(y: Tensor, is_right: Tensor, approximate: str) -> Tensor:
+    """GELU'(x(y)) by bisection in float64: exact away from the minimum. is_right is the bit x >= x_min."""
+    x_min = torch.full_like(y, INVERSES[approximate].x_min)
+    y_inside = y.clamp(max=40.0)  # GELU is the identity to float64 from here on, and 0 left of -40
+    low = torch.where(is_right, x_min, -40.0)
+    high = torch.where(is_right, y_inside.clamp(min=0.0) + 0.2, x_min)
+    for _ in range(64):
+        middle = 0.5 * (low + high)
+        is_low = (gelu_float64(middle, approximate) < y_inside) == is_right
+        low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
+    return gelu_derivative_float64(0.5 * (low + high), approximate).where(~y.isnan(), y)
+
+
+def fit(approximate: str, numerator_degree: int = 7, denominator_degree: int = 9, rounds: int = 300) -> Inverse:
+    """Fits P and Q so that the largest weighted error is smallest, by iteratively reweighted linear least squares."""
+    x_min, minimum = _find_minimum(approximate)
+    root_zero = math.sqrt(-minimum)
+    # Chebyshev points of [-9, 5], but those where y - minimum has lost its digits: the function is smooth there.
+    x = -2 - 7 * torch.cos(torch.linspace(0, math.pi, 3000, dtype=torch.float64))
+    x = x[(x - x_min).abs() > 0.01]
+    y, target = gelu_float64(x, approximate), gelu_derivative_float64(x, approximate)
+    s = torch.sign(x - x_min) * torch.sqrt(y - minimum)
+    factor = s * torch.where(s < 0, -y / (root_zero - s), s + root_zero)
+    # Most inputs lie in the middle, and at the minimum the rounding of y costs enough already. Beyond the end is 1.
+    weight = 1 + 3 * torch.exp(-((x / 1.5) ** 2))
+    target[-1], weight[-1] = 1.0, 50.0
+
+    powers = s[:, None] ** torch.arange(max(numerator_degree, denominator_degree) + 1)
+    p_powers, q_powers = powers[:, : numerator_degree + 1], powers[:, 1 : denominator_degree + 1]
+    matrix = torch.cat([factor[:, None] * p_powers, -target[:, None] * q_powers], dim=1)
+    emphasis, q, best, smallest = torch.ones_like(s), torch.ones_like(s), torch.zeros(matrix.shape[1]), math.inf
+    for _ in range(rounds):
+        scale = (weight * emphasis.sqrt() / q.abs())[:, None]
+        norms = (matrix * scale).norm(dim=0)
+        solution = (
+            torch.linalg.lstsq(matrix * scale / norms, target[:, None] * scale, driver="gelsd").solution[:, 0] / norms
+        )
+        q = 1 + q_powers @ solution[numerator_degree + 1 :]
+        error = weight * (factor * (p_powers @ solution[: numerator_degree + 1]) / q - target).abs()
+        if q.min() > 0 and error.max() < smallest:
+            best, smallest = solution, error.max().item()
+        emphasis = emphasis * (error / error.max() + 1e-4)
+        emphasis /= emphasis.mean()
+
+    numerator, denominator = best[: numerator_degree + 1], torch.cat([torch.ones(1), best[numerator_degree + 1 :]])
+    inverse = Inverse(
+        x_min=x_min,
+        y_min=_float32(minimum),
+        y_min_low=minimum - _float32(minimum),
+        root_zero=_float32(root_zero),
+        numerator=tuple(numerator.flip(0).float().tolist()),
+        denominator=tuple(denominator.flip(0).float().tolist()),
+        fit_error=math.inf,
+    )
+    return replace(inverse, fit_error=(evaluate(inverse, s.float()).double() - target).abs().max().item())
+
+
+def _find_minimum(approximate: str) -> tuple[float, float]:
+    """x_min and GELU(x_min)."""
+    low, high = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-0.5], dtype=torch.float64)
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if gelu_derivative_float64(middle, approximate).item() < 0 else (low, middle)
+    return low.item(), gelu_float64(low, approximate).item()
+
+
+def _float32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def main() -> None:
+    """Prints the entries of INVERSES from a fresh fit."""
+    for approximate in ("none", "tanh"):
+        inverse = fit(approximate)
+        print(f'    "{approximate}": Inverse(')
+        for field in fields(inverse):
+            value = getattr(inverse, field.name)
+            digits = [f"{number:.9g}" for number in value] if isinstance(value, tuple) else []
+            print(f"        {field.name}={'(' + ', '.join(digits) + ')' if digits else repr(value)},")
+        print("    ),")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from witness import assert_within_rule, kept_storages, outputs_and_gradients, ulp
+
+from tempo_kernels.gelu import eager, gelu, inverse
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FORMS = ["none", "tanh"]
+# Largest error of GELU' over [-8, 8] where an exact inverse is given y rounded to the dtype: what no method can better.
+FLOORS = {
+    ("none", torch.float32): 4.78e-5,
+    ("none", torch.float16): 6.6e-3,
+    ("none", torch.bfloat16): 1.56e-2,
+    ("tanh", torch.float32): 5.14e-5,
+    ("tanh", torch.float16): 7.1e-3,
+    ("tanh", torch.bfloat16): 1.33e-2,
+}
+
+
+def exact_derivative(x: Tensor, form: str) -> Tensor:
+    x = x.double().detach().requires_grad_()
+    return torch.autograd.grad(F.gelu(x, approximate=form).sum(), x)[0]
+
+
+def bisect(is_below, low: Tensor, high: Tensor) -> Tensor:
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = is_below(middle)
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return high
+
+
+def minimum_of(form: str) -> float:
+    low, high = torch.tensor([[-1.0], [-0.5]], dtype=torch.float64)
+    return bisect(lambda x: exact_derivative(x, form) < 0, low, high).item()
+
+
+def exact_inverse(y: Tensor, is_right: Tensor, form: str) -> Tensor:
+    """The x right or left of the minimum whose exact GELU is y."""
+    y, x_min = y.double(), torch.tensor(minimum_of(form), dtype=torch.float64)
+    low, high = torch.where(is_right, x_min, -40.0), torch.where(is_right, y.clamp(min=0) + 0.2, x_min)
+    return bisect(lambda x: (F.gelu(x, approximate=form) < y) == is_right, low, high)
+
+
+def inputs(form: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    """[-8, 8], dense about the minimum."""
+    ranges = [(0.0, 8.0, 60_000), (minimum_of(form), 0.02, 30_000), (minimum_of(form), 1e-3, 60_000)]
+    parts = [center + torch.linspace(-r, r, n, dtype=torch.float64) for center, r, n in ranges]
+    return torch.cat(parts).to(dtype)
+
+
+def packed(flags: Tensor) -> Tensor:
+    return torch.from_numpy(np.packbits(flags.numpy()))
+
+
+def floor_of(x: Tensor, y: Tensor, form: str) -> Tensor:
+    """The largest error of GELU'(x) if x is found again exactly, but from y."""
+    found = exact_inverse(y, x >= minimum_of(form), form)
+    return (exact_derivative(found, form) - exact_derivative(x, form)).abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_derivative_from_a_rounded_output_is_at_the_floor_of_an_exact_inverse(form, dtype):
+    x = inputs(form)
+    y = F.gelu(x, approximate=form).to(dtype)
+    floor = floor_of(x, y, form)
+    torch.testing.assert_close(floor.item(), FLOORS[form, dtype], rtol=0.02, atol=0)
+    found = eager.backward(torch.ones_like(y), y, packed(x >= minimum_of(form)), form)
+    assert (found.double() - exact_derivative(x, form)).abs().max() <= 1.2 * floor
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_gradient_is_at_the_floor_that_the_computed_output_sets(form, dtype, nan_poison):
+    x = inputs(form, dtype)
+    y, grad_x = outputs_and_gradients(lambda t: gelu(t, None, form), [x], torch.ones_like(x), dtype)
+    assert (grad_x.double() - exact_derivative(x, form)).abs().max() <= 1.2 * floor_of(x.double(), y, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_formula_errs_away_from_the_minimum_by_no_more_than_is_recorded(form):
+    x = inputs(form)
+    x = x[(x - minimum_of(form)).abs() > 0.05]
+    y = F.gelu(x, approximate=form).float()
+    found = eager.backward(torch.ones_like(y), y, packed(x >= minimum_of(form)), form)
+    assert (found.double() - exact_derivative(x, form)).abs().max() <= inverse.INVERSES[form].fit_error + 2e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_fresh_fit_is_no_better_than_the_coefficients_in_use(form):
+    fresh, used = inverse.fit(form), inverse.INVERSES[form]
+    assert fresh.x_min == pytest.approx(minimum_of(form), abs=1e-15)
+    assert (fresh.x_min, fresh.y_min, fresh.root_zero) == (used.x_min, used.y_min, used.root_zero)
+    assert fresh.y_min_low == pytest.approx(used.y_min_low, rel=1e-6)
+    assert used.fit_error <= 1.1 * fresh.fit_error
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_16_bit_results_are_the_float32_results_rounded_for_every_y(dtype):
+    y = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    for form in FORMS:
+        for byte in (0, 255):
+            bits = torch.full((8192,), byte, dtype=torch.uint8)
+            wide = eager.backward(torch.ones(65536), y.float(), bits, form)
+            narrow = eager.backward(torch.ones_like(y), y, bits, form)
+            torch.testing.assert_close(narrow, wide.to(y.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+def test_erf_output_equals_torchs_bit_for_bit(with_bias, dtype):
+    x, bias = (torch.randn(33, 97) * 3).to(dtype), torch.randn(97).to(dtype) if with_bias else None
+    torch.testing.assert_close(gelu(x, bias), F.gelu(x if bias is None else x + bias), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tanh_output_equals_the_fused_bias_gelu_of_megatron_to_its_rounding(dtype):
+    def megatron(x, bias):
+        x = x + bias
+        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+    x, bias = (torch.randn(64, 130) * 3).to(dtype), torch.randn(130).to(dtype)
+    fused, exact = megatron(x.float(), bias.float()).to(dtype), megatron(x.double(), bias.double())
+    assert_within_rule("output", gelu(x, bias, "tanh"), fused, exact)
+    if dtype != torch.float32:
+        differ = (gelu(x, bias, "tanh") != fused).double().mean()
+        assert differ < 0.005
+
+
+def reference(form):
+    return lambda x, bias=None: F.gelu(x if bias is None else x + bias, approximate=form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (9,), (4, 0, 8), (0, 3), (3, 1, 5), (65, 33)], ids=str)
+def test_odd_and_empty_shapes_give_torchs_output_and_gradients(shape, form, nan_poison):
+    # Right of 0, where torch's own error is the measure; x_min's surroundings have a floor instead.
+    x, bias = torch.rand(shape) * 8 + 0.5, torch.rand(shape[-1])
+    for values in ([x], [x, bias]):
+        grad = torch.ones(shape)
+        ours = outputs_and_gradients(lambda *t: gelu(*t, approximate=form), values, grad, torch.float32)
+        exact = outputs_and_gradients(reference(form), values, grad, torch.float64)
+        for name, a, b in zip(("y", "grad_x", "grad_bias"), ours, exact, strict=False):
+            torch.testing.assert_close(a.double(), b, rtol=3e-5, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_bias_gradient_is_the_sum_of_grad_x_over_all_leading_dimensions(form, dtype):
+    x, bias, grad = torch.randn(31, 5, 40) * 2, torch.randn(40), torch.randn(31, 5, 40)
+    y, grad_x, grad_bias = outputs_and_gradients(lambda *t: gelu(*t, approximate=form), [x, bias], grad, dtype)
+    assert_within_rule("grad_bias", grad_bias, grad_x.sum((0, 1)), grad_x.double().sum((0, 1)))
+    assert y.shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("layout", ["transposed", "every second", "expanded", "sliced"])
+def test_any_strides_give_the_contiguous_result(layout, dtype):
+    x = (torch.randn(24, 26) * 2).to(dtype)
+    x = {"transposed": x.t(), "every second": x[:, ::2], "expanded": x[:1].expand(9, 26), "sliced": x[3:, 5:]}[layout]
+    grad = torch.randn(x.shape[::-1]).to(dtype).t()
+    strided = outputs_and_gradients(gelu, [x], grad, dtype)
+    contiguous = outputs_and_gradients(gelu, [x.contiguous()], grad.contiguous(), dtype)
+    for a, b in zip(strided, contiguous, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("width", [1, 5, 8, 12, 64])
+def test_chunks_do_not_show(width, dtype, monkeypatch, nan_poison):
+    x, bias, grad = torch.randn(53, width) * 2, torch.randn(width), torch.randn(53, width)
+    functions = [lambda t, b: gelu(t, b), lambda t, b: gelu(t, b, "tanh"), lambda t, b: gelu(t) + 0 * b]
+    for function in functions:
+        monkeypatch.undo()
+        whole = outputs_and_gradients(function, [x, bias], grad, dtype)
+        monkeypatch.setattr(eager, "_MAX_CHUNK", 128)
+        for a, b in zip(outputs_and_gradients(function, [x, bias], grad, dtype), whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("form", FORMS)
+def test_bits_say_which_inputs_are_at_or_right_of_the_minimum(form, dtype):
+    x_min = torch.tensor(minimum_of(form))
+    nearest = x_min.to(dtype).double()
+    steps = torch.arange(-20, 21) * ulp(nearest, dtype)
+    x = torch.cat([(nearest + steps).to(dtype), torch.randn(90).to(dtype)])
+    _, bits = eager.forward(x, None, form)
+    unpacked = torch.from_numpy(np.unpackbits(bits.numpy()))
+    assert torch.equal(unpacked[: x.numel()] == 1, x.double() >= minimum_of(form))
+    assert bits.numel() == (x.numel() + 7) // 8 and not unpacked[x.numel() :].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_gradient_is_right_at_the_minimum_zeros_infinity_and_far_away(form, dtype):
+    nearest = torch.tensor(minimum_of(form)).to(dtype).double()
+    near = (nearest + torch.tensor([-1.0, 0.0, 1.0]) * ulp(nearest, dtype)).tolist()
+    x = torch.tensor([*near, 0.0, -0.0, float("inf"), 30.0, 1e4, -30.0, -1e4, float("nan")], dtype=dtype)
+    y, grad = outputs_and_gradients(lambda t: gelu(t, None, form), [x], torch.ones_like(x), dtype)
+    torch.testing.assert_close(y, F.gelu(x, approximate=form), rtol=0, atol=0, equal_nan=True)
+    floor = max(FLOORS[form, dtype], floor_of(x[:3].double(), y[:3], form).item())
+    assert (grad[:3].double() - exact_derivative(x[:3], form)).abs().max() <= 1.2 * floor
+    expected = torch.tensor([0.5, 0.5, 1.0, 1.0, 1.0, 0.0, 0.0, float("nan")], dtype=dtype)
+    expected[y[3:].isnan()] = float("nan")  # torch's own GELU of inf is nan on some processors
+    torch.testing.assert_close(grad[3:], expected, rtol=0, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("form", FORMS)
+def test_extreme_outputs_give_finite_gradients_and_nan_stays(form, dtype):
+    tiny = torch.finfo(dtype).smallest_normal
+    below = -0.5  # no GELU is as low: a rounded minimum must not give nan either
+    right = torch.tensor([float("inf"), 1e4, 0.0, -0.0, below, float("nan"), tiny, -tiny], dtype=dtype)
+    left = torch.tensor([0.0, -0.0, -tiny, below, float("nan"), -tiny, -tiny, -tiny], dtype=dtype)
+    found = torch.stack(
+        [eager.backward(torch.ones_like(y), y, packed(torch.full((8,), y is right)), form) for y in (right, left)]
+    )
+    expected = torch.tensor(
+        [[1, 1, 0.5, 0.5, 0, float("nan"), 0.5, 0.5], [0, 0, 0, 0, float("nan"), 0, 0, 0]], dtype=dtype
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 if dtype == torch.float16 else 3e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float64_passes_gradcheck_and_is_exact_away_from_the_minimum(form):
+    x = torch.cat([torch.linspace(-6, -0.9, 20), torch.linspace(-0.6, 6, 20)]).double().view(2, 20).requires_grad_()
+    bias = torch.zeros(20, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *t: gelu(*t, approximate=form), (x, bias))
+    grad_x = torch.autograd.grad(gelu(x, bias, form).sum(), x)[0]
+    torch.testing.assert_close(grad_x, exact_derivative(x, form), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 5, 17), (64, 128)], ids=str)
+def test_keeps_its_output_and_one_bit_per_element(shape, dtype):
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    bias = torch.randn(shape[-1]).to(dtype).requires_grad_()
+    for form in FORMS:
+        kept = kept_storages(lambda form=form: gelu(x, bias, form))
+        assert sorted(kept.values()) == sorted([x.nbytes, (x.numel() + 7) // 8])
+    with torch.no_grad():
+        assert kept_storages(lambda: gelu(x, bias)) == {}
+
+
+def test_shares_its_output_with_what_the_next_linear_keeps():
+    x, weight = torch.randn(40, 64, requires_grad=True), torch.randn(16, 64, requires_grad=True)
+    outputs = []
+
+    def mlp():
+        outputs.append(gelu(x))
+        return F.linear(outputs[-1], weight)
+
+    kept = kept_storages(mlp)
+    assert kept.pop(outputs[-1].data_ptr()) == 40 * 64 * 4
+    assert kept.pop(weight.data_ptr()) == weight.nbytes
+    assert list(kept.values()) == [40 * 64 // 8]
+
+
+def test_second_derivative_is_refused_by_name():
+    x = torch.randn(6, requires_grad=True)
+    weight = torch.ones(6, requires_grad=True)
+    for loss in (gelu(x).sum(), (gelu(x) * weight).sum()):
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match='gelu is not twice differentiable; set tempo.gelu to "off"'):
+            grad.sum().backward()
+
+
+def test_second_backward_and_a_changed_output_are_refused():
+    y = gelu(torch.randn(6, requires_grad=True))
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+    y = gelu(torch.randn(6, requires_grad=True))
+    with torch.no_grad():
+        y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.arange(4),), "x is torch.int64; float32, bfloat16, float16 or float64 is wanted"),
+        ((torch.ones(4), None, "fast"), 'approximate is \'fast\'; "none" \\(erf\\) or "tanh" is wanted'),
+        ((torch.ones(2, 4), torch.ones(2)), "bias has shape \\[2\\] and x \\[2, 4\\]"),
+        ((torch.ones(2, 4), torch.ones(1, 4)), "bias has shape \\[1, 4\\]"),
+        ((torch.tensor(1.0), torch.ones(1)), "bias has shape \\[1\\] and x \\[\\]"),
+        ((torch.ones(4).half(), torch.ones(4)), "bias is torch.float32 and x torch.float16; cast bias"),
+    ],
+    ids=["integers", "form", "bias too short", "bias of two dimensions", "scalar x", "bias of another dtype"],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        gelu(*arguments)
