@@ -1,0 +1,279 @@
+"""The trainer's command line: Megatron-LM's own argument names, and sizes from `configs/model/*.json`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tempo_megatron.arguments import add_tempo_arguments
+
+# What a file of configs/model may say; an explicit argument wins over it.
+MODEL_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "max_position_embeddings",
+    "vocab_size",
+)
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """As a ValueError, so that one rank says it instead of every one."""
+        if message.startswith("unrecognized arguments: "):
+            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(unknown.split("=")[0], known, n=1)
+            message += f"; the nearest known one is {near[0]}" if near else "; --help lists the known ones"
+        raise ValueError(message)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments with the sizes of `--model` filled in. Raises ValueError for what is unknown or malformed."""
+    args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    _fill_sizes(args)
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="tempo-pretrain-gpt",
+        description="Pretrain a GPT with megatron-core and DeepSpeed, stock or with Tempo.",
+        allow_abbrev=False,
+    )
+    _add_model(parser)
+    _add_training(parser)
+    _add_optimizer(parser)
+    _add_data(parser)
+    _add_recompute_and_fusion(parser)
+    _add_output(parser)
+    _add_distributed(parser)
+    add_tempo_arguments(parser)
+    return parser
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _positive(text: str) -> int:
+    if (value := _whole(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    if (value := _whole(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    if not 0.0 < (value := _number(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _not_negative_float(text: str) -> float:
+    if not 0.0 <= (value := _number(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is negative or not finite")
+    return value
+
+
+def _fraction(text: str) -> float:
+    if not 0.0 <= (value := _number(text)) < 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
+    return value
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model", "each size may also come from --model; an explicit argument wins")
+    group.add_argument("--model", metavar="JSON", help="file with sizes, such as configs/model/gpt2_124m.json")
+    group.add_argument("--num-layers", type=_positive, help="transformer layers")
+    group.add_argument("--hidden-size", type=_positive, help="hidden size h")
+    group.add_argument("--ffn-hidden-size", type=_positive, help="inner size of the MLP (default 4 h)")
+    group.add_argument("--num-attention-heads", type=_positive, help="attention heads")
+    group.add_argument("--seq-length", type=_positive, help="tokens per sample")
+    group.add_argument("--max-position-embeddings", type=_positive, help="learned positions (default --seq-length)")
+    group.add_argument("--vocab-size", type=_positive, help="tokens before padding (default: the tokenizer's)")
+    group.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="pad the vocabulary to a multiple of N times tensor parallel size (default %(default)s)",
+    )
+    group.add_argument("--init-method-std", type=_positive_float, default=0.02, help="default %(default)s")
+    group.add_argument(
+        "--untie-embeddings-and-output-weights",
+        action="store_true",
+        help="give the output layer weights of its own instead of the embedding's",
+    )
+    group.add_argument("--attention-dropout", type=_fraction, default=0.1, help="default %(default)s")
+    group.add_argument("--hidden-dropout", type=_fraction, default=0.1, help="default %(default)s")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--micro-batch-size", type=_positive, help="samples per device and forward pass")
+    group.add_argument(
+        "--global-batch-size",
+        type=_positive,
+        help="samples per step over all devices (default micro batch x data parallel size x the JSON's accumulation)",
+    )
+    group.add_argument("--train-iters", type=_positive, required=True, help="steps of the whole run")
+    group.add_argument("--exit-interval", type=_positive, help="save and exit at every multiple of this step")
+    group.add_argument(
+        "--exit-signal-handler",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on SIGTERM finish the step, save and exit (default on)",
+    )
+    group.add_argument("--seed", type=_not_negative, default=1234, help="default %(default)s")
+    group.add_argument("--bf16", action="store_true", help="bfloat16 (the DeepSpeed JSON must not say otherwise)")
+    group.add_argument("--fp16", action="store_true", help="float16 (the DeepSpeed JSON must not say otherwise)")
+
+
+def _add_optimizer(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("optimizer", "AdamW; parameters with one dimension and biases do not decay")
+    group.add_argument("--lr", type=_positive_float, required=True, help="highest learning rate")
+    group.add_argument("--min-lr", type=_not_negative_float, default=0.0, help="lowest after warm-up (default 0)")
+    group.add_argument("--lr-warmup-iters", type=_not_negative, default=0, help="steps of linear warm-up (default 0)")
+    group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, default="linear", help="default %(default)s")
+    group.add_argument("--lr-decay-iters", type=_positive, help="steps until --min-lr (default --train-iters)")
+    group.add_argument("--weight-decay", type=_not_negative_float, default=0.01, help="default %(default)s")
+    group.add_argument("--adam-beta1", type=_fraction, default=0.9, help="default %(default)s")
+    group.add_argument("--adam-beta2", type=_fraction, default=0.999, help="default %(default)s")
+    group.add_argument("--adam-eps", type=_positive_float, default=1e-8, help="default %(default)s")
+    group.add_argument(
+        "--clip-grad",
+        type=_not_negative_float,
+        help="highest global gradient norm; 0 is no clipping (default 1.0, or the JSON's gradient_clipping)",
+    )
+    group.add_argument(
+        "--override-opt-param-scheduler",
+        action="store_true",
+        help="on --load take the learning rate schedule from the arguments instead of insisting on the checkpoint's",
+    )
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--data-path",
+        nargs="+",
+        required=True,
+        metavar="PREFIX",
+        help="prefix of a .bin/.idx pair, or several as WEIGHT PREFIX WEIGHT PREFIX ...",
+    )
+    group.add_argument("--split", default="969,30,1", help="train,validation,test weights (default %(default)s)")
+    group.add_argument("--data-cache-path", help="folder for the sample indices (default: beside the data)")
+    group.add_argument("--vocab-file", help="GPT-2 vocab.json (default: the tokenizer stored beside the data)")
+    group.add_argument("--merge-file", help="GPT-2 merges.txt")
+    group.add_argument("--eod-mask-loss", action="store_true", help="no loss where the input is end-of-document")
+    group.add_argument("--num-workers", type=_not_negative, help="loader processes (default 2 with a GPU, else 0)")
+    group.add_argument("--eval-interval", type=_positive, default=1000, help="steps between validations")
+    group.add_argument("--eval-iters", type=_not_negative, default=100, help="global batches a validation; 0 is none")
+
+
+def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("recomputation and fusion")
+    group.add_argument(
+        "--recompute-activations", action="store_true", help="short for --recompute-granularity selective"
+    )
+    group.add_argument("--recompute-granularity", choices=("full", "selective"), help="which activations to recompute")
+    group.add_argument("--recompute-method", choices=("uniform", "block"), help="for full recomputation")
+    group.add_argument("--recompute-num-layers", type=_positive, help="for full recomputation")
+    group.add_argument(
+        "--recompute-modules",
+        nargs="+",
+        choices=RECOMPUTE_MODULES,
+        help="for selective recomputation: core_attn and mlp (default core_attn)",
+    )
+    group.add_argument("--no-bias-gelu-fusion", action="store_true", help="erf GELU, unfused, instead of tanh GELU")
+    group.add_argument("--no-bias-dropout-fusion", action="store_true", help="unfused bias, dropout and residual")
+    group.add_argument(
+        "--no-masked-softmax-fusion", action="store_true", help="unfused softmax of the attention scores"
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--save", metavar="DIR", help="where checkpoints go; every node must see the same folder")
+    group.add_argument("--load", metavar="DIR", help="continue from the latest checkpoint in this folder")
+    group.add_argument("--save-interval", type=_positive, help="steps between checkpoints (default: only at the end)")
+    group.add_argument("--log-interval", type=_positive, default=10, help="steps per log line (default %(default)s)")
+    group.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events there")
+    group.add_argument("--metrics-file", metavar="JSONL", help="one JSON line per step (default DIR of --save)")
+    group.add_argument("--loss-plot", metavar="PNG", help="loss curve drawn at the end (default DIR of --save)")
+
+
+def _add_distributed(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("distributed")
+    group.add_argument(
+        "--deepspeed_config", "--deepspeed-config", metavar="JSON", required=True, help="the DeepSpeed configuration"
+    )
+    group.add_argument("--deepspeed", action="store_true", help="accepted as DeepSpeed scripts do; it is always on")
+    group.add_argument("--tensor-model-parallel-size", type=_positive, default=1, help="default %(default)s")
+    group.add_argument(
+        "--sequence-parallel", action="store_true", help="also split norms and dropout over the tensor parallel ranks"
+    )
+    group.add_argument(
+        "--use-cpu-initialization", action="store_true", help="draw the weights on the CPU: same for any TP"
+    )
+    group.add_argument("--distributed-timeout-minutes", type=_positive, default=10, help="default %(default)s")
+    group.add_argument(
+        "--local_rank", "--local-rank", type=int, default=-1, help="set by launchers; LOCAL_RANK decides"
+    )
+
+
+def _fill_sizes(args: argparse.Namespace) -> None:
+    given = _read_sizes(args.model) if args.model else {}
+    for name in MODEL_SIZES:
+        if getattr(args, name) is None:
+            setattr(args, name, given.get(name))
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        if getattr(args, name) is None:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is missing; give it, or --model with a file of configs/model")
+    args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+
+
+def _read_sizes(path: str) -> dict[str, Any]:
+    try:
+        sizes = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--model {path} cannot be read ({error.strerror}); give a file of configs/model") from error
+    except ValueError as error:
+        raise ValueError(f"--model {path} is not valid JSON ({error}); correct it") from error
+    if not isinstance(sizes, dict):
+        raise ValueError(
+            f'--model {path} holds a {type(sizes).__name__}; an object such as {{"num_layers": 12}} is wanted'
+        )
+    for name, value in sizes.items():
+        if name not in MODEL_SIZES:
+            near = difflib.get_close_matches(name, MODEL_SIZES, n=1, cutoff=0.0)[0]
+            raise ValueError(f"--model {path}: {name} is unknown; the nearest known name is {near}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"--model {path}: {name} is {value!r}; a positive whole number is wanted")
+    return sizes

@@ -1,0 +1,132 @@
+"""A folder of checkpoints of which the latest one is always whole, whenever the process that writes is killed.
+
+A checkpoint is written to iter_XXXXXXX.tmp, flushed to disk, renamed, and only then named in the file `latest`, which
+is itself replaced in one step. Nothing here knows what a checkpoint contains.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+LATEST = "latest"
+LOCK = "lock"
+_UNFINISHED = re.compile(r"(iter_\d{7,}(\.old)?|latest)\.tmp")
+_NAME = re.compile(r"iter_(\d{7,})")
+
+
+class CheckpointFolder:
+    """The checkpoints under `path`. One process calls lock, begin and commit; the others only write and read files."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    def latest(self) -> str | None:
+        """Name of the newest whole checkpoint; None where there is none.
+
+        Raises ValueError where `latest` names one that is not there: somebody moved or deleted it.
+        """
+        try:
+            name = (self.path / LATEST).read_text(encoding="utf-8").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not _NAME.fullmatch(name) or not (self.path / name).is_dir():
+            present = sorted(entry.name for entry in self.path.glob("iter_*") if _NAME.fullmatch(entry.name))
+            choice = f"write one of {', '.join(present)} into it" if present else "remove it to start anew"
+            raise ValueError(f"{self.path / LATEST} names {name!r}, which is not a checkpoint there; {choice}")
+        return name
+
+    def lock(self) -> None:
+        """Keep other runs from saving here until unlock(), or until this process ends, however it ends.
+
+        Raises ValueError where the folder cannot be written, or where another run saves to it: its launcher may be
+        gone while its ranks still train.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ValueError(f"--save {self.path} cannot be written ({error}); give another folder") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise ValueError(
+                f"--save {self.path} is being written by another run; wait for it or end it, or give another folder"
+            ) from error
+        self._lock = descriptor
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def begin(self, iteration: int) -> str:
+        """An empty folder to write the checkpoint of `iteration` into; its name. Removes what killed runs left."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.remove_unfinished()
+        name = f"{checkpoint_name(iteration)}.tmp"
+        (self.path / name).mkdir()
+        return name
+
+    def commit(self, iteration: int) -> None:
+        """Make what was written after begin(iteration) the latest checkpoint. Call it when every file is on disk."""
+        name = checkpoint_name(iteration)
+        target, replaced = self.path / name, self.path / f"{name}.old.tmp"
+        if target.exists():
+            # Of a run that was killed before it could say so in `latest`, or that went on from an earlier checkpoint.
+            if self.latest() == name:
+                raise ValueError(f"{target} is already the latest checkpoint")
+            target.rename(replaced)
+        (self.path / f"{name}.tmp").rename(target)
+        to_disk(self.path)
+        unfinished = self.path / f"{LATEST}.tmp"
+        unfinished.write_text(f"{name}\n", encoding="utf-8")
+        to_disk(unfinished)
+        unfinished.replace(self.path / LATEST)
+        to_disk(self.path)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def remove_unfinished(self) -> None:
+        """Delete what saves that did not finish have left behind."""
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            if _UNFINISHED.fullmatch(entry.name):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def checkpoint_name(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return int(match[1])
+
+
+def all_to_disk(folder: Path) -> None:
+    """Flush every file below `folder`, and the folders themselves, from this machine's memory to disk."""
+    for entry in _walk(folder):
+        to_disk(entry)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir():
+            yield from _walk(entry)
+        else:
+            yield entry
+    yield folder
+
+
+def to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

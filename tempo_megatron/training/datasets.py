@@ -1,0 +1,201 @@
+"""Training and validation samples: megatron-core's GPTDataset, read in an order that does not depend on the layout."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from torch import Tensor
+
+from tempo_megatron.training.dataset_files import load_dataset_tokenizer, validate_dataset
+from tempo_megatron.training.tokenizer import GPT2Tokenizer, padded_vocab_size
+
+
+def load_tokenizer(args: argparse.Namespace) -> GPT2Tokenizer:
+    """The tokenizer all data sets of `--data-path` were made with; sets args.padded_vocab_size.
+
+    Raises ValueError where a data set is broken, has another tokenizer, or does not fit the vocabulary.
+    """
+    prefixes = args.blend[0]
+    tokenizer = load_dataset_tokenizer(prefixes[0], args.vocab_file, args.merge_file)
+    for prefix in prefixes[1:]:
+        other = load_dataset_tokenizer(prefix, args.vocab_file, args.merge_file)
+        if other.unique_identifiers != tokenizer.unique_identifiers:
+            raise ValueError(
+                f"{prefix} was made with another tokenizer than {prefixes[0]}; prepare both with the same one"
+            )
+    vocab_size = args.vocab_size or tokenizer.vocab_size
+    if vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"--vocab-size {vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens; raise it or remove it"
+        )
+    args.padded_vocab_size = padded_vocab_size(
+        vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+    )
+    for prefix in prefixes:
+        validate_dataset(prefix, vocab_size)
+        _check_split(prefix, args)
+    return tokenizer
+
+
+def _check_split(prefix: str, args: argparse.Namespace) -> None:
+    """Megatron splits by documents, each part of which must hold at least one sample."""
+    dataset = IndexedDataset(prefix)  # has to live as long as its lengths are read: it unmaps their memory
+    lengths = dataset.sequence_lengths
+    train, valid, _ = args.split_weights
+    borders = [round(fraction * len(lengths)) for fraction in (0.0, train, train + valid)]
+    parts = [("training", borders[0], borders[1])]
+    if args.eval_iters:
+        parts.append(("validation", borders[1], borders[2]))
+    for name, first, last in parts:
+        tokens = int(np.sum(lengths[first:last], dtype=np.int64))
+        if tokens < args.seq_length + 1:
+            raise ValueError(
+                f"{prefix}: --split {args.split} gives {name} {last - first} of {len(lengths)} documents with {tokens} "
+                f"tokens, fewer than one sample of {args.seq_length} + 1; change --split or prepare more data"
+            )
+
+
+def build_datasets(args: argparse.Namespace, tokenizer: GPT2Tokenizer) -> tuple[Any, Any]:
+    """(training, validation or None), built on rank 0 first, then read from its index files by the other ranks.
+
+    Raises ValueError where the folder for the index files cannot be written.
+    """
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=args.blend,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=tokenizer,  # type: ignore[arg-type]
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+    )
+    assert config.split_matrix is not None
+    config.split_matrix[2] = None  # type: ignore[call-overload]
+    if not args.eval_iters:
+        config.split_matrix[1] = None  # type: ignore[call-overload]
+    if int(os.environ["RANK"]) == 0:
+        _remove_cut_off_indices(args)
+    sizes = [args.train_iters * args.global_batch_size, args.eval_iters * args.global_batch_size, 0]
+    try:
+        train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    except Exception as error:
+        if isinstance(error.__cause__, OSError) or isinstance(error, OSError):
+            cause = error.__cause__ or error
+            raise ValueError(
+                f"the sample indices cannot be written ({cause}); give --data-cache-path a folder"
+            ) from error
+        raise
+    return train, valid
+
+
+def _remove_cut_off_indices(args: argparse.Namespace) -> None:
+    """Delete index files that a killed run wrote in part: megatron-core takes a file that exists for a whole one."""
+    for prefix in args.blend[0]:
+        folder = args.data_cache_path or os.path.join(prefix, "cache", f"{GPTDataset.__name__}_indices")
+        if not os.path.isdir(folder):
+            continue
+        for name in os.listdir(folder):
+            path = os.path.join(folder, name)
+            if name.endswith(".npy") and not _is_whole_npy(path):
+                os.remove(path)
+
+
+def _is_whole_npy(path: str) -> bool:
+    try:
+        np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError):
+        return False
+    return True
+
+
+class ShardedBatchSampler:
+    """Indices of one data-parallel rank, batch by batch, as if all samples were consumed in order.
+
+    Micro batch k of rank r holds the samples consumed + (k * dp + r) * micro_batch_size and following.
+    """
+
+    def __init__(self, first: int, last: int, micro_batch_size: int, rank: int, data_parallel_size: int) -> None:
+        self.starts = range(first + rank * micro_batch_size, last, micro_batch_size * data_parallel_size)
+        self.micro_batch_size = micro_batch_size
+
+    def __iter__(self) -> Iterator[range]:
+        return (range(start, start + self.micro_batch_size) for start in self.starts)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+class Collate:
+    """Samples -> one batch of tokens, labels [b, s] int64 and loss_mask [b, s] float32.
+
+    Raises ValueError where a token has no row in the embedding: on a GPU that would be an assertion without a name.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __call__(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")}
+        largest = int(torch.maximum(batch["tokens"].max(), batch["labels"].max()))
+        if largest >= self.vocab_size or int(batch["tokens"].min()) < 0:
+            raise ValueError(
+                f"the data holds token {largest} but the model's vocabulary ends at {self.vocab_size - 1}; "
+                "use the data's own tokenizer or raise --vocab-size"
+            )
+        return batch
+
+
+class BatchStream:
+    """Micro batches of this rank on `device`, starting after `consumed_samples`.
+
+    Args:
+        dataset: what build_datasets gave.
+        args: batch sizes, workers, vocabulary.
+        consumed_samples: global samples already seen; the resumed run goes on after them.
+        num_samples: global samples in all.
+        rank, data_parallel_size: of the data-parallel group. Every rank of a tensor-parallel group reads the same.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        args: argparse.Namespace,
+        device: torch.device,
+        *,
+        consumed_samples: int,
+        num_samples: int,
+        rank: int,
+        data_parallel_size: int,
+    ) -> None:
+        self.device = device
+        self.micro_batch_size, self.rank, self.data_parallel_size = args.micro_batch_size, rank, data_parallel_size
+        sampler = ShardedBatchSampler(consumed_samples, num_samples, self.micro_batch_size, rank, data_parallel_size)
+        self._loader = torch.utils.data.DataLoader(
+            dataset,
+            batch_sampler=sampler,  # type: ignore[arg-type]
+            num_workers=args.num_workers,
+            collate_fn=Collate(args.padded_vocab_size),
+            pin_memory=device.type == "cuda",
+            # A generator of its own: the loader draws from it, and the run's random states must not move.
+            generator=torch.Generator(),
+        )
+        self._batches = iter(self._loader)
+
+    def next(self) -> dict[str, Tensor]:
+        batch = next(self._batches)
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+
+    def first_sample(self, consumed_samples: int, micro_batch: int) -> int:
+        """Global index of the first sample of this rank's micro batch of the step that starts at consumed_samples."""
+        return consumed_samples + (micro_batch * self.data_parallel_size + self.rank) * self.micro_batch_size

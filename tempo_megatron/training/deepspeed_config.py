@@ -1,0 +1,188 @@
+"""The DeepSpeed JSON: read as DeepSpeed reads it, checked against the command line, its "auto" values filled in.
+
+Nothing here imports deepspeed, so that a wrong configuration is reported before the slow imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+# What would take over a decision that belongs to the trainer, with where to make that decision instead.
+_REFUSED = {
+    "optimizer": "the trainer builds AdamW itself; use --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps",
+    "scheduler": "the trainer has Megatron's schedule; use --lr-decay-style, --lr-warmup-iters and --min-lr",
+    "activation_checkpointing": "recomputation is Megatron's; use --recompute-granularity",
+    "pipeline": "the trainer has no pipeline parallelism; remove the block",
+    "tensor_parallel": "tensor parallelism is Megatron's; use --tensor-model-parallel-size",
+    "sequence_parallel_size": "sequence parallelism is Megatron's; use --sequence-parallel",
+    "data_efficiency": "the samples come from Megatron's GPTDataset; remove the block",
+    "curriculum_learning": "the samples come from Megatron's GPTDataset; remove the block",
+    "hybrid_engine": "it is for generation; remove the block",
+    "amp": "Apex AMP is not supported; use bf16 or fp16",
+    "torch_autocast": "the model itself is built in bf16 or fp16; use those blocks",
+    "nebula": "checkpoints are written by the trainer; remove the block and use --save",
+    "compile": "torch.compile of the whole engine is not supported; remove the block",
+    "expert_parallel": "the model has no experts; remove the block",
+}
+_REFUSED_CHECKPOINT = ("writer", "use_node_local_storage", "load_universal")
+_KNOWN = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16 "
+    "zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer data_types communication_data_type "
+    "prescale_gradients gradient_predivide_factor steps_per_print wall_clock_breakdown dump_state memory_breakdown "
+    "log_level flops_profiler comms_logger tensorboard wandb csv_monitor comet monitor aio checkpoint "
+    "graph_harvesting gradient_allreduce_op timers seq_parallel_communication_data_type disable_allgather tempo"
+).split()
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def read_deepspeed_config(path: str) -> dict[str, Any]:
+    """The JSON as a dict. Raises ValueError where it cannot be read, is no object, or holds what is refused."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"--deepspeed_config {path} cannot be read ({error.strerror}); give a file such as "
+            "configs/deepspeed/zero1_bf16.json"
+        ) from error
+    try:
+        config = hjson.loads(text, object_pairs_hook=_without_duplicates)
+    except ValueError as error:
+        raise ValueError(f"--deepspeed_config {path} is not valid JSON ({error}); correct it") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"--deepspeed_config {path} holds a {type(config).__name__}; a JSON object is wanted")
+    for key, reason in _REFUSED.items():
+        if key in config:
+            raise ValueError(f'--deepspeed_config {path}: "{key}" is not used here: {reason}')
+    for key in _REFUSED_CHECKPOINT:
+        if config.get("checkpoint", {}).get(key):
+            raise ValueError(f'--deepspeed_config {path}: "checkpoint.{key}" is not used here; use --save and --load')
+    _check_names(path, config)
+    return config
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"{min(twice)} appears twice")
+    return dict(pairs)
+
+
+def _check_names(path: str, config: Mapping[str, Any]) -> None:
+    for key in unknown_keys(config):
+        if near := difflib.get_close_matches(key, _KNOWN, n=1, cutoff=0.8):
+            raise ValueError(f'--deepspeed_config {path}: "{key}" is unknown; the nearest known name is "{near[0]}"')
+
+
+def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    """Top-level keys that neither DeepSpeed nor the trainer reads: DeepSpeed accepts any name without a word."""
+    return [key for key in config if key not in _KNOWN]
+
+
+def zero_stage(config: Mapping[str, Any]) -> int:
+    return int(config.get("zero_optimization", {}).get("stage", 0))
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """`fp32`, `bf16` or `fp16`. Raises ValueError where both are enabled."""
+    enabled = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True]
+    if len(enabled) == 2:
+        raise ValueError("the DeepSpeed JSON enables bf16 and fp16; enable one of them")
+    return enabled[0] if enabled else "fp32"
+
+
+def offloads_optimizer(config: Mapping[str, Any]) -> bool:
+    device = (config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none")
+    return device in ("cpu", "nvme")
+
+
+def complete(config: Mapping[str, Any], args: argparse.Namespace, data_parallel_size: int) -> dict[str, Any]:
+    """A copy of `config` with batch sizes, clipping and precision decided, and the same decisions put into `args`.
+
+    Sets args.micro_batch_size, global_batch_size, num_micro_batches, clip_grad and precision.
+    Raises ValueError where the command line and the JSON contradict each other or the sizes do not divide.
+    """
+    filled = dict(config)
+    _fill_batch_sizes(filled, args, data_parallel_size)
+    _fill_clipping(filled, args)
+    _fill_precision(filled, args)
+    filled.setdefault("steps_per_print", 10**9)  # the trainer prints its own line
+    zero = dict(filled.get("zero_optimization", {}))
+    zero.setdefault("stage", 0)
+    # DeepSpeed would exchange torch.nn.functional.linear for one that keeps other tensors for backward.
+    zero.setdefault("memory_efficient_linear", False)
+    filled["zero_optimization"] = zero
+    return filled
+
+
+def _number(config: Mapping[str, Any], key: str) -> Any:
+    """The JSON's value; None where it is absent or "auto"."""
+    value = config.get(key)
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f'"{key}" in the DeepSpeed JSON is {value!r}; a number or "auto" is wanted')
+    return value
+
+
+def _agree(option: str, given: Any, key: str, configured: Any) -> Any:
+    if given is not None and configured is not None and given != configured:
+        raise ValueError(
+            f'{option} is {given} but "{key}" in the DeepSpeed JSON is {configured}; make them equal or say "auto"'
+        )
+    return configured if given is None else given
+
+
+def _fill_batch_sizes(config: dict[str, Any], args: argparse.Namespace, data_parallel_size: int) -> None:
+    total_key, micro_key, steps_key = _BATCH_KEYS
+    micro = _agree("--micro-batch-size", args.micro_batch_size, micro_key, _number(config, micro_key))
+    total = _agree("--global-batch-size", args.global_batch_size, total_key, _number(config, total_key))
+    steps = _number(config, steps_key)
+    if micro is None:
+        raise ValueError(f'--micro-batch-size is missing; give it, or "{micro_key}" in the DeepSpeed JSON')
+    per_round = micro * data_parallel_size
+    if total is None:
+        total = per_round * (steps or 1)
+    if total % per_round:
+        raise ValueError(
+            f"--global-batch-size {total} is not a multiple of micro batch size {micro} x data parallel size "
+            f"{data_parallel_size}; choose a multiple of {per_round}"
+        )
+    if steps is not None and steps != total // per_round:
+        raise ValueError(
+            f'"{steps_key}" in the DeepSpeed JSON is {steps}, but global batch {total} / (micro batch {micro} x data '
+            f'parallel {data_parallel_size}) is {total // per_round}; set it to "auto"'
+        )
+    args.micro_batch_size, args.global_batch_size, args.num_micro_batches = micro, total, total // per_round
+    config.update({total_key: total, micro_key: micro, steps_key: args.num_micro_batches})
+
+
+def _fill_clipping(config: dict[str, Any], args: argparse.Namespace) -> None:
+    clip = _agree("--clip-grad", args.clip_grad, "gradient_clipping", _number(config, "gradient_clipping"))
+    args.clip_grad = config["gradient_clipping"] = 1.0 if clip is None else float(clip)
+
+
+def _fill_precision(config: dict[str, Any], args: argparse.Namespace) -> None:
+    if args.bf16 and args.fp16:
+        raise ValueError("--bf16 and --fp16 are both given; give one of them")
+    for name in ("bf16", "fp16"):
+        block = dict(config.get(name, {}))
+        asked = getattr(args, name)
+        if block.get("enabled") is False and asked:
+            raise ValueError(
+                f'--{name} is given but "{name}.enabled" in the DeepSpeed JSON is false; remove one of them'
+            )
+        if block.get("enabled") in (None, "auto") and (block or asked):
+            block["enabled"] = asked
+        if block:
+            config[name] = block
+    args.precision = precision_of(config)
+    for name in ("bf16", "fp16"):
+        if getattr(args, name) and args.precision != name:
+            raise ValueError(f"--{name} is given but the DeepSpeed JSON enables {args.precision}; make them agree")

@@ -1,0 +1,220 @@
+"""DeepSpeed around a Megatron model: process groups, gradients of sequence-parallel parameters, optimizer, schedule."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import io
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from tempo_megatron.training.deepspeed_config import offloads_optimizer, zero_stage
+
+
+class MPU:
+    """megatron.core.parallel_state as DeepSpeed's `mpu`, with the three methods DeepSpeed asks for besides."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(parallel_state, name)
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(parallel_state.get_model_parallel_group())
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(parallel_state.get_model_parallel_group())
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+
+
+def initialize_distributed(args: argparse.Namespace, on_gpu: bool) -> torch.device:
+    """torch.distributed, DeepSpeed's communication and Megatron's groups; this rank's device."""
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    # DeepSpeed compiles this extension, which only its inference uses, whenever it starts on a CPU.
+    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.init_distributed(
+        dist_backend="nccl" if on_gpu else "gloo",
+        auto_mpi_discovery=False,
+        timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
+        verbose=False,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        create_gloo_process_groups=False,
+    )
+    return device
+
+
+def construction_context(config: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """Where to build the model: ZeRO-3 partitions each module as soon as it exists, so none has to fit whole."""
+    if zero_stage(config) < 3 or parallel_state.get_data_parallel_world_size() == 1:
+        return contextlib.nullcontext()
+    return deepspeed.zero.Init(
+        data_parallel_group=parallel_state.get_data_parallel_group(), config_dict_or_path=dict(config), mpu=MPU()
+    )
+
+
+def also_for_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """`init_method` that also fills a weight which construction_context has partitioned already.
+
+    Megatron draws the learned positions after torch's Embedding exists; without this they would keep torch's values.
+    """
+
+    def init(weight: Tensor) -> Any:
+        if not hasattr(weight, "ds_id"):
+            return init_method(weight)
+        # Every rank draws the same numbers, so that their generators stay equal; rank 0's are kept.
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            return init_method(weight)
+
+    return init
+
+
+def sum_sequence_parallel_gradients(model: torch.nn.Module) -> int:
+    """Let the gradients of parameters marked `sequence_parallel` be summed over the tensor-parallel group.
+
+    Each rank of the group sees its part of the tokens only, and neither DeepSpeed nor autograd knows. The sum happens
+    as the gradient appears, so that every ZeRO stage reduces complete gradients. Returns how many parameters.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def summed(grad: Tensor) -> Tensor:
+        total = grad.to(torch.float32, copy=True)
+        dist.all_reduce(total, group=group)
+        return total.to(grad.dtype)
+
+    marked = [parameter for parameter in model.parameters() if getattr(parameter, "sequence_parallel", False)]
+    for parameter in marked:
+        parameter.register_hook(summed)
+    return len(marked)
+
+
+def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Megatron's rule: biases and everything with one dimension (norms) do not decay."""
+    decayed: list[torch.nn.Parameter] = []
+    kept: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
+        (kept if dimensions == 1 or name.endswith(".bias") else decayed).append(parameter)
+    return [
+        {"params": decayed, "weight_decay": weight_decay, "wd_mult": 1.0},
+        {"params": kept, "weight_decay": 0.0, "wd_mult": 0.0},
+    ]
+
+
+def build_optimizer(
+    model: torch.nn.Module, args: argparse.Namespace, config: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """AdamW over decay_groups: torch's fused one, or DeepSpeed's CPU one where the JSON offloads its states."""
+    groups = decay_groups(model, args.weight_decay)
+    options = {"lr": args.lr, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps}
+    if offloads_optimizer(config):
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> OptimizerParamScheduler:
+    """Megatron's learning rate schedule, counted in samples."""
+    samples = args.global_batch_size
+    return OptimizerParamScheduler(
+        optimizer,  # type: ignore[arg-type]
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_iters * samples,
+        lr_decay_steps=args.lr_decay_iters * samples,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.train_iters * samples,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+    )
+
+
+class Engine:
+    """DeepSpeed's engine and the schedule of one run.
+
+    Args:
+        model: built inside construction_context(config).
+        args: the checked arguments.
+        config: the completed DeepSpeed configuration.
+    """
+
+    def __init__(self, model: torch.nn.Module, args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+        self.zero_stage = zero_stage(config)
+        self._samples_per_step = args.global_batch_size
+        self._computes_norm = self.zero_stage == 0 and args.precision == "fp32"
+        self._grad_norm: Tensor | None = None
+        self.sequence_parallel_parameters = sum_sequence_parallel_gradients(model) if args.sequence_parallel else 0
+        # Its bf16 optimizer prints a page about memory whatever the log level says.
+        quiet = (
+            contextlib.nullcontext() if config.get("memory_breakdown") else contextlib.redirect_stdout(io.StringIO())
+        )
+        with quiet:
+            self.deepspeed, optimizer, _, _ = deepspeed.initialize(
+                model=model, optimizer=build_optimizer(model, args, config), config=dict(config), mpu=MPU()
+            )
+        self.optimizer_name = type(optimizer).__name__
+        self.scheduler = build_scheduler(optimizer, args)
+
+    def backward_and_step(self, loss: Tensor) -> None:
+        """Backward of one micro batch; after the last one of a step the update and the schedule's move."""
+        self.deepspeed.backward(loss)
+        is_last = self.deepspeed.is_gradient_accumulation_boundary()
+        if is_last and self._computes_norm:
+            self._grad_norm = gradient_norm(self.deepspeed.module)
+        self.deepspeed.step()
+        # As in Megatron a step that fp16 skipped for its overflow does not move the learning rate.
+        if is_last and self.deepspeed.was_step_applied():
+            self.scheduler.step(self._samples_per_step)
+
+    @property
+    def grad_norm(self) -> Tensor | float | None:
+        """Norm of the last step's gradients over all ranks, before clipping; may still be on the device."""
+        return self._grad_norm if self._computes_norm else self.deepspeed.get_global_grad_norm()
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.scheduler.optimizer.param_groups[0]["lr"])
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self.deepspeed.skipped_steps)
+
+    @property
+    def loss_scale(self) -> float | None:
+        return float(self.deepspeed.optimizer.loss_scale) if self.deepspeed.fp16_enabled() else None
+
+
+@torch.no_grad()
+def gradient_norm(model: torch.nn.Module) -> Tensor:
+    """2-norm of complete, not partitioned gradients over the tensor-parallel group, without waiting for the device."""
+    is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+    grads = [
+        parameter.grad
+        for parameter in model.parameters()
+        if parameter.grad is not None and (is_first or getattr(parameter, "tensor_model_parallel", False))
+    ]
+    device = next(model.parameters()).device
+    # The first entry keeps the sum defined on a rank that holds only replicated parameters.
+    norms = [torch.zeros((), device=device), *torch._foreach_norm(grads)]
+    squared = torch.stack(norms).square().sum()
+    dist.all_reduce(squared, group=parallel_state.get_tensor_model_parallel_group())
+    return squared.sqrt()

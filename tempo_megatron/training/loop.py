@@ -1,0 +1,171 @@
+"""The training loop: micro batches, validation, logging, saving, stopping."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from tempo_megatron.dropout_rng import set_micro_batch
+from tempo_megatron.training.checkpoint import Checkpoints, Progress
+from tempo_megatron.training.datasets import BatchStream
+from tempo_megatron.training.engine import Engine
+from tempo_megatron.training.metrics import Report, StepTimer, average_over, peak_memory_bytes
+from tempo_megatron.training.model import ForwardStep
+from tempo_megatron.training.stop_signal import StopSignal
+
+
+class Trainer:
+    """One run from `progress` to its end.
+
+    Args:
+        args: the checked arguments.
+        engine, forward_step: what is trained.
+        datasets: (training, validation or None).
+        progress: 0, or where the checkpoint was.
+        checkpoints: used where --save is given.
+        report: what the user sees.
+        device: this rank's.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        engine: Engine,
+        forward_step: ForwardStep,
+        datasets: tuple[Any, Any],
+        progress: Progress,
+        checkpoints: Checkpoints,
+        report: Report,
+        device: torch.device,
+    ) -> None:
+        self.args, self.engine, self.forward_step = args, engine, forward_step
+        self.progress, self.checkpoints, self.report, self.device = progress, checkpoints, report, device
+        self.valid_dataset = datasets[1]
+        self.stream = self._stream(datasets[0], progress.consumed_samples, args.train_iters)
+        self.group = parallel_state.get_data_parallel_group()
+        self._pending: list[dict[str, Any]] = []
+        self._losses: list[Tensor] = []
+
+    def train(self) -> str:
+        """Run to --train-iters, or until a reason to stop; why it ended."""
+        args, progress = self.args, self.progress
+        self.engine.deepspeed.train()
+        self.timer = StepTimer()
+        stop = StopSignal(self.device, args.exit_signal_handler)
+        reason = "finished"
+        try:
+            while progress.iteration < args.train_iters and reason == "finished":
+                self._step()
+                self.report.advance()
+                iteration = progress.iteration
+                if iteration % args.log_interval == 0:
+                    self._flush()
+                if self.valid_dataset is not None and iteration % args.eval_interval == 0:
+                    self._validate()
+                if args.save_interval and iteration % args.save_interval == 0:
+                    self._save()
+                if stop.agreed():
+                    reason = "stopped by SIGTERM"
+                elif args.exit_interval and iteration % args.exit_interval == 0:
+                    reason = "stopped at --exit-interval"
+            self._flush()
+            if reason == "finished" and self.valid_dataset is not None and progress.iteration % args.eval_interval:
+                self._validate()
+            self._save()
+        finally:
+            stop.close()
+        return reason
+
+    def _stream(self, dataset: Any, consumed_samples: int, iterations: int) -> BatchStream:
+        return BatchStream(
+            dataset,
+            self.args,
+            self.device,
+            consumed_samples=consumed_samples,
+            num_samples=iterations * self.args.global_batch_size,
+            rank=parallel_state.get_data_parallel_rank(),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        )
+
+    def _step(self) -> None:
+        args, engine, progress = self.args, self.engine, self.progress
+        learning_rate, skipped_before = engine.learning_rate, engine.skipped_steps
+        total = torch.zeros((), device=self.device)
+        for micro_batch in range(args.num_micro_batches):
+            batch = self.stream.next()
+            set_micro_batch(args.seed, self.stream.first_sample(progress.consumed_samples, micro_batch))
+            loss = self.forward_step(engine.deepspeed, batch)
+            engine.backward_and_step(loss)
+            total += loss.detach()
+        progress.iteration += 1
+        progress.consumed_samples += args.global_batch_size
+        self._losses.append(total / args.num_micro_batches)
+        self._pending.append(
+            {
+                "iteration": progress.iteration,
+                "consumed_samples": progress.consumed_samples,
+                "learning_rate": learning_rate,
+                "grad_norm": engine.grad_norm,
+                "skipped": engine.skipped_steps - skipped_before,
+            }
+        )
+
+    def _flush(self) -> None:
+        """Report the steps since the last call: here, once per interval, the host waits for the device."""
+        if not self._pending:
+            return
+        losses = average_over(self._losses, self.group, self.device)
+        seconds = self.timer.interval_seconds() / len(losses)
+        for step, loss in zip(self._pending, losses, strict=True):
+            step["loss"] = loss
+            step["grad_norm"] = None if step["grad_norm"] is None else float(step["grad_norm"])
+        self.report.train(
+            self._pending,
+            {
+                "tokens_per_s": self.args.global_batch_size * self.args.seq_length / seconds,
+                "step_ms": seconds * 1e3,
+                "peak_memory_bytes": peak_memory_bytes(self.device),
+                "loss_scale": self.engine.loss_scale,
+            },
+        )
+        diverged = [s["iteration"] for s in self._pending if not math.isfinite(s["loss"]) and not s["skipped"]]
+        self._pending, self._losses = [], []
+        if diverged:
+            raise ValueError(
+                f"the loss of step {diverged[0]} is not a finite number; lower --lr, lengthen --lr-warmup-iters or "
+                "lower --clip-grad, and go on from the last checkpoint with --load"
+            )
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        """Mean loss over the same --eval-iters global batches each time, without dropout."""
+        self._flush()
+        start = time.perf_counter()
+        args = self.args
+        self.engine.deepspeed.eval()
+        stream = self._stream(self.valid_dataset, 0, args.eval_iters)
+        total = torch.zeros((), device=self.device)
+        for _ in range(args.eval_iters * args.num_micro_batches):
+            total += self.forward_step(self.engine.deepspeed, stream.next())
+        self.engine.deepspeed.train()
+        mean = average_over([total / (args.eval_iters * args.num_micro_batches)], self.group, self.device)[0]
+        self.report.validation(self.progress.iteration, self.progress.consumed_samples, mean)
+        self.timer.exclude_since(start)
+
+    def _save(self) -> None:
+        if not self.args.save:
+            return
+        self._flush()  # a diverged model is not saved
+        start = time.perf_counter()
+        if self.checkpoints.save(self.progress):
+            seconds = time.perf_counter() - start
+            self.report.say(
+                f"saved the checkpoint of step {self.progress.iteration} to {self.args.save} in {seconds:.1f} s"
+            )
+        self.timer.exclude_since(start)

@@ -1,0 +1,171 @@
+"""What a run reports: a progress bar, log lines, a JSON-lines file and TensorBoard, all from rank 0.
+
+Losses stay on the device until a log interval ends, so that no step waits for the host.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes this process has had: allocated on its GPU, else resident in memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def average_over(values: list[Tensor], group: Any, device: torch.device) -> list[float]:
+    """Element-wise mean of scalars over a process group, summed in rank order so that it never depends on timing."""
+    local = torch.stack(values).to(device, torch.float32)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, local, group=group)
+    return torch.stack(gathered).double().mean(0).tolist()
+
+
+class MetricsFile:
+    """JSON lines, each complete on disk as soon as it is written.
+
+    Args:
+        path: appended to. A last line that a killed run cut off is removed.
+        resume_after: keep only records up to this iteration; the resumed run writes the later ones again. None: the
+            run starts anew and so does the file.
+
+    Raises ValueError where the file cannot be written.
+    """
+
+    def __init__(self, path: str, resume_after: int | None) -> None:
+        kept = [] if resume_after is None else [r for r in read_metrics(path) if r.get("iteration", 0) <= resume_after]
+        unfinished = Path(f"{path}.tmp")
+        try:
+            unfinished.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+            os.replace(unfinished, path)
+            self._stream: TextIO = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        except OSError as error:
+            raise ValueError(f"--metrics-file {path} cannot be written ({error}); give another name") from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        # JSON knows no nan or inf; "loss_hex" still says which it was.
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._stream.write(json.dumps(finite, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, in order, without a line that was cut off; none where there is no file."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+class Report:
+    """Everything the user sees of a run. On ranks other than 0 every method does nothing."""
+
+    def __init__(self, args: Any, *, is_first_rank: bool, first_iteration: int, resumes: bool) -> None:
+        self.is_on = is_first_rank
+        self.args = args
+        self._file: MetricsFile | None = None
+        self._board: Any = None
+        self._bar: Any = None
+        if not self.is_on:
+            return
+        if args.metrics_file:
+            self._file = MetricsFile(args.metrics_file, first_iteration if resumes else None)
+        if args.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(args.tensorboard_dir, purge_step=first_iteration + 1 if resumes else None)
+        # disable=None: no bar where the output is not a terminal, only lines.
+        self._bar = tqdm(
+            total=args.train_iters,
+            initial=first_iteration,
+            unit="step",
+            disable=None,
+            file=sys.stdout,
+            dynamic_ncols=True,
+        )
+
+    def say(self, line: str) -> None:
+        if self.is_on:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def record(self, kind: str, **values: Any) -> None:
+        if self._file is not None:
+            self._file.write({"kind": kind, **values})
+        if self._board is not None and "iteration" in values:
+            for name, value in values.items():
+                if name not in ("iteration", "consumed_samples") and isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{kind}/{name}", value, values["iteration"])
+
+    def train(self, steps: list[dict[str, Any]], interval: dict[str, Any]) -> None:
+        """The steps of a log interval, each with what is only known for the interval as a whole; one log line."""
+        for step in steps:
+            self.record("train", **step, loss_hex=float(step["loss"]).hex(), **interval)
+        last, losses = steps[-1], [step["loss"] for step in steps]
+        norm = "" if last["grad_norm"] is None else f" | grad norm {last['grad_norm']:.3f}"
+        scale = f" | loss scale {interval['loss_scale']:g}" if interval.get("loss_scale") else ""
+        self.say(
+            f"step {last['iteration']:>{len(str(self.args.train_iters))}}/{self.args.train_iters}"
+            f" | loss {sum(losses) / len(losses):.6f} | lr {last['learning_rate']:.3e}{norm}{scale}"
+            f" | {interval['tokens_per_s']:,.0f} tokens/s | {interval['step_ms']:.1f} ms/step"
+            f" | peak {interval['peak_memory_bytes'] / 2**20:,.0f} MiB"
+        )
+        if self._bar is not None:
+            self._bar.set_postfix(loss=f"{last['loss']:.4f}", refresh=False)
+
+    def validation(self, iteration: int, consumed_samples: int, loss: float) -> None:
+        perplexity = math.exp(min(loss, 700.0))
+        position = {"iteration": iteration, "consumed_samples": consumed_samples}
+        self.record("validation", **position, loss=loss, loss_hex=loss.hex(), perplexity=perplexity)
+        self.say(f"validation after step {iteration} | loss {loss:.6f} | perplexity {perplexity:.3f}")
+
+    def close(self) -> None:
+        for open_thing in (self._bar, self._file, self._board):
+            if open_thing is not None:
+                open_thing.close()
+
+
+class StepTimer:
+    """Time of training steps, without validation, saving and the start of workers."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self._excluded = 0.0
+
+    def interval_seconds(self) -> float:
+        """Seconds since the last call, without what was excluded; starts the next interval."""
+        now = time.perf_counter()
+        seconds = now - self._since - self._excluded
+        self._since, self._excluded = now, 0.0
+        return seconds
+
+    def exclude_since(self, start: float) -> None:
+        self._excluded += time.perf_counter() - start

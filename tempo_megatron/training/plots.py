@@ -1,0 +1,89 @@
+"""Loss curves of one or several runs, drawn from their metrics files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron.training.metrics import read_metrics
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_INK, _GRID = "#333333", "#DDDDDD"
+
+
+def plot_losses(runs: Mapping[str, str | Path], png: str | Path, title: str = "Loss") -> None:
+    """Write a PNG with the training loss (line) and validation loss (dots) of each run.
+
+    Args:
+        runs: label -> metrics file. Curves that coincide stay visible: later ones are drawn dashed over earlier ones.
+        png: the file, replaced in one step.
+        title: above the figure.
+
+    Raises ValueError where a run has no training step.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for number, (label, path) in enumerate(runs.items()):
+        _draw_run(axes, label, path, _COLOURS[number % len(_COLOURS)], dashed=number > 0)
+    axes.set_title(title, loc="left", color=_INK, fontsize=13, fontweight="bold")
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel("cross entropy per token (nats)", color=_INK)
+    axes.tick_params(colors=_INK, length=0)
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.01)
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, labelcolor=_INK)
+    unfinished = Path(f"{png}.tmp")
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(unfinished, format="png", dpi=160)
+    pyplot.close(figure)
+    os.replace(unfinished, png)
+
+
+def _draw_run(axes: Any, label: str, path: str | Path, colour: str, dashed: bool) -> None:
+    records = [record for record in read_metrics(path) if record.get("loss") is not None]
+    train = [record for record in records if record["kind"] == "train"]
+    valid = [record for record in records if record["kind"] == "validation"]
+    if not train:
+        raise ValueError(f"{path} holds no training step; give the metrics file of a run")
+    style: Any = (0, (4, 2)) if dashed else "solid"
+    steps, losses = [record["iteration"] for record in train], [record["loss"] for record in train]
+    axes.plot(steps, losses, color=colour, linewidth=1.6, linestyle=style, label=f"{label}, training")
+    if valid:
+        steps, losses = [record["iteration"] for record in valid], [record["loss"] for record in valid]
+        dots = {"marker": "o", "markersize": 6, "markeredgecolor": "white", "linestyle": "none"}
+        axes.plot(steps, losses, color=colour, label=f"{label}, validation", **dots)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m tempo_megatron.training.plots loss.png stock=a/metrics.jsonl tempo=b/metrics.jsonl`"""
+    parser = argparse.ArgumentParser(description="Draw the loss curves of one or several runs into one PNG.")
+    parser.add_argument("png", help="the figure to write")
+    parser.add_argument("runs", nargs="+", metavar="LABEL=METRICS", help="a label and a metrics.jsonl")
+    parser.add_argument("--title", default="Loss", help="default %(default)s")
+    args = parser.parse_args(argv)
+    runs = dict(run.partition("=")[::2] for run in args.runs)
+    try:
+        for label, path in runs.items():
+            if not path:
+                raise ValueError(f"{label!r} is not LABEL=METRICS; give for example stock=checkpoints/metrics.jsonl")
+        plot_losses(runs, args.png, args.title)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Two runs side by side, stock and Tempo: one table and one figure with both loss curves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron.training.metrics import read_metrics
+from tempo_megatron.training.plots import plot_losses
+
+LAST_STEPS = 10
+_MIB = 2**20
+
+
+def compare(stock: str | Path, tempo: str | Path, ledger: str | Path) -> str:
+    """The table of two runs of the same model on the same data.
+
+    Args:
+        stock, tempo: their metrics files.
+        ledger: what `tempo-megatron ledger --json` wrote for the same sizes, layout and dtype.
+
+    Raises: ValueError where a file lacks what the table needs.
+    """
+    runs = [_run(path) for path in (stock, tempo)]
+    if runs[0]["steps"] != runs[1]["steps"]:
+        raise ValueError(
+            f"{stock} has {runs[0]['steps']} steps and {tempo} has {runs[1]['steps']}; give runs of one length"
+        )
+    kept = _kept(ledger)
+    rows = [(f"training loss, last {LAST_STEPS} steps", [run["loss"] for run in runs], ".4f")]
+    if all(run["validation"] is not None for run in runs):
+        rows.append(("validation loss", [run["validation"] for run in runs], ".4f"))
+    rows += [
+        ("tokens/s, median", [run["tokens_per_s"] for run in runs], ",.0f"),
+        ("kept for backward per layer, sbh", [figures["layer_sbh"] for figures in kept], ".2f"),
+        ("kept for backward per layer, MiB", [figures["layer_bytes"] / _MIB for figures in kept], ".2f"),
+        ("kept for backward in all, MiB", [figures["model_bytes"] / _MIB for figures in kept], ".1f"),
+    ]
+    lines = [f"{'':<36}{'stock':>12}{'Tempo':>12}{'Tempo / stock':>16}"]
+    lines.append("-" * len(lines[0]))
+    for name, (before, after), form in rows:
+        lines.append(f"{name:<36}{before:>12{form}}{after:>12{form}}{after / before:>16.3f}")
+    return "\n".join(lines)
+
+
+def _run(path: str | Path) -> dict[str, Any]:
+    records = read_metrics(path)
+    train = [record for record in records if record["kind"] == "train" and record["loss"] is not None]
+    if not train:
+        raise ValueError(f"{path} holds no training step; give the metrics file of a run")
+    # Speed is known for an interval as a whole. The first one pays for compilation and for the allocator's growth.
+    intervals = list(dict.fromkeys(record["tokens_per_s"] for record in train))
+    validation = [record["loss"] for record in records if record["kind"] == "validation"]
+    return {
+        "steps": len(train),
+        "loss": statistics.fmean(record["loss"] for record in train[-LAST_STEPS:]),
+        "validation": validation[-1] if validation else None,
+        "tokens_per_s": statistics.median(intervals[1:] or intervals),
+    }
+
+
+def _kept(path: str | Path) -> list[dict[str, Any]]:
+    try:
+        figures = json.loads(Path(path).read_text(encoding="utf-8"))
+        return [figures["stock"], figures["tempo"]]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{path} is no ledger ({error}); write one with tempo-megatron ledger --json {path}"
+        ) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tempo_megatron.training.report", description="Compare a stock run with a run with Tempo."
+    )
+    parser.add_argument("--stock", required=True, metavar="JSONL", help="metrics file of the stock run")
+    parser.add_argument("--tempo", required=True, metavar="JSONL", help="metrics file of the run with Tempo")
+    parser.add_argument("--ledger", required=True, metavar="JSON", help="written by tempo-megatron ledger --json")
+    parser.add_argument("--table", metavar="TXT", help="also write the table to this file")
+    parser.add_argument("--loss-plot", metavar="PNG", help="draw both loss curves into this file")
+    args = parser.parse_args(argv)
+    try:
+        table = compare(args.stock, args.tempo, args.ledger)
+        if args.loss_plot:
+            plot_losses({"stock": args.stock, "Tempo": args.tempo}, args.loss_plot, "Loss, stock and Tempo")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.table:
+        Path(args.table).write_text(table + "\n", encoding="utf-8")
+    print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

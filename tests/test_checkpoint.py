@@ -1,0 +1,283 @@
+"""Saving and resuming: bit for bit the run it was, and never without a whole checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_job import SCRIPT, Data, Run, arguments, kill, launch, make_data, run, successful, wait_for
+
+from tempo_megatron.training import checkpoint_folder
+from tempo_megatron.training.checkpoint_folder import CheckpointFolder, checkpoint_name
+
+SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--global-batch-size", "4"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+def stage(number: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": number}, **more}
+
+
+CASES = {
+    "one process, ZeRO 0": (1, [], stage(0)),
+    "TP 2 + SP, ZeRO 1": (2, SP, stage(1)),
+    "TP 2 + SP, ZeRO 1, Tempo": (2, [*SP, "--use-tempo"], stage(1)),
+    "DP 2, ZeRO 2": (2, [], stage(2)),
+    "DP 2, ZeRO 3": (2, [], stage(3)),
+    "TP 2, full recomputation": (
+        2, [*SP[:2], "--recompute-granularity", "full", "--recompute-method", "block"], stage(0),
+    ),
+    "TP 2 + SP, ZeRO 1, bf16": (2, SP, stage(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})),
+}  # fmt: skip
+QUICK = ("TP 2 + SP, ZeRO 1",)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "extra", "config"),
+    [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+)
+def test_a_resumed_run_continues_bit_for_bit(
+    data: Data, tmp_path: Path, world_size: int, extra: list[str], config: dict[str, Any]
+) -> None:
+    def go(folder: str, *more: str) -> Run:
+        options = [*DROPOUT, *extra, *more]
+        return successful(run(data, tmp_path / folder, *options, world_size=world_size, config=config))
+
+    whole = go("whole")
+    save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
+    first = go("parts", *save, "--exit-interval", "4")
+    assert first.losses_hex == whole.losses_hex[:4]
+    assert "holds no checkpoint yet; starting anew" in first.output
+    second = go("parts", *save)
+    assert "going on after step 4" in second.output
+    assert second.losses_hex == whole.losses_hex
+    without_dropout = run(
+        data, tmp_path / "other", *extra, "--hidden-dropout", "0", world_size=world_size, config=config
+    )
+    assert successful(without_dropout).losses_hex != whole.losses_hex  # the dropout was on
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bit_for_bit(data: Data, tmp_path: Path) -> None:
+    common = [*DROPOUT, *SP, "--train-iters", "80"]
+    uninterrupted = successful(run(data, tmp_path / "whole", *common, world_size=2, config=stage(1)))
+    save = tmp_path / "save"
+    options = [*common, "--save", str(save), "--load", str(save), "--save-interval", "5"]
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    process = launch([*torchrun, *arguments(data, folder, *options, config=stage(1))], folder)
+    wait_until(lambda: (save / "latest").exists(), process)
+    kill(process)
+    killed_after = int((save / "latest").read_text().strip().removeprefix("iter_"))
+    assert 5 <= killed_after < 80
+    resumed = successful(run(data, folder, *options, world_size=2, config=stage(1)))
+    assert f"going on after step {killed_after} of" in resumed.output
+    assert resumed.losses_hex == uninterrupted.losses_hex
+    assert not list(save.glob("*.tmp"))
+
+
+def wait_until(condition: Callable[[], bool], process: Any, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, "the run ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Crashed(BaseException):
+    """Stands for kill -9: nothing in between catches it."""
+
+
+def write_checkpoint(folder: CheckpointFolder, iteration: int) -> None:
+    unfinished = folder.path / folder.begin(iteration)
+    (unfinished / "weights").write_text(f"weights of {iteration}")
+    checkpoint_folder.all_to_disk(unfinished)
+    folder.commit(iteration)
+
+
+def count_file_operations(monkeypatch: pytest.MonkeyPatch, crash_at: int | None) -> list[str]:
+    """Every change of the file system that a save makes; the one numbered crash_at does not happen."""
+    done: list[str] = []
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if len(done) == crash_at:
+                raise Crashed
+            done.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in [(Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (Path, "replace"), (Path, "unlink")]:
+        watch(owner, name)
+    for owner, name in [(os, "fsync"), (shutil, "rmtree")]:
+        watch(owner, name)
+    return done
+
+
+@pytest.mark.parametrize("leftover", [False, True], ids=["", "over the leftover of an earlier crash"])
+def test_a_crash_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leftover: bool
+) -> None:
+    def prepare(name: str) -> CheckpointFolder:
+        folder = CheckpointFolder(tmp_path / name)
+        write_checkpoint(folder, 5)
+        if leftover:  # iter_0000010 is there, but `latest` does not name it
+            shutil.copytree(folder.path / checkpoint_name(5), folder.path / checkpoint_name(10))
+        return folder
+
+    folder = prepare("counted")
+    with monkeypatch.context() as patch:
+        operations = count_file_operations(patch, None)
+        write_checkpoint(folder, 10)
+    assert len(operations) > 8 and "rename" in operations
+    for crash_at in range(len(operations)):
+        folder = prepare(f"crash{crash_at}")
+        with monkeypatch.context() as patch, pytest.raises(Crashed):
+            count_file_operations(patch, crash_at)
+            write_checkpoint(folder, 10)
+        name = folder.latest()
+        assert name in (checkpoint_name(5), checkpoint_name(10))
+        iteration = 5 if name == checkpoint_name(5) else 10
+        assert (folder.path / name / "weights").read_text() == f"weights of {iteration}"
+        write_checkpoint(folder, 15)
+        assert folder.latest() == checkpoint_name(15)
+        assert not list(folder.path.glob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_kill_9_while_saving_leaves_the_previous_checkpoint_loadable(data: Data, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    options = [*DROPOUT, "--save", str(save), "--load", str(save)]
+    successful(run(data, tmp_path, *options, "--exit-interval", "2"))
+    argv = arguments(data, tmp_path, *options, "--save-interval", "1")
+    # Between the files being written and the rename: this process stops there until it is killed.
+    stopped = tmp_path / "stopped"
+    program = (
+        "import pathlib, sys, time, tempo_megatron.training.checkpoint as c\n"
+        f"c.all_to_disk = lambda folder: (pathlib.Path({str(stopped)!r}).touch(), time.sleep(600))\n"
+        "from tempo_megatron.training.pretrain_gpt import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    process = launch([sys.executable, "-c", program, *argv], tmp_path)
+    wait_until(stopped.exists, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert (save / "iter_0000003.tmp" / "rank_00000.pt").exists()
+    assert (save / "latest").read_text().strip() == "iter_0000002"
+    resumed = successful(run(data, tmp_path, *options))
+    assert "going on after step 2" in resumed.output
+    assert len(resumed.losses) == 10
+    assert not list(save.glob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_sentence_and_leaves_the_previous_checkpoint_loadable(data: Data, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    options = ["--save", str(save), "--load", str(save)]
+    successful(run(data, tmp_path, *options, "--exit-interval", "2"))
+    # No file may grow beyond 200 kB: a write to the weights' file fails as it does on a full disk.
+    program = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+        "from tempo_megatron.training.pretrain_gpt import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    argv = arguments(data, tmp_path, *options, "--exit-interval", "4")
+    failed = wait_for(launch([sys.executable, "-c", program, *argv], tmp_path), tmp_path)
+    assert failed.exit_codes == [1]
+    assert "the checkpoint of step 4 cannot be written" in failed.output
+    assert "Traceback" not in failed.output
+    assert "going on after step 2" in successful(run(data, tmp_path, *options)).output
+
+
+@pytest.fixture(scope="module")
+def saved(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after step 2 of one process with ZeRO 1."""
+    folder = tmp_path_factory.mktemp("saved")
+    successful(run(data, folder, "--save", str(folder / "save"), "--exit-interval", "2", config=stage(1)))
+    return folder / "save"
+
+
+MISMATCHES = {
+    "--hidden-size": (["--hidden-size", "32"], 1, stage(1), "its hidden_size is 64, this run's is 32"),
+    "--num-layers": (["--num-layers", "1"], 1, stage(1), "its num_layers is 2, this run's is 1"),
+    "--vocab-size": (["--vocab-size", "600"], 1, stage(1), "its padded_vocab_size is 512, this run's is 640"),
+    "TP": (SP, 2, stage(1), "its tensor_model_parallel_size is 1, this run's is 2"),
+    "DP": ([], 2, stage(1), "its data_parallel_size is 1, this run's is 2"),
+    "ZeRO": ([], 1, stage(2), "its zero_stage is 1, this run's is 2"),
+    "batch": (["--global-batch-size", "6"], 1, stage(1), "its global_batch_size is 2, this run's is 6, so the order"),
+    "seed": (["--seed", "1"], 1, stage(1), "change --seed"),
+    "schedule": (["--lr", "2e-3"], 1, stage(1), "max_lr of the checkpoint's schedule is 0.001, this run's is 0.002"),
+}
+
+
+@pytest.mark.parametrize(("extra", "world_size", "config", "words"), MISMATCHES.values(), ids=MISMATCHES)
+def test_a_checkpoint_of_another_run_is_refused(
+    data: Data, saved: Path, tmp_path: Path, extra: list[str], world_size: int, config: dict[str, Any], words: str
+) -> None:
+    result = run(data, tmp_path, "--load", str(saved), *extra, world_size=world_size, config=config)
+    assert result.exit_codes == [1] * world_size
+    assert words in result.output
+    assert "Traceback" not in result.output
+
+
+def test_the_schedule_can_be_changed_on_purpose(data: Data, saved: Path, tmp_path: Path) -> None:
+    extra = ["--load", str(saved), "--lr", "2e-3", "--override-opt-param-scheduler", "--lr-decay-style", "constant"]
+    result = successful(run(data, tmp_path, *extra, config=stage(1)))
+    assert [record["learning_rate"] for record in result.of_kind("train")] == [2e-3] * 8
+
+
+def test_saving_over_the_checkpoints_of_another_run_is_refused(data: Data, saved: Path, tmp_path: Path) -> None:
+    result = run(data, tmp_path, "--save", str(saved), config=stage(1))
+    assert result.exit_codes == [1]
+    assert f"already holds checkpoints up to iter_0000002; add --load {saved}" in result.output
+
+
+def test_two_runs_cannot_save_to_one_folder(tmp_path: Path) -> None:
+    first, second = CheckpointFolder(tmp_path / "save"), CheckpointFolder(tmp_path / "save")
+    first.lock()
+    with pytest.raises(ValueError, match="is being written by another run; wait for it or end it"):
+        second.lock()
+    first.unlock()
+    second.lock()
+    second.unlock()
+
+
+def test_loading_from_an_empty_folder_is_refused_unless_it_is_where_the_run_saves(data: Data, tmp_path: Path) -> None:
+    result = run(data, tmp_path, "--load", str(tmp_path / "nothing"))
+    assert result.exit_codes == [1]
+    assert "holds no checkpoint; give a folder with one, or leave --load out" in result.output
+
+
+def test_latest_that_names_a_missing_checkpoint_is_an_error(data: Data, saved: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "latest").write_text("iter_0000009")
+    with pytest.raises(ValueError, match="names 'iter_0000009', which is not a checkpoint there; remove it"):
+        CheckpointFolder(copy).latest()
+    shutil.copytree(saved / "iter_0000002", copy / "iter_0000002")
+    with pytest.raises(ValueError, match="write one of iter_0000002 into it"):
+        CheckpointFolder(copy).latest()
+
+
+def test_a_checkpoint_says_what_it_belongs_to(saved: Path) -> None:
+    described = json.loads((saved / "iter_0000002" / "run.json").read_text())
+    assert described["iteration"] == 2 and described["consumed_samples"] == 4
+    assert described["zero_stage"] == 1 and described["precision"] == "fp32"

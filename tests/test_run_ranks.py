@@ -1,0 +1,65 @@
+"""The launcher of the distributed tests: what a rank returns comes back, and why one failed is said."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_megatron_ranks, run_ranks
+
+
+def sum_over_ranks(offset: int) -> tuple[int, torch.Tensor]:
+    value = torch.tensor([float(dist.get_rank() + offset)])
+    dist.all_reduce(value)
+    return dist.get_rank(), value
+
+
+def fail_in_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the cause")
+    dist.barrier()
+
+
+def die_in_rank_0() -> None:
+    if dist.get_rank() == 0:
+        os._exit(7)
+    dist.barrier()
+
+
+def sleep_in_rank_1() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def layout() -> tuple[int, int]:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+
+
+def test_results_come_back_by_rank() -> None:
+    for rank, (found, total) in enumerate(run_ranks(sum_over_ranks, 4, 10)):
+        assert found == rank
+        assert total.item() == 46
+
+
+def test_the_traceback_of_the_failed_rank_is_raised() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)fail_in_rank_1 failed in rank 1:.*ValueError: the cause"):
+        run_ranks(fail_in_rank_1, 2)
+
+
+def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
+    with pytest.raises(RuntimeError, match=r"die_in_rank_0 failed in rank 0:\nexit code 7"):
+        run_ranks(die_in_rank_0, 2)
+
+
+def test_a_rank_that_hangs_is_named() -> None:
+    with pytest.raises(RuntimeError, match="sleep_in_rank_1: ranks .*1.* still ran after 3 s"):
+        run_ranks(sleep_in_rank_1, 2, timeout_s=3)
+
+
+def test_megatron_ranks_are_laid_out_tensor_parallel_first() -> None:
+    assert run_megatron_ranks(layout, 4, 2) == [(0, 0), (1, 0), (0, 1), (1, 1)]

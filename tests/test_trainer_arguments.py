@@ -1,0 +1,223 @@
+"""The command line and the DeepSpeed JSON: what is filled in, and one sentence for what cannot be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tempo_megatron.training.arguments import parse_arguments
+from tempo_megatron.training.checks import check_arguments, data_parallel_size_of
+from tempo_megatron.training.deepspeed_config import complete, read_deepspeed_config
+
+ROOT = Path(__file__).parent.parent
+SIZES = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
+REST = ["--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3", "--data-path", "text"]
+
+
+def prepared(
+    folder: Path, *extra: str, config: dict[str, Any] | str | None = None, world_size: int = 1, on_gpu: bool = False
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """What main() does before it starts: the checked arguments and the completed configuration."""
+    path = folder / "deepspeed.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config or {}), encoding="utf-8")
+    args = parse_arguments(["--deepspeed_config", str(path), *SIZES, *REST, *extra])
+    completed = complete(read_deepspeed_config(str(path)), args, data_parallel_size_of(args, world_size))
+    check_arguments(args, completed, on_gpu)
+    return args, completed
+
+
+WRONG_ARGUMENTS = {
+    "unknown": (
+        ["--hiden-size", "8"],
+        "unrecognized arguments: --hiden-size 8; the nearest known one is --hidden-size",
+    ),
+    "abbreviated": (["--num-lay", "2"], "unrecognized arguments: --num-lay 2"),
+    "not a number": (["--num-layers", "two"], "argument --num-layers: 'two' is not a whole number"),
+    "zero layers": (["--num-layers", "0"], "0 is not at least 1"),
+    "dropout of 1": (["--hidden-dropout", "1"], "1 is not in [0, 1)"),
+    "lr of nan": (["--lr", "nan"], "nan is not a positive number"),
+    "decay style": (["--lr-decay-style", "cosin"], "invalid choice: 'cosin'"),
+    "heads and hidden size": (
+        ["--num-attention-heads", "5"],
+        "--hidden-size 64 is not a multiple of --num-attention-heads 5",
+    ),
+    "positions": (["--max-position-embeddings", "32"], "--seq-length 64 is more than the 32 learned positions"),
+    "sp without tp": (["--sequence-parallel"], "--sequence-parallel needs --tensor-model-parallel-size of at least 2"),
+    "batch": (
+        ["--global-batch-size", "3"],
+        "--global-batch-size 3 is not a multiple of micro batch size 2 x data parallel",
+    ),
+    "min lr": (["--min-lr", "1"], "--min-lr 1.0 is above --lr 0.001"),
+    "warmup": (["--lr-warmup-iters", "10"], "--lr-warmup-iters 10 is not below the 10 steps of decay"),
+    "bf16 and fp16": (["--bf16", "--fp16"], "--bf16 and --fp16 are both given"),
+    "fp16 on cpu": (["--fp16"], "fp16 is asked for but there is no GPU"),
+    "bf16 without zero": (["--bf16"], "bf16 without ZeRO is asked for"),
+    "recompute layernorm": (
+        ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"],
+        "--recompute-modules layernorm cannot be used: without Transformer Engine megatron-core stops in it",
+    ),
+    "recompute moe_act": (
+        ["--recompute-activations", "--recompute-modules", "moe_act"],
+        "--recompute-modules moe_act cannot be used: the model has no such module",
+    ),
+    "recompute modules alone": (["--recompute-modules", "mlp"], "add --recompute-granularity selective"),
+    "recompute method alone": (["--recompute-method", "block"], "add --recompute-granularity full"),
+    "full without method": (
+        ["--recompute-granularity", "full"],
+        "full needs --recompute-method; give uniform or block",
+    ),
+    "full and selective": (
+        ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-activations"],
+        "--recompute-activations is selective but --recompute-granularity is full",
+    ),
+    "recompute too many layers": (
+        ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "3"],
+        "--recompute-num-layers 3 is more than the model's 2 layers",
+    ),
+    "odd blend": (["--data-path", "1", "a", "2"], "--data-path has 3 words"),
+    "blend weight": (["--data-path", "a", "b"], "'a' stands where a weight is wanted"),
+    "negative weight": (["--data-path", "0", "b"], "weight 0 is not positive"),
+    "split": (["--split", "9-1"], "--split '9-1' is not understood"),
+    "split without training": (["--split", "0,1"], "--split '0,1' is not understood"),
+    "split without validation": (["--split", "1"], "--split 1 leaves nothing for validation; add --eval-iters 0"),
+    "vocab alone": (["--vocab-file", "v"], "--vocab-file is given without --merge-file"),
+    "interval alone": (["--save-interval", "5"], "--save-interval is given without --save"),
+    "override alone": (["--override-opt-param-scheduler"], "changes what --load brings"),
+    "plot alone": (["--loss-plot", "a.png"], "--loss-plot is drawn from the metrics file"),
+    "plot of another kind": (["--save", "s", "--loss-plot", "a.pdf"], "does not end in .png"),
+    "tempo off": (["--tempo-gelu", "inplace"], "--tempo-gelu is given but Tempo is off; add --use-tempo"),
+}
+
+
+@pytest.mark.parametrize(("extra", "words"), WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_one_sentence(tmp_path: Path, extra: list[str], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        prepared(tmp_path, *extra)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+WRONG_CONFIGS = {
+    "not json": ("{", "is not valid JSON"),
+    "a list": ("[1]", "holds a list; a JSON object is wanted"),
+    "twice": ('{"bf16": {}, "bf16": {}}', "bf16 appears twice"),
+    "misspelt": (
+        {"gradient_cliping": 1},
+        '"gradient_cliping" is unknown; the nearest known name is "gradient_clipping"',
+    ),
+    "optimizer": ({"optimizer": {"type": "Adam"}}, '"optimizer" is not used here: the trainer builds AdamW itself'),
+    "scheduler": ({"scheduler": {}}, "use --lr-decay-style"),
+    "checkpointing": ({"activation_checkpointing": {}}, "use --recompute-granularity"),
+    "autotp": ({"tensor_parallel": {"autotp_size": 2}}, "use --tensor-model-parallel-size"),
+    "decoupled": ({"checkpoint": {"writer": {"type": "fast"}}}, '"checkpoint.writer" is not used here'),
+    "micro batch": ({"train_micro_batch_size_per_gpu": 4}, "--micro-batch-size is 2 but"),
+    "accumulation": ({"gradient_accumulation_steps": 3, "train_batch_size": 4}, '"gradient_accumulation_steps" in the'),
+    "text for a number": ({"train_batch_size": "8"}, "\"train_batch_size\" in the DeepSpeed JSON is '8'"),
+    "both halves": ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "enables bf16 and fp16"),
+    "stage 4": ({"zero_optimization": {"stage": 4}}, "is 4; it must be 0, 1, 2 or 3"),
+    "offload without zero": (
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        "offload_optimizer needs ZeRO",
+    ),
+    "accumulated in bf16": ({"data_types": {"grad_accum_dtype": "bf16"}}, "without ZeRO gradients are fp32"),
+    "tempo block": ({"tempo": {"gelo": "off"}}, "tempo.gelo is unknown; the nearest known name is tempo.gelu"),
+}
+
+
+@pytest.mark.parametrize(("config", "words"), WRONG_CONFIGS.values(), ids=WRONG_CONFIGS)
+def test_a_wrong_deepspeed_json_is_one_sentence(tmp_path: Path, config: Any, words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        prepared(tmp_path, config=config)
+    assert words in str(caught.value)
+
+
+CONTRADICTIONS = {
+    "--bf16": (
+        {"bf16": {"enabled": False}},
+        ["--bf16"],
+        '--bf16 is given but "bf16.enabled" in the DeepSpeed JSON is false',
+    ),
+    "--fp16": ({"bf16": {"enabled": True}}, ["--fp16"], "enables bf16 and fp16"),
+    "--clip-grad": ({"gradient_clipping": 0.5}, ["--clip-grad", "1"], '--clip-grad is 1.0 but "gradient_clipping"'),
+    "--global-batch-size": ({"train_batch_size": 4}, ["--global-batch-size", "8"], "--global-batch-size is 8 but"),
+}
+
+
+@pytest.mark.parametrize(("config", "extra", "words"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_command_line_and_json_may_not_contradict(
+    tmp_path: Path, config: dict[str, Any], extra: list[str], words: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        prepared(tmp_path, *extra, config=config)
+    assert words in str(caught.value)
+
+
+def test_tensor_parallel_size_has_to_divide_the_processes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--tensor-model-parallel-size 2 does not divide the 3 processes"):
+        prepared(tmp_path, "--tensor-model-parallel-size", "2", world_size=3)
+
+
+def test_auto_and_absent_values_are_filled(tmp_path: Path) -> None:
+    config = {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 1}}
+    args, completed = prepared(tmp_path, "--global-batch-size", "24", "--bf16", config=config, world_size=3)
+    assert completed["train_batch_size"] == 24
+    assert completed["train_micro_batch_size_per_gpu"] == 2
+    assert completed["gradient_accumulation_steps"] == args.num_micro_batches == 4
+    assert completed["gradient_clipping"] == args.clip_grad == 1.0
+    assert completed["bf16"] == {"enabled": True} and args.precision == "bf16"
+    assert args.lr_decay_iters == 10
+
+
+def test_values_of_the_json_count_where_the_command_line_is_silent(tmp_path: Path) -> None:
+    config = {"gradient_accumulation_steps": 5, "gradient_clipping": 0.25}
+    args, _ = prepared(tmp_path, config=config, world_size=2)
+    assert (args.global_batch_size, args.num_micro_batches, args.clip_grad) == (20, 5, 0.25)
+
+
+def test_sizes_come_from_a_file_and_an_argument_wins(tmp_path: Path) -> None:
+    needed = ["--deepspeed_config", "-", *REST, "--model", str(ROOT / "configs/model/gpt2_124m.json")]
+    args = parse_arguments([*needed, "--num-layers", "3"])
+    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size, args.vocab_size) == (3, 768, 3072, 50257)
+    wrong = tmp_path / "model.json"
+    wrong.write_text('{"num_layer": 2}')
+    with pytest.raises(ValueError, match="num_layer is unknown; the nearest known name is num_layers"):
+        parse_arguments([*needed, "--model", str(wrong)])
+    with pytest.raises(ValueError, match="--hidden-size is missing; give it, or --model"):
+        parse_arguments(["--deepspeed_config", "-", *REST, "--num-layers", "2"])
+
+
+def parameters_of(sizes: dict[str, int]) -> int:
+    """Weights of a GPT-2 of these sizes with tied output weights, not padded."""
+    h, layers = sizes["hidden_size"], sizes["num_layers"]
+    return layers * (12 * h * h + 13 * h) + 2 * h + (sizes.get("vocab_size", 0) + sizes["max_position_embeddings"]) * h
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("gpt2_124m", 124), ("gpt2_345m", 355), ("gpt2_774m", 774), ("gpt2_xl_1558m", 1558), ("gpt3_6.7b", 6658),
+     ("gpt3_175b", 174_604), ("gpt2_tiny", 3)],
+)  # fmt: skip
+def test_shipped_models_have_the_size_of_their_name(name: str, millions: int) -> None:
+    sizes = json.loads((ROOT / "configs" / "model" / f"{name}.json").read_text())
+    assert round(parameters_of(sizes) / 1e6) == pytest.approx(millions, abs=1)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "deepspeed").glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_deepspeed_configurations_are_what_their_names_say(path: Path) -> None:
+    args = parse_arguments(["--deepspeed_config", str(path), *SIZES, *REST])
+    completed = complete(read_deepspeed_config(str(path)), args, 1)
+    check_arguments(args, completed, on_gpu=True)
+    assert path.stem == f"zero{completed['zero_optimization']['stage']}_{args.precision}"
+    assert completed["tempo"] == {
+        "enabled": False, "gelu": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash",
+    }  # fmt: skip
+
+
+def test_every_argument_has_a_help_text() -> None:
+    from tempo_megatron.training.arguments import build_parser
+
+    assert [action.option_strings for action in build_parser()._actions if not action.help] == []

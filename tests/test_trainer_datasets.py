@@ -1,0 +1,119 @@
+"""Which rank reads which sample, and what is said about data that cannot be trained on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from distributed import run_megatron_ranks
+from training_job import Data, make_data
+
+from tempo_megatron.training.datasets import Collate, ShardedBatchSampler, build_datasets, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+def options(data: Data, **changes: object) -> argparse.Namespace:
+    values = {
+        "blend": ([data.prefix], None), "vocab_file": data.vocab_file, "merge_file": data.merge_file,
+        "vocab_size": None, "make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 1, "seq_length": 64,
+        "split": "10,2", "split_weights": (10 / 12, 2 / 12, 0.0), "eval_iters": 2, "train_iters": 10,
+        "global_batch_size": 4, "seed": 1234, "data_cache_path": None, "eod_mask_loss": False,
+    }  # fmt: skip
+    return argparse.Namespace(**{**values, **changes})
+
+
+@pytest.mark.parametrize(("micro_batch_size", "data_parallel_size"), [(1, 1), (2, 2), (1, 4), (4, 2)])
+def test_every_sample_is_read_once_and_in_the_order_of_one_rank(micro_batch_size: int, data_parallel_size: int) -> None:
+    first, last = 16, 64
+    samplers = [
+        list(ShardedBatchSampler(first, last, micro_batch_size, rank, data_parallel_size))
+        for rank in range(data_parallel_size)
+    ]
+    read = [sample for micro_batches in zip(*samplers, strict=True) for batch in micro_batches for sample in batch]
+    assert read == list(range(first, last))
+
+
+def samples(data: Data, cache: str) -> list[list[int]]:
+    args = options(data, data_cache_path=cache)
+    train, valid = build_datasets(args, load_tokenizer(args))
+    return [train[0]["tokens"].tolist(), train[0]["labels"].tolist(), valid[0]["tokens"].tolist(), [len(valid)]]
+
+
+def test_all_ranks_read_the_same_and_labels_are_the_next_tokens(data: Data, tmp_path: Path) -> None:
+    first, second = run_megatron_ranks(samples, 2, 1, data, str(tmp_path))
+    assert first == second
+    assert first[0][1:] == first[1][:-1]
+    assert first[0] != first[2]
+    assert first[3][0] >= 8
+
+
+def test_index_files_cut_off_by_a_kill_are_made_again(data: Data, tmp_path: Path) -> None:
+    (expected,) = run_megatron_ranks(samples, 1, 1, data, str(tmp_path))
+    cut_off = [path for path in tmp_path.glob("*.npy") if path.stat().st_size > 200]
+    assert cut_off
+    for path in cut_off:
+        path.write_bytes(path.read_bytes()[:-50])
+    (again,) = run_megatron_ranks(samples, 1, 1, data, str(tmp_path))
+    assert again == expected
+    assert all(np.load(path).size for path in cut_off)
+
+
+def blended(data: Data, cache: str) -> int:
+    args = options(data, blend=([data.prefix, data.prefix], [0.25, 0.75]), data_cache_path=cache)
+    train, valid = build_datasets(args, load_tokenizer(args))
+    assert len(train) == 40 and len(valid) == 8
+    return sum(int(train[sample]["dataset_id"]) for sample in range(40))
+
+
+def test_several_data_sets_are_blended_by_weight(data: Data, tmp_path: Path) -> None:
+    assert run_megatron_ranks(blended, 1, 1, data, str(tmp_path)) == [30]
+
+
+def test_the_vocabulary_is_padded_for_the_tensor_parallel_size(data: Data) -> None:
+    args = options(data, tensor_model_parallel_size=3)
+    load_tokenizer(args)
+    assert args.padded_vocab_size == 768
+    args = options(data, vocab_size=50257)
+    load_tokenizer(args)
+    assert args.padded_vocab_size == 50304
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(data: Data) -> None:
+    with pytest.raises(ValueError, match="--vocab-size 300 is below the tokenizer's 512 tokens"):
+        load_tokenizer(options(data, vocab_size=300))
+
+
+def test_a_split_without_a_whole_sample_is_refused(data: Data) -> None:
+    with pytest.raises(ValueError, match="gives validation 0 of 12 documents with 0 tokens"):
+        load_tokenizer(options(data, split="99,1", split_weights=(0.99, 0.01, 0.0)))
+    load_tokenizer(options(data, split="99,1", split_weights=(0.99, 0.01, 0.0), eval_iters=0))
+
+
+def test_data_that_is_not_there_is_an_error(data: Data, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not found; prepare the data, or check --data-path"):
+        load_tokenizer(options(data, blend=([str(tmp_path / "missing")], None)))
+
+
+def test_a_cache_folder_that_cannot_be_written_is_an_error(data: Data, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        RuntimeError, match="ValueError: the sample indices cannot be written .* give --data-cache-path"
+    ):
+        run_megatron_ranks(samples, 1, 1, data, str(tmp_path / "file"))
+
+
+def test_a_token_without_a_row_in_the_embedding_is_an_error() -> None:
+    def sample(token: int) -> dict[str, torch.Tensor]:
+        tokens = torch.tensor([1, token])
+        return {"tokens": tokens, "labels": torch.zeros_like(tokens), "loss_mask": torch.ones(2)}
+
+    assert Collate(512)([sample(511), sample(0)])["tokens"].tolist() == [[1, 511], [1, 0]]
+    with pytest.raises(ValueError, match="the data holds token 512 but the model's vocabulary ends at 511"):
+        Collate(512)([sample(3), sample(512)])

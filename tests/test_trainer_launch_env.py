@@ -1,0 +1,88 @@
+"""Which rank a process is under each launcher, read from the variables that launcher sets."""
+
+from __future__ import annotations
+
+import pytest
+
+from tempo_megatron.training.launch_env import expand_hostlist, set_rank_environment
+
+
+def ranks(environ: dict[str, str]) -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    return {name: environ[name] for name in names}
+
+
+def test_without_a_launcher_it_is_one_process() -> None:
+    environ: dict[str, str] = {}
+    assert set_rank_environment(environ) == "none"
+    assert ranks(environ) == {
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    }  # fmt: skip
+    assert int(environ["MASTER_PORT"]) > 1023
+
+
+def test_what_torchrun_and_deepspeed_set_stays() -> None:
+    shared = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
+    torchrun = {**shared, "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "1"}
+    assert set_rank_environment(torchrun) == "torchrun"
+    assert ranks(torchrun)["RANK"] == "5" and ranks(torchrun)["MASTER_ADDR"] == "node0"
+    deepspeed = {**shared, "LOCAL_SIZE": "4", "CROSS_RANK": "1"}
+    assert set_rank_environment(deepspeed) == "deepspeed"
+    assert ranks(deepspeed)["LOCAL_WORLD_SIZE"] == "4"
+
+
+def test_a_rank_without_a_master_is_an_error() -> None:
+    with pytest.raises(ValueError, match="RANK is set but MASTER_ADDR, MASTER_PORT is not"):
+        set_rank_environment({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+SRUN = {
+    "SLURM_JOB_ID": "1042",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+
+
+def test_srun_ranks_are_mapped() -> None:
+    environ = dict(SRUN)
+    assert set_rank_environment(environ) == "srun"
+    assert ranks(environ) == {
+        "RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07",
+    }  # fmt: skip
+    assert environ["MASTER_PORT"] == str(29500 + 42)
+
+
+def test_a_batch_script_itself_is_not_a_rank() -> None:
+    """sbatch sets SLURM_PROCID for the script too; its step has a number that no srun step has."""
+    assert set_rank_environment({**SRUN, "SLURM_STEP_ID": "4294967291"}) == "none"
+
+
+def test_mpirun_inside_a_slurm_job_is_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "mpi4py", None)  # importing it fails
+    with pytest.raises(
+        ValueError, match="mpirun started this process, but mpi4py cannot be used .* pip install mpi4py"
+    ):
+        set_rank_environment({**SRUN, "OMPI_COMM_WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("a,b-2", ["a", "b-2"]),
+        ("node[01-03,7],gpu1", ["node01", "node02", "node03", "node7", "gpu1"]),
+        ("r[1-2]-x,z", ["r1-x", "r2-x", "z"]),
+    ],
+)
+def test_slurm_node_lists_are_expanded(text: str, hosts: list[str]) -> None:
+    assert expand_hostlist(text) == hosts
+
+
+def test_a_node_list_with_two_ranges_is_refused() -> None:
+    with pytest.raises(ValueError, match="set MASTER_ADDR to its first node"):
+        expand_hostlist("r[1-2]n[1-4]")

