@@ -1,0 +1,95 @@
+"""What one GPT-2 layer keeps for backward, stock and with Tempo: measures it and writes the README's table.
+
+python benchmarks/kept_bytes.py            # benchmarks/results/kept_bytes.jsonl and README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.memory.ledger import Ledger
+from tempo_megatron.memory.report import ledger_of
+from tempo_megatron.training.banner import versions
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "kept_bytes.jsonl"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- kept bytes: begin -->", "<!-- kept bytes: end -->"
+MODEL = "configs/model/gpt2_124m.json"
+DROPOUT = 0.1
+# Name, tensor parallel size, sequence parallelism, Megatron's recomputation.
+LAYOUTS: tuple[tuple[str, int, bool, tuple[str, ...]], ...] = (
+    ("TP 1", 1, False, ()),
+    ("TP 1, `core_attn` recomputed", 1, False, ("core_attn",)),
+    ("TP 2 + SP, on each rank", 2, True, ()),
+)
+
+
+def measure() -> Iterator[dict[str, Any]]:
+    """One record per layout."""
+    sizes = json.loads((ROOT / MODEL).read_text(encoding="utf-8"))
+    sizes.setdefault("vocab_size", 50257)
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = git.stdout.strip() if git.returncode == 0 else None
+    for name, tp, sequence_parallel, recompute in LAYOUTS:
+        arguments = argparse.Namespace(
+            tp=tp, sequence_parallel=sequence_parallel, recompute=recompute, dtype="bf16", dropout=DROPOUT,
+            micro_batch_size=1,
+        )  # fmt: skip
+        stock, tempo = (ledger_of(sizes, config, arguments) for config in (TempoConfig.off(), TempoConfig()))
+        yield {
+            "layout": name,
+            "model": MODEL,
+            "shape": {"s": stock.seq_length, "b": stock.micro_batch_size, "h": stock.hidden_size},
+            "dtype": "bf16",
+            "p": DROPOUT,
+            "stock": _figures(stock),
+            "tempo": _figures(tempo),
+            "commit": commit,
+            "device": f"cpu ({platform.machine()})",
+            "versions": versions(),
+        }
+
+
+def _figures(ledger: Ledger) -> dict[str, float]:
+    scores = ledger.sbh(ledger.scores_bytes)
+    return {"sbh": round(ledger.layer_sbh, 3), "scores_sbh": round(scores, 3), "layer_bytes": ledger.layer_bytes}
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """The records as the README's Markdown table."""
+    lines = [
+        "| GPT-2 124M, s 1024, bf16, dropout 0.1 | stock | of it s\\*s | Tempo | Tempo / stock |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for record in records:
+        stock, tempo = record["stock"], record["tempo"]
+        lines.append(
+            f"| {record['layout']} | {stock['sbh'] + stock['scores_sbh']:.2f} | {stock['scores_sbh']:.2f} | "
+            f"{tempo['sbh'] + tempo['scores_sbh']:.2f} | {tempo['layer_bytes'] / stock['layer_bytes']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def table_in_readme() -> str:
+    return README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def main() -> None:
+    records = list(measure())
+    RESULTS.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    README.write_text(f"{before}{BEGIN}\n{table(records)}\n{END}{after}", encoding="utf-8")
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()

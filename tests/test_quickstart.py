@@ -1,0 +1,227 @@
+"""The two commands of the README: how the environment is chosen and made, and the quickstart from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tempo_megatron.training.report import compare
+
+ROOT = Path(__file__).parent.parent
+BASH = shutil.which("bash") or "/bin/bash"
+
+
+def write_command(folder: Path, name: str, body: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!{BASH}\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def bash(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"HOME": os.environ.get("HOME", "/"), "PATH": os.environ["PATH"], **variables}
+    return subprocess.run([BASH, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def source_and(call: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return bash(f"set -euo pipefail; . launch/environment.sh; {call}", **variables)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    """A machine without torch or GPU: its Python cannot import torch, and its pip finds nothing without an index."""
+    no_torch = 'case "$*" in *torch*) exit 1 ;; esac\n'
+    python = write_command(tmp_path / "bin", "python3", no_torch + f'exec {sys.executable} "$@"')
+    pip = f'echo "pip: $*" >>{tmp_path}/calls\ncase "$*" in *--no-index*) exit 1 ;; *-m*pip*) exit 0 ;; esac\n'
+    write_command(tmp_path / "venv" / "bin", "python", pip + no_torch + f'exec {sys.executable} "$@"')
+    write_command(tmp_path / "bin", "nvidia-smi", "exit 9")
+    venv = str(tmp_path / "venv")
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    return {"PATH": path, "PYTHON": str(python), "VENV": venv, "LOG": f"{venv}/install.log"}
+
+
+def pip_calls(tmp_path: Path) -> list[str]:
+    calls = (tmp_path / "calls").read_text().splitlines()
+    return [call for call in calls if " -m pip install " in call]
+
+
+def test_without_gpu_the_registry_is_the_last_resort_and_said_to_be_large(tmp_path: Path, machine: dict) -> None:
+    done = source_and("install_torch", **machine)
+    assert done.returncode == 0, done.stderr
+    first, second = pip_calls(tmp_path)
+    assert "--no-index --no-deps torch>=2.6" in first
+    assert second.endswith("torch>=2.6")
+    assert "several GB" in done.stdout and "--torch-index-url" in done.stdout
+
+
+def test_a_torch_index_is_asked_before_the_registry(tmp_path: Path, machine: dict) -> None:
+    done = source_and("install_torch", TORCH_INDEX_URL="file:///builds", **machine)
+    assert done.returncode == 0, done.stderr
+    (only,) = pip_calls(tmp_path)
+    assert "--index-url file:///builds torch>=2.6" in only
+
+
+def test_a_local_wheel_is_taken_before_the_registry(tmp_path: Path, machine: dict) -> None:
+    write_command(
+        tmp_path / "venv" / "bin", "python", f'echo "pip: $*" >>{tmp_path}/calls\ncase "$*" in -c*) exit 1; esac'
+    )
+    done = source_and("install_torch", **machine)
+    assert done.returncode == 0, done.stderr
+    (only,) = pip_calls(tmp_path)
+    assert "--no-index --no-deps torch>=2.6" in only
+
+
+def test_with_a_gpu_the_build_with_cuda_is_taken(tmp_path: Path, machine: dict) -> None:
+    write_command(tmp_path / "bin", "nvidia-smi", 'echo "GPU 0: some"')
+    done = source_and("install_torch", **machine)
+    assert done.returncode == 0, done.stderr
+    (only,) = pip_calls(tmp_path)
+    assert "--no-index" not in only
+
+
+def test_the_users_torch_is_shared_instead_of_installed(tmp_path: Path, machine: dict) -> None:
+    site = tmp_path / "site"
+    (site / "torch").mkdir(parents=True)
+    (site / "torch" / "__init__.py").write_text('__version__ = "2.9.1+cpu"\n')
+    python = write_command(tmp_path / "bin", "python3", f'PYTHONPATH={site} exec {sys.executable} "$@"')
+    target = tmp_path / "purelib"
+    target.mkdir()
+    write_command(tmp_path / "venv" / "bin", "python", f'case "$*" in *purelib*) echo {target} ;; *) exit 1 ;; esac')
+    done = source_and("install_torch", **{**machine, "PYTHON": str(python)})
+    assert done.returncode == 0, done.stderr
+    assert (target / "torch.pth").read_text() == f"{site}\n"
+
+
+def test_a_failed_installation_is_one_sentence_with_the_logs_path(tmp_path: Path, machine: dict) -> None:
+    write_command(tmp_path / "venv" / "bin", "python", 'echo "pip says why"; exit 1')
+    done = source_and("install_torch", TORCH_INDEX_URL="file:///builds", **machine)
+    assert done.returncode == 1
+    assert done.stderr == f"No torch could be installed from file:///builds; pip's words are in {machine['LOG']}\n"
+    assert "pip says why" in Path(machine["LOG"]).read_text()
+
+
+def test_a_missing_venv_module_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    body = f'case "$*" in *"import venv"*) exit 1 ;; esac\nexec {sys.executable} "$@"'
+    python = write_command(tmp_path / "bin", "python3", body)
+    done = source_and("prepare_environment", PYTHON=str(python), VENV=str(tmp_path / "venv"))
+    assert done.returncode == 1
+    assert f"apt-get install -y python3.{sys.version_info.minor}-venv" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_no_python_at_all_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    for command in ("bash", "basename", "dirname", "id", "mkdir"):
+        write_command(tmp_path / "bin", command, f'exec {shutil.which(command)} "$@"')
+    done = source_and("prepare_environment", PATH=str(tmp_path / "bin"), VENV=str(tmp_path / "venv"))
+    assert done.returncode == 1
+    assert "apt-get install -y python3 python3-venv" in done.stderr
+
+
+def test_a_python_that_does_not_start_is_refused_by_name(tmp_path: Path) -> None:
+    done = source_and("prepare_environment", PYTHON="/nowhere/python3", VENV=str(tmp_path / "venv"))
+    assert done.returncode == 1
+    assert "/nowhere/python3" in done.stderr and "Python >= 3.10" in done.stderr
+
+
+def test_a_missing_compiler_is_one_line_and_no_obstacle(tmp_path: Path, machine: dict) -> None:
+    for command in ("bash", "id", "dirname"):
+        write_command(tmp_path / "few", command, f'exec {shutil.which(command)} "$@"')
+    done = source_and("note_missing_compiler", **{**machine, "PATH": str(tmp_path / "few")})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1 and "apt-get install -y g++ python3." in done.stdout
+
+
+def test_the_stamp_changes_with_the_place_of_the_environment(tmp_path: Path, machine: dict) -> None:
+    write_command(tmp_path / "venv" / "bin", "python", f'exec {sys.executable} "$@"')
+    write_command(tmp_path / "other" / "bin", "python", f'exec {sys.executable} "$@"')
+    one, again = (source_and("environment_stamp", **machine).stdout for _ in range(2))
+    other = source_and("environment_stamp", **{**machine, "VENV": str(tmp_path / "other")}).stdout
+    assert one == again != other
+    assert len(one.strip()) == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [("--iters 0", "--iters is 0"), ("--iters", "--iters needs a value"), ("--iterations 5", "--iterations is not")],
+)
+def test_a_wrong_option_is_refused_before_anything_is_installed(arguments: str, said: str, tmp_path: Path) -> None:
+    done = bash(f"bash launch/quickstart.sh {arguments}", VENV=str(tmp_path / "venv"))
+    assert done.returncode == 2
+    assert said in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "venv").exists()
+
+
+def write_run(path: Path, losses: list[float], speeds: list[float]) -> Path:
+    steps = [
+        {"kind": "train", "iteration": number, "loss": loss, "tokens_per_s": speed}
+        for number, (loss, speed) in enumerate(zip(losses, speeds, strict=True), 1)
+    ]
+    records = [{"kind": "run"}, *steps, {"kind": "validation", "loss": losses[-1] + 1}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    sides = {
+        "stock": {"layer_sbh": 40.0, "layer_bytes": 2**22, "model_bytes": 2**23},
+        "tempo": {"layer_sbh": 20.0, "layer_bytes": 2**21, "model_bytes": 2**22},
+    }
+    path = tmp_path / "ledger.json"
+    path.write_text(json.dumps(sides))
+    return path
+
+
+def test_the_table_compares_the_runs_without_their_first_interval(tmp_path: Path, ledger: Path) -> None:
+    stock = write_run(tmp_path / "stock.jsonl", [9.0, 9.0, *[4.0] * 10], [1.0, 1.0, *[100.0] * 10])
+    tempo = write_run(tmp_path / "tempo.jsonl", [9.0, 9.0, *[5.0] * 10], [1.0, 1.0, *[150.0] * 10])
+    rows = dict(re.findall(r"^(.+?)  +(.+)$", compare(stock, tempo, ledger), re.MULTILINE))
+    assert rows["training loss, last 10 steps"].split() == ["4.0000", "5.0000", "1.250"]
+    assert rows["validation loss"].split() == ["5.0000", "6.0000", "1.200"]
+    assert rows["tokens/s, median"].split() == ["100", "150", "1.500"]
+    assert rows["kept for backward per layer, sbh"].split() == ["40.00", "20.00", "0.500"]
+    assert rows["kept for backward per layer, MiB"].split() == ["4.00", "2.00", "0.500"]
+
+
+def test_runs_of_different_lengths_are_not_compared(tmp_path: Path, ledger: Path) -> None:
+    stock = write_run(tmp_path / "stock.jsonl", [3.0, 2.0], [1.0, 1.0])
+    tempo = write_run(tmp_path / "tempo.jsonl", [3.0], [1.0])
+    with pytest.raises(ValueError, match="2 steps and .* has 1; give"):
+        compare(stock, tempo, ledger)
+
+
+def test_a_run_without_steps_and_a_missing_ledger_are_named(tmp_path: Path, ledger: Path) -> None:
+    stock = write_run(tmp_path / "stock.jsonl", [3.0], [1.0])
+    with pytest.raises(ValueError, match="none.jsonl holds no training step"):
+        compare(stock, tmp_path / "none.jsonl", ledger)
+    with pytest.raises(ValueError, match="none.json is no ledger"):
+        compare(stock, stock, tmp_path / "none.json")
+
+
+@pytest.mark.slow
+def test_the_quickstart_ends_with_a_table_and_a_figure(tmp_path: Path) -> None:
+    made_by_us = Path(sys.prefix, "installed").exists()
+    place = {"VENV": sys.prefix} if made_by_us else {"VENV": str(tmp_path / "venv"), "PYTHON": sys.executable}
+    passed_on = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
+    done = bash(f"bash launch/quickstart.sh --iters 20 --output {tmp_path}/out", **place, **passed_on)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    table = (tmp_path / "out" / "table.txt").read_text()
+    assert table in done.stdout
+    rows = {name: values.split() for name, values in re.findall(r"^(.+?)  +(.+)$", table, re.MULTILINE)}
+    assert float(rows["kept for backward per layer, sbh"][2]) < 0.5
+    assert 0.97 < float(rows["validation loss"][2]) < 1.03
+    for run in ("stock", "tempo"):
+        records = [json.loads(line) for line in (tmp_path / "out" / run / "metrics.jsonl").read_text().splitlines()]
+        losses = [record["loss"] for record in records if record["kind"] == "train"]
+        assert len(losses) == 20 and losses[-1] < losses[0] - 1
+        choices = {*next(record["tempo"] for record in records if record["kind"] == "run").values()}
+        assert (choices == {"off"}) == (run == "stock")
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
