@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -65,6 +66,20 @@ def test_a_users_error_is_one_sentence_and_a_code(data: Data, tmp_path: Path) ->
     assert errors == [
         "error: --num-attention-heads 3 is not a multiple of --tensor-model-parallel-size 2; change one of them"
     ]
+    assert "Traceback" not in result.output
+
+
+def test_a_port_that_is_taken_is_one_sentence(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in ranks.items():
+            monkeypatch.setenv(name, value)
+        result = wait_for(launch([sys.executable, str(SCRIPT), *arguments(data, tmp_path)], tmp_path), tmp_path)
+    assert result.exit_codes == [1]
+    assert f"error: port {port} is in use by another run; give the launcher another --master_port" in result.output
     assert "Traceback" not in result.output
 
 

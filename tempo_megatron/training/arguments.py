@@ -37,6 +37,14 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+class _Formatter(argparse.HelpFormatter):
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        """N for a whole number and X for another, instead of the option's name once more."""
+        if action.type in (_positive, _not_negative, int):
+            return "N"
+        return "X" if action.type else super()._get_default_metavar_for_optional(action)
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments with the sizes of `--model` filled in. Raises ValueError for what is unknown or malformed."""
     args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
@@ -49,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="tempo-pretrain-gpt",
         description="Pretrain a GPT with megatron-core and DeepSpeed, stock or with Tempo.",
         allow_abbrev=False,
+        formatter_class=_Formatter,
     )
     _add_model(parser)
     _add_training(parser)

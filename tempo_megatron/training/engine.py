@@ -38,7 +38,10 @@ class MPU:
 
 
 def initialize_distributed(args: argparse.Namespace, on_gpu: bool) -> torch.device:
-    """torch.distributed, DeepSpeed's communication and Megatron's groups; this rank's device."""
+    """torch.distributed, DeepSpeed's communication and Megatron's groups; this rank's device.
+
+    Raises ValueError where rank 0's port is taken or the ranks do not find one another.
+    """
     device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -46,12 +49,22 @@ def initialize_distributed(args: argparse.Namespace, on_gpu: bool) -> torch.devi
     # DeepSpeed compiles this extension, which only its inference uses, whenever it starts on a CPU.
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    deepspeed.init_distributed(
-        dist_backend="nccl" if on_gpu else "gloo",
-        auto_mpi_discovery=False,
-        timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
-        verbose=False,
-    )
+    try:
+        deepspeed.init_distributed(
+            dist_backend="nccl" if on_gpu else "gloo",
+            auto_mpi_discovery=False,
+            timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
+            verbose=False,
+        )
+    except dist.DistNetworkError as error:
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"port {port} is in use by another run; give the launcher another --master_port"
+            ) from error
+        raise ValueError(
+            f"rank 0 at {address}:{port} was not reached ({error}); check that it runs and that no firewall is between"
+        ) from error
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
