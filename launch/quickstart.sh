@@ -85,6 +85,7 @@ if [ "$gpus" = 0 ]; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((($(nproc) + 1) / 2))}" # the two processes share the cores
 fi
 
+# Weights start with deviation 1/sqrt(h): with the 0.02 of larger models the loss of this one has spikes early on.
 train() {
     local name=$1 port
     shift
@@ -95,7 +96,8 @@ train() {
         --deepspeed_config $config --model $model --data-path $data \
         --tensor-model-parallel-size $tp "${layout[@]}" \
         --micro-batch-size $micro_batch_size --global-batch-size $micro_batch_size --train-iters "$iters" \
-        --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters $((iters / 3)) --lr-decay-style cosine --adam-beta2 0.95 \
+        --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters $((iters / 4)) --lr-decay-style cosine --adam-beta2 0.95 \
+        --init-method-std 0.06 \
         --attention-dropout 0.1 --hidden-dropout 0.1 --seed 1234 --log-interval 5 --eval-iters 4 \
         --metrics-file "$output/$name/metrics.jsonl" "$@" ||
         die "The $name run failed, for the reason above."

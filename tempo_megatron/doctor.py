@@ -34,7 +34,8 @@ def report() -> str:
     lines.append(f"CPU                  {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
     lines.append(f"C++ compiler         {shutil.which('c++') or shutil.which('g++') or 'none (not needed)'}")
     for operation in ("gelu", "norm", "dropout", "attention"):
-        lines.append(f"tempo {operation:<15}plain torch")
+        has_kernel = torch.cuda.is_available() and operation in ("norm", "dropout")
+        lines.append(f"tempo {operation:<15}{'triton' if has_kernel else 'plain torch'}")
     return "\n".join(lines)
 
 

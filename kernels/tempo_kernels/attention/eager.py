@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tempo_kernels.philox import drop_mask, effective_probability
 
-BLOCK_ELEMENTS = 1 << 19
+BLOCK_ELEMENTS = 1 << 17
+MIN_BLOCK_ROWS = 64
 MASKED_SCORE = -10000.0
 """What Megatron writes over masked scores; a row whose every key is masked attends to all of them equally."""
 
@@ -106,8 +107,8 @@ def backward(
 
 
 def _rows_per_block(heads: int, num_keys: int) -> int:
-    """Queries per block: scores of all heads of one sample fill about BLOCK_ELEMENTS; a multiple of 16."""
-    return max(16, BLOCK_ELEMENTS // max(1, heads * num_keys) // 16 * 16)
+    """Queries per block: few, for scores to stay in the cache and causal blocks to end early; enough for a product."""
+    return max(MIN_BLOCK_ROWS, BLOCK_ELEMENTS // max(1, heads * num_keys) // 16 * 16)
 
 
 class _Block:

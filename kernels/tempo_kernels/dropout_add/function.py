@@ -53,6 +53,14 @@ def bias_dropout_add(
     return _BiasDropoutAdd.apply(x, bias, residual, p, key, first_sample, first_row)
 
 
+def _backend(x: Tensor) -> Any:
+    if x.is_cuda:
+        from tempo_kernels.dropout_add import kernel  # needs triton
+
+        return kernel
+    return eager
+
+
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -67,7 +75,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
     ) -> Tensor:
         ctx.draw = (p, key, first_sample, first_row)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return eager.forward(x, bias, residual, p, key, first_sample, first_row)
+        return _backend(x).forward(x, bias, residual, p, key, first_sample, first_row)
 
     @staticmethod
     @once_differentiable
@@ -76,7 +84,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         grad_x = grad_bias = None
         if needs_grad_x or needs_grad_bias:
             p, key, first_sample, first_row = ctx.draw
-            grad_x, grad_bias = eager.backward(grad_out, p, key, first_sample, first_row, needs_grad_bias)
+            grad_x, grad_bias = _backend(grad_out).backward(grad_out, p, key, first_sample, first_row, needs_grad_bias)
         return (
             grad_x if needs_grad_x else None,
             None if grad_bias is None else grad_bias.to(ctx.bias_dtype),

@@ -25,7 +25,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, ze
 
     Keeps for backward: y itself (one storage with what the next linear keeps, hence free), rstd (4 bytes per row),
         and, for channels where weight is too small beside bias for y to carry the normalised x, that one column of
-        it (x's dtype). weight and bias are parameters.
+        it (x's dtype; on a GPU their number is rounded up to a multiple of eight). weight and bias are parameters.
     Error: at most twice torch's own in the same dtype plus one ulp of the largest exact value, for any weight and bias.
     Raises: ValueError for shapes or dtypes that do not fit; RuntimeError on a second derivative.
     """
@@ -53,6 +53,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise ValueError(f"{name} is {parameter.dtype}; {x.dtype} (as x) or torch.float32 is wanted")
 
 
+def _backend(x: Tensor) -> Any:
+    if x.is_cuda:
+        from tempo_kernels.norm import kernel  # needs triton
+
+        return kernel
+    return eager
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -65,7 +73,7 @@ class _Norm(torch.autograd.Function):
         subtracts_mean: bool,
     ) -> Tensor:
         gamma = weight + 1 if zero_centered else weight
-        y, rstd, lost, lost_xhat = eager.forward(x, gamma, bias, eps, subtracts_mean)
+        y, rstd, lost, lost_xhat = _backend(x).forward(x, gamma, bias, eps, subtracts_mean)
         ctx.save_for_backward(y, rstd, weight, bias, lost, lost_xhat)
         ctx.zero_centered, ctx.subtracts_mean = zero_centered, subtracts_mean
         return y
@@ -75,7 +83,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         y, rstd, weight, bias, lost, lost_xhat = ctx.saved_tensors
         gamma = weight + 1 if ctx.zero_centered else weight
-        grad_x, grad_weight, grad_bias = eager.backward(
+        grad_x, grad_weight, grad_bias = _backend(y).backward(
             grad_y, y, rstd, gamma, bias, lost, lost_xhat, ctx.subtracts_mean
         )
         return (

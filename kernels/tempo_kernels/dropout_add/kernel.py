@@ -1,0 +1,205 @@
+"""residual + dropout(x + bias) in Triton; eager.py is the specification.
+
+Tensors are read as [s * b, h] in tiles of a few rows by a strip of columns. A thread holds eight neighbours of a row:
+16 bytes of a 16-bit type, and one call of Philox.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tempo_kernels.philox import effective_probability
+from tempo_kernels.philox.kernel import drop_mask, key_words
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TILE_ELEMENTS = 4096
+BACKWARD_PROGRAMS = 1024
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+# Arguments that change from call to call: no value of theirs compiles a kernel anew.
+VARYING = ("first_sample", "first_row", "limit", "key_low", "key_high", "tiles_per_program")
+
+
+@triton.jit
+def _tile(block_row, block_column, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Rows [m], columns [n] and int64 offsets [m, n] of one tile."""
+    row = block_row * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    return row, column, row.to(tl.int64)[:, None] * num_columns + column[None, :]
+
+
+@triton.jit
+def _dropped(row, block_column, batch, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS: tl.constexpr):
+    """The mask of one tile: row r of [s * b, h] is row r // b of sample r % b."""
+    group = block_column * (BLOCK_COLUMNS // 8) + tl.arange(0, BLOCK_COLUMNS // 8)
+    sample = first_sample.to(tl.int64) + (row % batch)
+    return drop_mask(group[None, :], (first_row + row // batch)[:, None], 0, sample[:, None], key_low, key_high, limit)
+
+
+@triton.jit(do_not_specialize=VARYING[:-1])
+def _forward_kernel(
+    x_ptr, bias_ptr, residual_ptr, out_ptr,
+    num_rows, column_units, batch, first_sample, first_row, limit, scale, key_low, key_high,
+    UNIT: tl.constexpr, DRAWS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile."""
+    num_columns = column_units * UNIT
+    num_strips = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    block_row, block_column = tl.program_id(0) // num_strips, tl.program_id(0) % num_strips
+    row, column, offset = _tile(block_row, block_column, num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    out = tl.load(x_ptr + offset, mask=inside).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + offset, mask=inside).to(tl.float32)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + column, mask=column < num_columns).to(tl.float32)[None, :]
+    if DRAWS:
+        dropped = _dropped(row, block_column, batch, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS)
+        out = tl.where(dropped, 0.0, out)
+    if HAS_RESIDUAL:
+        out = tl.fma(out, scale, residual)
+    else:
+        out *= scale
+    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _backward_kernel(
+    grad_out_ptr, grad_x_ptr, partial_ptr,
+    num_rows, column_units, batch, first_sample, first_row, limit, scale, key_low, key_high, tiles_per_program,
+    UNIT: tl.constexpr, DRAWS: tl.constexpr, NEEDS_GRAD_BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: tiles_per_program tiles below one another, and their sum over rows into its row of partial."""
+    num_columns = column_units * UNIT
+    num_strips = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    chunk, block_column = tl.program_id(0) // num_strips, tl.program_id(0) % num_strips
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    for block_row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
+        row, column, offset = _tile(block_row, block_column, num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+        inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        grad = tl.load(grad_out_ptr + offset, mask=inside, other=0.0).to(tl.float32) * scale
+        if DRAWS:
+            dropped = _dropped(
+                row, block_column, batch, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS
+            )
+            grad = tl.where(dropped, 0.0, grad)
+        tl.store(grad_x_ptr + offset, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
+        if NEEDS_GRAD_BIAS:
+            total += grad
+    if NEEDS_GRAD_BIAS:
+        column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        partial = partial_ptr + chunk.to(tl.int64) * num_columns + column
+        tl.store(partial, tl.sum(total, axis=0), mask=column < num_columns)
+
+
+def forward(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: int,
+    first_sample: int,
+    first_row: int,
+) -> Tensor:
+    """out [s, b, h] = residual + keep * (x + bias) / (1 - p)."""
+    _check(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return out
+    tile = _tile_shape(x)
+    with torch.cuda.device_of(x):
+        _forward_kernel[(tile.row_blocks * tile.strips,)](
+            x.contiguous(),
+            None if bias is None else bias.contiguous(),
+            None if residual is None else residual.contiguous(),
+            out,
+            **_positions(x, p, key, first_sample, first_row),
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            BLOCK_ROWS=tile.rows,
+            BLOCK_COLUMNS=tile.columns,
+            **OPTIONS,
+        )
+    return out
+
+
+def backward(
+    grad_out: Tensor, p: float, key: int, first_sample: int, first_row: int, needs_grad_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """grad_x [s, b, h] = keep * grad_out / (1 - p), and its sum over s and b in float32 [h].
+
+    The sum has two stages, each in a fixed order: the same bits every time on every GPU.
+    """
+    _check(grad_out)
+    grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
+    num_columns = grad_out.size(-1)
+    if grad_out.numel() == 0:
+        return grad_x, torch.zeros(num_columns, device=grad_out.device) if needs_grad_bias else None
+    tile = _tile_shape(grad_out)
+    tiles_per_program, partial = 1, None
+    if needs_grad_bias:
+        tiles_per_program = -(-tile.row_blocks * tile.strips // BACKWARD_PROGRAMS)
+    num_chunks = -(-tile.row_blocks // tiles_per_program)
+    if needs_grad_bias:
+        partial = torch.empty(num_chunks, num_columns, device=grad_out.device)
+    with torch.cuda.device_of(grad_out):
+        _backward_kernel[(num_chunks * tile.strips,)](
+            grad_out.contiguous(),
+            grad_x,
+            partial,
+            **_positions(grad_out, p, key, first_sample, first_row),
+            tiles_per_program=tiles_per_program,
+            NEEDS_GRAD_BIAS=needs_grad_bias,
+            BLOCK_ROWS=tile.rows,
+            BLOCK_COLUMNS=tile.columns,
+            **OPTIONS,
+        )
+    return grad_x, None if partial is None else partial.sum(0)
+
+
+class _Tile(NamedTuple):
+    rows: int
+    columns: int
+    row_blocks: int
+    strips: int
+
+
+def _tile_shape(x: Tensor) -> _Tile:
+    """The widest strip of 256 to 1024 columns that divides h, and as many rows as fill TILE_ELEMENTS."""
+    num_columns = x.size(-1)
+    columns = max(256, min(1024, num_columns & -num_columns))
+    rows = TILE_ELEMENTS // columns
+    return _Tile(rows, columns, -(-x.size(0) * x.size(1) // rows), -(-num_columns // columns))
+
+
+def _positions(x: Tensor, p: float, key: int, first_sample: int, first_row: int) -> dict[str, Any]:
+    """The launch arguments that both kernels share; h in units of 8, so that the compiler knows it for a multiple."""
+    num_columns = x.size(-1)
+    unit = 1 if num_columns % 8 else 8
+    key_low, key_high = key_words(key)
+    p = effective_probability(p)
+    return {
+        "num_rows": x.size(0) * x.size(1),
+        "column_units": num_columns // unit,
+        "batch": x.size(1),
+        "first_sample": first_sample,
+        "first_row": first_row,
+        "limit": round(p * 65536),
+        "scale": 1.0 / (1.0 - p),
+        "key_low": key_low,
+        "key_high": key_high,
+        "UNIT": unit,
+        "DRAWS": p > 0,
+    }
+
+
+def _check(x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise ValueError(f"bias_dropout_add: x is {x.dtype}; float32, float16 or bfloat16 is wanted on a GPU; cast it")

@@ -1,0 +1,57 @@
+"""Philox4x32 and the dropout mask in Triton: device functions for the kernels of other rooms; see eager.py for the
+layout of the counter."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tempo_kernels.philox import eager
+
+ROUNDS = tl.constexpr(eager.ROUNDS)
+LANES = tl.constexpr(eager.LANES)
+
+
+def key_words(key: int) -> tuple[int, int]:
+    """The key's two halves as signed 32-bit numbers: launch arguments whose type does not depend on their value, so
+    that, listed in do_not_specialize, no key compiles a kernel anew."""
+    low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+    return low - (low >> 31 << 32), high - (high >> 31 << 32)
+
+
+@triton.jit
+def philox4x32(c0, c1, c2, c3, key_low, key_high, NUM_ROUNDS: tl.constexpr = ROUNDS):
+    """Four random words; the counter's words are uint32 and broadcast, the key's halves are 32-bit scalars."""
+    k0 = key_low.to(tl.uint32, bitcast=True)
+    k1 = key_high.to(tl.uint32, bitcast=True)
+    for _ in tl.static_range(NUM_ROUNDS):
+        # A 64-bit product is one instruction for both halves; umulhi beside a 32-bit product is two.
+        product0 = c0.to(tl.uint64) * 0xD2511F53
+        product1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0, product1.to(tl.uint32)
+        c2, c3 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1, product0.to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def drop_mask(group, row, head, sample, key_low, key_high, limit):
+    """True where dropout drops, for the eight columns of every group.
+
+    group is the column divided by eight, [1, n]; row, head and sample (int64) broadcast to [m, 1]; limit is
+    eager.threshold(p). Returns int1 [m, 8 * n]. A thread holds eight neighbours, without moving data between threads.
+    """
+    word0, word1, word2, word3 = philox4x32(
+        group.to(tl.uint32),
+        row.to(tl.uint32),
+        (head + ((sample >> 32) << 16)).to(tl.uint32),
+        sample.to(tl.uint32),
+        key_low,
+        key_high,
+    )
+    # [m, n, 2, 2], [first or second pair][word of the pair]
+    words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
+    limit = limit.to(tl.uint32)
+    dropped = tl.join((words & 0xFFFF) < limit, words < (limit << 16))
+    return tl.reshape(dropped, (word0.shape[0], word0.shape[1] * LANES))

@@ -1,0 +1,52 @@
+"""What the tests of kernels share: where kernels run, and what their results are held against.
+
+Under TRITON_INTERPRET=1 they run on the CPU, in Triton's interpreter; without it, on a GPU. The variable counts when
+triton is imported, for a whole process: test_kernels_interpreted.py starts one for it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from witness import assert_within_rule
+
+pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def kernel_test(function):
+    """Poisons what the kernels allocate; outside of the interpreter, asks for a GPU."""
+    function = pytest.mark.usefixtures("nan_poison")(function)
+    return function if INTERPRETED else pytest.mark.gpu(function)
+
+
+if INTERPRETED:
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    convert_float = interpreter._convert_float
+
+    def convert_float_as_the_gpu(value, from_type, to_type, rounding):
+        """The interpreter cuts float32 off to bfloat16 where a GPU rounds to the nearest."""
+        if (from_type, to_type) != (tl.float32, tl.bfloat16):
+            return convert_float(value, from_type, to_type, rounding)
+        rounded = torch.from_numpy(np.array(value, dtype=np.float32)).to(torch.bfloat16)
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+
+    interpreter._convert_float = convert_float_as_the_gpu
+
+
+def assert_as_specified(found, inputs, specification, *names):
+    """Each result by the rule of three witnesses: the specification in the same dtype and in float64 are two."""
+    inputs = [t.cpu() if isinstance(t, Tensor) else t for t in inputs]
+    same = specification(*inputs)
+    exact = specification(*[t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs])
+    for name, ours, theirs, truth in zip(names, found, same, exact, strict=True):
+        assert_within_rule(name, ours.cpu(), theirs, truth)

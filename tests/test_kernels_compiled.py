@@ -1,0 +1,223 @@
+"""Every Triton kernel compiled ahead of time, with the arguments that its launcher gives it; no GPU is needed.
+
+`python tests/test_kernels_compiled.py` writes kernel_resources.json anew: registers and shared memory of each kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
+
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tempo_kernels.dropout_add import kernel as dropout_add
+from tempo_kernels.norm import kernel as norm
+from tempo_kernels.norm.long_rows import kernel as long_rows
+
+MODULES = [dropout_add, norm, long_rows]
+
+TABLE = Path(__file__).with_name("kernel_resources.json")
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+CAPABILITIES = [80, 90, 100]
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32"}
+ROWS, BATCH = 2048, 4
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
+
+Launch = tuple[Any, dict[str, Any], dict[str, Any]]
+
+
+class Recorder:
+    """Stands where a kernel stands and writes down how it is launched: (kernel, arguments, options)."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **keywords: Any) -> None:
+            named = dict(zip(self.kernel.arg_names, args, strict=False)) | keywords
+            options = {name: named.pop(name) for name in OPTIONS & named.keys()}
+            self.launches.append((self.kernel, named, options))
+
+        return launch
+
+
+def launches_of(run: Callable[[], Any]) -> list[Launch]:
+    """The launches of kernels that `run` makes, none of which is carried out."""
+    launches: list[Launch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in MODULES:
+            for name, kernel in list(vars(module).items()):
+                if name.endswith("_kernel"):
+                    patch.setattr(module, name, Recorder(kernel, launches))
+        run()
+    return launches
+
+
+def source_of(launch: Launch) -> ASTSource:
+    """What Triton's own launcher would compile: ones are constants, multiples of 16 are known as such."""
+    kernel, arguments, _ = launch
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value, specialized = arguments[parameter.name], not parameter.do_not_specialize
+        number = value.data_ptr() if isinstance(value, Tensor) else value
+        if parameter.is_constexpr or value is None or (specialized and isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        if isinstance(value, Tensor):
+            signature[parameter.name] = "*" + TYPES[value.dtype]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        if specialized and isinstance(number, int) and number % 16 == 0:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def dropout_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
+    x = torch.empty(ROWS // BATCH, BATCH, hidden_size, dtype=dtype)
+    where = (0.1, 2**64 - 1, 5, 7)
+    full, plain, backward, without_bias = launches_of(
+        lambda: (
+            dropout_add.forward(x, x[0, 0], x, *where),
+            dropout_add.forward(x, None, None, *where),
+            dropout_add.backward(x, *where, needs_grad_bias=True),
+            dropout_add.backward(x, *where, needs_grad_bias=False),
+        ),
+    )
+    yield "dropout_add forward", full
+    yield "dropout_add forward of dropout alone", plain
+    yield "dropout_add backward", backward
+    yield "dropout_add backward without bias", without_bias
+
+
+def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
+    x = torch.empty(ROWS, hidden_size, dtype=dtype)
+    for name, gamma, bias in [
+        ("layer_norm", 1, x[0]),
+        ("rms_norm", 1, None),
+        ("layer_norm with lost channels", 0, x[0]),
+    ]:
+        weight = torch.full((hidden_size,), gamma, dtype=dtype)
+        bias = None if bias is None else torch.zeros_like(bias)
+
+        def run(weight: Tensor = weight, bias: Tensor | None = bias) -> None:
+            _, rstd, lost, lost_xhat = norm.forward(x, weight, bias, 1e-5, bias is not None)
+            norm.backward(x, x, rstd, weight, bias, lost, lost_xhat, bias is not None)
+
+        for launch in launches_of(run):
+            yield f"{name} {launch[0].__name__.strip('_').removesuffix('_kernel')}", launch
+
+
+def cases() -> Iterator[tuple[str, Launch]]:
+    """The production shapes: 16-bit rows that are multiples of eight, short, medium and long, and float32."""
+    shapes = [(dropout_launches, torch.bfloat16, 4096), (dropout_launches, torch.float16, 1000)]
+    shapes += [(dropout_launches, torch.float32, 4096), (norm_launches, torch.float32, 4096)]
+    shapes += [(norm_launches, torch.bfloat16, hidden_size) for hidden_size in (1000, 4096, 8192, 12288, 20480)]
+    for launches, dtype, hidden_size in shapes:
+        for name, launch in launches(dtype, hidden_size):
+            yield f"{name}, {str(dtype).removeprefix('torch.')}, h {hidden_size}", launch
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers, and bytes of stack, shared and local memory, as the CUDA tools read them from the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = dict(re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", listing))
+    return {name: int(number) for name, number in found.items()}
+
+
+def compiled(launch: Launch, capability: int) -> Any:
+    return triton.compile(source_of(launch), target=GPUTarget("cuda", capability, 32), options=launch[2])
+
+
+def measured(kernel: Any) -> dict[str, int]:
+    return {"registers": resources(kernel.asm["cubin"])["REG"], "shared_bytes": kernel.metadata.shared}
+
+
+def narrow_accesses(ptx: str) -> list[str]:
+    """Global loads and stores, and copies to shared memory, of fewer than 16 bytes."""
+    accesses = re.findall(r"\b(?:ld|st)\.global[\w.:]*", ptx)
+    narrow = [access for access in accesses if not re.search(r"\.v4\.[bfu]32|\.v2\.[bfu]64|\.v8\.[bfu]32", access)]
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (0x[0-9a-f]+|\d+)", ptx)
+    return narrow + [f"copy of {size} bytes" for size in copies if int(size, 0) < 16]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernels_keep_to_registers_and_to_the_recorded_resources(capability):
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    found, launches = {}, dict(cases())
+    for name, launch in launches.items():
+        kernel = compiled(launch, capability)
+        usage = resources(kernel.asm["cubin"])
+        assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
+        found[name] = measured(kernel)
+    recorded = {name: sizes[f"sm_{capability}"] for name, sizes in table["kernels"].items()}
+    assert found.keys() == recorded.keys()
+    if table["triton"] == triton.__version__:
+        assert found == recorded
+    for name, usage in found.items():
+        for resource, number in usage.items():
+            assert number <= recorded[name][resource] * 1.25, f"{name}: {resource} {number}, {recorded[name]} recorded"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_tensors_are_read_and_written_16_bytes_at_a_time(capability):
+    for name, launch in cases():
+        narrow = narrow_accesses(compiled(launch, capability).asm["ptx"])
+        if "lost channels" in name:
+            # Each of a thread's elements may be one of those few that are kept one by one.
+            narrow = [access for access in narrow if not access.endswith((".b16", ".b32"))]
+        # What is left is one number per row, or a vector [h] of which a thread has fewer than eight elements; a tile
+        # that is read or written narrowly takes at least eight accesses.
+        assert len(narrow) <= 4 and not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
+
+
+def test_a_tensor_that_is_not_aligned_is_read_narrowly_and_found_to_be():
+    x = torch.empty(4097, dtype=torch.bfloat16)[1:].view(2, 2, 1024)
+    [launch] = launches_of(lambda: dropout_add.forward(x, None, None, 0.1, 1, 0, 0))
+    assert len(narrow_accesses(compiled(launch, 90).asm["ptx"])) > 4
+
+
+def test_new_keys_probabilities_and_positions_compile_nothing_anew():
+    x = torch.empty(8, 2, 64)
+    draws = [(0.1, 0, 0, 0), (0.5, 2**64 - 1, 1, 1), (0.3, 2**31, 16, 2**20), (0.25, 2**63, 2**31 - 1, 16)]
+
+    def run() -> None:
+        for draw in draws:
+            dropout_add.forward(x, None, None, *draw)
+            dropout_add.backward(x, *draw, needs_grad_bias=True)
+
+    hashes = {source_of(launch).hash() for launch in launches_of(run)}
+    assert len(hashes) == 2
+
+
+def write_table() -> None:
+    kernels = {
+        name: {f"sm_{capability}": measured(compiled(launch, capability)) for capability in CAPABILITIES}
+        for name, launch in cases()
+    }
+    text = json.dumps({"triton": triton.__version__, "kernels": kernels}, indent=1)
+    TABLE.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_table()
