@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from witness import assert_three_witnesses
+
+from tempo_kernels import compiled
+from tempo_kernels.gelu import eager as gelu
+from tempo_kernels.gelu.inverse import INVERSES, derivative_float64
+from tempo_kernels.glu import eager as eager_glu
+from tempo_kernels.glu import geglu, reglu, swiglu
+from tempo_kernels.glu import one_pass as glu_pass
+from tempo_kernels.norm import eager as eager_norm
+from tempo_kernels.norm import layer_norm, one_pass, rms_norm
+from tempo_kernels.philox import drop_mask, eager
+
+
+def masks():
+    """Masks of many shapes, sizes of 1 among them."""
+    sizes = ((1, 2, 3), (1, 2, 12), (1, 2, 7, 16, 33, 129), (1, 7, 8, 9, 24, 63, 100, 256))
+    shapes = [(5, 3, 2, 40), *random.Random(0).sample(list(itertools.product(*sizes)), 100)]
+    return [
+        drop_mask(
+            0xFEDCBA9876543210,
+            0.3,
+            sample=torch.arange(2**32 - 2, 2**32 - 2 + samples).view(-1, 1, 1),
+            head=torch.arange(heads).view(-1, 1),
+            row=torch.arange(rows),
+            num_columns=num_columns,
+        )
+        for samples, heads, rows, num_columns in shapes
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+def test_compiled_masks_are_the_same_bit_for_bit(monkeypatch):
+    plain = masks()
+    used = []
+    function = eager._compiled_keep_bits
+    monkeypatch.setattr(eager, "DRAWS_BEFORE_COMPILING", 0)
+    monkeypatch.setattr(eager, "_compiled_keep_bits", lambda *args: used.append(1) or function(*args))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(masks(), plain, strict=True))
+    assert len(used) > len(plain) / 2 and function._compiled is not None
+
+
+def test_without_a_compiler_the_function_itself_runs(monkeypatch):
+    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    function = compiled.Compiled(lambda x: x + 1)
+    assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
+    assert function._compiled is None
+
+
+def test_tensors_that_are_not_real_run_the_function_itself():
+    function = compiled.Compiled(lambda x: x + 1)
+    with FakeTensorMode():
+        assert function(torch.ones(3)).shape == (3,)
+    assert function._compiled is None
+
+
+def test_the_compiler_is_the_one_that_the_environment_names(monkeypatch):
+    compiled.find_compiler.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
+    assert compiled.find_compiler() is None
+    compiled.find_compiler.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@pytest.mark.parametrize("form", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_compiled_gelu_backward_is_as_exact_as_the_one_in_chunks(dtype, form):
+    x = torch.cat([torch.linspace(-8, 8, 1 << 16), torch.linspace(-0.76, -0.74, 1 << 14), torch.zeros(3)]).to(dtype)
+    y, bits = gelu.forward(x, None, form)
+    exact = derivative_float64(y.double(), x.double() >= INVERSES[form].x_min, form)
+    errors = [
+        (backward(torch.ones_like(y), y, bits, form).double() - exact).abs().max()
+        for backward in (gelu._compiled_backward, gelu._backward_in_chunks)
+    ]
+    assert errors[0] <= 1.05 * errors[1]
+    special = torch.tensor([float("nan"), float("inf"), -0.0, 0.0], dtype=dtype).repeat(8)
+    ours = gelu._compiled_backward(torch.ones_like(special), special, torch.full((4,), 255, dtype=torch.uint8), form)
+    assert torch.equal(ours.isnan(), special.isnan()) and ours[~special.isnan()].isfinite().all()
+
+
+def test_large_tensors_take_the_compiled_backward(monkeypatch):
+    used = []
+    monkeypatch.setattr(gelu, "COMPILED_ELEMENTS", 64)
+    monkeypatch.setattr(gelu, "_compiled_backward", lambda grad_y, *_: used.append(grad_y.numel()) or grad_y)
+    for size in (63, 64):
+        y, bits = gelu.forward(torch.randn(size), None, "none")
+        gelu.backward(torch.ones(size), y, bits, "none", False)
+    assert used == [64]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("subtracts_mean", [True, False], ids=["layer_norm", "rms_norm"])
+def test_norms_in_one_pass_obey_the_rule(subtracts_mean, dtype, monkeypatch):
+    used = []
+    monkeypatch.setattr(one_pass, "MIN_ELEMENTS", 64)
+    monkeypatch.setattr(eager_norm, "_blocks", lambda rows: used.append(rows) or [])
+    x, grad = torch.randn(50, 3, 40) * 2 + 1, torch.randn(50, 3, 40)
+    gamma, beta = torch.rand(40) + 0.5, torch.randn(40) * 0.3
+    gamma[::10], beta[3] = 0, 100  # channels that y does not carry
+    if subtracts_mean:
+        assert_three_witnesses(
+            layer_norm, lambda x, w, b: F.layer_norm(x, (40,), w, b), [x.mT.contiguous().mT, gamma, beta], grad, dtype
+        )
+    else:
+        assert_three_witnesses(rms_norm, lambda x, w: F.rms_norm(x, (40,), w, 1e-5), [x, gamma], grad, dtype)
+    assert not used
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("ours", "activation"), [(swiglu, F.silu), (geglu, F.gelu), (reglu, F.relu)], ids=["swiglu", "geglu", "reglu"]
+)
+def test_gated_units_in_one_pass_obey_the_rule(ours, activation, has_bias, dtype, monkeypatch):
+    def reference(x, bias):
+        gate, up = (x if bias is None else x + bias).chunk(2, -1)
+        return activation(gate) * up
+
+    used = []
+    monkeypatch.setattr(glu_pass, "MIN_ELEMENTS", 64)
+    monkeypatch.setattr(eager_glu, "_blocks", lambda *_: used.append(1) or [])
+    x, bias, grad = torch.rand(50, 3, 40) * 16 - 8, torch.randn(40) if has_bias else None, torch.randn(50, 3, 20)
+    assert_three_witnesses(ours, reference, [x, bias], grad, dtype)
+    assert not used
