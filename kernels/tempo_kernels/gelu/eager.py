@@ -2,19 +2,24 @@
 
 On a CPU the cost is passes over memory, not arithmetic. So both functions walk over chunks that stay in the processor's
 cache, in buffers allocated once per call, and the derivative of a 16-bit y, which has 65,536 values, is read from a
-table that the same formula filled.
+table that the same formula filled. From COMPILED_ELEMENTS on the backward is one compiled pass instead.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tempo_kernels.gelu.inverse import INVERSES, Y_MAX, Inverse, derivative_float64
+from tempo_kernels.compiled import Compiled
+from tempo_kernels.gelu.inverse import INVERSES, Y_MAX, Inverse, derivative_float64, evaluate
+
+COMPILED_ELEMENTS = (1 << 20) + 1
+"""Elements of a tensor from which on the compiler, asked once, is worth its seconds."""
 
 _CHUNK_PER_THREAD = 1 << 18
 _MAX_CHUNK = 1 << 22
@@ -27,39 +32,62 @@ _COLLECT_BITS = -0x7FBFDFEFF7FBFDFF
 _tables: dict[tuple[torch.dtype, str], Tensor] = {}
 
 
-def forward(x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+def forward(
+    x: Tensor, bias: Tensor | None, approximate: str, has_bits: bool = True, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """y = GELU(x + bias), contiguous, and the bits x + bias >= x_min, eight to a byte, the first in the highest bit.
 
     The sum is rounded as in the operations that this one replaces: to x's dtype in the erf form, which makes y equal to
     F.gelu(x + bias) bit for bit; not in the tanh form, which is one fused kernel there.
     """
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
-    if x.numel() == 0:
-        return y, bits
-    width = 1 if bias is None else bias.numel()
-    is_fused = bias is not None and approximate == "tanh"
-    sum_dtype = torch.promote_types(x.dtype, torch.float32) if is_fused else x.dtype
-    rows_x, rows_y = x.contiguous().view(-1, width), y.view(-1, width)
-    row_step = _CHUNK_STEP // math.gcd(_CHUNK_STEP, width)
-    num_rows = -(-_chunk_size(x.numel()) // (width * row_step)) * row_step
-    sums = torch.empty((0 if bias is None else num_rows, width), dtype=sum_dtype, device=x.device)
-    flags = torch.empty(num_rows * width, dtype=torch.int8, device=x.device)
-    threshold = _smallest_at_least(INVERSES[approximate].x_min, sum_dtype)
-    for start in range(0, rows_x.shape[0], num_rows):
-        total, out = rows_x[start : start + num_rows], rows_y[start : start + num_rows]
-        if bias is not None:
-            total = _add(total, bias, out=sums[: total.shape[0]])
-        if sum_dtype == x.dtype:
-            torch.ops.aten.gelu.out(total, approximate=approximate, out=out)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device) if has_bits else None
+    threshold = smallest_at_least(INVERSES[approximate].x_min, _sum_dtype(x, bias, approximate))
+    num_flags = 0 if bits is None else _rows_per_chunk(x, bias) * _width(bias)
+    flags = torch.empty(num_flags, dtype=torch.int8, device=x.device)
+    for rows, total in _sums(x, bias, approximate):
+        rows_y = y.view(-1, _width(bias))[rows]
+        if total.dtype == y.dtype:
+            torch.ops.aten.gelu.out(total, approximate=approximate, out=rows_y)
         else:
-            out.copy_(F.gelu(total, approximate=approximate))
-        _pack(total, threshold, flags, bits[start * width // 8 :])
+            rows_y.copy_(F.gelu(total, approximate=approximate))
+        if bits is not None:
+            _pack(total, threshold, flags, bits[rows.start * _width(bias) // 8 :])
     return y, bits
 
 
-def backward(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str) -> Tensor:
-    """grad_x = grad_y GELU'(x(y)), contiguous; in float32 arithmetic, in float64 for float64."""
+def backward(
+    grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str, has_grad_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """grad_x = grad_y GELU'(x(y)), contiguous, and its sum over all dimensions but the last [f]; in float32
+    arithmetic, in float64 for float64."""
+    if y.numel() >= COMPILED_ELEMENTS and y.device.type == "cpu" and y.dtype != torch.float64:
+        grad_x = _compiled_backward(grad_y, y, bits, approximate)
+    else:
+        grad_x = _backward_in_chunks(grad_y, y, bits, approximate)
+    return grad_x, _sum_of_rows(grad_x) if has_grad_bias else None
+
+
+def _compiled_backward(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str) -> Tensor:
+    sign = torch.tensor(_SIGNS, device=y.device).index_select(0, bits.int()).view(torch.int8)[: y.numel()]
+    return _GRADIENTS[approximate](grad_y.reshape(-1), y.view(-1), sign).view(y.shape)
+
+
+def _gradient(inverse: Inverse) -> Compiled:
+    """grad_y, y, sign [n] -> grad_y GELU'(x(y)) of y's dtype."""
+
+    def gradient(grad_y: Tensor, y: Tensor, sign: Tensor) -> Tensor:
+        above = y.float() - inverse.y_min  # exact near the minimum, where it matters
+        root = (above - inverse.y_min_low).clamp(0.0, Y_MAX - inverse.y_min).sqrt() * sign
+        return (evaluate(inverse, root) * grad_y.float()).to(y.dtype)
+
+    return Compiled(gradient)
+
+
+_GRADIENTS = {approximate: _gradient(inverse) for approximate, inverse in INVERSES.items()}
+
+
+def _backward_in_chunks(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str) -> Tensor:
     grad_x = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     flat_grad_y, flat_y, flat_grad_x = grad_y.reshape(-1), y.reshape(-1), grad_x.view(-1)
     size = _chunk_size(y.numel())
@@ -78,6 +106,54 @@ def backward(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str) -> Tenso
             derivative = _derivative(chunk_y.float(), branch, INVERSES[approximate], buffers[:, :length])
         torch.mul(derivative, flat_grad_y[start : start + size], out=flat_grad_x[start : start + size])
     return grad_x
+
+
+def backward_from_input(
+    grad_y: Tensor, x: Tensor, bias: Tensor | None, approximate: str, has_grad_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """grad_x = grad_y GELU'(x + bias), contiguous, and its sum likewise; the sum of x and bias is that of forward."""
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows_grad_y, rows_grad_x = (t.view(-1, _width(bias)) for t in (grad_y.contiguous(), grad_x))
+    for rows, total in _sums(x, bias, approximate):
+        grad = torch.ops.aten.gelu_backward(rows_grad_y[rows].to(total.dtype), total, approximate=approximate)
+        rows_grad_x[rows] = grad
+    return grad_x, _sum_of_rows(grad_x) if has_grad_bias else None
+
+
+def _sums(x: Tensor, bias: Tensor | None, approximate: str) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, x + bias of these rows [rows, f], in one buffer for all) for consecutive chunks; f is 1 without a bias."""
+    rows_x, num_rows = x.contiguous().view(-1, _width(bias)), _rows_per_chunk(x, bias)
+    if x.numel() == 0:
+        return
+    dtype = _sum_dtype(x, bias, approximate)
+    sums = torch.empty((0 if bias is None else num_rows, _width(bias)), dtype=dtype, device=x.device)
+    for start in range(0, rows_x.shape[0], num_rows):
+        total = rows_x[start : start + num_rows]
+        if bias is not None:
+            total = _add(total, bias, out=sums[: total.shape[0]])
+        yield slice(start, start + total.shape[0]), total
+
+
+def _width(bias: Tensor | None) -> int:
+    return 1 if bias is None else max(bias.numel(), 1)
+
+
+def _rows_per_chunk(x: Tensor, bias: Tensor | None) -> int:
+    """Whole bytes of bits in each chunk."""
+    step = _CHUNK_STEP // math.gcd(_CHUNK_STEP, _width(bias))
+    return -(-_chunk_size(x.numel()) // (_width(bias) * step)) * step
+
+
+def _sum_dtype(x: Tensor, bias: Tensor | None, approximate: str) -> torch.dtype:
+    is_fused = bias is not None and approximate == "tanh"
+    return torch.promote_types(x.dtype, torch.float32) if is_fused else x.dtype
+
+
+def _sum_of_rows(grad: Tensor) -> Tensor:
+    """[f] in float32; torch adds 16-bit types up in float32, but rounds the sum."""
+    # A dimension more, since no dimensions at all would mean every one.
+    total = grad.unsqueeze(0).sum(tuple(range(grad.dim())))
+    return total.to(torch.promote_types(grad.dtype, torch.float32))
 
 
 def _add(x: Tensor, bias: Tensor, out: Tensor) -> Tensor:
@@ -143,7 +219,7 @@ _SIGNS = _words(-1, 1)
 _PAGES = _words(1, 3)
 
 
-def _smallest_at_least(value: float, dtype: torch.dtype) -> float:
+def smallest_at_least(value: float, dtype: torch.dtype) -> float:
     """The smallest number of dtype that is >= value, for -1 < value < -0.5."""
     spacing = 0.5 * torch.finfo(dtype).eps
     return math.ceil(value / spacing) * spacing

@@ -1,4 +1,4 @@
-"""gelu: checks, the backend, and the autograd.Function."""
+"""gelu: checks, the backend, and the autograd.Functions."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ from tempo_kernels.gelu import eager
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, keep: str = "output") -> Tensor:
     """GELU of x + bias.
 
     Args:
-        x: [..., f], float32, bfloat16, float16 or float64, any strides.
+        x: [..., f], float32, bfloat16, float16 or float64 (on a GPU not float64), any strides.
         bias: [f] of x's dtype, or None.
         approximate: "none" for the erf form, "tanh" for the tanh form.
+        keep: "output" to differentiate from y, "input" to differentiate from x + bias.
 
     Returns:
-        y [..., f] of x's dtype, contiguous. The erf form is torch's F.gelu(x + bias), bit for bit. The tanh form is
-        F.gelu of the float32 sum, rounded once: within 5e-7 of Megatron's fused bias_gelu in float32.
+        y [..., f] of x's dtype, contiguous. The erf form is F.gelu(x + bias): torch's, bit for bit, on a CPU; to one
+        rounding on a GPU. The tanh form is F.gelu of the float32 sum, rounded once: within 5e-7 of Megatron's fused
+        bias_gelu in float32.
 
-    Keeps for backward: y itself (one storage with what the next linear keeps, hence free) and one bit per element.
-    Error: next to the minimum that of an exact inverse, which misses GELU' by up to 5.1e-5 (float32), 7.1e-3 (float16)
-        and 1.6e-2 (bfloat16) if y is correctly rounded, and by 1.5e-4 in float32 as torch rounds it; elsewhere 2.8e-5.
-    Raises: ValueError for a dtype, shape or form that does not fit; RuntimeError on a second derivative.
+    Keeps for backward: with keep="output" y itself (one storage with what the next linear keeps, hence free) and one
+        bit per element; with keep="input" x and bias.
+    Error: with keep="output", next to the minimum that of an exact inverse, which misses GELU' by up to 5.1e-5
+        (float32), 7.1e-3 (float16) and 1.6e-2 (bfloat16) if y is correctly rounded, and by 1.5e-4 in float32 as torch
+        rounds it; elsewhere 2.8e-5. With keep="input", at most twice torch's own plus one ulp of the largest gradient.
+    Raises: ValueError for a dtype, shape, form or keep that does not fit; RuntimeError on a second derivative.
     """
     if x.dtype not in _DTYPES:
         raise ValueError(f"gelu: x is {x.dtype}; float32, bfloat16, float16 or float64 is wanted; cast it")
     if approximate not in ("none", "tanh"):
         raise ValueError(f'gelu: approximate is {approximate!r}; "none" (erf) or "tanh" is wanted')
+    if keep not in ("output", "input"):
+        raise ValueError(f'gelu: keep is {keep!r}; "output" or "input" is wanted')
     if bias is not None:
         if bias.dim() != 1 or bias.shape != x.shape[-1:]:
             raise ValueError(
@@ -41,13 +47,21 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Te
             )
         if bias.dtype != x.dtype:
             raise ValueError(f"gelu: bias is {bias.dtype} and x {x.dtype}; cast bias to {x.dtype}")
-    return _GELU.apply(x, bias, approximate)
+    return (_GELU if keep == "output" else _GELUOfInput).apply(x, bias, approximate)
+
+
+def _backend(x: Tensor) -> Any:
+    if x.is_cuda:
+        from tempo_kernels.gelu import kernel  # needs triton
+
+        return kernel
+    return eager
 
 
 class _GELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-        y, bits = eager.forward(x, bias, approximate)
+        y, bits = _backend(x).forward(x, bias, approximate)
         ctx.save_for_backward(y, bits)
         ctx.approximate = approximate
         return y
@@ -55,21 +69,44 @@ class _GELU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         y, bits = ctx.saved_tensors
-        grad_x, grad_bias = _GELUBackward.apply(grad_y, y, bits, ctx.approximate, ctx.needs_input_grad[1])
-        return grad_x, grad_bias, None
+        derivative = _backend(y).backward
+        grads = _Derivative.apply(derivative, ctx.approximate, ctx.needs_input_grad[1], grad_y, y, bits)
+        return *grads, None
 
 
-class _GELUBackward(torch.autograd.Function):
+class _GELUOfInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+        y, _ = _backend(x).forward(x, bias, approximate, has_bits=False)
+        ctx.save_for_backward(x, bias)
+        ctx.approximate = approximate
+        ctx.refill = _refill
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, bias = ctx.saved_tensors
+        derivative = _backend(x).backward_from_input
+        grads = _Derivative.apply(derivative, ctx.approximate, ctx.needs_input_grad[1], grad_y, x, bias)
+        return *grads, None
+
+
+@torch.no_grad()
+def _refill(ctx: Any, out: Tensor) -> None:
+    """Writes y, bit for bit as it was, to out."""
+    x, bias = ctx.saved_tensors
+    _backend(x).forward(x, bias, ctx.approximate, has_bits=False, out=out)
+
+
+class _Derivative(torch.autograd.Function):
     """The first derivative, a function of its own so that a second one, through y or grad_y, ends in a clear error."""
 
     @staticmethod
     def forward(
-        ctx: Any, grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str, has_grad_bias: bool
+        ctx: Any, derivative: Any, approximate: str, has_grad_bias: bool, grad_y: Tensor, *kept: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        grad_x = eager.backward(grad_y, y, bits, approximate)
-        if not has_grad_bias:
-            return grad_x, None
-        return grad_x, grad_x.sum_to_size(y.shape[-1:])  # torch adds 16-bit types up in float32
+        grad_x, grad_bias = derivative(grad_y, *kept, approximate, has_grad_bias)
+        return grad_x, None if grad_bias is None else grad_bias.to(grad_x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:

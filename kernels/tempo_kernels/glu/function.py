@@ -1,0 +1,84 @@
+"""swiglu, geglu and reglu: checks, the backend, and the autograd.Function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tempo_kernels.glu import eager
+
+
+def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, gate and up being the halves of x + bias (Shazeer, "GLU Variants Improve Transformer", 2020).
+
+    Args:
+        x: [..., 2f], gate then up, floating point, any strides; on a GPU float32, bfloat16 or float16.
+        bias: [2f] of x's dtype, or None.
+
+    Returns:
+        y [..., f] of x's dtype, contiguous.
+
+    Keeps for backward: x and bias, not y.
+    Error: one rounding of the float32 result (stock rounds after each of up to three steps); grad_x likewise.
+    Raises: ValueError for a dtype or shape that does not fit; RuntimeError on a second derivative.
+    """
+    return _glu("swiglu", x, bias, "silu")
+
+
+def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+    """gelu(gate) * up, erf ("none") or "tanh" form. See `swiglu` for all else."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f'geglu: approximate is {approximate!r}; "none" (erf) or "tanh" is wanted')
+    return _glu("geglu", x, bias, "gelu" if approximate == "none" else "gelu_tanh")
+
+
+def reglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """relu(gate) * up. See `swiglu` for all else."""
+    return _glu("reglu", x, bias, "relu")
+
+
+def _glu(name: str, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    if x.dim() < 1 or not x.is_floating_point() or x.size(-1) % 2:
+        raise ValueError(
+            f"{name}: x is {x.dtype} of shape {list(x.shape)}; floating-point [..., 2f], gate then up, is wanted"
+        )
+    if bias is not None and (bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
+        raise ValueError(
+            f"{name}: bias is {bias.dtype} of shape {list(bias.shape)}; {x.dtype} of shape [{x.size(-1)}] is wanted, "
+            "as x's last dimension; cast or shard it as x"
+        )
+    return _GLU.apply(x, bias, activation)
+
+
+def _backend(x: Tensor) -> Any:
+    if x.is_cuda:
+        from tempo_kernels.glu import kernel  # needs triton
+
+        return kernel
+    return eager
+
+
+class _GLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.activation = activation
+        ctx.refill = _refill
+        return _backend(x).forward(x, bias, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        grad_x, grad_bias = _backend(x).backward(grad_y, x, bias, ctx.activation, ctx.needs_input_grad[1])
+        return grad_x, None if grad_bias is None else grad_bias.to(x.dtype), None
+
+
+@torch.no_grad()
+def _refill(ctx: Any, out: Tensor) -> None:
+    """Writes y, bit for bit as it was, to out."""
+    x, bias = ctx.saved_tensors
+    _backend(x).forward(x, bias, ctx.activation, out)

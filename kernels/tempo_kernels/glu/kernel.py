@@ -1,0 +1,234 @@
+"""Gated linear units in Triton; eager.py is the specification.
+
+Tensors are read in tiles of a few rows by a strip of columns of y, of which the gates and their ups lie f columns apart
+in x. A thread holds eight neighbours of each: 16 bytes of a 16-bit type.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TILE_ELEMENTS = 2048
+SUMS_TILE = 1024
+BACKWARD_PROGRAMS = 2048
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+@triton.jit
+def _clamped(x, LIMIT: tl.constexpr):
+    """x in [-LIMIT, LIMIT]; NaN stays NaN."""
+    x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _sigmoid(exponent):
+    """1 / (1 + 2**exponent) and 1 less this; 1 / v is rsqrt(v)**2, two instructions instead of nine."""
+    power = tl.exp2(exponent)
+    root = tl.rsqrt(1.0 + power)
+    return root * root, power * root * root
+
+
+@triton.jit
+def _normal_cdf(x, IS_NARROW: tl.constexpr):
+    """The probability that a standard normal variable is below x; in 16-bit types by Abramowitz and Stegun 7.1.26,
+    off by 8e-8, in half the instructions of tl.erf."""
+    if IS_NARROW:
+        root = tl.rsqrt(1.0 + 0.231641888 * tl.abs(x))
+        t = root * root
+        tail = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
+        tail = t * (0.127414796 + t * (-0.142248368 + t * tail)) * tl.exp2(-0.7213475204 * x * x)
+        return tl.where(x < 0.0, tail, 1.0 - tail)
+    return 0.5 + 0.5 * tl.erf(0.7071067812 * x)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
+    """The activation of x and its derivative. Beyond the limits both are those of relu to float32, but the factors that
+    they are made of overflow."""
+    if ACTIVATION == "silu":
+        near = _clamped(x, 87.0)
+        gate, rest = _sigmoid(-1.442695041 * near)
+        value, slope = tl.maximum(x, near) * gate, gate + gate * (near * rest)
+    elif ACTIVATION == "gelu":
+        gate = _normal_cdf(x, IS_NARROW)
+        value, slope = x * gate, gate + x * 0.3989422804 * tl.exp2(-0.7213475204 * x * x)
+    elif ACTIVATION == "gelu_tanh":
+        near = _clamped(x, 10.0)
+        square = near * near
+        gate, rest = _sigmoid(near * (-2.302208198 - 0.1029432397 * square))
+        value, slope = tl.maximum(x, near) * gate, gate + gate * (rest * near * (1.595769122 + 0.2140644488 * square))
+    else:
+        value, slope = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x > 0.0, 1.0, 0.0)
+    return value, slope
+
+
+@triton.jit
+def _tile(
+    block_row, block_column, num_rows, half_units,
+    UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of one tile: rows [m], columns [n] and whether there are such elements [m, n]; rows are counted from the first
+    one, so that 32 bits are enough."""
+    row = tl.arange(0, BLOCK_ROWS)
+    column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    rows_left = tl.minimum(num_rows - block_row * BLOCK_ROWS, BLOCK_ROWS).to(tl.int32)
+    return row, column, (column < half_units * UNIT)[None, :] & (row < rows_left)[:, None]
+
+
+@triton.jit
+def _gate_and_up(x_ptr, bias_ptr, elements, column, inside, half, HAS_BIAS: tl.constexpr):
+    """Both in float32, with their biases."""
+    gate = tl.load(x_ptr + elements, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + half + elements, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        gate += tl.load(bias_ptr + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + half + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    return gate, up
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _forward_kernel(
+    x_ptr, bias_ptr, y_ptr,
+    num_rows, half_units,
+    UNIT: tl.constexpr, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile."""
+    half = half_units * UNIT
+    num_strips = tl.cdiv(half, BLOCK_COLUMNS)
+    block_row, block_column = (tl.program_id(0) // num_strips).to(tl.int64), tl.program_id(0) % num_strips
+    row, column, inside = _tile(block_row, block_column, num_rows, half_units, UNIT, BLOCK_ROWS, BLOCK_COLUMNS)
+    first = block_row * (BLOCK_ROWS * half)
+    elements = (row * (2 * half))[:, None] + column[None, :]
+    gate, up = _gate_and_up(x_ptr + 2 * first, bias_ptr, elements, column, inside, half, HAS_BIAS)
+    value, _ = _activated(gate, ACTIVATION, IS_NARROW)
+    y = (value * up).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + first + (row * half)[:, None] + column[None, :], y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "tiles_per_program"])
+def _backward_kernel(
+    grad_y_ptr, x_ptr, bias_ptr, grad_x_ptr, partial_ptr,
+    num_rows, half_units, tiles_per_program,
+    UNIT: tl.constexpr, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NEEDS_SUMS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: tiles_per_program tiles below one another, and their sums over rows into its row of partial."""
+    half = half_units * UNIT
+    num_strips = tl.cdiv(half, BLOCK_COLUMNS)
+    chunk, block_column = (tl.program_id(0) // num_strips).to(tl.int64), tl.program_id(0) % num_strips
+    gate_total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    up_total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    for block_row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
+        row, column, inside = _tile(block_row, block_column, num_rows, half_units, UNIT, BLOCK_ROWS, BLOCK_COLUMNS)
+        first = block_row * (BLOCK_ROWS * half)
+        elements = (row * (2 * half))[:, None] + column[None, :]
+        grad_y = tl.load(
+            grad_y_ptr + first + (row * half)[:, None] + column[None, :], mask=inside, other=0.0
+        ).to(tl.float32)  # fmt: skip
+        gate, up = _gate_and_up(x_ptr + 2 * first, bias_ptr, elements, column, inside, half, HAS_BIAS)
+        value, slope = _activated(gate, ACTIVATION, IS_NARROW)
+        grad_gate, grad_up = grad_y * up * slope, grad_y * value
+        grad_x = grad_x_ptr + 2 * first
+        tl.store(grad_x + elements, grad_gate.to(grad_x_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_x + half + elements, grad_up.to(grad_x_ptr.dtype.element_ty), mask=inside)
+        if NEEDS_SUMS:
+            gate_total += grad_gate
+            up_total += grad_up
+    if NEEDS_SUMS:
+        column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        partial = partial_ptr + chunk * (2 * half) + column
+        tl.store(partial, tl.sum(gate_total, axis=0), mask=column < half)
+        tl.store(partial + half, tl.sum(up_total, axis=0), mask=column < half)
+
+
+def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
+    """y [..., f], contiguous, for x [..., 2f]."""
+    _check(x)
+    y = torch.empty(*x.shape[:-1], x.size(-1) // 2, dtype=x.dtype, device=x.device) if out is None else out
+    if x.numel() == 0:
+        return y
+    tiling = _tiling(x, TILE_ELEMENTS)
+    with torch.cuda.device_of(x):
+        _forward_kernel[(tiling.row_blocks * tiling.strips,)](
+            x.contiguous(),
+            None if bias is None else bias.contiguous(),
+            y,
+            **_arguments(x, bias, activation, tiling),
+            **OPTIONS,
+        )
+    return y
+
+
+def backward(
+    grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """grad_x [..., 2f], contiguous, and its sum over all dimensions but the last in float32 [2f].
+
+    The sum has two stages, each in a fixed order: the same bits every time on every GPU.
+    """
+    _check(x)
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return grad_x, torch.zeros(x.size(-1), device=x.device) if has_grad_bias else None
+    tiling = _tiling(x, SUMS_TILE if has_grad_bias else TILE_ELEMENTS)
+    tiles_per_program = -(-tiling.row_blocks * tiling.strips // BACKWARD_PROGRAMS)
+    num_chunks = -(-tiling.row_blocks // tiles_per_program)
+    partial = torch.empty(num_chunks, x.size(-1), device=x.device) if has_grad_bias else None
+    with torch.cuda.device_of(x):
+        _backward_kernel[(num_chunks * tiling.strips,)](
+            grad_y.contiguous(),
+            x.contiguous(),
+            None if bias is None else bias.contiguous(),
+            grad_x,
+            partial,
+            **_arguments(x, bias, activation, tiling),
+            tiles_per_program=tiles_per_program,
+            NEEDS_SUMS=has_grad_bias,
+            **OPTIONS,
+        )
+    return grad_x, None if partial is None else partial.sum(0)
+
+
+class _Tiling(NamedTuple):
+    rows: int
+    columns: int
+    row_blocks: int
+    strips: int
+
+
+def _tiling(x: Tensor, tile_elements: int) -> _Tiling:
+    """The widest strip of 256 to 1024 columns that divides f, or all of f, and as many rows as fill tile_elements."""
+    half, num_rows = x.size(-1) // 2, math.prod(x.shape[:-1])
+    columns = max(256, min(1024, half & -half)) if half > 128 else max(8, triton.next_power_of_2(half))
+    rows = tile_elements // columns
+    return _Tiling(rows, columns, -(-num_rows // rows), -(-half // columns))
+
+
+def _arguments(x: Tensor, bias: Tensor | None, activation: str, tiling: _Tiling) -> dict[str, Any]:
+    """The launch arguments that both kernels share; f in units of 8, so that the compiler knows it for a multiple."""
+    half = x.size(-1) // 2
+    unit = 1 if half % 8 else 8
+    return {
+        "num_rows": math.prod(x.shape[:-1]),
+        "half_units": half // unit,
+        "UNIT": unit,
+        "ACTIVATION": activation,
+        "IS_NARROW": x.dtype.itemsize == 2,
+        "HAS_BIAS": bias is not None,
+        "BLOCK_ROWS": tiling.rows,
+        "BLOCK_COLUMNS": tiling.columns,
+    }
+
+
+def _check(x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise ValueError(f"glu: x is {x.dtype}; float32, float16 or bfloat16 is wanted on a GPU; cast it")
