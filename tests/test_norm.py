@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
-from witness import assert_three_witnesses, kept_storages
+from witness import assert_three_witnesses, assert_within_rule, kept_storages
 
-from tempo_kernels.norm import layer_norm, rms_norm
+from tempo_kernels.norm import eager, layer_norm, rms_norm
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FORMS = ["output", "input"]
 PARAMETERS = {
     "initial": lambda h: (torch.ones(h), torch.zeros(h)),
     "trained": lambda h: (torch.randn(h) * 0.3 + 1, torch.randn(h) * 0.2),
@@ -31,19 +34,70 @@ def reference_rms_norm(x, weight):
     return F.rms_norm(x, x.shape[-1:], weight, 1e-5)
 
 
+def zero_centered_layer_norm(x, weight, bias):
+    """Megatron's: the sum is rounded to weight's dtype."""
+    return F.layer_norm(x, x.shape[-1:], weight + 1, bias, 1e-5)
+
+
+@pytest.mark.parametrize("keep", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parameters", PARAMETERS.values(), ids=PARAMETERS)
 @pytest.mark.parametrize("shape", [(64, 3, 768), (7, 33)], ids=str)
-def test_layer_norm_obeys_the_rule_for_any_gamma_and_beta(shape, parameters, dtype, nan_poison):
+def test_layer_norm_obeys_the_rule_for_any_gamma_and_beta(shape, parameters, dtype, keep, nan_poison):
     x, grad = torch.randn(shape) * 3 + 1, torch.randn(shape)
-    assert_three_witnesses(layer_norm, reference_layer_norm, [x, *parameters(shape[-1])], grad, dtype)
+    ours = partial(layer_norm, keep=keep)
+    assert_three_witnesses(ours, reference_layer_norm, [x, *parameters(shape[-1])], grad, dtype)
 
 
+@pytest.mark.parametrize("keep", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["initial", "one in a hundred gamma 0", "tiny gamma", "gamma 0 and beta 0"])
-def test_rms_norm_obeys_the_rule(name, dtype, nan_poison):
+def test_rms_norm_obeys_the_rule(name, dtype, keep, nan_poison):
     x, grad = torch.randn(65, 257), torch.randn(65, 257)
-    assert_three_witnesses(rms_norm, reference_rms_norm, [x, PARAMETERS[name](257)[0]], grad, dtype)
+    ours = partial(rms_norm, keep=keep)
+    assert_three_witnesses(ours, reference_rms_norm, [x, PARAMETERS[name](257)[0]], grad, dtype)
+
+
+@pytest.mark.parametrize("keep", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_zero_centered_gamma_obeys_the_rule(name, dtype, keep):
+    weight, bias = PARAMETERS[name](768)
+    ours = partial(layer_norm, zero_centered=True, keep=keep)
+    inputs = [torch.randn(64, 768) * 3 + 1, weight - 1, bias]
+    assert_three_witnesses(ours, zero_centered_layer_norm, inputs, torch.randn(64, 768), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_small_zero_centered_weight_of_16_bits_is_not_rounded_away(dtype):
+    x, weight, bias = torch.randn(4, 32), torch.full((32,), 2.0**-12), torch.zeros(32)
+    ours = layer_norm(x.to(dtype), weight.to(dtype), bias.to(dtype), zero_centered=True)
+    wanted = F.layer_norm(x.to(dtype).double(), (32,), (weight + 1).double(), bias.double(), 1e-5)
+    assert torch.equal(ours, wanted.to(dtype))
+
+
+@pytest.mark.parametrize("keep", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_float32_parameters_of_a_16_bit_norm_obey_the_rule(dtype, keep):
+    x, grad = torch.randn(64, 768).to(dtype) * 3, torch.randn(64, 768).to(dtype)
+    weight, bias = PARAMETERS["trained"](768)
+    weight[::100] = 0.0
+
+    def run(function, cast):
+        leaves = [cast(t).detach().requires_grad_() for t in (x, weight, bias)]
+        y = function(*leaves)
+        y.backward(cast(grad))
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    exact, same = (run(reference_layer_norm, cast) for cast in (torch.Tensor.double, lambda t: t))
+    for name, a, b, c in zip(
+        ["y", "grad_x", "grad_weight", "grad_bias"],
+        run(partial(layer_norm, keep=keep), lambda t: t),
+        same,
+        exact,
+        strict=True,
+    ):
+        assert_within_rule(name, a, b, c)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,45 +108,68 @@ def test_gradients_that_follow_the_normalised_input_obey_the_rule(dtype):
     )
 
 
-@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (5, 1), (3, 0, 8), (1, 65)], ids=str)
-def test_odd_and_empty_shapes_give_torchs_results(shape):
-    x, grad = torch.randn(shape), torch.randn(shape)
-    assert_three_witnesses(
-        layer_norm, reference_layer_norm, [x, *PARAMETERS["trained"](shape[-1])], grad, torch.float32
-    )
+@pytest.mark.parametrize("keep", FORMS)
+@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (5, 1), (3, 0, 8), (4, 0), (1, 65), (12,)], ids=str)
+def test_odd_and_empty_shapes_give_torchs_results(shape, keep):
+    inputs = [torch.randn(shape), *PARAMETERS["trained"](shape[-1])]
+    ours = partial(layer_norm, keep=keep)
+    assert_three_witnesses(ours, reference_layer_norm, inputs, torch.randn(shape), torch.float32)
 
 
-def test_rows_of_constant_value_give_torchs_results():
+@pytest.mark.parametrize("keep", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_constant_value_give_torchs_results(dtype, keep):
     x = torch.full((4, 96), 3.0)
     x[1:] = torch.randn(3, 96)
-    assert_three_witnesses(
-        layer_norm, reference_layer_norm, [x, *PARAMETERS["trained"](96)], torch.randn(4, 96), torch.float32
-    )
+    inputs, ours = [x, *PARAMETERS["trained"](96)], partial(layer_norm, keep=keep)
+    assert_three_witnesses(ours, reference_layer_norm, inputs, torch.randn(4, 96), dtype)
 
 
-def test_a_row_with_inf_or_nan_is_nan_and_leaves_other_rows_alone():
+@pytest.mark.parametrize("keep", FORMS)
+def test_a_row_with_inf_or_nan_is_nan_as_torchs_and_leaves_other_rows_alone(keep):
     x = torch.randn(3, 32)
     x[0, 3], x[1, 4] = float("inf"), float("nan")
-    x.requires_grad_()
-    weight, bias = (t.requires_grad_() for t in PARAMETERS["trained"](32))
-    y = layer_norm(x, weight, bias)
-    y.sum().backward()
-    assert y[:2].isnan().all() and x.grad[:2].isnan().all()
-    assert y[2].isfinite().all() and x.grad[2].isfinite().all()
+    nan = []
+    for function in (partial(layer_norm, keep=keep), reference_layer_norm):
+        leaves = [t.clone().requires_grad_() for t in (x, *PARAMETERS["initial"](32))]
+        y = function(*leaves)
+        y.sum().backward()
+        nan.append([t.isnan() for t in (y, *(leaf.grad for leaf in leaves))])
+        assert y[2].isfinite().all() and leaves[0].grad[2].isfinite().all()
+    assert all(torch.equal(ours, torchs) for ours, torchs in zip(*nan, strict=True))
+    assert nan[0][0][:2].all() and nan[0][1][:2].all()
 
 
-def test_strided_inputs_and_gradients_give_torchs_results():
+@pytest.mark.parametrize("keep", FORMS)
+def test_strided_inputs_and_gradients_give_torchs_results(keep):
     x, grad = torch.randn(40, 6, 8).transpose(0, 1)[:, ::2], torch.randn(8, 20, 6).permute(2, 1, 0)
-    assert_three_witnesses(layer_norm, reference_layer_norm, [x, *PARAMETERS["trained"](8)], grad, torch.float32)
+    inputs, ours = [x, *PARAMETERS["trained"](8)], partial(layer_norm, keep=keep)
+    assert_three_witnesses(ours, reference_layer_norm, inputs, grad, torch.float32)
 
 
-def test_float64_passes_gradcheck_with_zero_gamma():
+@pytest.mark.parametrize("keep", FORMS)
+def test_float64_passes_gradcheck_with_zero_gamma(keep):
     x, weight, bias = (torch.randn(n, dtype=torch.float64) for n in (48, 12, 12))
-    weight[3], weight[5] = 0.0, 1e-3
+    weight[3], weight[5], weight[7] = 0.0, 1e-3, -1.0
     inputs = [t.requires_grad_() for t in (x.view(4, 12).clone(), weight, bias)]
-    assert torch.autograd.gradcheck(layer_norm, inputs)
-    assert torch.autograd.gradcheck(lambda x, w, b: layer_norm(x, w, b, zero_centered=True), inputs)
-    assert torch.autograd.gradcheck(rms_norm, inputs[:2])
+    for zero_centered in (False, True):
+        options = {"keep": keep, "zero_centered": zero_centered}
+        assert torch.autograd.gradcheck(partial(layer_norm, **options), inputs)
+        assert torch.autograd.gradcheck(partial(rms_norm, **options), inputs[:2])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("function", [layer_norm, rms_norm])
+def test_what_keeps_its_input_refills_its_output_bit_for_bit(function, dtype, monkeypatch):
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 3 * 40)
+    x, (weight, bias) = torch.randn(5, 40, 8).transpose(1, 2).to(dtype), PARAMETERS["trained"](40)
+    parameters = [weight.to(dtype), bias.to(dtype)][: 2 if function is layer_norm else 1]
+    y = function(x.requires_grad_(), *parameters, zero_centered=True, keep="input")
+    out = torch.full_like(y, float("nan"), requires_grad=False)
+    y.grad_fn.refill(y.grad_fn, out)
+    assert torch.equal(out, y) and not out.requires_grad
+    y.sum().backward()
+    assert x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,6 +189,18 @@ def test_keeps_the_output_rstd_and_nothing_else(dtype):
     y = outputs[0]
     assert kept.pop(y.data_ptr()) == y.numel() * y.element_size()
     assert list(kept.values()) == [64 * 2 * 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", [layer_norm, rms_norm])
+def test_what_keeps_its_input_keeps_that_and_one_or_two_numbers_a_row(function, dtype):
+    x = torch.randn(64, 128).to(dtype).requires_grad_()
+    parameters = [t.to(dtype).requires_grad_() for t in PARAMETERS["gamma 0 and beta 0"](128)]
+    parameters = parameters[: 2 if function is layer_norm else 1]
+    kept = kept_storages(partial(function, keep="input"), x, *parameters)
+    for tensor in (x, *parameters):
+        del kept[tensor.data_ptr()]
+    assert list(kept.values()) == [64 * 4] * len(parameters)
 
 
 def test_keeps_one_column_for_each_channel_that_the_output_cannot_carry():
@@ -137,9 +226,11 @@ def test_the_next_linear_keeps_the_same_storage():
     assert large == [outputs[0].data_ptr()]
 
 
-def test_a_second_derivative_raises():
+@pytest.mark.parametrize("keep", FORMS)
+def test_a_second_derivative_raises(keep):
     x = torch.randn(4, 8, requires_grad=True)
-    (grad,) = torch.autograd.grad(layer_norm(x, torch.ones(8), torch.zeros(8)).square().sum(), x, create_graph=True)
+    y = layer_norm(x, torch.ones(8), torch.zeros(8), keep=keep)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
@@ -150,9 +241,21 @@ def test_a_second_derivative_raises():
         (torch.ones(2, 8, dtype=torch.int64), torch.ones(8), torch.ones(8), "floating-point"),
         (torch.ones(2, 8), torch.ones(7), torch.ones(8), r"weight has shape \[7\]"),
         (torch.ones(2, 8), torch.ones(8), torch.ones(8, dtype=torch.float16), "bias is torch.float16"),
+        (torch.ones(2, 8), torch.ones(8).bfloat16(), torch.ones(8), "weight is torch.bfloat16; x's torch.float32 or"),
+        (
+            torch.ones(2, 8).half(),
+            torch.ones(8).bfloat16(),
+            torch.ones(8),
+            "weight is torch.bfloat16; x's torch.float16 or",
+        ),
     ],
-    ids=["integers", "weight size", "bias dtype"],
+    ids=["integers", "weight size", "bias dtype", "weight dtype", "other 16-bit weight dtype"],
 )
 def test_what_does_not_fit_is_refused(x, weight, bias, message):
     with pytest.raises(ValueError, match=message):
         layer_norm(x, weight, bias)
+
+
+def test_an_unknown_form_is_refused():
+    with pytest.raises(ValueError, match='keep is "both".*"output" or "input" is wanted'):
+        layer_norm(torch.ones(2, 8), torch.ones(8), torch.ones(8), keep="both")

@@ -1,49 +1,55 @@
-"""LayerNorm and RMSNorm, differentiated from their output, in plain torch: the specification.
+"""LayerNorm and RMSNorm in plain torch, differentiated from their output or from their input: the specification.
 
     y = gamma * xhat + beta,  xhat = (x - mean) * rstd          (RMSNorm: mean = 0, beta = 0)
-    xhat = (y - beta) / gamma
     grad_x = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = gamma * grad_y      (RMSNorm: without mean(g))
     grad_gamma = sum over rows of grad_y * xhat,  grad_beta = sum over rows of grad_y
 
-y carries xhat only where gamma is large enough beside beta: y's rounding error, relative to |beta| + |gamma xhat|, is
-divided by |gamma|. Channels with |beta| > MAX_OFFSET * |gamma|, or whose gamma is close to the smallest normal number,
-are kept as a narrow xhat of their own, so that the gradients are right for every gamma, zero included.
+gamma is weight, or 1 + weight where it is zero-centred: added in float32, so that a 16-bit weight loses nothing.
+
+From the output, xhat = (y - beta) / gamma. y carries xhat only where gamma is large enough beside beta: y's rounding
+error, relative to |beta| + |gamma xhat|, is divided by |gamma|. Channels with |beta| > MAX_OFFSET * |gamma|, or whose
+gamma is close to the smallest normal number, are kept as a narrow xhat of their own, so that the gradients are right
+for every gamma, zero included.
+
+Large tensors on a CPU go through one_pass.py, the same formulas in one compiled pass.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from tempo_kernels.norm import one_pass
+
 MAX_OFFSET = 2.0
+# What makes a channel a candidate: half of that offset, or a gamma that an optimizer may soon take through 0.
+CLOSE_OFFSET = MAX_OFFSET / 2
+SMALL_SHARE = 1 / 8
 BLOCK_ELEMENTS = 1 << 18
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, subtracts_mean: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, subtracts_mean: bool, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y [..., h], rstd [rows] (float32), and the channels [k] that y cannot carry with their xhat [rows, k]."""
-    compute_dtype = torch.promote_types(x.dtype, torch.float32)
-    hidden_size = x.size(-1)
-    rows = x.reshape(-1, hidden_size)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = torch.empty(rows.size(0), dtype=compute_dtype, device=x.device)
-    lost = lost_channels(weight, bias, x.dtype)
+    rows, gamma = _rows(x), _gamma(weight, x.dtype, zero_centered)
+    lost = lost_channels(weight, bias, x.dtype, zero_centered).nonzero().squeeze(-1)
     lost_xhat = torch.empty(rows.size(0), lost.numel(), dtype=x.dtype, device=x.device)
-    gamma = weight.to(compute_dtype)
+    if one_pass.pays_for(rows):
+        y_rows, mean, rstd = one_pass.forward(rows, gamma, bias, eps)
+        if lost.numel():
+            lost_xhat = one_pass.normalized(rows[:, lost], mean, rstd).to(x.dtype)
+        return y_rows.view(x.shape), rstd, lost, lost_xhat
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rstd = torch.empty(rows.size(0), dtype=gamma.dtype, device=x.device)
     for block in _blocks(rows):
-        xhat = rows[block].to(compute_dtype, copy=True)
-        if subtracts_mean:
-            xhat -= xhat.mean(-1, keepdim=True)
-        block_rstd = xhat.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        xhat *= block_rstd
-        rstd[block] = block_rstd.squeeze(-1)
+        xhat, _, rstd[block] = _normalized(rows[block], gamma.dtype, eps, subtracts_mean)
         if lost.numel():
             lost_xhat[block] = xhat[:, lost].to(x.dtype)
-        xhat *= gamma
-        if bias is not None:
-            xhat += bias
-        y.view(-1, hidden_size)[block] = xhat
+        _rows(y)[block] = _scaled(xhat, gamma, bias)
     return y, rstd, lost, lost_xhat
 
 
@@ -56,46 +62,171 @@ def backward(
     lost: Tensor,
     lost_xhat: Tensor,
     subtracts_mean: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """grad_x [..., h] in y's dtype; grad_weight and grad_bias [h] in float32."""
-    hidden_size = y.size(-1)
-    y_rows, grad_rows = y.view(-1, hidden_size), grad_y.reshape(-1, hidden_size)
-    grad_x = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    gamma = weight.to(rstd.dtype)
-    grad_weight, grad_bias = torch.zeros_like(gamma), torch.zeros_like(gamma)
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """grad_x [..., h] in y's dtype; grad_weight and, where there is a bias, grad_bias [h] in their parameters'."""
+    rows, gamma = _rows(y), _gamma(weight, y.dtype, zero_centered)
     inverse = gamma.index_fill(0, lost, 1.0).reciprocal_()
-    for block in _blocks(y_rows):
-        # [rows, h]
-        xhat = y_rows[block].to(rstd.dtype, copy=bias is None)
+    if one_pass.pays_for(rows):
+        grad_x, *sums = one_pass.backward(_rows(grad_y), rows, rstd, gamma, inverse, bias, lost, lost_xhat)
+        return grad_x.view(y.shape), sums[0], sums[1]
+
+    def xhat_of(block: slice) -> Tensor:
+        xhat = rows[block].to(gamma.dtype, copy=bias is None)
         if bias is not None:
             xhat = xhat - bias
         xhat *= inverse
         if lost.numel():
-            xhat.index_copy_(1, lost, lost_xhat[block].to(rstd.dtype))
-        grad = grad_rows[block].to(rstd.dtype)
+            xhat.index_copy_(1, lost, lost_xhat[block].to(gamma.dtype))
+        return xhat
+
+    grad_x, grad_gamma, grad_beta = _gradients(grad_y, xhat_of, rstd, gamma, y.dtype, subtracts_mean)
+    return grad_x, grad_gamma.to(weight.dtype), None if bias is None else grad_beta.to(bias.dtype)
+
+
+def forward_from_input(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, subtracts_mean: bool, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y [..., h], rstd [rows] and, where it is subtracted, mean [rows] (float32)."""
+    rows = _rows(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    gamma = _gamma(weight, x.dtype, zero_centered)
+    rstd = torch.empty(rows.size(0), dtype=gamma.dtype, device=x.device)
+    mean = torch.empty_like(rstd) if subtracts_mean else None
+    for block in _blocks(rows):
+        xhat, block_mean, rstd[block] = _normalized(rows[block], gamma.dtype, eps, subtracts_mean)
+        if mean is not None and block_mean is not None:
+            mean[block] = block_mean
+        _rows(y)[block] = _scaled(xhat, gamma, bias)
+    return y, rstd, mean
+
+
+def refill(
+    out: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    mean: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    zero_centered: bool,
+) -> None:
+    """Writes y into `out` again, the same bits as forward_from_input, from what that kept."""
+    rows, gamma = _rows(x), _gamma(weight, x.dtype, zero_centered)
+    for block in _blocks(rows):
+        _rows(out)[block] = _scaled(_normalized_by(rows[block], rstd[block], mean, block), gamma, bias)
+
+
+def backward_from_input(
+    grad_y: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    mean: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As backward, from what forward_from_input kept."""
+    rows, gamma = _rows(x), _gamma(weight, x.dtype, zero_centered)
+
+    def xhat_of(block: slice) -> Tensor:
+        return _normalized_by(rows[block], rstd[block], mean, block)
+
+    grad_x, grad_gamma, grad_beta = _gradients(grad_y, xhat_of, rstd, gamma, x.dtype, mean is not None)
+    return grad_x, grad_gamma.to(weight.dtype), None if bias is None else grad_beta.to(bias.dtype)
+
+
+def lost_channels(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    """Whether each channel's xhat cannot be recovered from a y of `dtype`: bool [h]."""
+    magnitude = _gamma(weight.detach(), dtype, zero_centered).abs_()
+    lost = ~(magnitude > smallest_carried(dtype))
+    if bias is not None:
+        lost |= bias.detach().abs() > MAX_OFFSET * magnitude
+    return lost
+
+
+def candidate_channels(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    """Whether each channel is lost or may be lost within a few optimizer steps: bool [h]."""
+    magnitude = _gamma(weight.detach(), dtype, zero_centered).abs_()
+    # Beside the mean, not the largest: one channel with a large gamma says nothing of the others.
+    candidates = lost_channels(weight, bias, dtype, zero_centered) | (magnitude < magnitude.mean() * SMALL_SHARE)
+    if bias is not None:
+        candidates |= bias.detach().abs() > CLOSE_OFFSET * magnitude
+    return candidates
+
+
+def smallest_carried(dtype: torch.dtype) -> float:
+    """A y of `dtype` carries the xhat of a larger |gamma|."""
+    limits = torch.finfo(dtype)
+    # float16 has gradual underflow everywhere; elsewhere stay clear of hardware that flushes subnormals to zero.
+    return limits.tiny if dtype == torch.float16 else limits.tiny / limits.eps
+
+
+def _gamma(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    """gamma [h] in the dtype that a norm of `dtype` computes in, in new memory."""
+    gamma = weight.to(torch.promote_types(dtype, torch.float32), copy=True)
+    return gamma.add_(1.0) if zero_centered else gamma
+
+
+def _normalized(
+    x: Tensor, compute_dtype: torch.dtype, eps: float, subtracts_mean: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """xhat [rows, h] in new memory, mean and rstd [rows]."""
+    xhat, mean = x.to(compute_dtype, copy=True), None
+    if subtracts_mean:
+        mean = xhat.mean(-1)
+        xhat -= mean.unsqueeze(-1)
+    rstd = xhat.square().mean(-1).add_(eps).rsqrt_()
+    xhat *= rstd.unsqueeze(-1)
+    return xhat, mean, rstd
+
+
+def _normalized_by(x: Tensor, rstd: Tensor, mean: Tensor | None, block: slice) -> Tensor:
+    """xhat [rows, h] in new memory, the same bits as _normalized's."""
+    xhat = x.to(rstd.dtype, copy=mean is None)
+    if mean is not None:
+        xhat = xhat - mean[block].unsqueeze(-1)
+    xhat *= rstd.unsqueeze(-1)
+    return xhat
+
+
+def _scaled(xhat: Tensor, gamma: Tensor, bias: Tensor | None) -> Tensor:
+    """gamma * xhat + beta, over xhat."""
+    xhat *= gamma
+    if bias is not None:
+        xhat += bias
+    return xhat
+
+
+def _gradients(
+    grad_y: Tensor,
+    xhat_of: Callable[[slice], Tensor],
+    rstd: Tensor,
+    gamma: Tensor,
+    dtype: torch.dtype,
+    subtracts_mean: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """grad_x in `dtype`, grad_gamma and grad_beta; xhat_of gives the xhat of a block of rows, in new memory."""
+    grad_x = torch.empty(grad_y.shape, dtype=dtype, device=grad_y.device)
+    grad_rows, hidden_size = _rows(grad_y), grad_y.size(-1)
+    grad_gamma, grad_beta = torch.zeros_like(gamma), torch.zeros_like(gamma)
+    for block in _blocks(grad_rows):
+        xhat, grad = xhat_of(block), grad_rows[block].to(rstd.dtype)
         product = grad * xhat
-        grad_weight += product.sum(0)
-        grad_bias += grad.sum(0)
+        grad_gamma += product.sum(0)
+        grad_beta += grad.sum(0)
         xhat *= product.mv(gamma).div_(hidden_size).unsqueeze(-1)
         grad = grad * gamma
         if subtracts_mean:
             xhat += grad.mean(-1, keepdim=True)
         grad -= xhat
         grad *= rstd[block].unsqueeze(-1)
-        grad_x.view(-1, hidden_size)[block] = grad
-    return grad_x, grad_weight, grad_bias
+        _rows(grad_x)[block] = grad
+    return grad_x, grad_gamma, grad_beta
 
 
-def lost_channels(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Indices of the channels whose xhat cannot be recovered from a y of `dtype`."""
-    limits = torch.finfo(dtype)
-    # float16 has gradual underflow everywhere; elsewhere stay clear of hardware that flushes subnormals to zero.
-    smallest = limits.tiny if dtype == torch.float16 else limits.tiny / limits.eps
-    magnitude = weight.detach().abs()
-    lost = ~(magnitude > smallest)
-    if bias is not None:
-        lost |= bias.detach().abs() > MAX_OFFSET * magnitude
-    return lost.nonzero().squeeze(-1)
+def _rows(x: Tensor) -> Tensor:
+    """x as [rows, h]; a view where x is contiguous."""
+    return x.reshape(math.prod(x.shape[:-1]), x.size(-1))
 
 
 def _blocks(rows: Tensor) -> list[slice]:

@@ -1,11 +1,8 @@
-"""LayerNorm and RMSNorm, differentiated from their output, in Triton; eager.py is the specification.
+"""LayerNorm and RMSNorm on a GPU, in Triton; eager.py is the specification.
 
-Rows up to FORWARD_ROW_BYTES and BACKWARD_ROW_BYTES stay in registers: one read of each input, one write of each output;
-for longer rows see long_rows/kernel.py. The host counts the lost channels in every forward, and for that it waits for
-the GPU once per call; a form without waiting is still to come. Only where there are any, kernels are compiled with the
-code that keeps them.
-
-Kept for backward: y (the next linear's own), rstd, and where channels are lost, slots and lost_xhat (see forward).
+Rows up to FORWARD_ROW_BYTES and BACKWARD_ROW_BYTES stay in registers (whole_rows/kernel.py); longer ones are read more
+than once (long_rows/kernel.py). Nothing here waits for the GPU but the first call with a weight; see
+lost_channels/reserve.py. Only where channels may be lost, kernels are compiled with the code that keeps them.
 """
 
 from __future__ import annotations
@@ -14,128 +11,40 @@ import math
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.norm import eager
 from tempo_kernels.norm.long_rows import kernel as long_rows
-from tempo_kernels.norm.lost_channels.kernel import parameters, restored, store_lost
+from tempo_kernels.norm.lost_channels.kernel import DTYPES, RESOLUTION, SMALLEST, find_lost
+from tempo_kernels.norm.whole_rows import kernel as whole_rows
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORWARD_ROW_BYTES = 32768
 BACKWARD_ROW_BYTES = 16384
-FORWARD_PROGRAMS = 2048
-BACKWARD_PROGRAMS = 264
-STAGES = tl.constexpr(2)
-
-
-@triton.jit(do_not_specialize=["tiles_per_program", "capacity"])
-def _forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, slots_ptr, lost_xhat_ptr,
-    num_rows, column_units, capacity, eps, tiles_per_program,
-    UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One program: tiles_per_program tiles of whole rows below one another."""
-    num_columns = column_units * UNIT
-    column = tl.arange(0, BLOCK_COLUMNS)
-    inside = column < num_columns
-    gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS)
-    first = tl.program_id(0) * tiles_per_program
-    for tile in tl.range(first, first + tiles_per_program, num_stages=STAGES):
-        row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        offset = row.to(tl.int64)[:, None] * num_columns + column[None, :]
-        mask = (row < num_rows)[:, None] & inside[None, :]
-        xhat = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        if SUBTRACTS_MEAN:
-            mean = tl.sum(xhat, axis=1) / num_columns
-            xhat = tl.where(mask, xhat - mean[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(xhat * xhat, axis=1) / num_columns + eps)
-        xhat *= rstd[:, None]
-        tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
-        if HAS_LOST:
-            store_lost(slots_ptr, lost_xhat_ptr, row, column, inside, xhat, num_rows, capacity)
-        y = xhat * gamma[None, :] + beta[None, :]
-        tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["tiles_per_program", "capacity"])
-def _backward_kernel(
-    grad_y_ptr, y_ptr, rstd_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, grad_x_ptr, partial_ptr,
-    num_rows, column_units, capacity, tiles_per_program,
-    UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One program: tiles_per_program tiles of whole rows, and their sums over rows into its part of partial."""
-    num_columns = column_units * UNIT
-    column = tl.arange(0, BLOCK_COLUMNS)
-    inside = column < num_columns
-    gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS)
-    # Where y carries xhat, y - beta is gamma * xhat: dividing late holds fewer numbers per channel in registers.
-    divisor, along = gamma[None, :], 1.0
-    if HAS_LOST:
-        carried = tl.load(slots_ptr + column, mask=inside, other=-1) < 0
-        divisor = tl.where(carried, gamma, 1.0)[None, :]
-        along = tl.where(carried, 1.0, gamma)[None, :]
-    grad_gamma = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
-    grad_beta = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
-    first = tl.program_id(0) * tiles_per_program
-    for tile in tl.range(first, first + tiles_per_program, num_stages=STAGES):
-        row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        offset = row.to(tl.int64)[:, None] * num_columns + column[None, :]
-        mask = (row < num_rows)[:, None] & inside[None, :]
-        y = tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(grad_y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
-        scaled = y - beta[None, :]
-        if HAS_LOST:
-            scaled = restored(scaled, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
-        product = grad * scaled
-        grad_gamma += product
-        if HAS_BIAS:
-            grad_beta += grad
-        grad *= gamma[None, :]
-        along_xhat = tl.sum(product * along, axis=1) / num_columns
-        if SUBTRACTS_MEAN:
-            grad -= (tl.sum(grad, axis=1) / num_columns)[:, None]
-        grad_x = (grad - scaled / divisor * along_xhat[:, None]) * rstd[:, None]
-        tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
-    partial = partial_ptr + tl.program_id(0).to(tl.int64) * num_columns + column
-    tl.store(partial, tl.sum(grad_gamma / divisor, axis=0), mask=inside)
-    if HAS_BIAS:
-        partial += tl.num_programs(0).to(tl.int64) * num_columns
-        tl.store(partial, tl.sum(grad_beta, axis=0), mask=inside)
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, subtracts_mean: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, subtracts_mean: bool, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y [..., h], rstd [rows] (float32), slots and lost_xhat.
-
-    slots (int32 [h]) is each channel's column in lost_xhat [rows, k] (x's dtype), or -1 where y carries it; k is the
-    number of lost channels rounded up to a multiple of eight, so that the size of the allocation seldom changes. Where
-    none is lost (as with every common initialisation), both are empty.
-    """
+    """y [..., h], rstd [rows] (float32), slots and lost_xhat as lost_channels/kernel.py describes them."""
     _check(x)
-    hidden_size = x.size(-1)
     num_rows = math.prod(x.shape[:-1])
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    slots, capacity = _slots(eager.lost_channels(weight, bias, x.dtype), hidden_size)
-    lost_xhat = torch.empty(num_rows, capacity, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
-        return y, rstd, slots, lost_xhat
-    weight, bias = _contiguous(weight, bias)
-    sizes = _sizes(x, num_rows, lost_xhat)
+        return y, rstd, rstd.new_empty(0, dtype=torch.int32), x.new_empty(num_rows, 0)
     with torch.cuda.device_of(x):
-        tensors = (x.contiguous(), weight, bias, y, rstd, slots, lost_xhat)
-        flags = {"SUBTRACTS_MEAN": subtracts_mean, "HAS_BIAS": bias is not None, "HAS_LOST": slots.numel() > 0}
-        if _is_long(x, slots, FORWARD_ROW_BYTES):
-            long_rows.forward(*tensors, **sizes, eps=eps, **flags)
-        else:
-            num_programs, tiles = _tiles(num_rows, hidden_size, slots, FORWARD_PROGRAMS)
-            _forward_kernel[(num_programs,)](*tensors, **sizes, eps=eps, **flags, **tiles)
+        slots, capacity, counts = find_lost(x, weight, bias, zero_centered)
+        lost_xhat = torch.empty(num_rows, capacity, dtype=x.dtype, device=x.device)
+        rows = long_rows if _is_long(x, capacity > 0, FORWARD_ROW_BYTES) else whole_rows
+        rows.forward(
+            x_ptr=x.contiguous(),
+            y_ptr=y,
+            counts_ptr=counts,
+            eps=eps,
+            REFILLS=False,
+            SMALLEST=SMALLEST[x.dtype],
+            **_from_output(rstd, slots, lost_xhat),
+            **_shared(x, num_rows, weight, bias, subtracts_mean, zero_centered),
+        )
     return y, rstd, slots, lost_xhat
 
 
@@ -148,77 +57,152 @@ def backward(
     slots: Tensor,
     lost_xhat: Tensor,
     subtracts_mean: bool,
+    zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """grad_x [..., h] in y's dtype; grad_weight and, where there is a bias, grad_bias [h] in float32.
+    """grad_x [..., h] in y's dtype; grad_weight and, where there is a bias, grad_bias [h] in their parameters' dtypes.
 
     The sums over rows have two stages, each in a fixed order: the same bits every time on the same GPU.
     """
-    num_rows, hidden_size = rstd.numel(), y.size(-1)
-    grad_x = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    if y.numel() == 0:
-        zeros = torch.zeros(2, hidden_size, device=y.device)
-        return grad_x, zeros[0], None if bias is None else zeros[1]
-    tensors = (grad_y.contiguous(), y, rstd, *_contiguous(weight, bias), slots, lost_xhat, grad_x)
-    sizes = _sizes(y, num_rows, lost_xhat)
-    flags = {"SUBTRACTS_MEAN": subtracts_mean, "HAS_BIAS": bias is not None, "HAS_LOST": slots.numel() > 0}
-    with torch.cuda.device_of(y):
-        if _is_long(y, slots, BACKWARD_ROW_BYTES):
-            partial = long_rows.backward(*tensors, **sizes, **flags)
-        else:
-            num_programs, tiles = _tiles(num_rows, hidden_size, slots, _backward_programs(y))
-            partial = torch.empty(1 if bias is None else 2, num_programs, hidden_size, device=y.device)
-            _backward_kernel[(num_programs,)](*tensors, partial, **sizes, **flags, **tiles)
-    sums = partial.sum(1)
-    return grad_x, sums[0], None if bias is None else sums[1]
+    kept = _from_output(rstd, slots, lost_xhat)
+    return _backward(grad_y, y, kept, weight, bias, subtracts_mean, zero_centered)
 
 
-def _slots(lost: Tensor, hidden_size: int) -> tuple[Tensor, int]:
-    """slots as forward returns them, for the indices of the lost channels, and how many columns lost_xhat has."""
-    if not lost.numel():
-        return torch.empty(0, dtype=torch.int32, device=lost.device), 0
-    slots = torch.full((hidden_size,), -1, dtype=torch.int32, device=lost.device)
-    slots[lost] = torch.arange(lost.numel(), dtype=torch.int32, device=lost.device)
-    return slots, -(-lost.numel() // 8) * 8
+def forward_from_input(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, subtracts_mean: bool, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y [..., h], rstd [rows] and, where it is subtracted, mean [rows] (float32)."""
+    _check(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rstd = torch.empty(math.prod(x.shape[:-1]), dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if subtracts_mean else None
+    _fill(y, x, rstd, mean, weight, bias, zero_centered, eps=eps, REFILLS=False)
+    return y, rstd, mean
 
 
-def _is_long(x: Tensor, slots: Tensor, limit: int) -> bool:
+def refill(
+    out: Tensor, x: Tensor, rstd: Tensor, mean: Tensor | None, weight: Tensor, bias: Tensor | None, zero_centered: bool
+) -> None:
+    """Writes y into `out` again, the same bits as forward_from_input, from what that kept."""
+    _fill(out, x, rstd, mean, weight, bias, zero_centered, eps=0.0, REFILLS=True)
+
+
+def backward_from_input(
+    grad_y: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    mean: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As backward, from what forward_from_input kept."""
+    return _backward(grad_y, x.contiguous(), _from_input(rstd, mean), weight, bias, mean is not None, zero_centered)
+
+
+def _fill(
+    y: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    mean: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    zero_centered: bool,
+    **mode: Any,
+) -> None:
+    if x.numel() == 0:
+        return
+    rows = long_rows if _is_long(x, False, FORWARD_ROW_BYTES) else whole_rows
+    with torch.cuda.device_of(x):
+        rows.forward(
+            x_ptr=x.contiguous(),
+            y_ptr=y,
+            counts_ptr=None,
+            **mode,
+            SMALLEST=SMALLEST[x.dtype],
+            **_from_input(rstd, mean),
+            **_shared(x, rstd.numel(), weight, bias, mean is not None, zero_centered),
+        )
+
+
+def _backward(
+    grad_y: Tensor,
+    source: Tensor,
+    kept: dict[str, Any],
+    weight: Tensor,
+    bias: Tensor | None,
+    subtracts_mean: bool,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    grad_x = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+    if source.numel() == 0:
+        return grad_x, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
+    rows = long_rows if _is_long(source, kept["HAS_LOST"], BACKWARD_ROW_BYTES) else whole_rows
+    with torch.cuda.device_of(source):
+        partial = rows.backward(
+            grad_y_ptr=grad_y.contiguous(),
+            source_ptr=source,
+            grad_x_ptr=grad_x,
+            **RESOLUTION[source.dtype],
+            **kept,
+            **_shared(source, kept["rstd_ptr"].numel(), weight, bias, subtracts_mean, zero_centered),
+        )
+        sums = partial.sum(1)
+    if bias is None:
+        return grad_x, sums[0].to(weight.dtype), None
+    if bias.dtype == weight.dtype:
+        sums = sums.to(weight.dtype)  # one launch for both
+    return grad_x, sums[0].to(weight.dtype), sums[1].to(bias.dtype)
+
+
+def _is_long(x: Tensor, has_lost: bool, limit: int) -> bool:
     """Whether a row takes more registers than a program has; lost channels take some too."""
-    return x.size(-1) * x.element_size() * (2 if slots.numel() else 1) > limit
+    return x.size(-1) * x.element_size() * (2 if has_lost else 1) > limit
 
 
-def _tiles(num_rows: int, hidden_size: int, slots: Tensor, max_programs: int) -> tuple[int, dict[str, Any]]:
-    """Programs and their meta-parameters: 16 elements a thread, 8 where it has lost channels to find too."""
-    columns = triton.next_power_of_2(hidden_size)
-    rows = max(1, 2048 // columns)
-    num_tiles = -(-num_rows // rows)
-    tiles_per_program = -(-num_tiles // max_programs)
-    return -(-num_tiles // tiles_per_program), {
-        "tiles_per_program": tiles_per_program,
-        "BLOCK_ROWS": rows,
-        "BLOCK_COLUMNS": columns,
-        "num_warps": min(16, rows * columns // (256 if slots.numel() else 512)),
-        "enable_fp_fusion": True,
-    }
-
-
-def _backward_programs(x: Tensor) -> int:
-    """As many as run at once: two on each multiprocessor."""
-    return 2 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else BACKWARD_PROGRAMS
-
-
-def _sizes(x: Tensor, num_rows: int, lost_xhat: Tensor) -> dict[str, Any]:
-    """The launch arguments that all kernels share; h in units of 8, so that the compiler knows it for a multiple."""
-    unit = 1 if x.size(-1) % 8 else 8
+def _from_output(rstd: Tensor, slots: Tensor, lost_xhat: Tensor) -> dict[str, Any]:
+    """The launch arguments for what is kept beside y."""
+    capacity = lost_xhat.size(1)
     return {
-        "num_rows": num_rows,
-        "column_units": x.size(-1) // unit,
-        "capacity": lost_xhat.size(1),
-        "UNIT": unit,
+        "rstd_ptr": rstd,
+        "mean_ptr": None,
+        "slots_ptr": slots,
+        "lost_xhat_ptr": lost_xhat,
+        "capacity": capacity,
+        "HAS_LOST": capacity > 0,
+        "FROM_INPUT": False,
     }
 
 
-def _contiguous(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return weight.contiguous(), None if bias is None else bias.contiguous()
+def _from_input(rstd: Tensor, mean: Tensor | None) -> dict[str, Any]:
+    """The launch arguments for what is kept beside x."""
+    return {
+        "rstd_ptr": rstd,
+        "mean_ptr": mean,
+        "slots_ptr": None,
+        "lost_xhat_ptr": None,
+        "capacity": 0,
+        "HAS_LOST": False,
+        "FROM_INPUT": True,
+    }
+
+
+def _shared(
+    x: Tensor, num_rows: int, weight: Tensor, bias: Tensor | None, subtracts_mean: bool, zero_centered: bool
+) -> dict[str, Any]:
+    """The launch arguments of every kernel; h in units of 8, so that the compiler knows it for a multiple."""
+    hidden_size = x.size(-1)
+    unit = 1 if hidden_size % 8 else 8
+    return {
+        "hidden_size": hidden_size,
+        "num_rows": num_rows,
+        "column_units": hidden_size // unit,
+        "weight_ptr": weight.contiguous(),
+        "bias_ptr": None if bias is None else bias.contiguous(),
+        "UNIT": unit,
+        "SUBTRACTS_MEAN": subtracts_mean,
+        "HAS_BIAS": bias is not None,
+        "ZERO_CENTERED": zero_centered,
+    }
 
 
 def _check(x: Tensor) -> None:

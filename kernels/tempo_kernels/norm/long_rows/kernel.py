@@ -1,5 +1,5 @@
 """LayerNorm and RMSNorm of rows that are too long for the registers of one program: read more than once, in blocks of
-columns. The mathematics is that of norm/kernel.py."""
+columns. The mathematics and the arguments are those of whole_rows/kernel.py."""
 
 from __future__ import annotations
 
@@ -10,72 +10,111 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.norm.lost_channels.kernel import inverse_of, parameters, restored, store_lost
+from tempo_kernels.norm.lost_channels.kernel import (
+    find_channels,
+    marked,
+    parameters,
+    recovered,
+    restored,
+    store_lost,
+)
 
 OPTIONS = {"BLOCK_COLUMNS": 4096, "num_warps": 8, "enable_fp_fusion": True}
-SUMS_OPTIONS = {"BLOCK_ROWS": 8, "BLOCK_COLUMNS": 256, "num_warps": 4, "enable_fp_fusion": True}
+SUMS_OPTIONS = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 256, "num_warps": 4, "enable_fp_fusion": True}
 SUMS_PROGRAMS = 1024
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def _forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, slots_ptr, lost_xhat_ptr,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, mean_ptr, slots_ptr, lost_xhat_ptr, counts_ptr,
     num_rows, column_units, capacity, eps,
-    UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOST: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, REFILLS: tl.constexpr, COUNTS: tl.constexpr,
+    SMALLEST: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row, read three times."""
+    """One program: one row, read three times; once where REFILLS, from the mean and rstd of before."""
     num_columns = column_units * UNIT
-    row = tl.program_id(0) + tl.arange(0, 1)
-    start = row.to(tl.int64)[:, None] * num_columns
+    if COUNTS:  # noqa: SIM102
+        # A program of its own, without a row.
+        if tl.program_id(0) == num_rows:
+            find_channels(
+                weight_ptr, bias_ptr, slots_ptr, counts_ptr, num_columns, 0,
+                HAS_BIAS, ZERO_CENTERED, False, SMALLEST, BLOCK_COLUMNS,
+            )  # fmt: skip
+            return
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    start = row[:, None] * num_columns
     mean = tl.zeros((1,), dtype=tl.float32)
-    if SUBTRACTS_MEAN:
+    if REFILLS:
+        if SUBTRACTS_MEAN:
+            mean = tl.load(mean_ptr + row)
+        rstd = tl.load(rstd_ptr + row)
+    else:
+        if SUBTRACTS_MEAN:
+            for block in range(0, num_columns, BLOCK_COLUMNS):
+                column = (block + tl.arange(0, BLOCK_COLUMNS))[None, :]
+                x = tl.load(x_ptr + start + column, mask=column < num_columns, other=0.0).to(tl.float32)
+                mean += tl.sum(x, axis=1)
+            mean /= num_columns
+            if FROM_INPUT:
+                tl.store(mean_ptr + row, mean)
+        variance = tl.zeros((1,), dtype=tl.float32)
         for block in range(0, num_columns, BLOCK_COLUMNS):
             column = (block + tl.arange(0, BLOCK_COLUMNS))[None, :]
             x = tl.load(x_ptr + start + column, mask=column < num_columns, other=0.0).to(tl.float32)
-            mean += tl.sum(x, axis=1)
-        mean /= num_columns
-    variance = tl.zeros((1,), dtype=tl.float32)
-    for block in range(0, num_columns, BLOCK_COLUMNS):
-        column = (block + tl.arange(0, BLOCK_COLUMNS))[None, :]
-        x = tl.load(x_ptr + start + column, mask=column < num_columns, other=0.0).to(tl.float32)
-        x = tl.where(column < num_columns, x - mean[:, None], 0.0)
-        variance += tl.sum(x * x, axis=1)
-    rstd = tl.rsqrt(variance / num_columns + eps)
-    tl.store(rstd_ptr + row, rstd)
+            x = tl.where(column < num_columns, x - mean[:, None], 0.0)
+            variance += tl.sum(x * x, axis=1)
+        rstd = tl.rsqrt(variance / num_columns + eps)
+        tl.store(rstd_ptr + row, rstd)
     for block in range(0, num_columns, BLOCK_COLUMNS):
         column = block + tl.arange(0, BLOCK_COLUMNS)
         inside = column < num_columns
-        gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS)
+        gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
         x = tl.load(x_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
         xhat = (x - mean[:, None]) * rstd[:, None]
         if HAS_LOST:
             store_lost(slots_ptr, lost_xhat_ptr, row, column, inside, xhat, num_rows, capacity)
-        y = xhat * gamma[None, :] + beta[None, :]
+        y = tl.fma(xhat, gamma[None, :], beta[None, :])
         tl.store(y_ptr + start + column[None, :], y.to(y_ptr.dtype.element_ty), mask=inside[None, :])
+
+
+@triton.jit
+def _xhat(source, gamma, beta, mean, rstd, FROM_INPUT: tl.constexpr):
+    """xhat [m, n] from x or from y, without the lost channels that were kept; gamma and beta are marked."""
+    if FROM_INPUT:  # noqa: SIM108
+        xhat = (source - mean[:, None]) * rstd[:, None]
+    else:
+        xhat = recovered(source, beta) * (1.0 / gamma)[None, :]
+    return xhat
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def _backward_kernel(
-    grad_y_ptr, y_ptr, rstd_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, grad_x_ptr,
+    grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, grad_x_ptr,
     num_rows, column_units, capacity,
-    UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOST: tl.constexpr,
+    UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, EPS: tl.constexpr, TINY: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: grad_x of one row, read twice."""
     num_columns = column_units * UNIT
-    row = tl.program_id(0) + tl.arange(0, 1)
-    start = row.to(tl.int64)[:, None] * num_columns
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    start = row[:, None] * num_columns
     along_xhat = tl.zeros((1,), dtype=tl.float32)
     along_ones = tl.zeros((1,), dtype=tl.float32)
     rstd = tl.load(rstd_ptr + row)
+    mean = tl.zeros((1,), dtype=tl.float32)
+    if FROM_INPUT and SUBTRACTS_MEAN:
+        mean = tl.load(mean_ptr + row)
     for block in range(0, num_columns, BLOCK_COLUMNS):
         column = block + tl.arange(0, BLOCK_COLUMNS)
         inside = column < num_columns
-        gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS)
-        y = tl.load(y_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+        gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
+        if not FROM_INPUT:
+            gamma, beta = marked(gamma, beta, EPS, TINY)
+        source = tl.load(source_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
         grad = tl.load(grad_y_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-        xhat = (y - beta[None, :]) * inverse_of(gamma)[None, :]
+        xhat = _xhat(source, gamma, beta, mean, rstd, FROM_INPUT)
         if HAS_LOST:
             xhat = restored(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
         grad *= gamma[None, :]
@@ -84,10 +123,12 @@ def _backward_kernel(
     for block in range(0, num_columns, BLOCK_COLUMNS):
         column = block + tl.arange(0, BLOCK_COLUMNS)
         inside = column < num_columns
-        gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS)
-        y = tl.load(y_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+        gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
+        if not FROM_INPUT:
+            gamma, beta = marked(gamma, beta, EPS, TINY)
+        source = tl.load(source_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
         grad = tl.load(grad_y_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-        xhat = (y - beta[None, :]) * inverse_of(gamma)[None, :]
+        xhat = _xhat(source, gamma, beta, mean, rstd, FROM_INPUT)
         if HAS_LOST:
             xhat = restored(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
         grad_x = grad * gamma[None, :] - xhat * (along_xhat / num_columns)[:, None]
@@ -99,27 +140,35 @@ def _backward_kernel(
 
 @triton.jit(do_not_specialize=["tiles_per_program", "capacity"])
 def _sums_kernel(
-    grad_y_ptr, y_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, partial_ptr,
+    grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, partial_ptr,
     num_rows, column_units, capacity, tiles_per_program,
-    UNIT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOST: tl.constexpr,
+    UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, EPS: tl.constexpr, TINY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: sums over tiles_per_program tiles below one another, in one strip of columns."""
     num_columns = column_units * UNIT
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = column < num_columns
-    gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS)
-    inverse = inverse_of(gamma)
+    gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
+    if not FROM_INPUT:
+        gamma, beta = marked(gamma, beta, EPS, TINY)
     grad_gamma = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     grad_beta = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     first = tl.program_id(0) * tiles_per_program
     for tile in range(first, first + tiles_per_program):
-        row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        offset = row.to(tl.int64)[:, None] * num_columns + column[None, :]
+        row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
+        offset = row[:, None] * num_columns + column[None, :]
         mask = (row < num_rows)[:, None] & inside[None, :]
-        y = tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        source = tl.load(source_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        xhat = (y - beta[None, :]) * inverse[None, :]
+        rstd = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+        mean = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+        if FROM_INPUT:
+            rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+            if SUBTRACTS_MEAN:
+                mean = tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)
+        xhat = _xhat(source, gamma, beta, mean, rstd, FROM_INPUT)
         if HAS_LOST:
             xhat = restored(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
         grad_gamma += grad * xhat
@@ -132,23 +181,22 @@ def _sums_kernel(
         tl.store(partial, tl.sum(grad_beta, axis=0), mask=inside)
 
 
-def forward(*tensors: Tensor | None, **sizes: Any) -> None:
-    """Fills y, rstd and lost_xhat; the arguments are those of norm/kernel.py's kernel."""
-    _forward_kernel[(sizes["num_rows"],)](*tensors, **sizes, **OPTIONS)
+def forward(hidden_size: int, **arguments: Any) -> None:
+    """Fills y and rstd, and what the form keeps besides; the arguments are the kernel's."""
+    counts = not (arguments["HAS_LOST"] or arguments["FROM_INPUT"])
+    _forward_kernel[(arguments["num_rows"] + counts,)](COUNTS=counts, **arguments, **OPTIONS)
 
 
-def backward(*tensors: Tensor | None, SUBTRACTS_MEAN: bool, **sizes: Any) -> Tensor:
-    """Fills grad_x; returns partial sums [2 or 1, programs, h] of grad_gamma and grad_beta; arguments likewise."""
-    grad_y, y, _, *others, _ = tensors
-    assert y is not None
-    _backward_kernel[(sizes["num_rows"],)](*tensors, SUBTRACTS_MEAN=SUBTRACTS_MEAN, **sizes, **OPTIONS)
-    num_columns = y.size(-1)
-    num_strips = -(-num_columns // SUMS_OPTIONS["BLOCK_COLUMNS"])
-    num_tiles = -(-sizes["num_rows"] // SUMS_OPTIONS["BLOCK_ROWS"])
+def backward(hidden_size: int, grad_x_ptr: Tensor, **arguments: Any) -> Tensor:
+    """Fills grad_x; returns partial sums [2 or 1, programs, h] of grad_gamma and grad_beta."""
+    num_rows = arguments["num_rows"]
+    _backward_kernel[(num_rows,)](grad_x_ptr=grad_x_ptr, **arguments, **OPTIONS)
+    num_strips = -(-hidden_size // SUMS_OPTIONS["BLOCK_COLUMNS"])
+    num_tiles = -(-num_rows // SUMS_OPTIONS["BLOCK_ROWS"])
     tiles_per_program = -(-num_tiles * num_strips // SUMS_PROGRAMS)
     num_programs = -(-num_tiles // tiles_per_program)
-    partial = torch.empty(1 + sizes["HAS_BIAS"], num_programs, num_columns, device=y.device)
+    partial = torch.empty(1 + arguments["HAS_BIAS"], num_programs, hidden_size, device=grad_x_ptr.device)
     _sums_kernel[(num_programs, num_strips)](
-        grad_y, y, *others, partial, **sizes, tiles_per_program=tiles_per_program, **SUMS_OPTIONS
+        partial_ptr=partial, tiles_per_program=tiles_per_program, **arguments, **SUMS_OPTIONS
     )
     return partial

@@ -1,0 +1,190 @@
+"""LayerNorm and RMSNorm of rows that stay in the registers of one program: one read of each input, one write of each
+output. The same kernels serve both forms: FROM_INPUT keeps mean and rstd, otherwise rstd and the lost channels."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tempo_kernels.norm.lost_channels.kernel import (
+    find_channels,
+    marked,
+    parameters,
+    recovered,
+    restored,
+    store_lost,
+)
+
+FORWARD_PROGRAMS = 2048
+BACKWARD_PROGRAMS = 264
+STAGES = tl.constexpr(2)
+COUNTED_COLUMNS = tl.constexpr(4096)
+
+
+@triton.jit(do_not_specialize=["tiles_per_program", "capacity"])
+def _forward_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, mean_ptr, slots_ptr, lost_xhat_ptr, counts_ptr,
+    num_rows, column_units, capacity, eps, tiles_per_program,
+    UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, REFILLS: tl.constexpr, COUNTS: tl.constexpr,
+    SMALLEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: tiles_per_program tiles of whole rows below one another. REFILLS: from given mean and rstd."""
+    num_columns = column_units * UNIT
+    if COUNTS:  # noqa: SIM102
+        # A program of its own, whose rows all lie outside: nobody waits for it.
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            find_channels(
+                weight_ptr, bias_ptr, slots_ptr, counts_ptr, num_columns, 0,
+                HAS_BIAS, ZERO_CENTERED, False, SMALLEST, COUNTED_COLUMNS,
+            )  # fmt: skip
+    column = tl.arange(0, BLOCK_COLUMNS)
+    inside = column < num_columns
+    gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
+    first = tl.program_id(0) * tiles_per_program
+    for tile in tl.range(first, first + tiles_per_program, num_stages=STAGES):
+        row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
+        offset = row[:, None] * num_columns + column[None, :]
+        mask = (row < num_rows)[:, None] & inside[None, :]
+        xhat = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        if REFILLS:
+            if SUBTRACTS_MEAN:
+                xhat -= tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)[:, None]
+            rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+        else:
+            if SUBTRACTS_MEAN:
+                mean = tl.sum(xhat, axis=1) / num_columns
+                xhat = tl.where(mask, xhat - mean[:, None], 0.0)
+                if FROM_INPUT:
+                    tl.store(mean_ptr + row, mean, mask=row < num_rows)
+            rstd = tl.rsqrt(tl.sum(xhat * xhat, axis=1) / num_columns + eps)
+            tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
+        xhat *= rstd[:, None]
+        if HAS_LOST:
+            store_lost(slots_ptr, lost_xhat_ptr, row, column, inside, xhat, num_rows, capacity)
+        y = tl.fma(xhat, gamma[None, :], beta[None, :])
+        tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _divided(scaled, gamma, kept, FROM_INPUT: tl.constexpr, HAS_LOST: tl.constexpr):
+    """[m, n] divided by gamma where it comes from y."""
+    quotient = scaled
+    if not FROM_INPUT:
+        quotient = scaled / gamma[None, :]
+    if HAS_LOST:
+        quotient = tl.where(kept, scaled, quotient)
+    return quotient
+
+
+@triton.jit(do_not_specialize=["tiles_per_program", "capacity"])
+def _backward_kernel(
+    grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, grad_x_ptr, partial_ptr,
+    num_rows, column_units, capacity, tiles_per_program,
+    UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, EPS: tl.constexpr, TINY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: tiles_per_program tiles of whole rows, and their sums over rows into its part of partial.
+
+    source is y, or x where FROM_INPUT.
+    """
+    num_columns = column_units * UNIT
+    column = tl.arange(0, BLOCK_COLUMNS)
+    inside = column < num_columns
+    gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS and not FROM_INPUT, ZERO_CENTERED)
+    if not FROM_INPUT:
+        gamma, beta = marked(gamma, beta, EPS, TINY)
+    kept = inside[None, :]
+    if HAS_LOST:
+        kept = tl.load(slots_ptr + column, mask=inside, other=-1)[None, :] >= 0
+    grad_gamma = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    grad_beta = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    first = tl.program_id(0) * tiles_per_program
+    for tile in tl.range(first, first + tiles_per_program, num_stages=STAGES):
+        row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
+        offset = row[:, None] * num_columns + column[None, :]
+        mask = (row < num_rows)[:, None] & inside[None, :]
+        source = tl.load(source_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+        if FROM_INPUT:
+            scaled = source
+            if SUBTRACTS_MEAN:
+                scaled -= tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)[:, None]
+            scaled *= rstd[:, None]
+        else:
+            # Dividing by gamma late holds fewer numbers per channel in registers.
+            scaled = recovered(source, beta)
+        if HAS_LOST:
+            scaled = restored(scaled, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
+        product = grad * scaled
+        grad_gamma += product
+        if HAS_BIAS:
+            grad_beta += grad
+        grad *= gamma[None, :]
+        if FROM_INPUT:
+            product *= gamma[None, :]
+        if HAS_LOST:
+            product = tl.where(kept, product * gamma[None, :], product)
+        along_xhat = tl.sum(product, axis=1) / num_columns
+        if SUBTRACTS_MEAN:
+            grad -= (tl.sum(grad, axis=1) / num_columns)[:, None]
+        xhat = _divided(scaled, gamma, kept, FROM_INPUT, HAS_LOST)
+        grad_x = (grad - xhat * along_xhat[:, None]) * rstd[:, None]
+        tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+    grad_gamma = _divided(grad_gamma, gamma, kept, FROM_INPUT, HAS_LOST)
+    partial = partial_ptr + tl.program_id(0).to(tl.int64) * num_columns + column
+    tl.store(partial, tl.sum(grad_gamma, axis=0), mask=inside)
+    if HAS_BIAS:
+        partial += tl.num_programs(0).to(tl.int64) * num_columns
+        tl.store(partial, tl.sum(grad_beta, axis=0), mask=inside)
+
+
+def forward(hidden_size: int, **arguments: Any) -> None:
+    """Fills y and rstd, and what the form keeps besides; the arguments are the kernel's."""
+    has_lost = arguments["HAS_LOST"]
+    num_programs, tiles = _tiles(arguments["num_rows"], hidden_size, has_lost, FORWARD_PROGRAMS)
+    counts = not (has_lost or arguments["FROM_INPUT"])
+    _forward_kernel[(num_programs + counts,)](COUNTS=counts, **arguments, **tiles)
+
+
+def backward(hidden_size: int, **arguments: Any) -> Tensor:
+    """Fills grad_x; returns partial sums [2 or 1, programs, h] of grad_gamma and grad_beta."""
+    grad_x = arguments["grad_x_ptr"]
+    max_programs = _backward_programs(grad_x.device)
+    num_programs, tiles = _tiles(arguments["num_rows"], hidden_size, arguments["HAS_LOST"], max_programs)
+    partial = torch.empty(1 + arguments["HAS_BIAS"], num_programs, hidden_size, device=grad_x.device)
+    _backward_kernel[(num_programs,)](partial_ptr=partial, **arguments, **tiles)
+    return partial
+
+
+@lru_cache(maxsize=256)
+def _tiles(num_rows: int, hidden_size: int, has_lost: bool, max_programs: int) -> tuple[int, dict[str, Any]]:
+    """Programs and their meta-parameters: 16 elements a thread, 8 where it has lost channels to find too."""
+    columns = triton.next_power_of_2(hidden_size)
+    rows = max(1, 2048 // columns)
+    num_tiles = -(-num_rows // rows)
+    tiles_per_program = -(-num_tiles // max_programs)
+    return -(-num_tiles // tiles_per_program), {
+        "tiles_per_program": tiles_per_program,
+        "BLOCK_ROWS": rows,
+        "BLOCK_COLUMNS": columns,
+        "num_warps": min(16, rows * columns // (256 if has_lost else 512)),
+        "enable_fp_fusion": True,
+    }
+
+
+@lru_cache(maxsize=256)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _backward_programs(device: torch.device) -> int:
+    """As many as run at once: two on each multiprocessor."""
+    return 2 * _multiprocessors(device) if device.type == "cuda" else BACKWARD_PROGRAMS
