@@ -4,7 +4,7 @@ import pytest
 import torch
 from witness import assert_three_witnesses, kept_storages
 
-from tempo_kernels.dropout_add import bias_dropout_add
+from tempo_kernels.dropout_add import bias_dropout_add, eager
 from tempo_kernels.philox import drop_mask, effective_probability
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -42,6 +42,26 @@ def test_strided_inputs_and_gradients_obey_the_rule():
     assert_three_witnesses(ours, reference, [x, torch.randn(6), residual], grad, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_blocks_of_rows_give_what_the_whole_gives(dtype, monkeypatch):
+    # Small whole numbers and a scale of 2: sums are exact in any order.
+    x, residual = (torch.randint(-8, 9, (13, 3, 40)).to(dtype) for _ in range(2))
+    where = (0.5, 2**63 + 5, 7, 9)
+    out, (grad_x, grad_bias) = eager.forward(x, x[0, 0], residual, *where), eager.backward(x, *where, True)
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 4 * 3 * 40)
+    assert torch.equal(eager.forward(x, x[0, 0], residual, *where), out)
+    found = eager.backward(x, *where, True)
+    assert torch.equal(found[0], grad_x) and torch.equal(found[1], grad_bias)
+
+
+def test_nothing_is_drawn_where_nothing_is_dropped(monkeypatch):
+    monkeypatch.setattr(eager, "keep_bits", None)
+    x, residual = (torch.randn(6, 2, 40, requires_grad=True) for _ in range(2))
+    out = bias_dropout_add(x, torch.ones(40), residual, p=0.0, key=1)
+    out.sum().backward()
+    assert torch.equal(out, residual + (x + 1)) and (x.grad == 1).all() and (residual.grad == 1).all()
+
+
 def test_float64_passes_gradcheck():
     x, residual = (torch.randn(5, 2, 9, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(ours, (x, torch.randn(9, dtype=torch.float64, requires_grad=True), residual))
@@ -52,6 +72,41 @@ def test_shards_of_rows_and_samples_draw_their_part_of_the_whole_mask():
     whole = bias_dropout_add(x, None, None, p=0.4, key=5)
     part = bias_dropout_add(x[4:8, 2:5], None, None, p=0.4, key=5, first_sample=2, first_row=4)
     assert torch.equal(part, whole[4:8, 2:5])
+
+
+def as_device_data(key, first_sample):
+    return torch.tensor(key - 2**64 if key >> 63 else key), torch.tensor(first_sample)
+
+
+@pytest.mark.parametrize("key", [0, 3, 2**63, 2**64 - 1], ids=hex)
+def test_a_key_and_a_sample_in_tensors_draw_what_the_numbers_draw(key):
+    x = torch.randn(9, 2, 40, requires_grad=True)
+    first_sample = 2**32 - 1
+    key_tensor, sample_tensor = as_device_data(key, first_sample)
+    results = []
+    for a, b in [(key, first_sample), (key_tensor, sample_tensor), (key_tensor, first_sample), (key, sample_tensor)]:
+        x.grad = None
+        out = bias_dropout_add(x, None, None, p=0.4, key=a, first_sample=b)
+        out.backward(torch.ones_like(x))
+        results.append((out.detach(), x.grad))
+    assert all(torch.equal(out, results[0][0]) and torch.equal(grad, results[0][1]) for out, grad in results)
+    assert torch.equal(results[0][0] == 0, mask_of(x, 0.4, key, first_sample, 0))
+
+
+def test_a_key_that_changes_between_forward_and_backward_is_noticed():
+    x, (key, first_sample) = torch.randn(4, 2, 8, requires_grad=True), as_device_data(3, 5)
+    out = bias_dropout_add(x, None, None, p=0.1, key=key, first_sample=first_sample)
+    key.fill_(4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_keeps_the_eight_bytes_of_a_key_in_a_tensor():
+    key, _ = as_device_data(3, 5)
+    kept = kept_storages(
+        lambda x: bias_dropout_add(x, None, None, p=0.1, key=key), torch.randn(8, 2, 16).requires_grad_()
+    )
+    assert kept == {key.data_ptr(): 8}
 
 
 def test_keeps_nothing():
@@ -95,3 +150,18 @@ def test_a_second_derivative_raises():
 def test_what_does_not_fit_is_refused(x, bias, residual, p, message):
     with pytest.raises(ValueError, match=message):
         bias_dropout_add(x, bias, residual, p=p, key=1)
+
+
+@pytest.mark.parametrize("name", ["key", "first_sample"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        torch.ones((), dtype=torch.int32),
+        torch.ones(1, dtype=torch.int64),
+        torch.ones((), dtype=torch.int64, device="meta"),
+    ],
+    ids=["dtype", "shape", "device"],
+)
+def test_device_data_that_does_not_fit_is_refused(name, number):
+    with pytest.raises(ValueError, match=f"{name} is torch.int.* on .*; an int, or a 0-dim torch.int64 tensor on cpu"):
+        bias_dropout_add(torch.ones(2, 2, 8), None, None, **{"p": 0.1, "key": 1, name: number})

@@ -1,4 +1,4 @@
-"""bias_dropout_add: checks and the autograd.Function."""
+"""bias_dropout_add: the backend and the autograd.Function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tempo_kernels.dropout_add import eager
-from tempo_kernels.philox import effective_probability
+from tempo_kernels.dropout_add.draw import Draw
 
 
 def bias_dropout_add(
@@ -18,8 +18,8 @@ def bias_dropout_add(
     residual: Tensor | None,
     *,
     p: float,
-    key: int,
-    first_sample: int = 0,
+    key: int | Tensor,
+    first_sample: int | Tensor = 0,
     first_row: int = 0,
 ) -> Tensor:
     """residual + dropout(x + bias), with a mask that depends on positions only and is redrawn in backward.
@@ -33,24 +33,21 @@ def bias_dropout_add(
         first_sample: global index of x[:, 0]; the batch holds consecutive samples.
         first_row: global index of x[0] in the sequence (not 0 on a sequence-parallel rank).
 
+    key and first_sample may each be a 0-dim int64 tensor on x's device (the key's 64 bits as a signed number). On a GPU
+    only the kernels read it, in forward and again in backward: a CUDA graph draws anew at each replay from what the
+    memory then holds, which must not change between a forward and its backward.
+
     Returns:
         [s, b, h] of x's dtype, new memory. x and residual stay as they are.
 
-    Keeps for backward: nothing but five numbers.
+    Keeps for backward: nothing but four numbers, of which those that are tensors stay tensors (8 bytes each).
     Error: one rounding of the float32 result (stock rounds after each of three steps).
-    Raises: ValueError for shapes, dtypes or a probability that do not fit; RuntimeError on a second derivative.
+    Raises: ValueError for shapes, dtypes, devices or a probability that do not fit; RuntimeError on a second
+        derivative, and where key or first_sample was written to between forward and backward.
     """
-    if x.dim() != 3 or not x.is_floating_point():
-        raise ValueError(f"x is {x.dtype} of shape {list(x.shape)}; a floating-point [s, b, h] tensor is wanted")
-    if bias is not None and bias.shape != x.shape[-1:]:
-        raise ValueError(f"bias has shape {list(bias.shape)}; [{x.size(-1)}] is wanted, as x's last dimension")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(
-            f"residual is {residual.dtype} of shape {list(residual.shape)}; "
-            f"{x.dtype} of shape {list(x.shape)} is wanted, as x; cast it first"
-        )
-    effective_probability(p)
-    return _BiasDropoutAdd.apply(x, bias, residual, p, key, first_sample, first_row)
+    draw = Draw(p, key, first_sample, first_row)
+    draw.check(x, bias, residual)
+    return _BiasDropoutAdd.apply(x, bias, residual, draw)
 
 
 def _backend(x: Tensor) -> Any:
@@ -63,31 +60,23 @@ def _backend(x: Tensor) -> Any:
 
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        p: float,
-        key: int,
-        first_sample: int,
-        first_row: int,
-    ) -> Tensor:
-        ctx.draw = (p, key, first_sample, first_row)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw) -> Tensor:
+        ctx.draw, tensors = draw.split()
+        ctx.save_for_backward(*tensors)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _backend(x).forward(x, bias, residual, p, key, first_sample, first_row)
+        return _backend(x).forward(x, bias, residual, *draw)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        needs_grad_x, needs_grad_bias, needs_grad_residual = ctx.needs_input_grad[:3]
+        needs_grad_x, needs_grad_bias, needs_grad_residual, _ = ctx.needs_input_grad
         grad_x = grad_bias = None
         if needs_grad_x or needs_grad_bias:
-            p, key, first_sample, first_row = ctx.draw
-            grad_x, grad_bias = _backend(grad_out).backward(grad_out, p, key, first_sample, first_row, needs_grad_bias)
+            draw = ctx.draw.joined(*ctx.saved_tensors)
+            grad_x, grad_bias = _backend(grad_out).backward(grad_out, *draw, needs_grad_bias)
         return (
             grad_x if needs_grad_x else None,
             None if grad_bias is None else grad_bias.to(ctx.bias_dtype),
             grad_out if needs_grad_residual else None,
-            *[None] * 4,
+            None,
         )

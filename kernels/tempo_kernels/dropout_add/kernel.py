@@ -22,7 +22,7 @@ BACKWARD_PROGRAMS = 1024
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 # Arguments that change from call to call: no value of theirs compiles a kernel anew.
-VARYING = ("first_sample", "first_row", "limit", "key_low", "key_high", "tiles_per_program")
+VARYING = ("key_ptr", "first_sample_ptr", "key_low", "key_high", "first_sample", "first_row", "limit")
 
 
 @triton.jit
@@ -34,19 +34,33 @@ def _tile(block_row, block_column, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _dropped(row, block_column, batch, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS: tl.constexpr):
+def loaded_draw(
+    key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr
+):
+    """(key_low, key_high, first_sample), from memory where they are device data."""
+    if LOADS_KEY:
+        key = tl.load(key_ptr)
+        key_low, key_high = key.to(tl.int32), (key >> 32).to(tl.int32)
+    first_sample = first_sample.to(tl.int64)
+    if LOADS_SAMPLE:
+        first_sample = tl.load(first_sample_ptr)
+    return key_low, key_high, first_sample
+
+
+@triton.jit
+def tile_mask(row, block_column, batch, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS: tl.constexpr):
     """The mask of one tile: row r of [s * b, h] is row r // b of sample r % b."""
     group = block_column * (BLOCK_COLUMNS // 8) + tl.arange(0, BLOCK_COLUMNS // 8)
-    sample = first_sample.to(tl.int64) + (row % batch)
+    sample = first_sample + (row % batch)
     return drop_mask(group[None, :], (first_row + row // batch)[:, None], 0, sample[:, None], key_low, key_high, limit)
 
 
-@triton.jit(do_not_specialize=VARYING[:-1])
+@triton.jit(do_not_specialize=VARYING)
 def _forward_kernel(
-    x_ptr, bias_ptr, residual_ptr, out_ptr,
+    x_ptr, bias_ptr, residual_ptr, out_ptr, key_ptr, first_sample_ptr,
     num_rows, column_units, batch, first_sample, first_row, limit, scale, key_low, key_high,
-    UNIT: tl.constexpr, DRAWS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile."""
     num_columns = column_units * UNIT
@@ -60,7 +74,10 @@ def _forward_kernel(
     if HAS_BIAS:
         out += tl.load(bias_ptr + column, mask=column < num_columns).to(tl.float32)[None, :]
     if DRAWS:
-        dropped = _dropped(row, block_column, batch, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS)
+        key_low, key_high, first_sample = loaded_draw(
+            key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
+        )
+        dropped = tile_mask(row, block_column, batch, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS)
         out = tl.where(dropped, 0.0, out)
     if HAS_RESIDUAL:
         out = tl.fma(out, scale, residual)
@@ -69,24 +86,27 @@ def _forward_kernel(
     tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=[*VARYING, "tiles_per_program"])
 def _backward_kernel(
-    grad_out_ptr, grad_x_ptr, partial_ptr,
+    grad_out_ptr, grad_x_ptr, partial_ptr, key_ptr, first_sample_ptr,
     num_rows, column_units, batch, first_sample, first_row, limit, scale, key_low, key_high, tiles_per_program,
-    UNIT: tl.constexpr, DRAWS: tl.constexpr, NEEDS_GRAD_BIAS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
+    NEEDS_GRAD_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: tiles_per_program tiles below one another, and their sum over rows into its row of partial."""
     num_columns = column_units * UNIT
     num_strips = tl.cdiv(num_columns, BLOCK_COLUMNS)
     chunk, block_column = tl.program_id(0) // num_strips, tl.program_id(0) % num_strips
+    key_low, key_high, first_sample = loaded_draw(
+        key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
+    )
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     for block_row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
         row, column, offset = _tile(block_row, block_column, num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
         inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
         grad = tl.load(grad_out_ptr + offset, mask=inside, other=0.0).to(tl.float32) * scale
         if DRAWS:
-            dropped = _dropped(
+            dropped = tile_mask(
                 row, block_column, batch, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS
             )
             grad = tl.where(dropped, 0.0, grad)
@@ -104,12 +124,12 @@ def forward(
     bias: Tensor | None,
     residual: Tensor | None,
     p: float,
-    key: int,
-    first_sample: int,
+    key: int | Tensor,
+    first_sample: int | Tensor,
     first_row: int,
 ) -> Tensor:
     """out [s, b, h] = residual + keep * (x + bias) / (1 - p)."""
-    _check(x)
+    check(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out
@@ -120,7 +140,7 @@ def forward(
             None if bias is None else bias.contiguous(),
             None if residual is None else residual.contiguous(),
             out,
-            **_positions(x, p, key, first_sample, first_row),
+            **draw_arguments(x, p, key, first_sample, first_row),
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             BLOCK_ROWS=tile.rows,
@@ -131,13 +151,18 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor, p: float, key: int, first_sample: int, first_row: int, needs_grad_bias: bool
+    grad_out: Tensor,
+    p: float,
+    key: int | Tensor,
+    first_sample: int | Tensor,
+    first_row: int,
+    needs_grad_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """grad_x [s, b, h] = keep * grad_out / (1 - p), and its sum over s and b in float32 [h].
 
     The sum has two stages, each in a fixed order: the same bits every time on every GPU.
     """
-    _check(grad_out)
+    check(grad_out)
     grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
     num_columns = grad_out.size(-1)
     if grad_out.numel() == 0:
@@ -154,7 +179,7 @@ def backward(
             grad_out.contiguous(),
             grad_x,
             partial,
-            **_positions(grad_out, p, key, first_sample, first_row),
+            **draw_arguments(grad_out, p, key, first_sample, first_row),
             tiles_per_program=tiles_per_program,
             NEEDS_GRAD_BIAS=needs_grad_bias,
             BLOCK_ROWS=tile.rows,
@@ -179,17 +204,22 @@ def _tile_shape(x: Tensor) -> _Tile:
     return _Tile(rows, columns, -(-x.size(0) * x.size(1) // rows), -(-num_columns // columns))
 
 
-def _positions(x: Tensor, p: float, key: int, first_sample: int, first_row: int) -> dict[str, Any]:
-    """The launch arguments that both kernels share; h in units of 8, so that the compiler knows it for a multiple."""
+def draw_arguments(
+    x: Tensor, p: float, key: int | Tensor, first_sample: int | Tensor, first_row: int
+) -> dict[str, Any]:
+    """The launch arguments of a kernel that draws; h in units of 8, so that the compiler knows it for a multiple."""
     num_columns = x.size(-1)
     unit = 1 if num_columns % 8 else 8
-    key_low, key_high = key_words(key)
+    loads_key, loads_sample = isinstance(key, Tensor), isinstance(first_sample, Tensor)
+    key_low, key_high = (0, 0) if isinstance(key, Tensor) else key_words(key)
     p = effective_probability(p)
     return {
+        "key_ptr": key if loads_key else None,
+        "first_sample_ptr": first_sample if loads_sample else None,
         "num_rows": x.size(0) * x.size(1),
         "column_units": num_columns // unit,
         "batch": x.size(1),
-        "first_sample": first_sample,
+        "first_sample": 0 if loads_sample else first_sample,
         "first_row": first_row,
         "limit": round(p * 65536),
         "scale": 1.0 / (1.0 - p),
@@ -197,9 +227,11 @@ def _positions(x: Tensor, p: float, key: int, first_sample: int, first_row: int)
         "key_high": key_high,
         "UNIT": unit,
         "DRAWS": p > 0,
+        "LOADS_KEY": loads_key,
+        "LOADS_SAMPLE": loads_sample,
     }
 
 
-def _check(x: Tensor) -> None:
+def check(x: Tensor) -> None:
     if x.dtype not in DTYPES:
         raise ValueError(f"bias_dropout_add: x is {x.dtype}; float32, float16 or bfloat16 is wanted on a GPU; cast it")

@@ -1,0 +1,53 @@
+"""What a dropout mask is drawn from, as numbers or as device data, and the checks of what it is applied to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tempo_kernels.philox import effective_probability
+
+
+class Draw(NamedTuple):
+    """The arguments of one mask; see `bias_dropout_add`."""
+
+    p: float
+    key: int | Tensor
+    first_sample: int | Tensor
+    first_row: int
+
+    def check(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+        """Raises ValueError where the tensors do not fit one another, or the draw does not fit them."""
+        if x.dim() != 3 or not x.is_floating_point():
+            raise ValueError(f"x is {x.dtype} of shape {list(x.shape)}; a floating-point [s, b, h] tensor is wanted")
+        if bias is not None and bias.shape != x.shape[-1:]:
+            raise ValueError(f"bias has shape {list(bias.shape)}; [{x.size(-1)}] is wanted, as x's last dimension")
+        if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+            raise ValueError(
+                f"residual is {residual.dtype} of shape {list(residual.shape)}; "
+                f"{x.dtype} of shape {list(x.shape)} is wanted, as x; cast it first"
+            )
+        effective_probability(self.p)
+        for name, number in (("key", self.key), ("first_sample", self.first_sample)):
+            if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, x.device):
+                raise ValueError(
+                    f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; an int, or a 0-dim "
+                    f"torch.int64 tensor on {x.device}, as x, is wanted; move it there"
+                )
+
+    def split(self) -> tuple[Draw, list[Tensor | None]]:
+        """The draw without its tensors, and the tensors, which autograd is to keep: it notices when one is changed."""
+        tensors = [number if isinstance(number, Tensor) else None for number in (self.key, self.first_sample)]
+        key, first_sample = (0 if isinstance(number, Tensor) else number for number in (self.key, self.first_sample))
+        return Draw(self.p, key, first_sample, self.first_row), tensors
+
+    def joined(self, key: Tensor | None, first_sample: Tensor | None) -> Draw:
+        """The whole draw from what `split` made of it."""
+        return Draw(
+            self.p,
+            self.key if key is None else key,
+            self.first_sample if first_sample is None else first_sample,
+            self.first_row,
+        )
