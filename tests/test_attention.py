@@ -4,50 +4,53 @@ import pytest
 import torch
 from witness import assert_three_witnesses, kept_storages
 
-from tempo_kernels.attention import attention
-from tempo_kernels.attention.eager import MASKED_SCORE
+from tempo_kernels.attention import attention, backend
+from tempo_kernels.attention.eager import MASKED_SCORE, Settings
 from tempo_kernels.philox import drop_mask, effective_probability
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KEY, FIRST_SAMPLE, FIRST_HEAD, SCALE = 0xABCDEF0123456789, 3, 4, 0.125
 
 
-def reference(q, k, v, causal, mask, p):
+def settings(causal=True, p=0.1, key=KEY, first_sample=FIRST_SAMPLE, window_size=None):
+    return Settings(causal, SCALE, p, key, first_sample, FIRST_HEAD, window_size)
+
+
+def reference(q, k, v, chosen, mask=None, key_lengths=None):
     """Unfused attention with Megatron's mask value and the mask of dropout from its definition."""
     (sq, b, a, _), sk = q.shape, k.size(0)
     k, v = (t.repeat_interleave(a // t.size(2), 2) for t in (k, v))
-    scores = torch.einsum("sbad,tbad->bast", q, k) * SCALE
+    if key_lengths is not None:
+        seen = (torch.arange(sk).unsqueeze(-1) < key_lengths).view(sk, b, 1, 1)
+        k, v = (t.where(seen, torch.zeros((), dtype=t.dtype)) for t in (k, v))
+    scores = torch.einsum("sbad,tbad->bast", q, k) * chosen.softmax_scale
     if mask is not None:
         scores = scores.masked_fill(mask, MASKED_SCORE)
-    if causal:
-        scores = scores.masked_fill(torch.ones(sq, sk, dtype=torch.bool).triu(1 + sk - sq), float("-inf"))
-    probabilities = scores.softmax(-1)
-    if p:
+    # Positions count from the end, where the last query sees the last key.
+    distance = torch.arange(sk) - (torch.arange(sq).unsqueeze(-1) + sk - sq)
+    left, right = chosen.window_size or (-1, -1)
+    hidden = torch.zeros(b, 1, sq, sk, dtype=torch.bool)
+    hidden |= (distance > (0 if chosen.causal else right)) & (chosen.causal or right >= 0)
+    hidden |= (distance < -left) & (left >= 0)
+    if key_lengths is not None:
+        hidden |= torch.arange(sk) >= key_lengths.view(-1, 1, 1, 1)
+    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    probabilities = probabilities.masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    if chosen.dropout_p:
         dropped = drop_mask(
-            KEY,
-            p,
-            sample=torch.arange(FIRST_SAMPLE, FIRST_SAMPLE + b).view(-1, 1, 1),
-            head=torch.arange(FIRST_HEAD, FIRST_HEAD + a).unsqueeze(-1),
+            chosen.dropout_key,
+            chosen.dropout_p,
+            sample=torch.arange(chosen.first_sample, chosen.first_sample + b).view(-1, 1, 1),
+            head=torch.arange(chosen.first_head, chosen.first_head + a).unsqueeze(-1),
             row=torch.arange(sq),
             num_columns=sk,
         )
-        probabilities = probabilities * (~dropped) / (1 - effective_probability(p))
+        probabilities = probabilities * (~dropped) / (1 - effective_probability(chosen.dropout_p))
     return torch.einsum("bast,tbad->sbad", probabilities, v)
 
 
-def ours(q, k, v, causal, mask, p):
-    return attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        mask=mask,
-        softmax_scale=SCALE,
-        dropout_p=p,
-        dropout_key=KEY,
-        first_sample=FIRST_SAMPLE,
-        first_head=FIRST_HEAD,
-    )
+def ours(q, k, v, chosen, mask=None, key_lengths=None):
+    return attention(q, k, v, mask=mask, key_lengths=key_lengths, **vars(chosen))
 
 
 def padding(b, sq, sk):
@@ -81,14 +84,76 @@ def test_forward_and_backward_obey_the_rule(case, p, dtype, nan_poison):
     sq, sk, b, a, g, d, causal, mask = case
     q, k, v, grad = (torch.randn(s, b, heads, d) for s, heads in ((sq, a), (sk, g), (sk, g), (sq, a)))
     assert_three_witnesses(
-        lambda *t: ours(*t, causal, mask, p), lambda *t: reference(*t, causal, mask, p), [q, k, v], grad, dtype
+        lambda *t: ours(*t, settings(causal, p), mask),
+        lambda *t: reference(*t, settings(causal, p), mask),
+        [q, k, v],
+        grad,
+        dtype,
     )
+
+
+WINDOWS = [(5, 0), (200, 0), (3, 4), (-1, 2), (7, -1), (0, 0), (-1, -1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window_size", WINDOWS)
+@pytest.mark.parametrize(("sq", "sk"), [(150, 150), (70, 300), (90, 20)])
+def test_sliding_windows_obey_the_rule(sq, sk, window_size, dtype, nan_poison):
+    q, k, v, grad = (torch.randn(s, 2, heads, 16) for s, heads in ((sq, 4), (sk, 2), (sk, 2), (sq, 4)))
+    chosen = settings(False, window_size=window_size)
+    assert_three_witnesses(lambda *t: ours(*t, chosen), lambda *t: reference(*t, chosen), [q, k, v], grad, dtype)
+
+
+def test_a_window_is_that_of_megatrons_sliding_window_mask():
+    (sq, sk), (left, right) = (40, 60), (7, 2)
+    # As megatron.core.transformer.utils.get_sliding_window_causal_mask, which wants a CUDA device.
+    seen = torch.ones(sq, sk, dtype=torch.bool).triu(sk - sq - left).tril(sk - sq + right)
+    q, k, v = (torch.randn(s, 1, 2, 16) for s in (sq, sk, sk))
+    masked = ours(q, k, v, settings(False), ~seen.view(1, 1, sq, sk))
+    assert torch.allclose(ours(q, k, v, settings(False, window_size=(left, right))), masked, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_key_lengths_obey_the_rule_and_what_is_behind_them_is_not_read(causal, dtype, nan_poison):
+    q, k, v, grad = (torch.randn(150, 4, heads, 16) for heads in (4, 2, 2, 4))
+    lengths = torch.tensor([150, 100, 1, 0])
+    for sample, length in enumerate(lengths.tolist()):
+        k[length:, sample], v[length:, sample] = float("nan"), float("nan")
+    assert_three_witnesses(
+        lambda *t: ours(*t, settings(causal), None, lengths),
+        lambda *t: reference(*t, settings(causal), None, lengths),
+        [q, k, v],
+        grad,
+        dtype,
+    )
+
+
+def test_a_query_without_a_key_gets_zeros_and_passes_no_gradient_on():
+    q, k, v = (torch.randn(s, 2, 2, 16, requires_grad=True) for s in (30, 10, 10))
+    out = ours(q, k, v, settings(False, window_size=(2, 0)), None, torch.tensor([10, 0]))
+    out.sum().backward()
+    # Query i sees keys i - 22 to i - 20.
+    assert not out[:20, 0].any() and not out[:, 1].any() and out[20:, 0].any((1, 2)).all()
+    assert not q.grad[:20].any() and not q.grad[:, 1].any() and not k.grad[:, 1].any() and not v.grad[:, 1].any()
+
+
+def test_draws_from_device_data_are_the_same_and_must_not_change_before_backward():
+    q, k, v = (torch.randn(20, 2, 2, 16, requires_grad=True) for _ in range(3))
+    key, first_sample = torch.tensor(KEY - 2**64), torch.tensor(FIRST_SAMPLE)
+    wanted = torch.autograd.grad(ours(q, k, v, settings()).sum(), (q, k, v))
+    out = ours(q, k, v, settings(key=key, first_sample=first_sample))
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), wanted, strict=True))
+    out = ours(q, k, v, settings(key=key, first_sample=first_sample))
+    key += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_scores_of_any_size_give_finite_results():
     q, k, v = (torch.randn(16, 1, 2, 8) * scale for scale in (1e4, 1e4, 1.0))
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = ours(*leaves, True, None, 0.1)
+    out = ours(*leaves, settings())
     out.sum().backward()
     assert out.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
 
@@ -97,15 +162,15 @@ def test_float64_passes_gradcheck_with_a_row_that_sees_nothing():
     q, k, v = (torch.randn(s, 2, n, 4, dtype=torch.float64, requires_grad=True) for s, n in ((6, 4), (6, 2), (6, 2)))
     mask = torch.rand(2, 1, 6, 6) < 0.3
     mask[0, 0, 2] = True
-    assert torch.autograd.gradcheck(lambda *t: ours(*t, False, mask, 0.2), (q, k, v))
-    assert torch.autograd.gradcheck(lambda *t: ours(*t, True, None, 0.2), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *t: ours(*t, settings(False, 0.2), mask), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *t: ours(*t, settings(True, 0.2)), (q, k, v))
 
 
 def test_heads_of_one_tensor_parallel_rank_draw_their_part_of_the_mask():
     q, k, v = (torch.randn(48, 2, 8, 16) for _ in range(3))
-    settings = {"causal": True, "softmax_scale": SCALE, "dropout_p": 0.3, "dropout_key": KEY}
-    whole = attention(q, k, v, **settings)
-    part = attention(*(t[:, 1:, 4:] for t in (q, k, v)), **settings, first_head=4, first_sample=1)
+    chosen = {"causal": True, "softmax_scale": SCALE, "dropout_p": 0.3, "dropout_key": KEY}
+    whole = attention(q, k, v, **chosen)
+    part = attention(*(t[:, 1:, 4:] for t in (q, k, v)), **chosen, first_head=4, first_sample=1)
     assert torch.allclose(
         part, whole[:, 1:, 4:], rtol=0, atol=torch.finfo(torch.float32).eps * whole.abs().max().item()
     )
@@ -119,7 +184,7 @@ def test_keeps_q_k_v_and_four_bytes_per_row_and_head(dtype):
 
     def run(mixed):
         # As Megatron does: three views of what linear_qkv returns.
-        outputs.append(ours(*mixed.split(d, dim=-1), True, None, 0.1))
+        outputs.append(ours(*mixed.split(d, dim=-1), settings()))
         return outputs[0]
 
     kept = kept_storages(run, mixed)
@@ -130,7 +195,7 @@ def test_keeps_q_k_v_and_four_bytes_per_row_and_head(dtype):
 
 def test_a_second_derivative_raises():
     q = torch.randn(4, 1, 1, 8, requires_grad=True)
-    (grad,) = torch.autograd.grad(ours(q, q, q, True, None, 0.0).square().sum(), q, create_graph=True)
+    (grad,) = torch.autograd.grad(ours(q, q, q, settings(p=0.0)).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
@@ -154,4 +219,28 @@ def q_k_v(*shapes, dtype=torch.float32):
 )
 def test_what_does_not_fit_is_refused(tensors, causal, mask, message):
     with pytest.raises(ValueError, match=message):
-        ours(*tensors, causal, mask, 0.0)
+        ours(*tensors, settings(causal, 0.0), mask)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"form": "paper"}, 'form is .paper.; "flash" or "softmax"'),
+        ({"softmax_scale": 0.0}, "softmax_scale is 0.0; a positive number"),
+        ({"window_size": (3, -2)}, r"window_size is \(3, -2\)"),
+        ({"key_lengths": torch.ones(2, dtype=torch.int64)}, r"key_lengths is torch.int64 of shape \[2\]"),
+        ({"key_lengths": torch.ones(1)}, "key_lengths is torch.float32"),
+        ({"dropout_key": torch.ones(1)}, "dropout_key is torch.float32"),
+        ({"dropout_p": 1.0}, "dropout probability is 1.0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_do_not_fit_are_refused(arguments, message):
+    q = torch.zeros(4, 1, 1, 8)
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, **{"causal": True, "softmax_scale": 1.0} | arguments)
+
+
+def test_the_backend_is_told_for_what_it_is():
+    q = torch.zeros(4, 1, 1, 8)
+    assert backend(q, q, causal=True) == "torch" == backend(q, q, causal=True, form="softmax")

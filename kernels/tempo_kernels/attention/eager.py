@@ -14,12 +14,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from tempo_kernels.philox import drop_mask, effective_probability
+from tempo_kernels.philox import drop_, effective_probability, keep_bits
 
 BLOCK_ELEMENTS = 1 << 17
+GPU_BLOCK_ELEMENTS = 1 << 26
 MIN_BLOCK_ROWS = 64
 MASKED_SCORE = -10000.0
 """What Megatron writes over masked scores; a row whose every key is masked attends to all of them equally."""
+_LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +31,54 @@ class Settings:
     causal: bool
     softmax_scale: float
     dropout_p: float
-    dropout_key: int
-    first_sample: int
+    dropout_key: int | Tensor | None
+    first_sample: int | Tensor | None
     first_head: int
+    window_size: tuple[int, int] | None = None
+
+    def split(self) -> tuple[Settings, list[Tensor | None]]:
+        """The settings without their tensors, and those, which autograd is to keep: it notices when one is changed."""
+        numbers = (self.dropout_key, self.first_sample)
+        if not any(isinstance(number, Tensor) for number in numbers):
+            return self, [None, None]
+        tensors = [number if isinstance(number, Tensor) else None for number in numbers]
+        key, first_sample = (None if isinstance(number, Tensor) else number for number in numbers)
+        return dataclasses.replace(self, dropout_key=key, first_sample=first_sample), tensors
+
+    def joined(self, key: Tensor | None, first_sample: Tensor | None) -> Settings:
+        """The whole settings from what `split` made of them."""
+        if key is None and first_sample is None:
+            return self
+        return dataclasses.replace(
+            self,
+            dropout_key=self.dropout_key if key is None else key,
+            first_sample=self.first_sample if first_sample is None else first_sample,
+        )
+
+    def window(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+        """(first, last) such that query i sees keys i + first to i + last; None where there is no limit."""
+        # With fewer queries than keys the last query sees the last key.
+        diagonal = num_keys - num_queries
+        left, right = self.window_size or (-1, -1)
+        if self.causal:
+            right = 0
+        return (None if left < 0 else diagonal - left, None if right < 0 else diagonal + right)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor]:
-    """out [sq, b, a, d] and logsumexp [b, a, sq] (float32) of q [sq, b, a, d] and k, v [sk, b, g, d]."""
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    settings: Settings,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out [sq, b, a, d] and logsumexp [b, a, sq] (float32) of q [sq, b, a, d] and k, v [sk, b, g, d].
+
+    Where a query sees no key, out is 0 and the logsumexp infinite. The probabilities before dropout are added to
+    `kept` [b, a, sq, sk], zeros, where one is given.
+    """
     num_rows, batch, heads, _ = q.shape
     out = torch.empty(*q.shape[:-1], v.size(-1), dtype=q.dtype, device=q.device)
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -44,16 +87,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: Sett
     for sample in range(batch):
         # [a, sq, d] and [g, sk, d]
         q_sample, k_sample, v_sample = (t[:, sample].transpose(0, 1).contiguous() for t in (q, k, v))
-        for start in range(0, num_rows, step := _rows_per_block(heads, k.size(0))):
-            block = _Block(start, min(start + step, num_rows), sample, q_sample, k_sample, mask, settings)
+        for start in range(0, num_rows, step := _rows_per_block(q, k)):
+            block = _Block(start, min(start + step, num_rows), sample, q_sample, k_sample, mask, key_lengths, settings)
+            if block.num_keys == 0:
+                out[block.rows, sample], logsumexp[sample, :, block.rows] = 0.0, float("inf")
+                continue
             scores = block.scores(q_sample, k_sample)
             top = scores.amax(-1, keepdim=True)
-            probabilities = scores.sub_(top).exp_()
+            probabilities = scores.sub_(top.clamp_min_(_LOWEST)).exp_()
             total = probabilities.sum(-1, keepdim=True)
+            # Infinite where there is nothing to normalise: it divides to 0, and backward finds probabilities of 0.
+            total.masked_fill_(total == 0.0, float("inf"))
             logsumexp[sample, :, block.rows] = (top + total.log()).view(heads, -1)
+            if kept is not None:
+                kept[sample, :, block.rows, block.keys] = (probabilities / total).view(heads, -1, block.num_keys)
             if settings.dropout_p > 0:
-                probabilities.masked_fill_(block.dropped(), 0.0)
-            context = torch.bmm(probabilities.to(q.dtype), v_sample[:, : block.num_keys])
+                drop_(probabilities, block.keep_bits())
+            context = torch.bmm(probabilities.to(q.dtype), v_sample[:, block.keys])
             context = context.to(compute_dtype).div_(total).mul_(keep_scale)
             # [rows, a, d]
             out[block.rows, sample] = context.view(heads, -1, v.size(-1)).transpose(0, 1).to(q.dtype)
@@ -61,9 +111,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: Sett
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, logsumexp: Tensor, mask: Tensor | None, settings: Settings
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    settings: Settings,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """grad_q, grad_k, grad_v in the shapes of q, k, v."""
+    """grad_q, grad_k, grad_v in the shapes of q, k, v.
+
+    `out` is not needed: whole rows are computed again, or read from `kept` as forward left it.
+    """
     num_rows, batch, heads, _ = q.shape
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
@@ -76,28 +138,32 @@ def backward(
         grad_q = torch.empty_like(q_sample)
         # Per query head; summed over the heads of a group at the end, as torch does, which is also more precise.
         grad_k, grad_v = (t.new_zeros(heads, *t.shape[1:], dtype=compute_dtype) for t in (k_sample, v_sample))
-        for start in range(0, num_rows, step := _rows_per_block(heads, k.size(0))):
-            block = _Block(start, min(start + step, num_rows), sample, q_sample, k_sample, mask, settings)
-            row_sum = logsumexp[sample, :, block.rows].reshape(block.groups, -1, 1)
-            probabilities = block.scores(q_sample, k_sample).sub_(row_sum).exp_()
-            # The whole row is here: normalising it again takes the rounding of its logsumexp out.
-            probabilities.div_(probabilities.sum(-1, keepdim=True))
+        for start in range(0, num_rows, step := _rows_per_block(q, k)):
+            block = _Block(start, min(start + step, num_rows), sample, q_sample, k_sample, mask, key_lengths, settings)
+            if block.num_keys == 0:
+                grad_q[:, block.rows] = 0.0
+                continue
+            if kept is None:
+                probabilities = block.probabilities(q_sample, k_sample, logsumexp[sample])
+            else:
+                probabilities = kept[sample, :, block.rows, block.keys].to(compute_dtype)
+                probabilities = probabilities.reshape(block.groups, -1, block.num_keys)
             # [g, a/g * rows, d]
             grad_block = block.of(grad_sample)
-            grad_probabilities = torch.bmm(grad_block, v_sample[:, : block.num_keys].transpose(1, 2)).to(compute_dtype)
-            kept = probabilities
+            grad_probabilities = torch.bmm(grad_block, v_sample[:, block.keys].transpose(1, 2)).to(compute_dtype)
+            survivors = probabilities
             if settings.dropout_p > 0:
-                dropped = block.dropped()
-                kept = probabilities.masked_fill(dropped, 0.0)
-                grad_probabilities.masked_fill_(dropped, 0.0)
-            block.accumulate(grad_v, kept.to(q.dtype), grad_block, keep_scale)
+                bits = block.keep_bits()
+                survivors = drop_(probabilities.clone(), bits)
+                drop_(grad_probabilities, bits)
+            block.accumulate(grad_v, survivors.to(q.dtype), grad_block, keep_scale)
             grad_probabilities.mul_(keep_scale)
-            delta = (grad_probabilities * probabilities).sum(-1, keepdim=True)
-            grad_scores = grad_probabilities.sub_(delta).mul_(probabilities)
+            grad_scores = grad_probabilities.mul_(probabilities)
+            grad_scores.addcmul_(probabilities, grad_scores.sum(-1, keepdim=True), value=-1.0)
             if block.mask is not None:
                 grad_scores.masked_fill_(block.mask, 0.0)
             grad_scores = grad_scores.to(q.dtype)
-            grad_block_q = torch.bmm(grad_scores, k_sample[:, : block.num_keys]).mul_(settings.softmax_scale)
+            grad_block_q = torch.bmm(grad_scores, k_sample[:, block.keys]).mul_(settings.softmax_scale)
             grad_q[:, block.rows] = grad_block_q.view(heads, -1, q.size(-1))
             block.accumulate(grad_k, grad_scores, block.of(q_sample), settings.softmax_scale)
         for grad, grad_of_sample in zip(grads, (grad_q, grad_k, grad_v), strict=True):
@@ -106,31 +172,42 @@ def backward(
     return grads[0], grads[1], grads[2]
 
 
-def _rows_per_block(heads: int, num_keys: int) -> int:
+def _rows_per_block(q: Tensor, k: Tensor) -> int:
     """Queries per block: few, for scores to stay in the cache and causal blocks to end early; enough for a product."""
-    return max(MIN_BLOCK_ROWS, BLOCK_ELEMENTS // max(1, heads * num_keys) // 16 * 16)
+    elements = BLOCK_ELEMENTS if q.device.type == "cpu" else GPU_BLOCK_ELEMENTS
+    return max(MIN_BLOCK_ROWS, elements // max(1, q.size(2) * k.size(0)) // 16 * 16)
 
 
 class _Block:
     """Queries [start, stop) of every head of one sample, and the keys that they can see."""
 
     def __init__(
-        self, start: int, stop: int, sample: int, q: Tensor, k: Tensor, mask: Tensor | None, settings: Settings
+        self,
+        start: int,
+        stop: int,
+        sample: int,
+        q: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        key_lengths: Tensor | None,
+        settings: Settings,
     ) -> None:
         self.rows = slice(start, stop)
         self.sample = sample
         self.heads, self.groups = q.size(0), k.size(0)
         self.settings = settings
         self.device = q.device
-        # With fewer queries than keys the last query sees the last key.
-        self.diagonal = k.size(1) - q.size(1)
-        self.num_keys = max(0, min(k.size(1), stop + self.diagonal)) if settings.causal else k.size(1)
+        self.first, self.last = settings.window(q.size(1), k.size(1))
+        seen = k.size(1) if key_lengths is None else max(0, min(k.size(1), int(key_lengths[sample])))
+        last = seen if self.last is None else max(0, min(seen, stop + self.last))
+        self.keys = slice(0 if self.first is None else max(0, min(last, start + self.first)), last)
+        self.num_keys = self.keys.stop - self.keys.start
         self.mask = None if mask is None else self._mask_of(mask)
 
     def _mask_of(self, mask: Tensor) -> Tensor:
         """[g or 1, rows or a/g * rows, keys] of mask [b or 1, a or 1, sq or 1, sk]."""
         part = mask[self.sample if mask.size(0) > 1 else 0]
-        part = (part[:, self.rows] if part.size(1) > 1 else part)[..., : self.num_keys]
+        part = (part[:, self.rows] if part.size(1) > 1 else part)[..., self.keys]
         if part.size(0) == 1 and self.groups == self.heads:
             return part
         return part.expand(self.heads, self.rows.stop - self.rows.start, -1).reshape(self.groups, -1, self.num_keys)
@@ -141,41 +218,56 @@ class _Block:
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """[g, a/g * rows, keys] in the dtype of computation."""
-        scores = torch.bmm(self.of(q), k[:, : self.num_keys].transpose(1, 2))
+        scores = torch.bmm(self.of(q), k[:, self.keys].transpose(1, 2))
         scores = scores.to(torch.promote_types(q.dtype, torch.float32)).mul_(self.settings.softmax_scale)
         if self.mask is not None:
             scores.masked_fill_(self.mask, MASKED_SCORE)
-        if self.settings.causal:
-            # Only the last columns hold keys that some of these rows must not see.
-            first = max(0, min(self.num_keys, self.rows.start + self.diagonal + 1))
-            row = torch.arange(self.rows.start, self.rows.stop, device=q.device).unsqueeze(-1)
-            hidden = torch.arange(first, self.num_keys, device=q.device) > row + self.diagonal
-            scores.view(self.heads, -1, self.num_keys)[..., first:].masked_fill_(hidden, float("-inf"))
+        self._hide_outside_of_the_window(scores.view(self.heads, -1, self.num_keys))
         if self.mask is not None:
             # A logsumexp near MASKED_SCORE would have no digits left for the differences between scores.
             top = scores.amax(-1, keepdim=True)
             scores.sub_(top.masked_fill_(top != MASKED_SCORE, 0.0))
         return scores
 
+    def probabilities(self, q: Tensor, k: Tensor, logsumexp: Tensor) -> Tensor:
+        """[g, a/g * rows, keys], from logsumexp [a, sq]."""
+        row_sum = logsumexp[:, self.rows].reshape(self.groups, -1, 1)
+        probabilities = self.scores(q, k).sub_(row_sum).exp_()
+        # The whole row is here: normalising it again takes the rounding of its logsumexp out. Of none it stays 0.
+        return probabilities.div_(probabilities.sum(-1, keepdim=True).clamp_min_(0.5))
+
+    def _hide_outside_of_the_window(self, scores: Tensor) -> None:
+        """Minus infinity in scores [a, rows, keys]; only columns at either end hold keys that some rows do not see."""
+        rows, keys = self.rows, self.keys
+        row = torch.arange(rows.start, rows.stop, device=self.device).unsqueeze(-1)
+        if self.last is not None:
+            first = max(keys.start, min(keys.stop, rows.start + self.last + 1))
+            hidden = torch.arange(first, keys.stop, device=self.device) > row + self.last
+            scores[..., first - keys.start :].masked_fill_(hidden, float("-inf"))
+        if self.first is not None:
+            stop = max(keys.start, min(keys.stop, rows.stop - 1 + self.first))
+            hidden = torch.arange(keys.start, stop, device=self.device) < row + self.first
+            scores[..., : stop - keys.start].masked_fill_(hidden, float("-inf"))
+
     def accumulate(self, total: Tensor, weights: Tensor, values: Tensor, scale: float) -> None:
         """total [a, keys, d] += scale * weights^T values of [g, a/g * rows, keys] and [g, a/g * rows, d]."""
         weights = weights.view(self.heads, -1, self.num_keys).transpose(1, 2)
         values = values.view(self.heads, -1, values.size(-1))
-        part = total[:, : self.num_keys]
+        part = total[:, self.keys]
         if part.dtype == weights.dtype:
             part.baddbmm_(weights, values, alpha=scale)
         else:
             part.add_(torch.bmm(weights, values), alpha=scale)
 
-    def dropped(self) -> Tensor:
-        """The dropout mask [g, a/g * rows, keys]."""
-        settings = self.settings
-        device = self.device
-        return drop_mask(
-            settings.dropout_key,
+    def keep_bits(self) -> Tensor:
+        """What dropout keeps, [g, a/g * rows, keys]."""
+        settings, device = self.settings, self.device
+        bits = keep_bits(
+            int(settings.dropout_key or 0) % 2**64,
             settings.dropout_p,
-            sample=torch.tensor(settings.first_sample + self.sample, device=device),
+            sample=torch.tensor(int(settings.first_sample or 0) + self.sample, device=device),
             head=torch.arange(settings.first_head, settings.first_head + self.heads, device=device).unsqueeze(-1),
             row=torch.arange(self.rows.start, self.rows.stop, device=device),
-            num_columns=self.num_keys,
-        ).view(self.groups, -1, self.num_keys)
+            num_columns=self.keys.stop,
+        )
+        return bits[..., self.keys].reshape(self.groups, -1, self.num_keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,12 @@ from torch.autograd.function import once_differentiable
 
 from tempo_kernels.attention import eager
 from tempo_kernels.philox import effective_probability
+
+PREFERS_SDPA = True
+"""Whether torch's scaled_dot_product_attention runs where it can, instead of our kernels. Which is faster is not
+measured yet; the choice waits for that."""
+
+FORMS = ("flash", "softmax")
 
 
 def attention(
@@ -21,9 +28,12 @@ def attention(
     mask: Tensor | None = None,
     softmax_scale: float,
     dropout_p: float = 0.0,
-    dropout_key: int = 0,
-    first_sample: int = 0,
+    dropout_key: int | Tensor = 0,
+    first_sample: int | Tensor = 0,
     first_head: int = 0,
+    window_size: tuple[int, int] | None = None,
+    key_lengths: Tensor | None = None,
+    form: str = "flash",
 ) -> Tensor:
     """softmax(softmax_scale * q k^T) v with dropout on the probabilities, in Megatron's layout.
 
@@ -33,23 +43,69 @@ def attention(
         causal: query i sees keys up to i + sk - sq; needs sq <= sk.
         mask: bool [b or 1, a or 1, sq or 1, sk], True where a key is hidden; a row whose keys are all hidden
             attends to all of them equally, as in Megatron.
-        softmax_scale: multiplies the scores.
+        softmax_scale: multiplies the scores; positive.
         dropout_p: in [0, 1); realised within 2**-16.
         dropout_key: 64 bits, one per seed and layer (`tempo_kernels.philox.derive_key`).
         first_sample, first_head: global indices of q[:, 0] and q[:, :, 0].
+        window_size: (left, right): query i sees keys i + sk - sq - left to i + sk - sq + right; -1 is no limit.
+        key_lengths: int [b], how many keys a sample has; those behind them are not read, and their gradients are 0.
+        form: "flash" keeps no [sq, sk] tensor. "softmax" keeps the softmax's output and draws the dropout's again.
+
+    dropout_key and first_sample may each be a 0-dim int64 tensor on q's device (the key's 64 bits as a signed number),
+    which must not change between a forward and its backward.
 
     Returns:
-        [sq, b, a, d], contiguous.
+        [sq, b, a, d], contiguous. A query that by window_size and key_lengths sees no key gets 0, and passes no
+        gradient on.
 
-    Keeps for backward: q, k, v, and a logsumexp of 4 bytes per query and head (8 for float64); also `mask` where
-        one is given, which is the caller's tensor.
+    Keeps for backward: q, k, v, and a logsumexp of 4 bytes per query and head (8 for float64), on a GPU also the
+        output, which the next linear keeps anyway; with form="softmax" instead of logsumexp and output a
+        [b, a, sq, sk] tensor of q's dtype. Also `mask` and `key_lengths` where given, which are the caller's tensors.
     Error: products in the inputs' dtype, softmax in float32; at most twice the unfused torch computation's own error.
+        Of a 16-bit type on a GPU, the sum over a row of out * grad_out is of the rounded out, as in FlashAttention:
+        where queries see a single key, the gradient of its score is one rounding of a product instead of 0.
     Raises: ValueError for shapes, dtypes or a probability that do not fit; RuntimeError on a second derivative.
     """
     _check(q, k, v, causal, mask)
-    effective_probability(dropout_p)
-    settings = eager.Settings(causal, softmax_scale, dropout_p, dropout_key, first_sample, first_head)
-    return _Attention.apply(q, k, v, mask, settings)
+    settings = eager.Settings(causal, softmax_scale, dropout_p, dropout_key, first_sample, first_head, window_size)
+    _check_settings(q, settings, key_lengths, form)
+    runs = backend(q, k, causal, mask, dropout_p, window_size, key_lengths, form)
+    if runs == "sdpa":
+        return _sdpa(q, k, v, causal, softmax_scale)
+    return _Attention.apply(q, k, v, mask, key_lengths, settings, form == "softmax")
+
+
+def backend(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    window_size: tuple[int, int] | None = None,
+    key_lengths: Tensor | None = None,
+    form: str = "flash",
+) -> str:
+    """What `attention` runs for these: "sdpa" (torch's flash attention), "triton" (our kernels) or "torch"."""
+    if not q.is_cuda or form == "softmax":
+        return "torch"
+    is_plain = dropout_p == 0 and mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
+    is_plain &= causal or window_size != (-1, 0)
+    # torch aligns a causal mask to the first key. Its kernels write what they return in the order of q's memory, which
+    # is ours, without a copy for the next linear to keep, where that is dense or of one sample.
+    fits = (not causal or q.size(0) == k.size(0)) and (q.size(1) == 1 or q.is_contiguous()) and q.numel() > 0
+    fits &= q.dtype in (torch.float16, torch.bfloat16) and q.size(3) % 8 == 0 and q.size(3) <= 256
+    if PREFERS_SDPA and is_plain and fits and torch.backends.cuda.flash_sdp_enabled():
+        return "sdpa" if torch.cuda.get_device_capability(q.device) >= (8, 0) else "triton"
+    return "triton"
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float) -> Tensor:
+    # [b, heads, s, d]
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=q.size(1) != k.size(1)
+    )
+    return out.permute(2, 0, 1, 3).contiguous()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> None:
@@ -84,17 +140,71 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -
             )
 
 
+def _check_settings(q: Tensor, settings: eager.Settings, key_lengths: Tensor | None, form: str) -> None:
+    effective_probability(settings.dropout_p)
+    if form not in FORMS:
+        raise ValueError(f'form is {form!r}; "flash" or "softmax" is wanted')
+    if not 0.0 < settings.softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale is {settings.softmax_scale}; a positive number is wanted; negate q instead")
+    window_size = settings.window_size
+    if window_size is not None and (len(window_size) != 2 or any(size < -1 for size in window_size)):
+        raise ValueError(f"window_size is {window_size}; (left, right) is wanted, each at least 0, or -1 for no limit")
+    if key_lengths is not None and (
+        key_lengths.dtype not in (torch.int32, torch.int64)
+        or key_lengths.shape != q.shape[1:2]
+        or key_lengths.device != q.device
+    ):
+        raise ValueError(
+            f"key_lengths is {key_lengths.dtype} of shape {list(key_lengths.shape)} on {key_lengths.device}; "
+            f"torch.int32 or torch.int64 of shape [{q.size(1)}] on {q.device}, as q, is wanted; move it there"
+        )
+    for name, number in (("dropout_key", settings.dropout_key), ("first_sample", settings.first_sample)):
+        if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, q.device):
+            raise ValueError(
+                f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; an int, or a 0-dim "
+                f"torch.int64 tensor on {q.device}, as q, is wanted; move it there"
+            )
+
+
+def _backend(q: Tensor) -> Any:
+    if q.is_cuda:
+        from tempo_kernels.attention import kernel  # needs triton
+
+        return kernel
+    return eager
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: eager.Settings) -> Tensor:
-        out, logsumexp = eager.forward(q, k, v, mask, settings)
-        ctx.save_for_backward(q, k, v, logsumexp, mask)
-        ctx.settings = settings
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        key_lengths: Tensor | None,
+        settings: eager.Settings,
+        keeps_probabilities: bool,
+    ) -> Tensor:
+        ctx.settings, tensors = settings.split()
+        ctx.keeps_probabilities = keeps_probabilities
+        if keeps_probabilities:
+            kept = q.new_zeros(q.size(1), q.size(2), q.size(0), k.size(0))
+            out, _ = eager.forward(q, k, v, mask, key_lengths, settings, kept)
+            ctx.save_for_backward(q, k, v, None, kept, mask, key_lengths, *tensors)
+            return out
+        out, logsumexp = _backend(q).forward(q, k, v, mask, key_lengths, settings)
+        # On a CPU whole rows are computed again, and nobody needs out.
+        ctx.save_for_backward(q, k, v, out if q.is_cuda else None, logsumexp, mask, key_lengths, *tensors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, logsumexp, mask = ctx.saved_tensors
-        grads = eager.backward(grad_out, q, k, v, logsumexp, mask, ctx.settings)
-        return *grads, None, None
+        q, k, v, out, kept, mask, key_lengths, *tensors = ctx.saved_tensors
+        settings = ctx.settings.joined(*tensors)
+        if ctx.keeps_probabilities:
+            grads = eager.backward(grad_out, q, k, v, None, kept, mask, key_lengths, settings, kept)
+        else:
+            grads = _backend(q).backward(grad_out, q, k, v, out, kept, mask, key_lengths, settings)
+        return *grads, *[None] * 4

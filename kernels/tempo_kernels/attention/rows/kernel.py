@@ -1,0 +1,236 @@
+"""Attention in blocks of queries, in Triton: forward, and the gradient of q. A program owns a block of queries of one
+head and walks over the keys that they see; scores are masked only in blocks that some of them do not see whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tempo_kernels.attention.tile.kernel import (
+    VARYING,
+    dropped,
+    key_order,
+    keys_seen,
+    limited,
+    load_mask,
+    load_rows,
+    loaded_draw,
+    store_rows,
+    tile_gradients,
+    tile_probabilities,
+)
+
+
+@triton.jit
+def _place(num_queries, num_heads, group_size, BLOCK_QUERIES: tl.constexpr):
+    """(first query, sample, query head, key-value head) of this program. The blocks of one head are neighbours, and
+    the last, which are the longest under a causal limit, go first."""
+    num_blocks = tl.cdiv(num_queries, BLOCK_QUERIES)
+    block, index = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
+    head = index % num_heads
+    sample = (index // num_heads).to(tl.int64)
+    return (num_blocks - 1 - block) * BLOCK_QUERIES, sample, head.to(tl.int64), (head // group_size).to(tl.int64)
+
+
+@triton.jit
+def _keys_of(
+    start_row, lengths_ptr, sample, num_queries, num_keys, first_offset, last_offset, LIMITS_LEFT: tl.constexpr,
+    LIMITS_RIGHT: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """(how many keys the sample has; first, full_start, full_stop, stop of those that this block of queries sees).
+
+    In [full_start, full_stop) every query sees every key. first is a multiple of BLOCK_KEYS.
+    """
+    num_seen = num_keys
+    if HAS_LENGTHS:
+        num_seen = tl.minimum(tl.maximum(tl.load(lengths_ptr + sample), 0), num_keys).to(tl.int32)
+    last_row = tl.minimum(start_row + BLOCK_QUERIES, num_queries) - 1
+    first, full_start = 0, 0
+    stop, full_stop = num_seen, num_seen
+    if LIMITS_LEFT:
+        first = tl.maximum(start_row + first_offset, 0) // BLOCK_KEYS * BLOCK_KEYS
+        full_start = last_row + first_offset
+    if LIMITS_RIGHT:
+        stop = tl.minimum(stop, last_row + last_offset + 1)
+        full_stop = tl.minimum(full_stop, start_row + last_offset + 1)
+    return num_seen, first, full_start, full_stop, stop
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, logsumexp_ptr, mask_ptr, lengths_ptr, key_ptr, first_sample_ptr,
+    q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head,
+    mask_sample, mask_head, mask_row, mask_column,
+    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, scale, masked_score,
+    key_low, key_high, first_sample, first_head, limit, keep_scale,
+    UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
+    PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """out [sq, b, a, d] and the logsumexp [b, a, sq], in units of the unscaled scores, of one block of queries."""
+    start_row, sample, head, kv_head = _place(num_queries, num_heads, group_size, BLOCK_QUERIES)
+    num_seen, first, full_start, full_stop, stop = _keys_of(
+        start_row, lengths_ptr, sample, num_queries, num_keys, first_offset, last_offset,
+        LIMITS_LEFT, LIMITS_RIGHT, HAS_LENGTHS, BLOCK_QUERIES, BLOCK_KEYS,
+    )  # fmt: skip
+    if DRAWS:
+        key_low, key_high, first_sample = loaded_draw(
+            key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
+        )
+    if HAS_MASK:
+        mask_ptr += sample * mask_sample + head * mask_head
+    k_ptr += (sample * k_sample + kv_head * k_head) * UNIT
+    v_ptr += (sample * v_sample + kv_head * v_head) * UNIT
+    q_ptr += (sample * q_sample + head * q_head) * UNIT
+    block_row, order = tl.arange(0, BLOCK_QUERIES), key_order(BLOCK_KEYS, False)
+    row = start_row + block_row
+    first_key, last_key = keys_seen(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
+    q = load_rows(q_ptr, start_row, block_row, q_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
+    top = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_QUERIES,), tl.float32)
+    out = tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32)
+    for start_key in range(first, stop, BLOCK_KEYS):
+        k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if HAS_MASK:
+            hides = load_mask(mask_ptr, row, start_key, mask_row, mask_column, num_queries, num_keys, BLOCK_KEYS, False)
+            scores = tl.where(hides, masked_score, scores)
+        if BRANCHES:
+            if (start_key < full_start) | (start_key + BLOCK_KEYS > full_stop):
+                scores = limited(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, False)
+        else:
+            scores = limited(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, False)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # Of a row that has seen nothing yet, minus infinity must not be taken from itself.
+        finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        if HAS_MASK or PRECISE:
+            # Rounded relative to the difference, not to the scores. Of masked scores it is 0, as in the other passes.
+            probabilities = tl.exp2((scores - finite_top[:, None]) * scale)
+        else:
+            probabilities = tl.exp2(scores * scale - (finite_top * scale)[:, None])
+        shrink = tl.exp2((top - finite_top) * scale)
+        total = total * shrink + tl.sum(probabilities, 1)
+        if DRAWS:
+            drops = dropped(
+                row, start_key, first_head + head, first_sample + sample, key_low, key_high, limit, BLOCK_KEYS, False
+            )
+            probabilities = tl.where(drops, 0.0, probabilities)
+        v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        out = tl.dot(probabilities.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+        top = new_top
+    sees_nothing = total == 0.0
+    total = tl.where(sees_nothing, 1.0, total)
+    logsumexp = top + tl.log2(total) / scale
+    if HAS_MASK:
+        # Beside a masked score the sum's logarithm would lose its digits: where that is the top, the logsumexp is that
+        # of the differences to it, and the last bit says so.
+        hides_all = top == masked_score
+        bits = tl.where(hides_all, tl.log2(total) / scale, logsumexp).to(tl.int32, bitcast=True)
+        logsumexp = ((bits & ~1) | hides_all.to(tl.int32)).to(tl.float32, bitcast=True)
+    logsumexp = tl.where(sees_nothing, float("inf"), logsumexp)
+    statistics = (sample * num_heads + head) * num_queries + row
+    tl.store(logsumexp_ptr + statistics, logsumexp, mask=row < num_queries)
+    out *= tl.where(sees_nothing, 0.0, keep_scale / total)[:, None]
+    out_ptr += (sample * num_heads + head) * HEAD_DIM
+    store_rows(
+        out_ptr, start_row, block_row, batch.to(tl.int64) * num_heads * HEAD_DIM, num_queries, out, HEAD_DIM, BLOCK_DIM
+    )
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _grad_q_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, logsumexp_ptr, delta_ptr, norm_ptr, grad_q_ptr,
+    mask_ptr, lengths_ptr, key_ptr, first_sample_ptr,
+    q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head, grad_row, grad_sample, grad_head,
+    mask_sample, mask_head, mask_row, mask_column,
+    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, scale, softmax_scale, masked_score,
+    key_low, key_high, first_sample, first_head, limit, keep_scale,
+    UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
+    PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """grad_q of one block of queries, and delta [b, a, sq], the sum over a row of out * grad_out, for the other pass.
+
+    PRECISE: with one more walk over the keys, probabilities are divided by their sum (norm is its inverse) and delta
+    is summed from what it is subtracted from: the roundings of logsumexp and out are float32's largest errors.
+    """
+    start_row, sample, head, kv_head = _place(num_queries, num_heads, group_size, BLOCK_QUERIES)
+    num_seen, first, full_start, full_stop, stop = _keys_of(
+        start_row, lengths_ptr, sample, num_queries, num_keys, first_offset, last_offset,
+        LIMITS_LEFT, LIMITS_RIGHT, HAS_LENGTHS, BLOCK_QUERIES, BLOCK_KEYS,
+    )  # fmt: skip
+    if DRAWS:
+        key_low, key_high, first_sample = loaded_draw(
+            key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
+        )
+    if HAS_MASK:
+        mask_ptr += sample * mask_sample + head * mask_head
+    k_ptr += (sample * k_sample + kv_head * k_head) * UNIT
+    v_ptr += (sample * v_sample + kv_head * v_head) * UNIT
+    q_ptr += (sample * q_sample + head * q_head) * UNIT
+    grad_out_ptr += (sample * grad_sample + head * grad_head) * UNIT
+    out_offset = (sample * num_heads + head) * HEAD_DIM
+    out_row = batch.to(tl.int64) * num_heads * HEAD_DIM
+    block_row, order = tl.arange(0, BLOCK_QUERIES), key_order(BLOCK_KEYS, False)
+    row = start_row + block_row
+    first_key, last_key = keys_seen(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
+    q = load_rows(q_ptr, start_row, block_row, q_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
+    grad_out = load_rows(grad_out_ptr, start_row, block_row, grad_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
+    out = load_rows(out_ptr + out_offset, start_row, block_row, out_row, num_queries, HEAD_DIM, BLOCK_DIM)
+    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
+    statistics = (sample * num_heads + head) * num_queries + row
+    logsumexp = tl.load(logsumexp_ptr + statistics, mask=row < num_queries, other=float("inf"))
+    if PRECISE:
+        total, delta = tl.zeros_like(delta), tl.zeros_like(delta)
+        for start_key in range(first, stop, BLOCK_KEYS):
+            k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+            v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+            probabilities, hides = tile_probabilities(
+                q, k, logsumexp, row, first_key, last_key, start_key, True,
+                mask_ptr, mask_row, mask_column, num_queries, num_keys, scale, masked_score,
+                LIMITS_LEFT, HAS_MASK, PRECISE, False, BLOCK_KEYS, False,
+            )  # fmt: skip
+            total += tl.sum(probabilities, 1)
+            _, products = tile_gradients(
+                probabilities, hides, v, grad_out, tl.zeros_like(delta), row, start_key,
+                first_head + head, first_sample + sample, key_low, key_high, limit, keep_scale,
+                False, DRAWS, BLOCK_KEYS, False,
+            )  # fmt: skip
+            delta += tl.sum(products, 1)
+        norm = 1.0 / tl.where(total == 0.0, 1.0, total)
+        delta *= norm
+        tl.store(norm_ptr + statistics, norm, mask=row < num_queries)
+    tl.store(delta_ptr + statistics, delta, mask=row < num_queries)
+    grad_q = tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32)
+    for start_key in range(first, stop, BLOCK_KEYS):
+        k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        is_edge = (start_key < full_start) | (start_key + BLOCK_KEYS > full_stop)
+        probabilities, hides = tile_probabilities(
+            q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
+            mask_ptr, mask_row, mask_column, num_queries, num_keys, scale, masked_score,
+            LIMITS_LEFT, HAS_MASK, PRECISE, BRANCHES, BLOCK_KEYS, False,
+        )  # fmt: skip
+        if PRECISE:
+            probabilities *= norm[:, None]
+        _, grad_scores = tile_gradients(
+            probabilities, hides, v, grad_out, delta, row, start_key, first_head + head, first_sample + sample,
+            key_low, key_high, limit, keep_scale, HAS_MASK, DRAWS, BLOCK_KEYS, False,
+        )  # fmt: skip
+        grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
+    grad_q *= softmax_scale
+    store_rows(grad_q_ptr + out_offset, start_row, block_row, out_row, num_queries, grad_q, HEAD_DIM, BLOCK_DIM)
+
+
+def forward(num_programs: int, **arguments: Any) -> None:
+    """Launches the forward pass; arguments go by the kernel's names."""
+    _forward_kernel[(num_programs,)](**arguments)
+
+
+def grad_q(num_programs: int, **arguments: Any) -> None:
+    """Launches the pass for grad_q and delta; arguments go by the kernel's names."""
+    _grad_q_kernel[(num_programs,)](**arguments)

@@ -1,0 +1,93 @@
+"""The kernels of attention compiled ahead of time, each architecture with its own blocks; no GPU is needed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
+
+import test_kernels_compiled
+from test_kernels_compiled import compiled, launches_of, narrow_accesses, resources, source_of
+
+from tempo_kernels.attention import kernel as attention_kernel
+from tempo_kernels.attention.columns import kernel as columns
+from tempo_kernels.attention.eager import Settings
+from tempo_kernels.attention.rows import kernel as rows
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+
+
+@pytest.fixture(autouse=True)
+def recorded_modules(monkeypatch):
+    monkeypatch.setattr(test_kernels_compiled, "MODULES", [rows, columns])
+
+
+def attention_launches(capability, head_dim, dtype=torch.bfloat16, mask=None, key_lengths=None, s=2048, **chosen):
+    """The launches of forward, grad_q and grad_kv, of queries, keys and values that are slices of one tensor."""
+    q, k, v = torch.empty(s, 2, 4, 3 * head_dim, dtype=dtype).split(head_dim, dim=-1)
+    settings = {"causal": True, "softmax_scale": 0.125, "dropout_p": 0.1, "dropout_key": 2**64 - 1}
+    settings = Settings(**{**settings, "first_sample": 5, "first_head": 4, **chosen})
+    out, logsumexp = torch.empty(s, 2, 4, head_dim, dtype=dtype), torch.empty(2, 4, s)
+
+    def run():
+        attention_kernel.forward(q, k, v, mask, key_lengths, settings)
+        attention_kernel.backward(out, q, k, v, out, logsumexp, mask, key_lengths, settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_kernel, "architecture", lambda device: capability)
+        return launches_of(run)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_attention_keeps_to_registers_and_reads_16_bytes_at_a_time(capability, head_dim, p):
+    for launch in attention_launches(capability, head_dim, dropout_p=p):
+        name, kernel = launch[0].__name__, compiled(launch, capability)
+        usage = resources(kernel.asm["cubin"])
+        assert usage["STACK"] == usage["LOCAL"] == 0, f"{name} spills: {usage}"
+        assert kernel.metadata.shared <= SHARED_BYTES[capability]
+        # What is left is one number per query, logsumexp and delta; a narrow tile would take many accesses.
+        narrow = narrow_accesses(kernel.asm["ptx"])
+        assert len(narrow) <= 12 and not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(256, torch.bfloat16), (80, torch.float16), (128, torch.float32)])
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_attention_of_other_heads_and_types_fits_into_shared_memory(capability, head_dim, dtype):
+    for launch in attention_launches(capability, head_dim, dtype):
+        assert compiled(launch, capability).metadata.shared <= SHARED_BYTES[capability]
+
+
+def test_masks_lengths_and_windows_compile():
+    mask, lengths = torch.zeros(2, 1, 2048, 2048, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+    for launch in attention_launches(90, 64, mask=mask, key_lengths=lengths, window_size=(128, 0)):
+        assert resources(compiled(launch, 90).asm["cubin"])["LOCAL"] == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_dropout_of_rows_moves_nothing_between_threads(capability):
+    for with_dropout, without in zip(
+        attention_launches(capability, 64)[:2], attention_launches(capability, 64, dropout_p=0.0)[:2], strict=True
+    ):
+        moves = [
+            len(re.findall(r"\b(?:st|ld)\.shared|stmatrix|ldmatrix|\bshfl\.", compiled(launch, capability).asm["ptx"]))
+            for launch in (with_dropout, without)
+        ]
+        assert moves[0] <= moves[1]
+
+
+def test_new_keys_lengths_and_strides_compile_nothing_anew():
+    hashes = set()
+    for s, p, key, first_sample in [
+        (2048, 0.1, 1, 0),
+        (16, 0.5, 2**63, 1),
+        (17, 0.3, 2**31, 2**31 - 1),
+        (1, 0.1, 0, 16),
+    ]:
+        launches = attention_launches(90, 64, s=s, dropout_p=p, dropout_key=key, first_sample=first_sample)
+        hashes |= {source_of(launch).hash() for launch in launches}
+    assert len(hashes) == 3

@@ -1,0 +1,296 @@
+"""The Triton kernels of attention against their specification: see interpreted.py for where they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, kernel_test
+from test_attention import ours, reference
+from witness import assert_within_rule
+
+from tempo_kernels.attention import backend, eager
+from tempo_kernels.attention import kernel as attention_kernel
+from tempo_kernels.attention.tile import kernel as tile
+from tempo_kernels.philox import drop_mask, effective_probability
+
+KEY = 0xFEDCBA9876543210
+
+if INTERPRETED:
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    def create_dot_as_the_gpu(self, a, b, d, *options):
+        """The interpreter multiplies bfloat16 as integers, and sums in an order that depends on the shapes: the same
+        product would differ from pass to pass, where it does not on a GPU."""
+        a, b = (
+            (t.data.astype(np.uint32) << 16).view(np.float32) if t.dtype.scalar == tl.bfloat16 else t.data
+            for t in (a, b)
+        )
+        product = np.matmul(a.astype(np.float64), b.astype(np.float64)) + d.data
+        return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot_as_the_gpu
+
+
+def settings(causal=True, p=0.1, key=KEY, first_sample=2**32 - 1, first_head=3, window_size=None, scale=0.125):
+    return eager.Settings(causal, scale, p, key, first_sample, first_head, window_size)
+
+
+def run(module, q, k, v, grad, mask, key_lengths, chosen):
+    """out, grad_q, grad_k and grad_v."""
+    out, logsumexp = module.forward(q, k, v, mask, key_lengths, chosen)
+    return [out, *module.backward(grad, q, k, v, out, logsumexp, mask, key_lengths, chosen)]
+
+
+def check(q, k, v, grad, chosen, mask=None, key_lengths=None):
+    """Three witnesses: the kernels, and unfused attention in the same dtype and in float64."""
+    found = run(attention_kernel, q, k, v, grad, mask, key_lengths, chosen)
+
+    def specified(q, k, v, grad):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = reference(*leaves, chosen, *(None if t is None else t.cpu() for t in (mask, key_lengths)))
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    assert_as_specified(found, [q, k, v, grad], specified, "out", "grad_q", "grad_k", "grad_v")
+
+
+def random_inputs(sq, sk, b, a, g, d, dtype):
+    """q, k, v as slices of one tensor where they can be, as Megatron has them, and grad."""
+    grad = torch.randn(sq, b, a, d, device=DEVICE).to(dtype)
+    if sq == sk and a == g:
+        return *torch.randn(sq, b, a, 3 * d, device=DEVICE).to(dtype).split(d, dim=-1), grad
+    return *(torch.randn(s, b, n, d, device=DEVICE).to(dtype) for s, n in ((sq, a), (sk, g), (sk, g))), grad
+
+
+# sq, sk, b, a, g, d
+SHAPES = {
+    "one token": (1, 1, 1, 1, 1, 32),
+    "odd": (37, 37, 2, 3, 3, 32),
+    "blocks": (128, 128, 1, 2, 2, 64),
+    "a block and a bit": (257, 257, 1, 1, 1, 64),
+    "head_dim 80": (70, 70, 1, 2, 2, 80),
+    "head_dim 36": (20, 20, 1, 2, 2, 36),
+    "head_dim 128": (140, 140, 1, 1, 1, 128),
+    "head_dim 256": (66, 66, 1, 1, 1, 256),
+    "grouped": (130, 130, 1, 6, 2, 32),
+    "one group": (65, 65, 1, 4, 1, 40),
+    "few queries": (5, 150, 2, 4, 2, 64),
+    "one query": (1, 129, 1, 2, 1, 64),
+}
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attention_does_what_is_specified(shape, dtype):
+    check(*random_inputs(*shape, dtype), settings())
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_that_is_not_causal_does_what_is_specified(dtype):
+    check(*random_inputs(70, 150, 1, 4, 2, 64, dtype), settings(False))
+
+
+@kernel_test
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_attention_of_more_queries_than_keys_does_what_is_specified(p):
+    check(*random_inputs(150, 11, 2, 2, 1, 64, torch.bfloat16), settings(False, p))
+
+
+@kernel_test
+@pytest.mark.parametrize("window_size", [(5, 0), (200, 0), (3, 4), (-1, 2), (7, -1)])
+@pytest.mark.parametrize(("sq", "sk"), [(270, 270), (40, 300)])
+def test_a_sliding_window_does_what_is_specified(sq, sk, window_size):
+    inputs = random_inputs(sq, sk, 1, 2, 1, 32, torch.bfloat16)
+    check(*inputs, settings(False, window_size=window_size))
+
+
+@kernel_test
+@pytest.mark.parametrize("window_size", [(5, 0), (3, 40), (0, 0)])
+def test_a_sliding_window_does_what_is_specified_in_float32(window_size):
+    check(*random_inputs(70, 100, 1, 2, 1, 32, torch.float32), settings(False, window_size=window_size))
+
+
+@kernel_test
+def test_a_window_that_leaves_some_queries_without_a_key_gives_them_zeros():
+    chosen = settings(False, window_size=(2, 0))
+    q, k, v, grad = random_inputs(150, 20, 1, 2, 1, 32, torch.float32)
+    check(q, k, v, grad, chosen)
+    out, grad_q, _, _ = run(attention_kernel, q, k, v, grad, None, None, chosen)
+    assert not out[:130].any() and not grad_q[:130].any() and out[130:].all()
+
+
+@kernel_test
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_key_lengths_do_what_is_specified_and_what_is_behind_them_is_not_read(causal, dtype):
+    q, k, v, grad = random_inputs(70, 70, 4, 2, 2, 64, dtype)
+    lengths = torch.tensor([70, 65, 20, 0], device=DEVICE)
+    for sample, length in enumerate(lengths.tolist()):
+        k[length:, sample], v[length:, sample] = float("nan"), float("nan")
+    check(q, k, v, grad, settings(causal), key_lengths=lengths)
+
+
+MASKS = {
+    "padding": lambda: (torch.arange(70) >= torch.tensor([70, 40, 0]).view(3, 1, 1, 1)).expand(3, 1, 1, 70),
+    "per row": lambda: torch.rand(3, 1, 70, 70) < 0.4,
+    "per head": lambda: torch.rand(1, 4, 70, 70) < 0.4,
+    "rows that see nothing": lambda: (torch.rand(3, 4, 70, 1) < 0.5).expand(3, 4, 70, 70),
+}
+
+
+@kernel_test
+@pytest.mark.parametrize(("causal", "dtype"), [(True, torch.float32), (False, torch.float16), (False, torch.bfloat16)])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_given_mask_does_what_is_specified(name, dtype, causal):
+    check(*random_inputs(70, 70, 3, 4, 2, 32, dtype), settings(causal), MASKS[name]().to(DEVICE))
+
+
+@kernel_test
+def test_a_mask_a_window_and_lengths_together_do_what_is_specified():
+    inputs = random_inputs(70, 70, 3, 4, 2, 32, torch.float32)
+    lengths = torch.tensor([70, 50, 7], device=DEVICE)
+    check(*inputs, settings(True, window_size=(20, 0)), MASKS["per row"]().to(DEVICE), lengths)
+
+
+@kernel_test
+@pytest.mark.parametrize("size", [1e-3, 30.0, 1e4])
+def test_scores_of_any_size_do_what_is_specified(size):
+    q, k, v, grad = random_inputs(70, 70, 1, 2, 2, 32, torch.float32)
+    found = run(attention_kernel, q * size, k, v, grad, None, None, settings())
+    assert all(t.isfinite().all() for t in found)
+    check(q * min(size, 30.0), k, v, grad, settings())
+
+
+@kernel_test
+def test_attention_takes_any_strides_and_alignment():
+    q, k, v, grad = (torch.randn(2, 3, 32, 50, device=DEVICE).permute(3, 0, 1, 2) for _ in range(4))
+    check(q, k, v, torch.randn(3, 1, device=DEVICE).expand(50, 2, 3, 32), settings())
+    q, k, v, grad = (torch.randn(50 * 2 * 3 * 33 + 1, device=DEVICE)[1:].view(50, 2, 3, 33)[..., :32] for _ in range(4))
+    check(q.bfloat16(), k.bfloat16(), v.bfloat16(), grad.bfloat16(), settings())
+    check(q, k, v, grad, settings())
+
+
+@kernel_test
+@pytest.mark.parametrize(("sq", "sk", "b", "a", "g"), [(0, 4, 1, 2, 2), (4, 4, 0, 2, 1)])
+def test_attention_of_nothing_gives_nothing_and_no_gradient(sq, sk, b, a, g):
+    inputs = random_inputs(sq, sk, b, a, g, 32, torch.bfloat16)
+    out, grad_q, grad_k, grad_v = run(attention_kernel, *inputs, None, None, settings())
+    assert out.numel() == grad_q.numel() == 0 and not grad_k.any() and not grad_v.any()
+
+
+@kernel_test
+def test_the_logsumexp_is_the_specified_one_in_units_of_the_unscaled_scores():
+    q, k, v, _ = random_inputs(70, 70, 2, 4, 2, 32, torch.float32)
+    found = attention_kernel.forward(q, k, v, None, None, settings())[1] * settings().softmax_scale
+    wanted = eager.forward(*(t.cpu() for t in (q, k, v)), None, None, settings())[1]
+    assert torch.allclose(found.cpu(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@kernel_test
+def test_gradients_are_the_same_bits_every_time():
+    inputs = random_inputs(150, 150, 2, 4, 2, 64, torch.bfloat16)
+    first, second = (run(attention_kernel, *inputs, None, None, settings()) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_the_kernels_cannot_do_is_refused(dtype):
+    q = torch.zeros(4, 1, 1, 264, dtype=dtype, device=DEVICE)
+    with pytest.raises(ValueError, match="head_dim 264; float32, float16 or bfloat16 with at most 256"):
+        attention_kernel.forward(q, q, q, None, None, settings())
+
+
+def hex_or_str(value):
+    return hex(value) if isinstance(value, int) else str(value)
+
+
+def dropped_elements(chosen, sq, sk, b, a):
+    """The mask [b, a, sq, sk] that the kernel applies in each of its passes: forward, and both gradients."""
+    d = 256
+    # All probabilities are equal; the columns of the unit matrix take them out one key at a time.
+    zeros = torch.zeros(sq, b, a, d, dtype=torch.bfloat16, device=DEVICE)
+    k = torch.zeros(sk, b, a, d, dtype=torch.bfloat16, device=DEVICE)
+    unit = torch.eye(sk, d, dtype=torch.bfloat16, device=DEVICE).view(sk, 1, 1, d).expand(sk, b, a, d)
+    out, logsumexp = attention_kernel.forward(zeros, k, unit, None, None, chosen)
+    forward = out[..., :sk].permute(1, 2, 0, 3) == 0
+    # grad_v [key, query] is a probability where grad_out is the unit matrix too.
+    grad_out = torch.eye(sq, d, dtype=torch.bfloat16, device=DEVICE).view(sq, 1, 1, d).expand(sq, b, a, d)
+    grad_v = attention_kernel.backward(grad_out, zeros, k, unit, out, logsumexp, None, None, chosen)[2]
+    columns = grad_v[..., :sq].permute(1, 2, 3, 0) == 0
+    # Of keys that are the unit matrix, grad_q [query, key] is the gradient of the scores: minus delta where dropped.
+    ones = torch.ones_like(grad_out)
+    values = torch.ones_like(k)
+    out, logsumexp = attention_kernel.forward(zeros, unit, values, None, None, chosen)
+    grad_q = attention_kernel.backward(ones, zeros, unit, values, out, logsumexp, None, None, chosen)[0]
+    rows = grad_q[..., :sk].permute(1, 2, 0, 3) < 0
+    return forward, rows, columns
+
+
+@kernel_test
+@pytest.mark.parametrize(
+    ("key", "first_sample", "p"),
+    [(0, 0, 0.1), (KEY, 2**32 - 1, 0.4), (0x80000000_7FFFFFFF, 2**47, 0.5), (2**64 - 1, 2**32 - 2, 0.9)],
+    ids=hex_or_str,
+)
+def test_every_pass_drops_the_specified_elements_bit_for_bit(first_sample, p, key):
+    sq, sk, b, a = 140, 203, 2, 1
+    chosen = settings(False, p, key, first_sample)
+    wanted = drop_mask(
+        key,
+        p,
+        sample=torch.arange(first_sample, first_sample + b).view(-1, 1, 1),
+        head=torch.arange(3, 3 + a).unsqueeze(-1),
+        row=torch.arange(sq),
+        num_columns=sk,
+    )
+    for name, found in zip(("forward", "grad_q", "grad_v"), dropped_elements(chosen, sq, sk, b, a), strict=True):
+        assert torch.equal(found.cpu(), wanted), name
+
+
+@kernel_test
+def test_drawing_key_by_key_as_triton_3_3_has_to_drops_the_same_elements(monkeypatch):
+    chosen = settings(False, 0.3)
+    wanted = dropped_elements(chosen, 40, 130, 1, 1)[2]
+    monkeypatch.setattr(tile, "JOINS_TRANSPOSED", not tile.JOINS_TRANSPOSED)
+    assert torch.equal(dropped_elements(chosen, 40, 130, 1, 1)[2], wanted)
+
+
+@kernel_test
+def test_draws_from_device_data_are_the_same_bit_for_bit():
+    inputs = random_inputs(70, 70, 1, 2, 2, 32, torch.float32)
+    wanted = run(attention_kernel, *inputs, None, None, settings(key=2**64 - 5, first_sample=7))
+    key, first_sample = torch.tensor(-5, device=DEVICE), torch.tensor(7, device=DEVICE)
+    for form in [(key, first_sample), (2**64 - 5, first_sample), (key, 7)]:
+        found = run(attention_kernel, *inputs, None, None, settings(key=form[0], first_sample=form[1]))
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("b", "is_slice"), [(1, True), (2, False)])
+def test_without_dropout_torchs_own_kernel_runs_and_its_output_is_one_that_the_next_linear_keeps(b, is_slice):
+    chosen = settings(p=0.0)
+    mixed = torch.randn(256, b, 4, 192, device="cuda").bfloat16()
+    q, k, v = (t if is_slice else t.contiguous() for t in mixed.split(64, dim=-1))
+    assert backend(q, k, causal=True) == "sdpa" and backend(q, k, causal=True, dropout_p=0.1) == "triton"
+    out = ours(q, k, v, chosen)
+    assert out.is_contiguous()
+    specified = [reference(*(t.cpu().to(dtype) for t in (q, k, v)), chosen) for dtype in (q.dtype, torch.float64)]
+    assert_within_rule("out", out.cpu(), *specified)
+
+
+@pytest.mark.gpu
+def test_attention_addresses_more_than_two_billion_elements():
+    q, k, v = torch.zeros(2**19, 1, 16, 3 * 96, dtype=torch.bfloat16, device="cuda").split(96, dim=-1)
+    v[-9:] = 1
+    window = settings(window_size=(8, 0))
+    out, logsumexp = attention_kernel.forward(q, k, v, None, None, window)
+    grads = attention_kernel.backward(torch.ones_like(out), q, k, v, out, logsumexp, None, None, window)
+    where = {"sample": torch.tensor(2**32 - 1), "head": torch.arange(3, 19), "row": torch.tensor(2**19 - 1)}
+    dropped = drop_mask(KEY, 0.1, **where, num_columns=2**19)
+    wanted = (~dropped[:, -9:]).sum(-1) / 9 / (1 - effective_probability(0.1))
+    assert torch.allclose(out[-1, 0, :, 0].float().cpu(), wanted, rtol=0.01)
+    assert not out[:-20].any() and all(grad.isfinite().all() for grad in grads)
