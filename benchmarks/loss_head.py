@@ -1,0 +1,171 @@
+"""The loss head on the CPU, Megatron's beside the fused one: forward, backward and peak memory of the head alone.
+
+python benchmarks/loss_head.py             # gpt2_124m, 8 x 512 tokens: appends to benchmarks/results/loss_head.jsonl
+
+Stock is ColumnParallelLinear and vocab_parallel_cross_entropy; the fused head runs in both of its forms. All live in
+one process and alternate; ratios of medians are the result. Peak memory is what tensors made inside hold at most,
+gradients included, in a run of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
+
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_megatron import cpu
+from tempo_megatron.memory.layout import simulated
+from tempo_megatron.memory.ledger import transformer_config_of
+from tempo_megatron.training.banner import versions
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "loss_head.jsonl"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class PeakBytes(TorchDispatchMode):
+    """How many bytes of the tensors made inside are alive at most; not those of `known`."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known = {t.untyped_storage()._cdata for t in known}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self._known:
+                storage = t.untyped_storage()
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
+
+
+class Heads:
+    """The three heads on one problem: `hidden` [s, b, h], `weight` [v, h], `labels` [b, s] and a loss mask of ones."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        sizes = json.loads(Path(args.model).read_text(encoding="utf-8"))
+        self.dtype = DTYPES[args.dtype]
+        config = transformer_config_of(sizes, sequence_parallel=False, dtype=self.dtype, dropout=0.0, recompute=())
+        self.layer = ColumnParallelLinear(
+            config.hidden_size, args.vocab_size, config=config, init_method=config.init_method, bias=False
+        )
+        torch.manual_seed(1234)
+        s, b, h = args.seq_length, args.micro_batch_size, config.hidden_size
+        with torch.no_grad():
+            self.weight = self.layer.weight.normal_(std=0.02)
+        self.hidden = torch.randn(s, b, h).to(self.dtype).requires_grad_()
+        self.labels = torch.randint(args.vocab_size, (b, s))
+        self.mask = torch.ones(b, s)
+        self.chunk_tokens = args.chunk_tokens
+        self.forms: dict[str, Callable[[], Tensor]] = {
+            "stock": self.stock, "recomputed": self.recomputed, "in_forward": self.in_forward
+        }  # fmt: skip
+
+    def stock(self) -> Tensor:
+        logits, _ = self.layer(self.hidden)
+        losses = vocab_parallel_cross_entropy(logits, self.labels.transpose(0, 1).contiguous())
+        return (losses.transpose(0, 1).contiguous() * self.mask).sum() / self.mask.sum()
+
+    def recomputed(self) -> Tensor:
+        losses = linear_cross_entropy(self.hidden, self.weight, self.labels, chunk_tokens=self.chunk_tokens)
+        return (losses * self.mask).sum() / self.mask.sum()
+
+    def in_forward(self) -> Tensor:
+        total, _ = linear_cross_entropy(
+            self.hidden, self.weight, self.labels, chunk_tokens=self.chunk_tokens, token_weights=self.mask
+        )
+        return total / self.mask.sum()
+
+    def step(self, form: str) -> tuple[float, float, float]:
+        """Seconds of forward and backward, those of this process's processors, and the loss."""
+        self.hidden.grad = self.weight.grad = None
+        start, cpu_start = time.perf_counter(), time.process_time()
+        loss = self.forms[form]()
+        loss.backward()
+        return time.perf_counter() - start, time.process_time() - cpu_start, loss.item()
+
+    def peak_bytes(self, form: str) -> int:
+        self.hidden.grad = self.weight.grad = None
+        with PeakBytes(self.hidden, self.weight, self.labels, self.mask) as seen:
+            self.forms[form]().backward()
+        return seen.peak
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Medians of alternating steps; the runs that measure memory come first and warm up."""
+    cpu.use_cpu()
+    with simulated(1):
+        heads = Heads(args)
+        peaks = {form: heads.peak_bytes(form) for form in heads.forms}
+        seconds: dict[str, list[float]] = {form: [] for form in heads.forms}
+        cpu_seconds: dict[str, list[float]] = {form: [] for form in heads.forms}
+        losses = {}
+        for _ in tqdm(range(args.rounds), unit="round", disable=None):
+            for form in heads.forms:
+                took, cpu_took, losses[form] = heads.step(form)
+                seconds[form].append(took)
+                cpu_seconds[form].append(cpu_took)
+    medians, cpu_medians = ({f: statistics.median(t) for f, t in s.items()} for s in (seconds, cpu_seconds))
+    gradient_bytes = (heads.weight.numel() + heads.hidden.numel()) * heads.dtype.itemsize
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "model": Path(args.model).stem,
+        "shape": {"s": args.seq_length, "b": args.micro_batch_size, "h": heads.hidden.size(2), "v": args.vocab_size},
+        "dtype": args.dtype,
+        "chunk_tokens": args.chunk_tokens,
+        "ms": {form: round(1e3 * median, 1) for form, median in medians.items()},
+        "ms_of_rounds": {form: [round(1e3 * s, 1) for s in took] for form, took in seconds.items()},
+        "over_stock": {form: round(median / medians["stock"], 3) for form, median in medians.items()},
+        "cpu_over_stock": {form: round(median / cpu_medians["stock"], 3) for form, median in cpu_medians.items()},
+        "peak_bytes": peaks,
+        "stock_over_peak": {form: round(peaks["stock"] / peak, 2) for form, peak in peaks.items()},
+        "gradient_bytes": gradient_bytes,
+        "loss": losses,
+        "rounds": args.rounds,
+        "note": "machine shared with other work" if args.shared else "",
+        "commit": git.stdout.strip() if git.returncode == 0 else None,
+        "device": f"cpu ({platform.machine()}), {torch.get_num_threads()} threads",
+        "versions": versions(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default=str(ROOT / "configs" / "model" / "gpt2_124m.json"), metavar="JSON")
+    parser.add_argument("--seq-length", type=int, default=512, help="default %(default)s")
+    parser.add_argument("--micro-batch-size", type=int, default=8, help="default %(default)s")
+    parser.add_argument("--vocab-size", type=int, default=50304, help="default %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default %(default)s")
+    parser.add_argument("--chunk-tokens", type=int, help="default the operation's own")
+    parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
+    parser.add_argument("--shared", action="store_true", help="note that other work ran on the machine")
+    parser.add_argument("--output", default=str(RESULTS), help="JSON-lines file to append to")
+    args = parser.parse_args()
+    record = measure(args)
+    print(json.dumps(record, indent=2))
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+    with Path(args.output).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

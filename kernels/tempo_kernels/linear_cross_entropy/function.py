@@ -1,0 +1,198 @@
+"""linear_cross_entropy: the backend and the autograd.Functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tempo_kernels.linear_cross_entropy import chunks, eager
+from tempo_kernels.linear_cross_entropy.checks import check_tensors, checked_settings, needs_main_grad
+from tempo_kernels.linear_cross_entropy.chunks import Head, Settings
+from tempo_kernels.linear_cross_entropy.shards import Shards
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    vocab_size: int | None = None,
+    vocab_start: int = 0,
+    group: Any = None,
+    sequence_parallel: bool = False,
+    chunk_tokens: int | None = None,
+    token_weights: Tensor | None = None,
+    gradient_accumulation_fusion: bool = False,
+) -> Any:
+    """Cross entropy of hidden weight^T + bias, with the logits of one chunk of tokens alive at a time.
+
+    Args:
+        hidden: [s, b, h], floating point, any strides; with sequence_parallel this rank's [s/p, b, h].
+        weight, bias: [v/p, h] and [v/p] or None, of hidden's dtype: this rank's rows of the vocabulary.
+        labels: int64 [b, s], indices of the whole vocabulary, the same on every rank.
+        ignore_index: tokens with this label have loss and gradient 0.
+        label_smoothing: in [0, 1), spread evenly over the other real rows of the whole vocabulary.
+        z_loss: this times logsumexp**2 is added to a token's loss.
+        vocab_size: real rows of the whole vocabulary (default: all). Those that pad it at its end are in the softmax,
+            as in Megatron, but take no part in the smoothing.
+        vocab_start: index of this rank's first row: its rank in the group times v/p.
+        group: the ranks that share the vocabulary, each with v/p rows; None for one.
+        sequence_parallel: hidden is split over the group too: gathered, and its gradient scattered, chunk by chunk.
+        chunk_tokens: tokens per chunk, at least one of each rank (default: as many as fill checks.CHUNK_BYTES).
+        token_weights: [b, s]; the gradients are then made in forward, chunk by chunk, and no logits twice.
+        gradient_accumulation_fusion: weight's gradient is added to `weight.main_grad`, as Megatron's linears do.
+
+    Returns:
+        losses [b, s], float32 (float64 for float64 inputs). With token_weights (total, losses): the differentiable
+        scalar sum(token_weights * losses), and losses that are not differentiable.
+
+    Keeps for backward: hidden, weight and bias (which exist anyway), labels, and 8 bytes per token. With token_weights
+        instead of hidden its gradient, and the weight's in float32; backward scales both in place, once.
+    Costs: a fourth product beside three, the logits once more in backward; not so with token_weights, where however the
+        ranks of a group wait for one another once a chunk instead of once.
+    Error: at most twice that of the unfused torch computation in the same dtype plus one ulp of the largest value.
+        NaN for a token with NaN or infinity in hidden, alone; infinity for a label neither in the vocabulary nor
+        ignored, whose check would wait for the device.
+    Raises: ValueError for shapes, dtypes and numbers that do not fit; RuntimeError on a second derivative, and with
+        token_weights on a second backward.
+    """
+    shards = Shards(group if group is not None and group.size() > 1 else None, sequence_parallel)
+    check_tensors(hidden, weight, bias, labels, token_weights, shards)
+    numbers = (vocab_size, vocab_start, ignore_index, label_smoothing, z_loss, chunk_tokens)
+    settings = checked_settings(hidden, weight, shards, *numbers)
+    fused = gradient_accumulation_fusion and needs_main_grad(weight)
+    if token_weights is None:
+        return _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, fused)
+    if not torch.is_grad_enabled():
+        losses = _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, False)
+        return (token_weights * losses).sum(), losses
+    return _WeightedLinearCrossEntropy.apply(hidden, weight, bias, labels, token_weights, settings, fused)
+
+
+def _backend(x: Tensor) -> Any:
+    if x.is_cuda:
+        from tempo_kernels.linear_cross_entropy import kernel  # needs triton
+
+        return kernel
+    return eager
+
+
+def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings) -> Head:
+    rows = hidden.reshape(hidden.size(0) * hidden.size(1), hidden.size(2))
+    # [b, s] -> [t, s/t * b], the order of hidden's rows
+    segments = settings.shards.num_segments
+    return Head(rows, weight, bias, labels.t().reshape(segments, labels.numel() // segments))
+
+
+def _rows_of(t: Tensor, head: Head) -> Tensor:
+    """t [b, s] as head.labels [t, m], in the dtype of computation."""
+    return t.t().reshape(head.labels.shape).to(torch.promote_types(head.hidden.dtype, torch.float32))
+
+
+def _shaped(losses: Tensor, labels: Tensor) -> Tensor:
+    return losses.view(labels.size(1), labels.size(0)).t().contiguous()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, fused: bool
+    ) -> Tensor:
+        losses, kept = chunks.forward(_head(hidden, weight, bias, labels, settings), settings, _backend(hidden))
+        ctx.save_for_backward(hidden, weight, bias, labels, kept)
+        ctx.settings, ctx.parameter = settings, weight if fused else None
+        return _shaped(losses, labels)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, kept = ctx.saved_tensors
+        head = _head(hidden, weight, bias, labels, ctx.settings)
+        grad = _rows_of(grad_losses, head)
+        main_grad = None if ctx.parameter is None else ctx.parameter.main_grad
+        # A 16-bit main_grad gets the whole sum at once.
+        total = main_grad if main_grad is not None and main_grad.dtype == grad.dtype else None
+        needs = ctx.needs_input_grad[:3]
+        found = chunks.backward(grad, kept, head, needs, total, ctx.settings, _backend(hidden))
+        if main_grad is not None and found.weight is not None and total is None:
+            main_grad += found.weight
+        grad_weight = found.weight if ctx.parameter is None else _stand_in(ctx.parameter)
+        return (
+            None if found.hidden is None else found.hidden.view(hidden.shape),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if found.bias is None else found.bias.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+class _WeightedLinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        token_weights: Tensor,
+        settings: Settings,
+        fused: bool,
+    ) -> tuple[Tensor, Tensor]:
+        head = _head(hidden, weight, bias, labels, settings)
+        needs = ctx.needs_input_grad[:3]
+        rows = _rows_of(token_weights, head)
+        # Weights as small as 1 / (s b) would take a float16 gradient of the logits below its range.
+        unit = rows.abs().amax() if rows.numel() else rows.new_ones(())
+        unit = torch.where(unit > 0, unit, 1.0)
+        losses, found = chunks.forward_with_gradients(rows / unit, head, needs, settings, _backend(hidden))
+        ctx.save_for_backward(found.hidden, found.weight, found.bias, unit)
+        ctx.shape, ctx.dtype, ctx.parameter = hidden.shape, weight.dtype, weight if fused else None
+        ctx.is_spent = False
+        total, losses = (rows * losses).sum(), _shaped(losses, labels)
+        ctx.mark_non_differentiable(losses)
+        return total, losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.is_spent:
+            raise RuntimeError(
+                "linear_cross_entropy with token_weights has given its gradients away in a first backward; leave "
+                "token_weights out to run backward again"
+            )
+        ctx.is_spent = True
+        grad_hidden, grad_weight, grad_bias, unit = ctx.saved_tensors
+        factor = unit * grad_total
+        if ctx.parameter is not None:
+            ctx.parameter.main_grad.addcmul_(grad_weight, factor.to(grad_weight.dtype))
+            grad_weight = _stand_in(ctx.parameter)
+        elif grad_weight is not None:
+            grad_weight = grad_weight.mul_(factor).to(ctx.dtype)
+        return (
+            None if grad_hidden is None else grad_hidden.mul_(factor).view(ctx.shape),
+            grad_weight,
+            None if grad_bias is None else (grad_bias * factor).to(ctx.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _stand_in(weight: Any) -> Tensor | None:
+    """What autograd gets for the gradient that is in main_grad already, as from Megatron's linears: for its
+    DistributedDataParallel, a tensor that only makes the hooks run."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    # Shared with the embedding, it is added to that one's gradient.
+    new = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return new(weight)

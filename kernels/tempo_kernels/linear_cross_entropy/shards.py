@@ -1,0 +1,73 @@
+"""The ranks that hold the vocabulary's shards: who holds what, and what they tell one another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """A tensor-parallel group, or one rank that holds the whole vocabulary.
+
+    Tokens are [t, m]: m of the hidden states that this rank has, t = the group's size under sequence parallelism, else
+    1 (each rank then has them all). Work goes by chunks of rows [k, h] of them, which gathered are t * k tokens.
+    """
+
+    group: Any
+    sequence_parallel: bool
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def num_segments(self) -> int:
+        """t."""
+        return self.size if self.sequence_parallel else 1
+
+    def gathered(self, hidden: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
+        """Chunk by chunk of hidden [m, h]: the slice of rows, and their tokens [t * k, h] from every rank.
+
+        A chunk is gathered while the work on the one before it goes on.
+        """
+        starts = range(0, hidden.size(0), chunk_rows)
+        chunks = [slice(start, min(start + chunk_rows, hidden.size(0))) for start in starts]
+        if self.num_segments == 1:
+            yield from ((rows, hidden[rows]) for rows in chunks)
+            return
+        ahead = [self._start_gather(hidden[rows]) for rows in chunks[:1]]
+        for index, rows in enumerate(chunks):
+            tokens, work = ahead.pop()
+            work.wait()
+            if index + 1 < len(chunks):
+                ahead.append(self._start_gather(hidden[chunks[index + 1]]))
+            yield rows, tokens
+
+    def _start_gather(self, part: Tensor) -> tuple[Tensor, Any]:
+        tokens = part.new_empty(self.size * part.size(0), part.size(1))
+        return tokens, dist.all_gather_into_tensor(tokens, part, group=self.group, async_op=True)
+
+    def reduce_scattered(self, part: Tensor, out: Tensor) -> Any:
+        """Starts to write this rank's rows of the sum of all ranks' part [t * k, h] into out [k, h]."""
+        return dist.reduce_scatter_tensor(out, part, group=self.group, async_op=True)
+
+    def reduced(self, part: Tensor) -> Any:
+        """Starts to sum part over the ranks, in place."""
+        return dist.all_reduce(part, group=self.group, async_op=True)
+
+    def exchanged(self, found: Tensor) -> Tensor:
+        """found of every rank, stacked: [p, ...]; each rank then reduces it in the same order."""
+        if self.size == 1:
+            return found.unsqueeze(0)
+        everybodys = found.new_empty(self.size, *found.shape)
+        dist.all_gather_into_tensor(everybodys.view(-1), found.contiguous().view(-1), group=self.group)
+        return everybodys

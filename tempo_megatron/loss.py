@@ -1,0 +1,154 @@
+"""The fused loss head in Megatron's GPTModel: labels in, losses out, and no logits of all tokens.
+
+GPTModel computes logits in its output layer and hands them to compute_language_model_loss. With labels at hand the
+output layer gives the losses at once, inside its own forward, so that whatever hooks gather or release its weight
+(ZeRO-3's) do so around it; the second step then has nothing to do. Without labels all is as in Megatron.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.utils import get_pg_rank, get_pg_size
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_megatron.config import TempoConfig
+
+_IGNORED = -100
+# Of the largest gradient: what float32 leaves of proportions.
+_TOLERANCE = 1e-4
+
+
+class TempoOutputLayer(ColumnParallelLinear):
+    """ColumnParallelLinear that gives the losses of the labels it is told, and without them logits."""
+
+    labels: Tensor | None = None
+    loss_mask: Tensor | None = None
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(losses [b, s] in float32, None) of input_ [s, b, h], or with sequence parallelism [s/p, b, h]."""
+        if self.labels is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        weight = self.weight if weight is None else weight
+        num_rows = weight.size(0)
+        is_outside = (self.labels < 0) | (self.labels >= num_rows * get_pg_size(self.tp_group))
+        token_weights = None
+        if self.loss_mask is not None and torch.is_grad_enabled():
+            token_weights = self.loss_mask.view_as(self.labels).float()
+        found = linear_cross_entropy(
+            input_,
+            weight,
+            self.labels.masked_fill(is_outside, _IGNORED),
+            bias=None if self.skip_bias_add else self.bias,
+            ignore_index=_IGNORED,
+            vocab_start=get_pg_rank(self.tp_group) * num_rows,
+            group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            token_weights=token_weights,
+        )
+        return (found if token_weights is None else _LossesOfTotal.apply(*found, token_weights)), None
+
+
+class _FusedLoss:
+    """What a GPTModel does otherwise where its output layer is a TempoOutputLayer."""
+
+    output_layer: TempoOutputLayer
+
+    def _postprocess(
+        self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        layer = self.output_layer
+        layer.labels, layer.loss_mask = labels, kwargs.get("loss_mask")
+        try:
+            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            layer.labels = layer.loss_mask = None
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """The losses that the output layer gave, or of real logits Megatron's."""
+        if self.output_layer.labels is not None:
+            return logits
+        return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
+
+
+class TempoGPTModel(_FusedLoss, GPTModel):
+    """GPTModel with the fused loss head."""
+
+
+def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
+    """Give a built GPTModel the fused loss head, where `tempo_config.loss` is "fused" and it has a head at all.
+
+    The model keeps its modules, parameters and checkpoint keys; it and its output layer change class. Called with
+    labels it gives losses [b, s] in float32 and keeps no logits; called without, logits. A label outside of the
+    vocabulary has loss 0.
+
+    Called with `loss_mask` too, as Megatron's pretrain_gpt.py does, it makes the gradients in forward and spares the
+    recomputation of the logits. The loss must then be a number times sum(loss_mask * losses), which is what
+    Megatron's loss functions are, and have one backward; any other gradient of the losses becomes NaN.
+
+    Raises ValueError where the model or its configuration has what the fused head cannot do.
+    """
+    if tempo_config.loss != "fused":
+        return
+    _refuse(model)
+    if not model.post_process:
+        return
+    cls: Any = type(model)
+    model.output_layer.__class__ = TempoOutputLayer
+    model.__class__ = _fused_class(cls)
+
+
+def _refuse(model: Any) -> None:
+    if not isinstance(model, GPTModel):
+        raise ValueError(
+            f'the model is a {type(model).__name__}; the fused loss wants a GPTModel; set tempo.loss to "off"'
+        )
+    config = model.config
+    layer = getattr(model, "output_layer", None)
+    refused = [
+        (config.mtp_num_layers, "mtp_num_layers is given, whose layers want logits of their own"),
+        (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute is on, which keeps the logits' gradient"),
+        (
+            model.post_process and type(layer) not in (ColumnParallelLinear, TempoOutputLayer),
+            f"the output layer is a {type(layer).__name__}, where a ColumnParallelLinear is wanted",
+        ),
+    ]
+    for is_refused, reason in refused:
+        if is_refused:
+            raise ValueError(f'{reason}; set tempo.loss to "off"')
+
+
+@functools.cache
+def _fused_class(cls: Any) -> Any:
+    if issubclass(cls, _FusedLoss):
+        return cls
+    return TempoGPTModel if cls is GPTModel else type(f"Tempo{cls.__name__}", (_FusedLoss, cls), {})
+
+
+class _LossesOfTotal(torch.autograd.Function):
+    """The losses, with a gradient that may only be a multiple of token_weights: that of their weighted total."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, losses: Tensor, token_weights: Tensor) -> Tensor:
+        ctx.save_for_backward(token_weights)
+        return losses.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None]:
+        (token_weights,) = ctx.saved_tensors
+        square = token_weights.square().sum()
+        factor = (grad_losses * token_weights).sum() / torch.where(square > 0, square, 1.0)
+        wanted = factor * token_weights
+        error, largest = (grad_losses - wanted).abs().amax(), wanted.abs().amax()
+        # An exception would wait for the device.
+        return torch.where(error <= _TOLERANCE * largest, factor, torch.nan), None, None

@@ -1,0 +1,71 @@
+"""The loss head's kernels compiled ahead of time, as test_kernels_compiled.py does with those of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
+
+import test_kernels_compiled
+from test_kernels_compiled import CAPABILITIES, Launch, compiled, launches_of, narrow_accesses, resources, source_of
+
+from tempo_kernels.linear_cross_entropy import kernel
+
+# At which three programs of 8 warps share a multiprocessor.
+MOST_REGISTERS = 80
+
+
+@pytest.fixture(autouse=True)
+def record_the_loss_heads_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_kernels_compiled, "MODULES", [kernel])
+
+
+def run_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, first: int = 0) -> None:
+    """Both forms of both kernels on tokens [first, first + num_rows) of more."""
+    logits = torch.empty(num_rows, num_columns, dtype=dtype)
+    columns = torch.zeros(first + num_rows, dtype=torch.int64)[first:]
+    vectors = torch.ones(3, first + num_rows)[:, first:]
+    for needs_sum, other_share in ((False, 0.0), (True, 0.1)):
+        kernel.statistics(logits, columns, num_columns, needs_sum)
+        kernel.gradient_(logits, columns, *vectors, 1.0, other_share, num_columns)
+
+
+def cases() -> Iterator[tuple[str, Launch]]:
+    """GPT-2's padded vocabulary, Llama 3's, one that is a multiple of eight only, and a shard of one."""
+    for dtype, num_columns in [
+        (torch.bfloat16, 50304),
+        (torch.bfloat16, 128256),
+        (torch.float16, 50264),
+        (torch.bfloat16, 6288),
+        (torch.float32, 50304),
+    ]:
+        names = ("statistics", "gradient", "statistics with sum", "smoothed gradient")
+        launches = launches_of(lambda dtype=dtype, num_columns=num_columns: run_chunk(64, num_columns, dtype))
+        for name, launch in zip(names, launches, strict=True):
+            yield f"{name}, {dtype}, v {num_columns}", launch
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernels_keep_to_few_registers_and_read_16_bytes_at_a_time(capability):
+    for name, launch in cases():
+        binary = compiled(launch, capability)
+        usage = resources(binary.asm["cubin"])
+        assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
+        assert usage["REG"] <= MOST_REGISTERS, f"{name}: {usage}"
+        # What is left is a row's own numbers: its target, maximum, scale and gradient, and three or four results.
+        narrow = narrow_accesses(binary.asm["ptx"])
+        assert len(narrow) <= 7, f"{name}: {narrow}"
+
+
+def test_a_vocabulary_that_is_no_multiple_of_eight_is_read_narrowly_and_found_to_be():
+    launch = launches_of(lambda: run_chunk(64, 50257, torch.bfloat16))[0]
+    assert len(narrow_accesses(compiled(launch, 90).asm["ptx"])) > 7
+
+
+def test_the_sizes_and_places_of_chunks_compile_nothing_anew():
+    chunks = [(64, 0), (64, 64), (1, 3), (17, 5), (16, 1)]
+    launches = launches_of(lambda: [run_chunk(rows, 50304, torch.bfloat16, first) for rows, first in chunks])
+    assert len(launches) == 4 * len(chunks) and len({source_of(launch).hash() for launch in launches}) == 4

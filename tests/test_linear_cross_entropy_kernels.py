@@ -1,0 +1,161 @@
+"""The loss head's Triton kernels against their specification: see interpreted.py for where they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, kernel_test
+from torch.nn import functional as F
+from witness import assert_three_witnesses
+
+from tempo_kernels.linear_cross_entropy import eager, function, kernel, linear_cross_entropy
+
+SHARES = {"plain": (1.0, 0.0), "smoothed": (0.87, 1e-3)}
+
+
+def chunk_of_logits(rows, columns, dtype, scale=8.0):
+    """Logits, and targets of which some are on other shards."""
+    logits = (torch.randn(rows, columns, device=DEVICE) * scale).to(dtype)
+    targets = torch.randint(-columns // 4, columns + columns // 4 + 1, (rows,), device=DEVICE)
+    targets[:2] = torch.tensor([0, columns - 1], device=DEVICE)[:rows]
+    return logits, targets
+
+
+def check(logits, targets, num_real, shares=SHARES["smoothed"]):
+    for needs_sum in (True, False):
+        found = kernel.statistics(logits, targets, num_real, needs_sum)
+        names = ["top", "total", "target", "sum"][: 3 + needs_sum]
+        is_here = ((targets >= 0) & (targets < logits.size(1))).cpu()
+        assert torch.equal(found[0].cpu(), logits.float().amax(-1).cpu())
+        assert torch.equal(found[2].cpu() > -torch.inf, is_here)
+        found[2, ~is_here.to(DEVICE)] = 0
+
+        def specified(values, wanted=needs_sum, mask=is_here):
+            return eager.statistics(values, targets.cpu(), num_real, wanted).masked_fill(
+                torch.stack([~mask if i == 2 else torch.zeros_like(mask) for i in range(3 + wanted)]), 0.0
+            )
+
+        assert_as_specified(found, [logits], specified, *names)
+    top = found[0] + torch.rand(logits.size(0), device=DEVICE)  # another shard's is larger
+    grad = torch.randn(logits.size(0), device=DEVICE)
+    grad[-1:] = 0
+    vectors = [top, grad / found[1], grad]
+
+    def gradient(module, values, *vectors):
+        values = values.clone()
+        module.gradient_(values, targets.to(values.device), *vectors, *shares, num_real)
+        return [values]
+
+    assert_as_specified(
+        gradient(kernel, logits, *vectors), [logits, *vectors], lambda *t: gradient(eager, *t), "grad_logits"
+    )
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(5, 1000), (3, 4096), (2, 4097), (3, 12289), (1, 1), (4, 7), (9, 33), (2, 8200)], ids=str
+)
+def test_statistics_and_gradient_are_as_specified_for_any_vocabulary(shape, dtype):
+    logits, targets = chunk_of_logits(*shape, dtype)
+    for num_real in {shape[1], max(1, shape[1] - 5), 0}:
+        check(logits, targets, num_real)
+    check(logits, targets, shape[1], SHARES["plain"])
+
+
+@kernel_test
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_statistics_of_logits_around_ten_thousand_lose_no_digits(offset):
+    logits, targets = chunk_of_logits(4, 5000, torch.float32)
+    check(logits + offset, targets, 5000)
+    check(torch.randn(4, 5000, device=DEVICE) * 1e4, targets, 4990)
+
+
+@kernel_test
+def test_a_row_that_grows_to_its_end_and_one_that_falls_have_the_right_total():
+    rising = torch.linspace(-400, 400, 3 * kernel.BLOCK, device=DEVICE)
+    logits = torch.stack([rising, rising.flip(0), torch.full_like(rising, -3e38)])
+    check(logits, torch.tensor([5, -1, 7], device=DEVICE), logits.size(1), SHARES["plain"])
+
+
+@kernel_test
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's numpy
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [3, kernel.BLOCK + 1])
+def test_nan_and_infinity_stay_in_their_row(place, value):
+    logits, targets = chunk_of_logits(3, kernel.BLOCK + 9, torch.bfloat16)
+    logits[1, place] = value
+    found = kernel.statistics(logits, targets, logits.size(1), False)
+    assert found[1].isnan().tolist() == [False, True, False]
+    grad = torch.ones(3, device=DEVICE)
+    kernel.gradient_(logits, targets, found[0], grad / found[1], grad, 1.0, 0.0, logits.size(1))
+    assert logits.isnan().all(-1).tolist() == logits.isnan().any(-1).tolist() == [False, True, False]
+    grad[1] = 0
+    kernel.gradient_(logits, targets, found[0], grad / found[1], grad, 1.0, 0.0, logits.size(1))
+    assert not logits[1].any()
+
+
+@kernel_test
+def test_columns_of_minus_infinity_count_for_nothing():
+    logits, targets = chunk_of_logits(3, 2 * kernel.BLOCK, torch.float32)
+    logits[:, : kernel.BLOCK] = -torch.inf
+    alone = kernel.statistics(logits[:, kernel.BLOCK :].contiguous(), targets, 1, False)
+    found = kernel.statistics(logits, targets, 1, False)
+    assert torch.equal(found[:2], alone[:2])
+
+
+@kernel_test
+def test_no_rows_give_no_statistics():
+    logits, targets = chunk_of_logits(0, 9, torch.float32)
+    assert kernel.statistics(logits, targets, 9, True).shape == (4, 0)
+    kernel.gradient_(logits, targets, *torch.empty(3, 0, device=DEVICE), 1.0, 0.0, 9)
+
+
+@kernel_test
+def test_the_whole_loss_head_is_right_by_the_three_witnesses(monkeypatch):
+    monkeypatch.setattr(function, "_backend", lambda x: kernel if x.dtype in DTYPES else eager)
+    labels = torch.randint(90, (2, 5))
+    labels[0, 0] = -100
+
+    def ours(hidden, weight):
+        device = DEVICE if hidden.dtype in DTYPES else "cpu"
+        found = linear_cross_entropy(
+            hidden.to(device), weight.to(device), labels.to(device), chunk_tokens=4, label_smoothing=0.1, vocab_size=90
+        )
+        return found.cpu()
+
+    def reference(hidden, weight):
+        logits = F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)).transpose(0, 1)
+        wanted = torch.zeros_like(logits)
+        wanted[..., :90] = 0.1 / 89
+        wanted.scatter_(-1, labels.clamp_min(0).unsqueeze(-1), 0.9)
+        return -(wanted * logits.log_softmax(-1)).sum(-1).masked_fill(labels == -100, 0.0)
+
+    inputs = [torch.randn(5, 2, 16), torch.randn(101, 16)]
+    for dtype in DTYPES:
+        assert_three_witnesses(ours, reference, inputs, torch.rand(2, 5) + 0.1, dtype)
+
+
+@pytest.mark.gpu
+def test_a_chunk_of_more_than_two_billion_logits_is_addressed():
+    columns = 128256
+    rows = 2**31 // columns + 9
+    logits = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
+    logits[-9:] = torch.randn(9, columns)
+    targets = torch.full((rows,), 5, device="cuda")
+    found = kernel.statistics(logits, targets, columns, False)
+    assert_as_specified(
+        found[:, -9:], [logits[-9:]], lambda t: eager.statistics(t, targets[-9:].cpu(), columns, False), "0", "1", "2"
+    )
+    assert (found[1, :-9] == columns).all()
+    one = torch.ones(rows, device="cuda")
+    kernel.gradient_(logits, targets, found[0], one / found[1], one, 1.0, 0.0, columns)
+    assert abs(logits[-1].float().sum().item()) < 0.05 and logits[0, 5] < -0.9 and logits[-10, 5] < -0.9
+
+
+@kernel_test
+def test_float64_is_refused_where_kernels_run():
+    logits = torch.zeros(1, 8, dtype=torch.float64, device=DEVICE)
+    with pytest.raises(ValueError, match="logits are torch.float64; float32, float16 or bfloat16"):
+        kernel.statistics(logits, torch.zeros(1, dtype=torch.int64, device=DEVICE), 8, False)
+    assert INTERPRETED or logits.is_cuda

@@ -1,0 +1,210 @@
+"""What the loss head allocates, its gradients made in forward, main_grad, and its errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_linear_cross_entropy import B, H, S, V, head_inputs, random_labels, reference
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tempo_kernels.linear_cross_entropy import eager, linear_cross_entropy
+
+
+class Allocations(TorchDispatchMode):
+    """Every tensor that operations make inside: the largest one, and how many bytes of them are alive at most."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.largest_bytes = self.peak_bytes = 0
+        self._known = {t.untyped_storage()._cdata for t in known}
+        self._alive = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self._known:
+                storage = t.untyped_storage()
+                self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+                self.largest_bytes = max(self.largest_bytes, storage.nbytes())
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_at_most_one_chunk_of_logits_is_alive(has_weights, dtype, monkeypatch):
+    s, b, h, v, chunk_tokens = 64, 2, 8, 3000, 16
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 2 * v)
+    hidden, weight = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((s, b, h), (v, h)))
+    labels = torch.randint(v, (b, s))
+    keywords = {"token_weights": torch.ones(b, s)} if has_weights else {}
+    with Allocations(hidden, weight, labels) as seen:
+        out = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens, **keywords)
+        (out[0] if has_weights else out.sum()).backward()
+    chunk_bytes, weight_bytes = chunk_tokens * v * dtype.itemsize, v * h * 4
+    block_bytes = 4 * eager.BLOCK_ELEMENTS
+    assert seen.largest_bytes <= max(chunk_bytes, weight_bytes)
+    # Of a 16-bit weight's gradient there is, beside the sum in float32, a part of it or the result.
+    weight_bytes *= 1 if dtype == torch.float32 else 2
+    tokens_bytes = s * b * (h * 4 + 20 * 8)
+    assert seen.peak_bytes <= chunk_bytes + block_bytes + weight_bytes + tokens_bytes < s * b * v * dtype.itemsize
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_on_a_gpu_at_most_one_chunk_of_logits_is_alive(has_weights):
+    s, b, h, v, chunk_tokens = 2048, 2, 512, 50304, 256
+    hidden, weight = (torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in ((s, b, h), (v, h)))
+    labels = torch.randint(v, (b, s), device="cuda")
+    keywords = {"token_weights": torch.ones(b, s, device="cuda")} if has_weights else {}
+    (hidden.new_ones(8, 8) @ hidden.new_ones(8, 8)).sum().item()  # cuBLAS's own memory
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens, **keywords)
+    (out[0] if has_weights else out.sum()).backward()
+    chunk_bytes, weight_bytes, hidden_bytes = 2 * chunk_tokens * v, 6 * v * h, 2 * s * b * h
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= chunk_bytes + weight_bytes + hidden_bytes + (16 << 20) < 2 * s * b * v
+
+
+def test_the_recorder_of_allocations_sees_the_logits_of_the_unfused_head():
+    hidden, weight, _ = head_inputs(False)
+    with Allocations(hidden, weight) as seen:
+        reference(hidden.requires_grad_(), weight, None, random_labels()).sum().backward()
+    assert seen.largest_bytes >= S * B * V * 4 and seen.peak_bytes >= 2 * S * B * V * 4
+
+
+def both_forms(token_weights, dtype, grad_total=1.0, **settings):
+    """Losses, and gradients of hidden, weight and bias, with the gradients made in forward and by recomputing."""
+    torch.manual_seed(5)
+    labels, results = random_labels(), []
+    inputs = [t.to(dtype) for t in head_inputs()]
+    for in_forward in (True, False):
+        hidden, weight, bias = leaves = [t.clone().requires_grad_() for t in inputs]
+        keywords = {"bias": bias, "chunk_tokens": 8, **settings}
+        if in_forward:
+            total, losses = linear_cross_entropy(hidden, weight, labels, token_weights=token_weights, **keywords)
+            assert not losses.requires_grad
+        else:
+            losses = linear_cross_entropy(hidden, weight, labels, **keywords)
+            total = (token_weights * losses).sum()
+        (grad_total * total).backward()
+        results.append([total.detach(), losses.detach(), *(leaf.grad for leaf in leaves)])
+    return results
+
+
+def assert_close(found, wanted, eps):
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=8 * eps * b.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.2, "z_loss": 1e-3, "vocab_size": 90}], ids=str)
+def test_gradients_made_in_forward_are_those_of_the_recomputed_logits(settings, dtype):
+    token_weights = (torch.rand(B, S) > 0.3) * torch.rand(B, S)
+    in_forward, recomputed = both_forms(token_weights, dtype, grad_total=-2.5, **settings)
+    assert_close(in_forward, recomputed, torch.finfo(dtype).eps)
+
+
+def test_weights_of_one_by_the_number_of_tokens_do_not_underflow_in_float16():
+    # Of the recomputed logits' gradient nothing would be left: 1e-7 / 101 is below float16's range.
+    in_forward, exact = (both_forms(torch.full((B, S), 1e-7), t, 1e7)[0] for t in (torch.float16, torch.float64))
+    for found, wanted in zip(in_forward[2:], exact[2:], strict=True):
+        error = (found.double() - wanted).abs().max()
+        assert wanted.abs().max() > 0.1 and error < 0.05 * wanted.abs().max()
+
+
+def test_token_weights_of_nothing_but_zeros_give_zeros():
+    in_forward, _ = both_forms(torch.zeros(B, S), torch.float32)
+    assert in_forward[0] == 0 and in_forward[1].any() and not any(grad.any() for grad in in_forward[2:])
+
+
+def test_gradients_made_in_forward_are_given_once():
+    hidden, weight, _ = head_inputs(False)
+    total, _ = linear_cross_entropy(
+        hidden.requires_grad_(), weight, random_labels(), token_weights=torch.ones(B, S), chunk_tokens=8
+    )
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="leave token_weights out to run backward again"):
+        total.backward()
+
+
+def test_recomputed_logits_give_the_same_gradients_again():
+    hidden, weight, _ = head_inputs(False)
+    total = linear_cross_entropy(hidden.requires_grad_(), weight, random_labels()).sum()
+    first, second = (torch.autograd.grad(total, hidden, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_without_grad_mode_no_gradient_is_made():
+    hidden, weight, _ = (t if t is None else t.requires_grad_() for t in head_inputs(False))
+    labels, token_weights = random_labels(), torch.rand(B, S)
+    with torch.no_grad(), Allocations(hidden, weight) as seen:
+        total, losses = linear_cross_entropy(hidden, weight, labels, token_weights=token_weights, chunk_tokens=4)
+    assert not total.requires_grad and seen.largest_bytes < V * H * 4
+    torch.testing.assert_close(total, (token_weights * losses).sum())
+
+
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_the_weights_gradient_is_added_to_main_grad_as_by_megatrons_linears(has_weights, main_dtype):
+    hidden, weight, _ = (t if t is None else t.bfloat16().requires_grad_() for t in head_inputs(False))
+    labels, before = random_labels(), torch.randn(V, H).to(main_dtype)
+    keywords = {"token_weights": torch.ones(B, S)} if has_weights else {}
+    (wanted,) = torch.autograd.grad(reference(hidden, weight, None, labels).sum(), weight)
+    for flags, stand_in in (({}, None), ({"grad_added_to_main_grad": False, "zero_out_wgrad": True}, 0)):
+        weight.grad, weight.main_grad = None, before.clone()
+        for name, value in flags.items():
+            setattr(weight, name, value)
+        out = linear_cross_entropy(hidden, weight, labels, gradient_accumulation_fusion=True, **keywords)
+        (out[0] if has_weights else out.sum()).backward()
+        torch.testing.assert_close(weight.main_grad.float(), before.float() + wanted.float(), rtol=0.02, atol=0.05)
+        assert (weight.grad is None) if stand_in is None else not weight.grad.any()
+        assert getattr(weight, "grad_added_to_main_grad", None) is (None if stand_in is None else True)
+
+
+def test_a_float32_main_grad_holds_the_sum_of_the_chunks_without_rounding_it():
+    hidden, weight, _ = (t if t is None else t.bfloat16() for t in head_inputs(False))
+    labels = random_labels()
+    weight.requires_grad_()
+    weight.main_grad = torch.zeros(V, H)
+    linear_cross_entropy(hidden, weight, labels, gradient_accumulation_fusion=True, chunk_tokens=4).sum().backward()
+    assert (weight.main_grad != weight.main_grad.bfloat16()).any()
+
+
+GOOD = {"hidden": torch.zeros(S, B, H), "weight": torch.zeros(V, H), "labels": torch.zeros(B, S, dtype=torch.int64)}
+BAD = {
+    "a matrix of hidden states": ({"hidden": torch.zeros(S, H)}, r"hidden is .* \[s, b, h\] tensor is wanted"),
+    "integers": ({"hidden": torch.zeros(S, B, H, dtype=torch.int64)}, "hidden is torch.int64"),
+    "a weight of another width": ({"weight": torch.zeros(V, H + 1)}, "weight is .* of shape .*as hidden, is wanted"),
+    "a weight of another dtype": ({"weight": torch.zeros(V, H).half()}, "weight is torch.float16 .* cast it"),
+    "a bias of another length": ({"bias": torch.zeros(V + 1)}, "bias is .*as weight, is wanted"),
+    "labels of the layout of hidden states": ({"labels": GOOD["labels"].t()}, r"labels are .*\[b, s\] of the whole"),
+    "labels in 32 bits": ({"labels": GOOD["labels"].int()}, "labels are torch.int32"),
+    "a vocabulary larger than the weight": ({"vocab_size": V + 1}, f"vocab_size is {V + 1} .* give 1 to {V}"),
+    "smoothing of 1": ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
+    "smoothing over one row": ({"label_smoothing": 0.1, "vocab_size": 1}, "label_smoothing is 0.1 over 1 rows"),
+    "a chunk of nothing": ({"chunk_tokens": 0}, "chunk_tokens is 0; a number from 1 on"),
+    "weights that want a gradient": ({"token_weights": torch.ones(B, S, requires_grad=True)}, "token_weights are"),
+    "weights of another shape": ({"token_weights": torch.ones(S, B)}, "token_weights are .*as labels"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
+def test_what_does_not_fit_is_refused_in_one_sentence(change, message):
+    arguments = {**GOOD, **change}
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("labels"), **arguments)
+
+
+def test_fusion_without_main_grad_is_refused():
+    weight = GOOD["weight"].clone().requires_grad_()
+    with pytest.raises(ValueError, match="weight has no main_grad of its own shape; wrap the model"):
+        linear_cross_entropy(GOOD["hidden"], weight, GOOD["labels"], gradient_accumulation_fusion=True)
+    with torch.no_grad():
+        losses = linear_cross_entropy(GOOD["hidden"], weight, GOOD["labels"], gradient_accumulation_fusion=True)
+    torch.testing.assert_close(losses, F.cross_entropy(torch.zeros(1, V), torch.zeros(1).long()).expand(B, S))

@@ -1,0 +1,248 @@
+"""The fused loss head in Megatron's GPTModel against the stock one."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from distributed import run_megatron_ranks
+from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config, gradients, tokens_of
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from test_layer_spec import assert_equal_to_stock
+from witness import kept_storages
+
+from tempo_megatron import TempoConfig, tempo_block_spec
+from tempo_megatron.loss import TempoGPTModel, TempoOutputLayer, tempoize_loss
+
+FUSED, OFF = TempoConfig(), TempoConfig.off()
+
+
+def build(tempo_config, *, is_tied=True, sequence_parallel=False, cls=GPTModel, seed=7, **settings):
+    stage = {name: settings.pop(name) for name in ("pre_process", "post_process") if name in settings}
+    config = gpt_config(sequence_parallel=sequence_parallel, **settings)
+    torch.manual_seed(seed)
+    model = cls(
+        config,
+        tempo_block_spec(config, TempoConfig.off()),
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=SEQ_LENGTH,
+        share_embeddings_and_output_weights=is_tied,
+        **stage,
+    )
+    tempoize_loss(model, tempo_config)
+    return model.to(config.params_dtype).train()
+
+
+def run(model, labels=None, **keywords):
+    tokens = tokens_of(0, 2)
+    positions = torch.arange(SEQ_LENGTH).expand(2, -1)
+    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
+    if labels is None:
+        labels = tokens[:, 1:].contiguous()
+    return model(tokens[:, :-1].contiguous(), positions, mask, labels=labels, **keywords)
+
+
+def loss_mask():
+    mask = torch.ones(2, SEQ_LENGTH)
+    mask[0, :5] = 0
+    mask[1] *= 0.25
+    return mask
+
+
+def loss_and_gradients(tempo_config, is_tied, sequence_parallel, gives_loss_mask):
+    model = build(tempo_config, is_tied=is_tied, sequence_parallel=sequence_parallel)
+    found = run(model, **({"loss_mask": loss_mask()} if gives_loss_mask else {}))
+    assert found.dtype == torch.float32 and found.shape == (2, SEQ_LENGTH) and found.is_contiguous()
+    loss = (found * loss_mask()).sum() / loss_mask().sum()
+    (128.0 * loss).backward()
+    return loss.item(), gradients(model)
+
+
+@pytest.mark.parametrize("gives_loss_mask", [False, True], ids=["recomputed", "in forward"])
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_loss_and_every_gradient_equal_stock(tp, sequence_parallel, is_tied, gives_loss_mask):
+    arguments = (is_tied, sequence_parallel)
+    found = run_megatron_ranks(loss_and_gradients, tp, tp, FUSED, *arguments, gives_loss_mask)
+    stock = run_megatron_ranks(loss_and_gradients, tp, tp, OFF, *arguments, False)
+    for ours, theirs in zip(found, stock, strict=True):
+        assert_equal_to_stock(ours, theirs)
+
+
+def last_stage_results(tempo_config, is_tied):
+    model = build(tempo_config, is_tied=is_tied, pre_process=False, post_process=True)
+    hidden = torch.randn(SEQ_LENGTH, 2, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    model.set_input_tensor(hidden)
+    losses = run(model)
+    losses.sum().backward()
+    return losses.sum().item(), {**gradients(model), "input": hidden.grad}
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_the_last_stage_of_a_pipeline_equals_stock(is_tied):
+    (found,), (stock,) = (run_megatron_ranks(last_stage_results, 1, 1, c, is_tied) for c in (FUSED, OFF))
+    assert_equal_to_stock(found, stock)
+
+
+def other_stages_and_classes():
+    class UsersModel(GPTModel):
+        pass
+
+    first = build(FUSED, pre_process=True, post_process=False)
+    users = build(FUSED, cls=UsersModel)
+    again = build(FUSED)
+    tempoize_loss(again, FUSED)
+    return {
+        "first stage": type(first) is GPTModel,
+        "off": type(build(OFF)) is GPTModel,
+        "user's": isinstance(users, UsersModel) and type(users.output_layer) is TempoOutputLayer,
+        "user's loss": torch.equal(run(users), run(build(FUSED))),
+        "twice": type(again) is TempoGPTModel and torch.equal(run(again), run(users)),
+    }
+
+
+def test_what_has_no_head_stays_and_a_users_class_is_kept():
+    (found,) = run_megatron_ranks(other_stages_and_classes, 1, 1)
+    assert all(found.values()), found
+
+
+def logits_of_both(tempo_config):
+    model = build(tempo_config)
+    model.train(False)
+    tokens = tokens_of(0, 2)[:, :-1].contiguous()
+    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
+    positions = torch.arange(SEQ_LENGTH).expand(2, -1)
+    with torch.no_grad():
+        before = model(tokens, positions, mask)
+        run(model)  # leaves nothing behind
+        after = model(tokens, positions, mask, runtime_gather_output=True)
+    return before, after
+
+
+def test_without_labels_there_are_logits():
+    found, stock = (run_megatron_ranks(logits_of_both, 2, 2, c) for c in (FUSED, OFF))
+    for ours, theirs in zip(found, stock, strict=True):
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+        assert ours[0].shape == (2, SEQ_LENGTH, VOCAB_SIZE // 2) and ours[1].shape == (2, SEQ_LENGTH, VOCAB_SIZE)
+
+
+def keys(tempo_config):
+    found = {}
+    for is_tied in (True, False):
+        model = build(tempo_config, is_tied=is_tied)
+        found[is_tied] = (
+            {name: None if value is None else tuple(value.shape) for name, value in model.state_dict().items()},
+            sorted(getattr(value, "key", key) for key, value in model.sharded_state_dict().items()),
+            [name for name, _ in model.named_parameters()],
+        )
+    return found
+
+
+def test_checkpoint_keys_and_parameters_equal_megatrons():
+    found, stock = (run_megatron_ranks(keys, 1, 1, c) for c in (FUSED, OFF))
+    assert found == stock and any("output_layer.weight" in key for key in found[0][False][1])
+
+
+def kept_largest(tempo_config):
+    model = build(tempo_config)
+    kept = kept_storages(lambda: run(model))
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return max(size for pointer, size in kept.items() if pointer not in parameters), sum(kept.values())
+
+
+def test_nothing_as_large_as_the_logits_is_kept():
+    ((largest, everything),), ((stock_largest, stock_everything),) = (
+        run_megatron_ranks(kept_largest, 1, 1, c) for c in (FUSED, OFF)
+    )
+    logits_bytes = 4 * 2 * SEQ_LENGTH * VOCAB_SIZE
+    # In their place labels, and maximum and sum of each token.
+    assert stock_everything - everything >= logits_bytes - 16 * 2 * SEQ_LENGTH
+    assert largest <= stock_largest
+
+
+def labels_outside_of_the_vocabulary():
+    labels = tokens_of(0, 2)[:, 1:].clone()
+    labels[0, 0], labels[0, 1], labels[1, 2] = -100, -1, VOCAB_SIZE
+    losses = run(build(FUSED), labels)
+    losses.sum().backward()
+    return losses.detach()
+
+
+def test_labels_outside_of_the_vocabulary_have_no_loss():
+    for losses in run_megatron_ranks(labels_outside_of_the_vocabulary, 2, 2):
+        assert (losses == 0).nonzero().tolist() == [[0, 0], [0, 1], [1, 2]]
+
+
+def gradient_that_is_no_multiple_of_the_loss_mask():
+    model = build(FUSED)
+    (run(model, loss_mask=loss_mask()) * torch.rand(2, SEQ_LENGTH)).sum().backward()
+    not_a_multiple = model.embedding.word_embeddings.weight.grad
+    other = build(FUSED)
+    (run(other, loss_mask=torch.zeros(2, SEQ_LENGTH)) * 0).sum().backward()
+    return not_a_multiple, other.embedding.word_embeddings.weight.grad
+
+
+def test_another_gradient_than_that_of_the_masked_sum_is_nan_and_never_wrong():
+    ((grad, of_nothing),) = run_megatron_ranks(gradient_that_is_no_multiple_of_the_loss_mask, 1, 1)
+    assert grad.isnan().all() and not of_nothing.any()
+
+
+def fused_weight_gradient(gives_loss_mask):
+    """main_grad of a model whose output layer adds to it, and the gradient that it stands for."""
+    found = []
+    for is_fused in (True, False):
+        model = build(FUSED, is_tied=False)
+        weight = model.output_layer.weight
+        if is_fused:
+            model.output_layer.gradient_accumulation_fusion = True
+            weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False
+        run(model, **({"loss_mask": torch.ones(2, SEQ_LENGTH)} if gives_loss_mask else {})).sum().backward()
+        found.append(weight.main_grad - 1 if is_fused else weight.grad)
+        assert not is_fused or weight.grad_added_to_main_grad
+    return found
+
+
+@pytest.mark.parametrize("gives_loss_mask", [False, True])
+def test_gradient_accumulation_fusion_adds_to_main_grad(gives_loss_mask):
+    for main_grad, grad in run_megatron_ranks(fused_weight_gradient, 2, 2, gives_loss_mask):
+        torch.testing.assert_close(main_grad, grad, rtol=1e-4, atol=1e-6)
+
+
+def refusals():
+    model = build(OFF)
+    found = []
+
+    def try_it(model):
+        try:
+            tempoize_loss(model, FUSED)
+        except ValueError as error:
+            found.append(str(error))
+
+    try_it(model.decoder)
+    for name, value in (("mtp_num_layers", 1), ("defer_embedding_wgrad_compute", True)):
+        before = getattr(model.config, name)
+        setattr(model.config, name, value)
+        try_it(model)
+        setattr(model.config, name, before)
+    model.output_layer.__class__ = type("QuantizedLinear", (ColumnParallelLinear,), {})
+    try_it(model)
+    return found, type(model) is GPTModel
+
+
+def test_what_the_fused_head_cannot_do_is_refused_with_the_remedy():
+    ((found, is_stock),) = run_megatron_ranks(refusals, 1, 1)
+    wanted = ["the model is a TransformerBlock", "mtp_num_layers", "defer_embedding_wgrad", "is a QuantizedLinear"]
+    assert len(found) == 4 and all(part in text for part, text in zip(wanted, found, strict=True))
+    assert is_stock and all(text.endswith('set tempo.loss to "off"') for text in found)
+
+
+def test_positional_signatures_equal_megatrons():
+    def names(function):
+        return list(inspect.signature(function).parameters)
+
+    assert names(TempoOutputLayer.forward) == names(ColumnParallelLinear.forward)
+    assert names(TempoGPTModel.compute_language_model_loss) == names(GPTModel.compute_language_model_loss)
+    ours, theirs = names(TempoGPTModel._postprocess), names(GPTModel._postprocess)
+    assert ours[:5] == theirs[:5] and "loss_mask" in theirs
