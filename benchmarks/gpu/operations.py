@@ -1,0 +1,188 @@
+"""The operations of the GPU suite, one by one. A new operation is a new entry of OPERATIONS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu.operation import Factory, Form, Liger, Operation, Traffic
+from tempo_kernels.dropout_add import bias_dropout_add
+from tempo_kernels.dropout_add_norm import bias_dropout_add_layer_norm, bias_dropout_add_rms_norm
+from tempo_kernels.gelu import gelu
+from tempo_kernels.glu import geglu, swiglu
+from tempo_kernels.norm import layer_norm, rms_norm
+from tempo_kernels.squared_relu import squared_relu
+
+KEY = 0x0123_4567_89AB_CDEF
+
+
+def _always(function: Callable[..., Any]) -> Factory:
+    return lambda p: function
+
+
+def _plain_gelu(approximate: str) -> Factory:
+    return _always(lambda x, bias: F.gelu(x + bias, approximate=approximate))
+
+
+def _gelu(name: str, approximate: str) -> Operation:
+    return Operation(
+        name,
+        ("x", "bias"),
+        "ffn",
+        (
+            Form(
+                "output",
+                _always(lambda x, bias: gelu(x, bias, approximate)),
+                Traffic(2, 1, bits_per_element=1),
+                Traffic(3, 1, bits_per_element=1),
+            ),
+            Form(
+                "input",
+                _always(lambda x, bias: gelu(x, bias, approximate, keep="input")),
+                Traffic(2, 1),
+                Traffic(3, 2),
+                refill=Traffic(2, 1),
+            ),
+        ),
+        _plain_gelu(approximate),
+    )
+
+
+def _gated(name: str, tempo: Callable[..., Any], activation: Callable[[Tensor], Tensor], liger: str) -> Operation:
+    def plain(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return activation(gate) * up
+
+    return Operation(
+        name,
+        ("x_gated",),
+        "gated_ffn",
+        (Form("input", _always(tempo), Traffic(3), Traffic(5), refill=Traffic(3)),),
+        _always(plain),
+        (
+            Liger(f"liger_kernel.ops.{name}", f"LigerFusedGateUp{liger}"),
+            Liger(f"liger_kernel.ops.{name}", f"Liger{liger}", splits_x=True, overwrites=True),
+        ),
+    )
+
+
+def _squared_relu_keeping(keep: str) -> Factory:
+    return _always(lambda x: squared_relu(x, keep=keep))
+
+
+def _layer_norm_keeping(keep: str) -> Factory:
+    return _always(lambda x, weight, bias: layer_norm(x, weight, bias, keep=keep))
+
+
+def _rms_norm_keeping(keep: str) -> Factory:
+    return _always(lambda x, weight: rms_norm(x, weight, keep=keep))
+
+
+def _tempo_bias_dropout_add(p: float) -> Callable[..., Any]:
+    return lambda x, bias, residual: bias_dropout_add(x, bias, residual, p=p, key=KEY)
+
+
+def _tempo_bias_dropout_add_layer_norm(p: float) -> Callable[..., Any]:
+    return lambda *tensors: bias_dropout_add_layer_norm(*tensors, p=p, key=KEY)
+
+
+def _tempo_bias_dropout_add_rms_norm(p: float) -> Callable[..., Any]:
+    return lambda *tensors: bias_dropout_add_rms_norm(*tensors, p=p, key=KEY)
+
+
+def _plain_bias_dropout_add(p: float) -> Callable[..., Any]:
+    return lambda x, bias, residual: residual + F.dropout(x + bias, p)
+
+
+def _plain_bias_dropout_add_layer_norm(p: float) -> Callable[..., Any]:
+    def formula(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Tensor) -> tuple[Tensor, Tensor]:
+        out = residual + F.dropout(x + bias, p)
+        return out, F.layer_norm(out, weight.shape, weight, norm_bias)
+
+    return formula
+
+
+def _plain_bias_dropout_add_rms_norm(p: float) -> Callable[..., Any]:
+    def formula(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        out = residual + F.dropout(x + bias, p)
+        return out, F.rms_norm(out, weight.shape, weight, 1e-5)
+
+    return formula
+
+
+OPERATIONS = [
+    _gelu("gelu", "none"),
+    _gelu("gelu_tanh", "tanh"),
+    Operation(
+        "bias_dropout_add",
+        ("x", "bias", "residual"),
+        "h",
+        # The residual's gradient is the output's own.
+        (Form("nothing", _tempo_bias_dropout_add, Traffic(3, 1), Traffic(2, 1)),),
+        _plain_bias_dropout_add,
+        kept_output=None,
+        draws=True,
+    ),
+    Operation(
+        "bias_dropout_add_layer_norm",
+        ("x", "bias", "residual", "weight", "norm_bias"),
+        "h",
+        (Form("output", _tempo_bias_dropout_add_layer_norm, Traffic(4, 3, 4), Traffic(5, 5, 4)),),
+        _plain_bias_dropout_add_layer_norm,
+        kept_output=1,
+        draws=True,
+    ),
+    Operation(
+        "bias_dropout_add_rms_norm",
+        ("x", "bias", "residual", "weight"),
+        "h",
+        (Form("output", _tempo_bias_dropout_add_rms_norm, Traffic(4, 2, 4), Traffic(5, 3, 4)),),
+        _plain_bias_dropout_add_rms_norm,
+        kept_output=1,
+        draws=True,
+    ),
+    Operation(
+        "layer_norm",
+        ("x", "weight", "bias"),
+        "h",
+        (
+            Form("output", _layer_norm_keeping("output"), Traffic(2, 2, 4), Traffic(3, 4, 4)),
+            Form("input", _layer_norm_keeping("input"), Traffic(2, 2, 8), Traffic(3, 3, 8), refill=Traffic(2, 2, 8)),
+        ),
+        _always(lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias)),
+        (Liger("liger_kernel.ops.layer_norm", "LigerLayerNormFunction", (1e-5,)),),
+    ),
+    Operation(
+        "rms_norm",
+        ("x", "weight"),
+        "h",
+        (
+            Form("output", _rms_norm_keeping("output"), Traffic(2, 1, 4), Traffic(3, 2, 4)),
+            Form("input", _rms_norm_keeping("input"), Traffic(2, 1, 4), Traffic(3, 2, 4), refill=Traffic(2, 1, 4)),
+        ),
+        _always(lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5)),
+        (Liger("liger_kernel.ops.rms_norm", "LigerRMSNormFunction", (1e-5,), overwrites=True),),
+    ),
+    _gated("swiglu", swiglu, F.silu, "SiLUMulFunction"),
+    # Liger's is the tanh form.
+    _gated(
+        "geglu",
+        lambda x: geglu(x, approximate="tanh"),
+        lambda gate: F.gelu(gate, approximate="tanh"),
+        "GELUMulFunction",
+    ),
+    Operation(
+        "squared_relu",
+        ("x",),
+        "ffn",
+        (
+            Form("output", _squared_relu_keeping("output"), Traffic(2), Traffic(3)),
+            Form("input", _squared_relu_keeping("input"), Traffic(2), Traffic(3), refill=Traffic(2)),
+        ),
+        _always(lambda x: F.relu(x).square()),
+        (Liger("liger_kernel.ops.relu_squared", "LigerReLUSquaredFunction"),),
+    ),
+]
