@@ -21,7 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from tqdm import tqdm
 
-from tempo_megatron import TempoConfig, cpu, dropout_rng, tempo_block_spec, tempoize_embedding
+from tempo_megatron import TempoConfig, cpu, dropout_rng, tempo_block_spec, tempoize_embedding, tempoize_loss
 from tempo_megatron.memory.layout import simulated
 from tempo_megatron.memory.ledger import transformer_config_of
 
@@ -47,6 +47,7 @@ class Job:
             share_embeddings_and_output_weights=True,
         ).to(config.params_dtype)
         tempoize_embedding(self.model, tempo_config)
+        tempoize_loss(self.model, tempo_config)
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         torch.manual_seed(4321)

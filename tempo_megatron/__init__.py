@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from tempo_megatron.arguments import add_tempo_arguments
     from tempo_megatron.config import TempoConfig
     from tempo_megatron.layer_spec import tempo_block_spec, tempoize, tempoize_embedding
+    from tempo_megatron.loss import tempoize_loss
 
-__all__ = ["TempoConfig", "add_tempo_arguments", "tempo_block_spec", "tempoize", "tempoize_embedding"]
+__all__ = ["TempoConfig", "add_tempo_arguments", "tempo_block_spec", "tempoize", "tempoize_embedding", "tempoize_loss"]
 
 _HOMES = {
     "TempoConfig": "config",
@@ -22,6 +23,7 @@ _HOMES = {
     "tempo_block_spec": "layer_spec",
     "tempoize": "layer_spec",
     "tempoize_embedding": "layer_spec",
+    "tempoize_loss": "loss",
 }
 
 

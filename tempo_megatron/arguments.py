@@ -9,10 +9,14 @@ from typing import Any
 from tempo_megatron.config import CHOICES, TempoConfig, check_block
 
 _HELP = {
-    "gelu": "GELU keeps its output and one bit per element instead of its input",
-    "norm": "LayerNorm keeps its output and rstd instead of its input",
+    "gelu": "the MLP's activation keeps, inplace, its output and one bit per element instead of its input; "
+    "recompute, its input only (gated ones too)",
+    "norm": "LayerNorm and RMSNorm keep, inplace, their output and rstd instead of their input; "
+    "recompute, their input only",
     "dropout": "hidden and embedding dropout keep nothing; their masks are redrawn in backward",
-    "attention": "attention keeps q, k, v, output and logsumexp; no s*s tensor, no mask",
+    "attention": "attention keeps, flash, q, k, v, output and logsumexp, no s*s tensor and no mask; "
+    "softmax, one s*s tensor",
+    "loss": "the loss head keeps hidden states instead of logits, of which one chunk of tokens is alive at a time",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -16,11 +16,14 @@ class TempoDotProductAttention(DotProductAttention):
     """softmax(q k^T) v with dropout, in Megatron's core_attention slot, heads split over the tensor-parallel group.
 
     A causal layer without a given mask skips the hidden half. A given mask (bool, True = hidden) alone decides what
-    is hidden, as in Megatron. Softmax is computed in float32 whatever `attention_softmax_in_fp32` says, and
-    `apply_query_key_layer_scaling`, which exists to protect float16 scores, divides and multiplies by one number.
+    is hidden, and in a layer with `window_size` the window alone does, as in Megatron. Softmax is computed in float32
+    whatever `attention_softmax_in_fp32` says, and `apply_query_key_layer_scaling`, which exists to protect float16
+    scores, divides and multiplies by one number.
 
     Keeps for backward: q, k, v, the output (shared with linear_proj) and 4 bytes per token and head.
     """
+
+    form: ClassVar[str] = "flash"
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
@@ -45,8 +48,10 @@ class TempoDotProductAttention(DotProductAttention):
                 'set tempo.attention to "off"'
             )
         mask_type = attn_mask_type or self.attn_mask_type
+        window_size = self.scale_mask_softmax.window_size
+        mask = attention_mask if window_size is None else None
         dropout_p = self.attention_dropout.p if self.training else 0.0
-        draw: dict[str, int] = {}
+        draw: dict[str, Any] = {}
         if dropout_p > 0:
             key_of_layer, first_sample = draw_arguments(self.layer_number, Site.ATTENTION)
             first_head = self.tp_group.rank() * query.size(2)
@@ -55,8 +60,10 @@ class TempoDotProductAttention(DotProductAttention):
             query,
             key,
             value,
-            causal=attention_mask is None and mask_type == AttnMaskType.causal,
-            mask=attention_mask,
+            causal=mask is None and mask_type == AttnMaskType.causal,
+            mask=mask,
+            window_size=window_size,
+            form=self.form,
             softmax_scale=self.scale,
             dropout_p=dropout_p,
             **draw,
@@ -64,10 +71,16 @@ class TempoDotProductAttention(DotProductAttention):
         return context.flatten(2)
 
 
+class TempoSoftmaxDotProductAttention(TempoDotProductAttention):
+    """The form of the Tempo paper: scores are materialised and the softmax's output stays, [b, a/p, s, s] of q's dtype;
+    the dropout's output and mask do not, and are made again in backward."""
+
+    form = "softmax"
+
+
 def refuse_attention(config: Any) -> None:
     """Raise ValueError where the TransformerConfig asks for an attention that Tempo's cannot give."""
     refused: list[tuple[bool, str]] = [
-        (config.window_size is not None, f"window_size is {config.window_size}"),
         (config.softmax_type != "vanilla", f"softmax_type is {config.softmax_type}"),
         (config.context_parallel_size > 1, f"context_parallel_size is {config.context_parallel_size}"),
         (getattr(config, "multi_latent_attention", False), "multi_latent_attention is on"),

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "gelu": ("off", "inplace"),
-    "norm": ("off", "inplace"),
+    "gelu": ("off", "inplace", "recompute"),
+    "norm": ("off", "inplace", "recompute"),
     "dropout": ("off", "recompute"),
-    "attention": ("off", "flash"),
+    "attention": ("off", "flash", "softmax"),
+    "loss": ("off", "fused"),
 }
 
 
@@ -25,16 +26,23 @@ class TempoConfig:
     """
 
     gelu: str = "inplace"
-    """"inplace": the output (which the next linear keeps anyway) and one bit per element instead of the input."""
+    """The MLP's activation. "inplace", for gelu and squared relu: the output (which the next linear keeps anyway) and,
+    for gelu, one bit per element instead of the input. "recompute", for gated ones too: the input instead of the
+    output, which is made again in backward."""
 
     norm: str = "inplace"
-    """"inplace": the output (which the next linear keeps anyway) and rstd instead of the input."""
+    """"inplace": the output (which the next linear keeps anyway) and rstd instead of the input. "recompute": the input
+    instead of the output, which is made again in backward; exact."""
 
     dropout: str = "recompute"
     """"recompute": nothing; the mask is redrawn in backward. Hidden and embedding dropout."""
 
     attention: str = "flash"
-    """"flash": q, k, v, output and logsumexp; no s*s tensor and no mask, dropout redrawn in backward."""
+    """"flash": q, k, v, output and logsumexp; no s*s tensor and no mask, dropout redrawn in backward.
+    "softmax", the paper's form: one s*s tensor, the softmax's output; the dropout's output and mask redrawn."""
+
+    loss: str = "fused"
+    """"fused": the output layer and the cross entropy in one, a chunk of tokens at a time; no logits of all tokens."""
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -81,7 +89,7 @@ class TempoConfig:
         return cls.from_dict(content)
 
     def describe(self) -> str:
-        """One line: `gelu=inplace norm=inplace dropout=recompute attention=flash`."""
+        """One line: `gelu=inplace norm=inplace dropout=recompute attention=flash loss=fused`."""
         return " ".join(f"{name}={getattr(self, name)}" for name in CHOICES)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
 
 import torch
+
+from tempo_kernels.compiled import find_compiler
 
 _PACKAGES = (
     ("torch", "torch"),
@@ -32,10 +33,11 @@ def report() -> str:
     else:
         lines.append("GPU                  none; training runs on the CPU with gloo")
     lines.append(f"CPU                  {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
-    lines.append(f"C++ compiler         {shutil.which('c++') or shutil.which('g++') or 'none (not needed)'}")
-    for operation in ("gelu", "norm", "dropout", "attention"):
-        has_kernel = torch.cuda.is_available() and operation in ("norm", "dropout")
-        lines.append(f"tempo {operation:<15}{'triton' if has_kernel else 'plain torch'}")
+    compiler = find_compiler()
+    lines.append(f"C++ compiler         {compiler or 'none (not needed, but what it compiles is faster on a CPU)'}")
+    on_cpu = "plain torch, compiled where that pays" if compiler else "plain torch"
+    for operation in ("activation", "norm", "dropout", "attention"):
+        lines.append(f"tempo {operation:<15}{'triton' if torch.cuda.is_available() else on_cpu}")
     return "\n".join(lines)
 
 

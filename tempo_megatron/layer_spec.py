@@ -14,6 +14,7 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
@@ -22,16 +23,40 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch.nn import functional as F
 
-from tempo_megatron.attention import TempoDotProductAttention, refuse_attention
+from tempo_megatron.attention import (
+    TempoDotProductAttention,
+    TempoSoftmaxDotProductAttention,
+    refuse_attention,
+)
 from tempo_megatron.bias_dropout_add import TempoEmbeddingDropout, tempo_bias_dropout_add
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.dropout_rng import Site
-from tempo_megatron.mlp import TempoMLP
-from tempo_megatron.norm import TempoLayerNorm, TorchLayerNorm
+from tempo_megatron.linear import TempoColumnParallelLinear
+from tempo_megatron.mlp import TempoMLP, TempoRecomputeMLP, refuse_activation
+from tempo_megatron.norm import (
+    TempoLayerNorm,
+    TempoRecomputeLayerNorm,
+    TempoRecomputeRMSNorm,
+    TempoRMSNorm,
+    TorchLayerNorm,
+    TorchRMSNorm,
+)
 
 _NORM_SLOTS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm")
+_NORMS = {
+    ("LayerNorm", "inplace"): TempoLayerNorm,
+    ("LayerNorm", "recompute"): TempoRecomputeLayerNorm,
+    ("RMSNorm", "inplace"): TempoRMSNorm,
+    ("RMSNorm", "recompute"): TempoRecomputeRMSNorm,
+}
+_ATTENTIONS = {
+    "off": DotProductAttention,
+    "flash": TempoDotProductAttention,
+    "softmax": TempoSoftmaxDotProductAttention,
+}
+# Linears that nothing but a norm feeds, and that alone read what it gives.
+_LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
 _BDA_SITES = {
     "self_attn_bda": Site.SELF_ATTENTION_OUTPUT,
     "cross_attn_bda": Site.CROSS_ATTENTION_OUTPUT,
@@ -126,18 +151,25 @@ def check_against(transformer_config: TransformerConfig, tempo_config: TempoConf
             "autocast is on, under which linears keep cast copies, so that keeping outputs saves nothing; "
             "use bf16 or fp16 parameters"
         )
-    if tempo_config.gelu != "off" and (
-        transformer_config.activation_func is not F.gelu or transformer_config.gated_linear_unit
-    ):
-        name = getattr(transformer_config.activation_func, "__name__", str(transformer_config.activation_func))
-        gated = "gated " if transformer_config.gated_linear_unit else ""
-        raise ValueError(f'activation is {gated}{name}; in-place applies to plain gelu only; set tempo.gelu to "off"')
-    if tempo_config.norm != "off" and transformer_config.normalization != "LayerNorm":
-        raise ValueError(
-            f'normalization is {transformer_config.normalization}; LayerNorm is wanted; set tempo.norm to "off"'
-        )
+    if tempo_config.gelu != "off":
+        refuse_activation(transformer_config, tempo_config.gelu)
+    if tempo_config.norm != "off":
+        _refuse_norm(transformer_config, tempo_config.norm)
     if tempo_config.attention != "off":
         refuse_attention(transformer_config)
+
+
+def _refuse_norm(transformer_config: TransformerConfig, choice: str) -> None:
+    if (transformer_config.normalization, choice) not in _NORMS:
+        raise ValueError(
+            f"normalization is {transformer_config.normalization}; LayerNorm or RMSNorm is wanted; "
+            'set tempo.norm to "off"'
+        )
+    if choice == "recompute" and transformer_config.apply_residual_connection_post_layernorm:
+        raise ValueError(
+            "apply_residual_connection_post_layernorm is on, which reads a norm's output once more after the linear "
+            'that follows it; set tempo.norm to "inplace" or "off"'
+        )
 
 
 def count_slots(spec: TransformerBlockSubmodules) -> dict[str, tuple[int, int]]:
@@ -148,15 +180,15 @@ def count_slots(spec: TransformerBlockSubmodules) -> dict[str, tuple[int, int]]:
         ours, total = counts[operation]
         counts[operation] = (ours + is_tempo, total + 1)
 
-    count("norm", spec.layer_norm is TempoLayerNorm)
+    count("norm", _holds(spec.layer_norm, TempoLayerNorm, TempoRMSNorm))
     for layer in spec.layer_specs:
         slots = layer.submodules
         for name in ("input_layernorm", "pre_mlp_layernorm"):
-            count("norm", getattr(slots, name) is TempoLayerNorm)
-        count("attention", slots.self_attention.submodules.core_attention is TempoDotProductAttention)
+            count("norm", _holds(getattr(slots, name), TempoLayerNorm, TempoRMSNorm))
+        count("attention", _holds(slots.self_attention.submodules.core_attention, TempoDotProductAttention))
         for name in ("self_attn_bda", "mlp_bda"):
             count("dropout", getattr(getattr(slots, name), "__module__", "") == tempo_bias_dropout_add.__module__)
-        count("gelu", _mlp_class(slots.mlp) is TempoMLP)
+        count("gelu", _holds(_mlp_class(slots.mlp), TempoMLP))
     return counts
 
 
@@ -173,30 +205,39 @@ def _tempoize_layer(
         for name, site in _BDA_SITES.items():
             if getattr(slots, name) is get_bias_dropout_add:
                 changes[name] = tempo_bias_dropout_add(transformer_config, layer_number, site)
-    if tempo_config.gelu == "inplace":
-        changes["mlp"] = _mlp(slots.mlp)
+    changes["mlp"] = _mlp(slots.mlp, tempo_config)
     return dataclasses.replace(layer, submodules=dataclasses.replace(slots, **changes))
 
 
+def _holds(slot: Any, *classes: type) -> bool:
+    return isinstance(slot, type) and issubclass(slot, classes)
+
+
 def _norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
-    if (
-        slot not in (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl)
-        or transformer_config.normalization != "LayerNorm"
-    ):
+    if slot not in (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl):
         return slot
-    if tempo_config.norm == "inplace":
-        return TempoLayerNorm
-    return TorchLayerNorm if slot is WrappedTorchNorm else slot
+    tempo_norm = _NORMS.get((transformer_config.normalization, tempo_config.norm))
+    if tempo_norm is not None or slot is not WrappedTorchNorm:
+        return tempo_norm or slot
+    return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(transformer_config.normalization, slot)
+
+
+def _linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
+    """What changes in the submodules of attention or MLP, for their linears to drop what a norm can make again."""
+    if tempo_config.norm != "recompute":
+        return {}
+    names = [name for name in _LINEARS_AFTER_NORMS if getattr(submodules, name, None) is ColumnParallelLinear]
+    return dict.fromkeys(names, TempoColumnParallelLinear)
 
 
 def _attention(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
     submodules: Any = getattr(slot, "submodules", None)
-    changes: dict[str, Any] = {}
+    changes = _linears(submodules, tempo_config)
     for name in ("q_layernorm", "k_layernorm"):
         if hasattr(submodules, name):
             changes[name] = _norm(getattr(submodules, name), transformer_config, tempo_config)
-    if tempo_config.attention == "flash" and getattr(submodules, "core_attention", None) is DotProductAttention:
-        changes["core_attention"] = TempoDotProductAttention
+    if getattr(submodules, "core_attention", None) is DotProductAttention:
+        changes["core_attention"] = _ATTENTIONS[tempo_config.attention]
     return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
 
 
@@ -207,9 +248,15 @@ def _mlp_class(slot: Any) -> Any:
     )
 
 
-def _mlp(slot: Any) -> Any:
+def _mlp(slot: Any, tempo_config: TempoConfig) -> Any:
     if _mlp_class(slot) is not MLP:
         return slot
+    module = {"off": MLP, "inplace": TempoMLP, "recompute": TempoRecomputeMLP}[tempo_config.gelu]
     if isinstance(slot, functools.partial):
-        return functools.partial(getattr(TempoMLP, slot.func.__name__), *slot.args, **slot.keywords)
-    return dataclasses.replace(slot, module=TempoMLP)
+        keywords = dict(slot.keywords)
+        if "submodules" in keywords:
+            submodules = keywords["submodules"]
+            keywords["submodules"] = dataclasses.replace(submodules, **_linears(submodules, tempo_config))
+        return functools.partial(getattr(module, slot.func.__name__), *slot.args, **keywords)
+    submodules = dataclasses.replace(slot.submodules, **_linears(slot.submodules, tempo_config))
+    return dataclasses.replace(slot, module=module, submodules=submodules)

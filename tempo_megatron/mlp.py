@@ -1,26 +1,78 @@
-"""TempoMLP: Megatron's MLP with a GELU that keeps its output and one bit per element."""
+"""Megatron's MLP with an activation that keeps its output or its input, never both."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
+from megatron.core.activations import squared_relu as megatron_squared_relu
 from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import functional as F
 
 from tempo_kernels.gelu import gelu
+from tempo_kernels.glu import geglu, reglu, swiglu
+from tempo_kernels.recompute import drop
+from tempo_kernels.squared_relu import squared_relu
 
 _MLP_ARGUMENTS = frozenset(inspect.signature(MLP.__init__).parameters)
 
+_IN_PLACE = {"gelu", "squared_relu"}
+_GATED: dict[Any, str] = {F.silu: "swiglu", F.gelu: "geglu", F.relu: "reglu"}
+_PLAIN: dict[Any, str] = {F.gelu: "gelu", megatron_squared_relu: "squared_relu"}
+
+
+def activation_name(config: TransformerConfig) -> str | None:
+    """The operation that computes the MLP's activation; None where there is none for it."""
+    if config.gated_linear_unit:
+        # Clamps and offsets of a gated unit are formulas of their own.
+        is_plain = getattr(config, "activation_func_clamp_value", None) is None
+        is_plain &= getattr(config, "glu_linear_offset", 0.0) == 0.0
+        return _GATED.get(config.activation_func) if is_plain else None
+    return _PLAIN.get(config.activation_func)
+
+
+def refuse_activation(config: TransformerConfig, choice: str) -> None:
+    """Raise ValueError where the MLP's activation has no form for tempo.gelu = `choice`."""
+    name = activation_name(config)
+    if name is None:
+        function = getattr(config.activation_func, "__name__", str(config.activation_func))
+        gated = "gated " if config.gated_linear_unit else ""
+        raise ValueError(
+            f"activation is {gated}{function}; gelu, squared relu, swiglu, geglu or reglu is wanted; "
+            'set tempo.gelu to "off"'
+        )
+    if choice == "inplace" and name not in _IN_PLACE:
+        raise ValueError(
+            f"activation is {name}, in-place applies to gelu and squared relu only; "
+            'set tempo.gelu to "recompute" or "off"'
+        )
+
+
+def _activation(config: TransformerConfig, keep: str) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """activation(x, bias) of the MLP; fused into one kernel, Megatron's GELU has its tanh form."""
+    approximate = "tanh" if config.bias_activation_fusion else "none"
+    functions: dict[str | None, Callable[[Tensor, Tensor | None], Tensor]] = {
+        "gelu": lambda x, bias: gelu(x, bias, approximate, keep=keep),
+        "squared_relu": lambda x, bias: squared_relu(x, bias, keep=keep),
+        "swiglu": swiglu,
+        "geglu": lambda x, bias: geglu(x, bias, approximate),
+        "reglu": reglu,
+    }
+    return functions[activation_name(config)]
+
 
 class TempoMLP(MLP):
-    """h -> GELU(h W1 + b1) W2, where W2's input is also all that GELU keeps, beside one bit per element.
+    """h -> act(h W1 + b1) W2, where W2's input is also all that the activation keeps (GELU: beside a bit per element).
 
-    `bias_activation_fusion=True` means the tanh form and False the erf form, as in Megatron's MLP.
+    `bias_activation_fusion=True` means GELU's tanh form and False the erf form, as in Megatron's MLP.
     Submodule names and checkpoint keys are MLP's.
     """
+
+    keep: ClassVar[str] = "output"
 
     def __init__(
         self,
@@ -42,17 +94,26 @@ class TempoMLP(MLP):
         # Newer Megatrons pass more names than older ones take.
         accepted = {name: value for name, value in kwargs.items() if name in _MLP_ARGUMENTS}
         super().__init__(config, submodules, is_expert, input_size, ffn_hidden_size, tp_group, **accepted)
+        self._activation = _activation(config, self.keep)
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
         """(output [s, b, h], bias [h] or None) of hidden_states [s, b, h]."""
         if per_token_scale is not None:
             return super().forward(hidden_states, per_token_scale, **kwargs)
-        # [s, b, f/p]
-        intermediate, bias = self.linear_fc1(hidden_states)
-        intermediate = gelu(intermediate, bias, "tanh" if self.config.bias_activation_fusion else "none")
+        # [s, b, f/p], before a gated activation 2f/p
+        intermediate = self._activation(*self.linear_fc1(hidden_states))
         output, output_bias = self.linear_fc2(intermediate)
+        if self.keep == "input":
+            drop(intermediate, after=output)
         if output_bias is not None and is_checkpointing():
             # A parameter that a recomputed region returns as it is would become that region's output, and its
             # backward would recompute the region without end: what happens to Megatron's own MLP.
             output_bias = output_bias.clone()
         return output, output_bias
+
+
+class TempoRecomputeMLP(TempoMLP):
+    """TempoMLP that keeps the activation's input: its output goes once W2 used it and is made again before W2's
+    backward. Exact, and for any activation that TempoMLP knows, gated ones included."""
+
+    keep = "input"

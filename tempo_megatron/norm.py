@@ -1,22 +1,22 @@
-"""The norms of Megatron's layer and block: TempoLayerNorm, and torch's own with sequence parallelism for stock runs."""
+"""The norms of Megatron's layer and block: Tempo's, and torch's own with sequence parallelism for stock runs."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from tempo_kernels.norm import layer_norm
+from tempo_kernels.norm import layer_norm, rms_norm
 
 
 class TorchLayerNorm(torch.nn.Module):
     """torch's LayerNorm in Megatron's norm slot, sequence parallelism and zero-centred gamma included.
 
-    Megatron's own wrapper around torch's LayerNorm refuses sequence parallelism; without Apex or Transformer Engine
-    this one stands in its place in stock runs, and it is what `norm="off"` means there.
+    Megatron's own wrapper around torch's norms refuses both; without Apex or Transformer Engine this one and
+    TorchRMSNorm stand in its place in stock runs, and they are what `norm="off"` means there.
 
     Args:
         config: Megatron's; `sequence_parallel` and `layernorm_zero_centered_gamma` are honoured.
@@ -27,6 +27,8 @@ class TorchLayerNorm(torch.nn.Module):
     """
 
     returns_residual = False
+    normalization: ClassVar[str] = "LayerNorm"
+    bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -39,29 +41,45 @@ class TorchLayerNorm(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        if config.normalization != "LayerNorm":
-            raise ValueError(f"normalization is {config.normalization}; {type(self).__name__} is for LayerNorm only")
+        if config.normalization != self.normalization:
+            raise ValueError(
+                f"normalization is {config.normalization}; {type(self).__name__} is for {self.normalization} only"
+            )
         self.config = config
         self.hidden_size = (hidden_size,)
         self.eps = eps
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        self.bias = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        has_bias = self.normalization == "LayerNorm"
+        self.bias = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype)) if has_bias else None
         self.reset_parameters()
         self.sequence_parallel = config.sequence_parallel
-        # Each rank of a sequence-parallel group sees a part of the tokens: both gradients have to be summed over it.
-        for parameter in (self.weight, self.bias):
+        # Each rank of a sequence-parallel group sees a part of the tokens: the gradients have to be summed over it.
+        for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
         """weight 1 (0 where gamma is zero-centred), bias 0."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
-        torch.nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """y of x's shape and dtype."""
-        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
-        return F.layer_norm(x, self.hidden_size, weight, self.bias, self.eps)
+        return F.layer_norm(x, self.hidden_size, self._gamma(), self.bias, self.eps)
+
+    def _gamma(self) -> Tensor:
+        return self.weight + 1 if self.zero_centered_gamma else self.weight
+
+
+class TorchRMSNorm(TorchLayerNorm):
+    """torch's RMSNorm in Megatron's norm slot; see TorchLayerNorm."""
+
+    normalization = "RMSNorm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y of x's shape and dtype."""
+        return F.rms_norm(x, self.hidden_size, self._gamma(), self.eps)
 
 
 class TempoLayerNorm(TorchLayerNorm):
@@ -73,6 +91,32 @@ class TempoLayerNorm(TorchLayerNorm):
         channels whose gamma is too small beside beta; see `tempo_kernels.norm.layer_norm`.
     """
 
+    keep: ClassVar[str] = "output"
+
     def forward(self, x: Tensor) -> Tensor:
         """y of x's shape and dtype, in memory of its own."""
-        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered_gamma)
+        assert self.bias is not None
+        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered_gamma, keep=self.keep)
+
+
+class TempoRMSNorm(TorchRMSNorm):
+    """RMSNorm in Megatron's norm slot that keeps its output instead of its input; see TempoLayerNorm."""
+
+    keep: ClassVar[str] = "output"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y of x's shape and dtype, in memory of its own."""
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered_gamma, keep=self.keep)
+
+
+class TempoRecomputeLayerNorm(TempoLayerNorm):
+    """TempoLayerNorm that keeps its input, mean and rstd: exact for any gamma. TempoColumnParallelLinear drops its
+    output after use; where another linear follows, the output stays too, as in stock."""
+
+    keep = "input"
+
+
+class TempoRecomputeRMSNorm(TempoRMSNorm):
+    """TempoRMSNorm that keeps its input and rstd; see TempoRecomputeLayerNorm."""
+
+    keep = "input"

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tempo_megatron import TempoConfig, dropout_rng, tempo_block_spec, tempoize_embedding
+from tempo_megatron import TempoConfig, dropout_rng, tempo_block_spec, tempoize_embedding, tempoize_loss
 
 VOCAB_SIZE = 64
 SEQ_LENGTH = 16
@@ -39,6 +39,7 @@ def build_gpt(config: TransformerConfig, tempo_config: TempoConfig, seed: int = 
         config, tempo_block_spec(config, tempo_config), vocab_size=VOCAB_SIZE, max_sequence_length=SEQ_LENGTH
     )
     tempoize_embedding(model, tempo_config)
+    tempoize_loss(model, tempo_config)
     return model.to(config.params_dtype).train()
 
 

@@ -24,7 +24,7 @@ def test_an_unknown_key_names_the_nearest_known_one():
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"gelu": "recompute"}, r"tempo.gelu is 'recompute'; it must be one of 'off', 'inplace'"),
+        ({"gelu": "flash"}, r"tempo.gelu is 'flash'; it must be one of 'off', 'inplace', 'recompute'"),
         ({"norm": True}, "tempo.norm is True"),
         ({"enabled": "yes"}, "tempo.enabled is 'yes'; it must be true or false"),
         ("on", "\"tempo\" is 'on'"),

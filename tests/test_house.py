@@ -12,6 +12,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {"kernels/tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "tests": 3, "benchmarks": 3}
 FLOOR_OF_IMPORT = {"tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "kernels": 2, "tests": 3, "benchmarks": 3}
 FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
+# A room that is two others in one pass, and those two: its eager.py is made of theirs, its kernel.py of their kernels.
+COMPOSED_OF = {"dropout_add_norm": ("dropout_add", "norm")}
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 300, 60, 100
 
 
@@ -39,15 +41,26 @@ def misplaced(where: str, name: str, module: str) -> str | None:
         return "tempo_kernels works without megatron"
     if floor == 0 and top == "tempo_kernels":
         own, room = where.split("/")[2], module.partition(".")[2].partition(".")[0]
-        if room not in (own, "philox") and len(where.split("/")) > 3:
+        if room not in (own, "philox", "compiled", *COMPOSED_OF.get(own, ())) and len(where.split("/")) > 3:
             return "only the room philox is shared"
     if top == "tempo_kernels" and floor < 3 and behind_the_door(module):
         room = module.split(".")[1]
         # Device functions have no other way in: the door of philox must not import triton.
         shares_device_functions = name == "kernel.py" and module.startswith("tempo_kernels.philox.kernel")
+        shares_device_functions |= is_composed(where, name, module)
         if not where.startswith(f"kernels/tempo_kernels/{room}/") and not shares_device_functions:
             return "a room is entered by its door"
     return None
+
+
+def is_composed(where: str, name: str, module: str) -> bool:
+    """Whether `where` is eager.py or kernel.py of a composed room, and `module` an equally named file of its parts."""
+    room, *inside = module.split(".")[1:]
+    # kernel.py also enters the folders that its parts keep device functions in.
+    depth = {"eager.py": 1, "kernel.py": 2}.get(name, 0)
+    return name.removesuffix(".py") in inside[:depth] and any(
+        where == f"kernels/tempo_kernels/{own}/{name}" and room in parts for own, parts in COMPOSED_OF.items()
+    )
 
 
 def behind_the_door(module: str) -> bool:
@@ -79,6 +92,14 @@ def test_files_and_functions_stay_short(path: Path) -> None:
         ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.norm.layer_norm"),
         ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.philox.eager"),
         ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.philox.eager.words"),
+        ("kernels/tempo_kernels/gelu/eager.py", "tempo_kernels.norm.eager.forward"),
+        ("kernels/tempo_kernels/gelu/kernel.py", "tempo_kernels.norm.kernel.forward"),
+        ("kernels/tempo_kernels/norm/kernel.py", "tempo_kernels.dropout_add.kernel.forward"),
+        ("kernels/tempo_kernels/dropout_add_norm/function.py", "tempo_kernels.norm.eager.forward"),
+        ("kernels/tempo_kernels/dropout_add_norm/eager.py", "tempo_kernels.norm.function.layer_norm"),
+        ("kernels/tempo_kernels/dropout_add_norm/eager.py", "tempo_kernels.norm.kernel.forward"),
+        ("kernels/tempo_kernels/dropout_add_norm/kernel.py", "tempo_kernels.norm.lost_channels.reserve.reserve_of"),
+        ("kernels/tempo_kernels/dropout_add_norm/kernel.py", "tempo_kernels.gelu.kernel.forward"),
         ("kernels/tempo_kernels/gelu/eager.py", "triton"),
         ("kernels/tempo_kernels/gelu/eager.py", "megatron.core.parallel_state"),
         ("tempo_megatron/mlp.py", "deepspeed"),

@@ -23,16 +23,25 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
+from tempo_kernels.dropout_add_norm import kernel as dropout_add_norm
+from tempo_kernels.gelu import kernel as gelu
+from tempo_kernels.glu import kernel as glu
 from tempo_kernels.norm import kernel as norm
-from tempo_kernels.norm.long_rows import kernel as long_rows
+from tempo_kernels.norm.long_rows import kernel as norm_long_rows
+from tempo_kernels.norm.lost_channels import kernel as norm_lost_channels
+from tempo_kernels.norm.whole_rows import kernel as norm_whole_rows
+from tempo_kernels.squared_relu import kernel as squared_relu
 
-MODULES = [dropout_add, norm, long_rows]
+MODULES = [dropout_add, dropout_add_norm, norm_whole_rows, norm_long_rows, norm_lost_channels]
+MODULES += [gelu, glu, squared_relu]
 
 TABLE = Path(__file__).with_name("kernel_resources.json")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 CAPABILITIES = [80, 90, 100]
-TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32"}
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+TYPES |= {torch.uint8: "u8"}
 ROWS, BATCH = 2048, 4
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
 
@@ -90,19 +99,41 @@ def source_of(launch: Launch) -> ASTSource:
 
 def dropout_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
     x = torch.empty(ROWS // BATCH, BATCH, hidden_size, dtype=dtype)
-    where = (0.1, 2**64 - 1, 5, 7)
-    full, plain, backward, without_bias = launches_of(
+    where, loaded = (0.1, 2**64 - 1, 5, 7), (0.1, *torch.zeros(2, dtype=torch.int64), 7)
+    full, plain, backward, without_bias, from_device_data = launches_of(
         lambda: (
             dropout_add.forward(x, x[0, 0], x, *where),
             dropout_add.forward(x, None, None, *where),
             dropout_add.backward(x, *where, needs_grad_bias=True),
             dropout_add.backward(x, *where, needs_grad_bias=False),
+            dropout_add.backward(x, *loaded, needs_grad_bias=True),
         ),
     )
     yield "dropout_add forward", full
     yield "dropout_add forward of dropout alone", plain
     yield "dropout_add backward", backward
     yield "dropout_add backward without bias", without_bias
+    yield "dropout_add backward from device data", from_device_data
+
+
+def dropout_add_norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
+    x = torch.empty(ROWS // BATCH, BATCH, hidden_size, dtype=dtype)
+    draw, zeros = Draw(0.1, 2**64 - 1, 5, 7), torch.zeros(hidden_size, dtype=dtype)
+    for name, weight, bias in [
+        ("dropout_add_layer_norm", zeros + 1, zeros),
+        ("dropout_add_rms_norm", zeros + 1, None),
+        ("dropout_add_layer_norm with lost channels", zeros, zeros),
+    ]:
+        form = (bias is not None, False)
+
+        def run(weight: Tensor = weight, bias: Tensor | None = bias, form: tuple[bool, bool] = form) -> None:
+            _, y, *kept = dropout_add_norm.forward(x, bias, x, weight, bias, 1e-5, *form, draw)
+            rstd, lost, lost_xhat = kept
+            dropout_add_norm.backward(x, x, y, rstd, weight, bias, lost, lost_xhat, *form, draw, dtype)
+
+        for launch in launches_of(run):
+            if launch[0].__module__ == dropout_add_norm.__name__:
+                yield f"{name} {launch[0].__name__.strip('_').removesuffix('_kernel')}", launch
 
 
 def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
@@ -116,11 +147,44 @@ def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, L
         bias = None if bias is None else torch.zeros_like(bias)
 
         def run(weight: Tensor = weight, bias: Tensor | None = bias) -> None:
-            _, rstd, lost, lost_xhat = norm.forward(x, weight, bias, 1e-5, bias is not None)
-            norm.backward(x, x, rstd, weight, bias, lost, lost_xhat, bias is not None)
+            _, rstd, lost, lost_xhat = norm.forward(x, weight, bias, 1e-5, bias is not None, False)
+            norm.backward(x, x, rstd, weight, bias, lost, lost_xhat, bias is not None, False)
 
         for launch in launches_of(run):
             yield f"{name} {launch[0].__name__.strip('_').removesuffix('_kernel')}", launch
+
+    def run_from_input() -> None:
+        _, rstd, mean = norm.forward_from_input(x, x[0], x[0], 1e-5, True, True)
+        norm.refill(x, x, rstd, mean, x[0], x[0], True)
+        norm.backward_from_input(x, x, rstd, mean, x[0], x[0], True)
+
+    stages = ["forward", "refill", "backward", "sums"]
+    for stage, launch in zip(stages, launches_of(run_from_input), strict=False):
+        yield f"layer_norm from input {stage}", launch
+
+
+def activation_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
+    x = torch.empty(ROWS, hidden_size, dtype=dtype)
+    bias, bits, half = x[0], torch.empty(x.numel() // 8, dtype=torch.uint8), x[:, : hidden_size // 2].contiguous()
+    runs = {
+        "gelu forward": lambda: gelu.forward(x, bias, "none"),
+        "gelu forward, tanh, without bias": lambda: gelu.forward(x, None, "tanh"),
+        "gelu backward": lambda: gelu.backward(x, x, bits, "none", True),
+        "gelu backward without bias": lambda: gelu.backward(x, x, bits, "tanh", False),
+        "gelu backward from the input": lambda: gelu.backward_from_input(x, x, bias, "none", True),
+        "gelu backward from the input, tanh": lambda: gelu.backward_from_input(x, x, bias, "tanh", True),
+        "squared_relu forward": lambda: squared_relu.forward(x, bias),
+        "squared_relu backward": lambda: squared_relu.backward(x, x, True),
+        "squared_relu backward from the input": lambda: squared_relu.backward_from_input(x, x, bias, True),
+        "swiglu forward": lambda: glu.forward(x, bias, "silu"),
+        "swiglu backward": lambda: glu.backward(half, x, bias, "silu", True),
+        "swiglu backward without bias": lambda: glu.backward(half, x, None, "silu", False),
+        "geglu forward": lambda: glu.forward(x, bias, "gelu"),
+        "geglu backward": lambda: glu.backward(half, x, bias, "gelu", True),
+    }
+    for name, run in runs.items():
+        [launch] = launches_of(run)
+        yield name, launch
 
 
 def cases() -> Iterator[tuple[str, Launch]]:
@@ -128,6 +192,9 @@ def cases() -> Iterator[tuple[str, Launch]]:
     shapes = [(dropout_launches, torch.bfloat16, 4096), (dropout_launches, torch.float16, 1000)]
     shapes += [(dropout_launches, torch.float32, 4096), (norm_launches, torch.float32, 4096)]
     shapes += [(norm_launches, torch.bfloat16, hidden_size) for hidden_size in (1000, 4096, 8192, 12288, 20480)]
+    shapes += [(activation_launches, torch.bfloat16, 16384), (activation_launches, torch.float32, 4096)]
+    shapes += [(dropout_add_norm_launches, torch.bfloat16, hidden_size) for hidden_size in (1000, 2048, 4096, 8192)]
+    shapes += [(dropout_add_norm_launches, torch.float32, 4096)]
     for launches, dtype, hidden_size in shapes:
         for name, launch in launches(dtype, hidden_size):
             yield f"{name}, {str(dtype).removeprefix('torch.')}, h {hidden_size}", launch
@@ -185,7 +252,7 @@ def test_tensors_are_read_and_written_16_bytes_at_a_time(capability):
         narrow = narrow_accesses(compiled(launch, capability).asm["ptx"])
         if "lost channels" in name:
             # Each of a thread's elements may be one of those few that are kept one by one.
-            narrow = [access for access in narrow if not access.endswith((".b16", ".b32"))]
+            narrow = [access for access in narrow if not access.endswith((".b16", ".b32", " 0x4 bytes"))]
         # What is left is one number per row, or a vector [h] of which a thread has fewer than eight elements; a tile
         # that is read or written narrowly takes at least eight accesses.
         assert len(narrow) <= 4 and not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
@@ -198,16 +265,21 @@ def test_a_tensor_that_is_not_aligned_is_read_narrowly_and_found_to_be():
 
 
 def test_new_keys_probabilities_and_positions_compile_nothing_anew():
-    x = torch.empty(8, 2, 64)
+    x, weight = torch.ones(8, 2, 64), torch.ones(64)
     draws = [(0.1, 0, 0, 0), (0.5, 2**64 - 1, 1, 1), (0.3, 2**31, 16, 2**20), (0.25, 2**63, 2**31 - 1, 16)]
+    numbers = torch.arange(5)  # of which every second one is aligned to 16 bytes
+    loaded = [(0.1, numbers[0], numbers[1], 0), (0.5, numbers[1], numbers[2], 1), (0.3, numbers[4], numbers[3], 16)]
 
-    def run() -> None:
-        for draw in draws:
-            dropout_add.forward(x, None, None, *draw)
-            dropout_add.backward(x, *draw, needs_grad_bias=True)
+    def run(draw: tuple[Any, ...]) -> None:
+        dropout_add.forward(x, None, None, *draw)
+        dropout_add.backward(x, *draw, needs_grad_bias=True)
+        _, *kept = dropout_add_norm.forward(x, None, x, weight, None, 1e-5, False, False, Draw(*draw))
+        y, rstd, *lost = kept
+        dropout_add_norm.backward(x, x, y, rstd, weight, None, *lost, False, False, Draw(*draw), None)
 
-    hashes = {source_of(launch).hash() for launch in launches_of(run)}
-    assert len(hashes) == 2
+    for forms in (draws, loaded):
+        launches = launches_of(lambda forms=forms: [run(draw) for draw in forms])
+        assert len({source_of(launch).hash() for launch in launches}) == 4
 
 
 def write_table() -> None:

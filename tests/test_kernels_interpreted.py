@@ -23,7 +23,7 @@ from tempo_kernels.philox import drop_mask
 from tempo_kernels.philox import kernel as philox_kernel
 
 KEYS = [0, 0xFEDCBA9876543210, 0x80000000_7FFFFFFF, 2**64 - 1]
-FILES = [Path(__file__), Path(__file__).with_name("test_norm_kernels.py")]
+FILES = [Path(__file__), *sorted(Path(__file__).parent.glob("test_*_kernels.py"))]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
@@ -127,6 +127,21 @@ def test_dropout_add_drops_the_specified_elements_bit_for_bit(p, num_columns, ke
     dropped = dropout_eager.forward(torch.ones(9, 3, num_columns), None, None, p, *where) == 0
     assert torch.equal(dropout_kernel.forward(ones, None, None, p, *where).cpu() == 0, dropped)
     assert torch.equal(dropout_kernel.backward(ones, p, *where, needs_grad_bias=False)[0].cpu() == 0, dropped)
+
+
+@kernel_test
+@pytest.mark.parametrize("key", KEYS, ids=hex)
+def test_dropout_add_draws_the_same_from_device_data_bit_for_bit(key):
+    ones = torch.ones(9, 3, 100, device=DEVICE)
+    where = (key, 2**32 - 2)
+    loaded = [torch.tensor(number - 2**64 if number >> 63 else number, device=DEVICE) for number in where]
+    for p in (0.0, 0.4):
+        out = dropout_kernel.forward(ones, None, None, p, *where, 77)
+        grads = dropout_kernel.backward(ones, p, *where, 77, needs_grad_bias=True)
+        for key_form, sample_form in [loaded, (loaded[0], where[1]), (where[0], loaded[1])]:
+            assert torch.equal(dropout_kernel.forward(ones, None, None, p, key_form, sample_form, 77), out)
+            found = dropout_kernel.backward(ones, p, key_form, sample_form, 77, needs_grad_bias=True)
+            assert all(torch.equal(a, b) for a, b in zip(found, grads, strict=True))
 
 
 @kernel_test

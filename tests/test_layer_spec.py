@@ -7,6 +7,7 @@ import pytest
 import torch
 from distributed import run_megatron_ranks
 from gpt import build_gpt, gpt_config, gradients, losses
+from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
@@ -24,7 +25,10 @@ CONFIGS = {
     "gelu": TempoConfig(norm="off", dropout="off", attention="off"),
     "norm": TempoConfig(gelu="off", dropout="off", attention="off"),
     "attention": TempoConfig(gelu="off", norm="off", dropout="off"),
+    "recompute": TempoConfig(gelu="recompute", norm="recompute"),
+    "the paper's attention": TempoConfig(attention="softmax"),
 }
+RECOMPUTE = CONFIGS["recompute"]
 
 
 def loss_and_gradients(tempo_config, sequence_parallel, overrides):
@@ -69,11 +73,41 @@ OVERRIDES = {
 }
 
 
+@pytest.mark.parametrize("tempo_config", [TempoConfig(), RECOMPUTE], ids=["inplace", "recompute"])
 @pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
-def test_loss_and_every_gradient_equal_stock_under_megatrons_settings(overrides):
-    (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig(), False, overrides)
+def test_loss_and_every_gradient_equal_stock_under_megatrons_settings(overrides, tempo_config):
+    (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, tempo_config, False, overrides)
     (stock,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig.off(), False, overrides)
     assert_equal_to_stock(found, stock)
+
+
+MODELS = {
+    "swiglu and RMSNorm": (
+        {"activation_func": F.silu, "gated_linear_unit": True, "normalization": "RMSNorm"},
+        RECOMPUTE,
+    ),
+    "swiglu without biases": (
+        {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False},
+        RECOMPUTE,
+    ),
+    "geglu": ({"activation_func": F.gelu, "gated_linear_unit": True}, RECOMPUTE),
+    "fused geglu": ({"activation_func": F.gelu, "gated_linear_unit": True, "bias_activation_fusion": True}, RECOMPUTE),
+    "reglu": ({"activation_func": F.relu, "gated_linear_unit": True}, RECOMPUTE),
+    "squared relu": ({"activation_func": squared_relu}, TempoConfig()),
+    "squared relu, recomputed": ({"activation_func": squared_relu}, RECOMPUTE),
+    "RMSNorm": ({"normalization": "RMSNorm"}, TempoConfig()),
+    "zero-centred RMSNorm": ({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True}, TempoConfig()),
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP 1", "TP 2 + SP"])
+@pytest.mark.parametrize(("overrides", "tempo_config"), MODELS.values(), ids=MODELS)
+def test_other_activations_and_norms_equal_stock(overrides, tempo_config, sequence_parallel):
+    ranks = 2 if sequence_parallel else 1
+    found = run_megatron_ranks(loss_and_gradients, ranks, ranks, tempo_config, sequence_parallel, overrides)
+    stock = run_megatron_ranks(loss_and_gradients, ranks, ranks, TempoConfig.off(), sequence_parallel, overrides)
+    for ours, theirs in zip(found, stock, strict=True):
+        assert_equal_to_stock(ours, theirs)
 
 
 def test_a_recomputed_mlp_with_biases_gives_the_gradients_of_one_that_is_not():
@@ -85,7 +119,9 @@ def test_a_recomputed_mlp_with_biases_gives_the_gradients_of_one_that_is_not():
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tempo_config", [TempoConfig(), TempoConfig.off()], ids=["tempo", "stock"])
+@pytest.mark.parametrize(
+    "tempo_config", [TempoConfig(), RECOMPUTE, TempoConfig.off()], ids=["tempo", "recompute", "stock"]
+)
 def test_tensor_parallel_ranks_equal_stock_of_the_same_layout(tempo_config, sequence_parallel):
     found = run_megatron_ranks(loss_and_gradients, 2, 2, tempo_config, sequence_parallel, {})
     stock = run_megatron_ranks(loss_and_gradients, 2, 2, TempoConfig.off(), False, {})
@@ -184,14 +220,16 @@ def refusal(overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"activation_func": F.silu, "gated_linear_unit": True}, 'activation is gated silu.*set tempo.gelu to "off"'),
-        ({"activation_func": F.relu}, "activation is relu"),
-        ({"normalization": "RMSNorm"}, 'normalization is RMSNorm.*set tempo.norm to "off"'),
-        ({"window_size": (8, 0)}, 'window_size is .*set tempo.attention to "off"'),
+        (
+            {"activation_func": F.silu, "gated_linear_unit": True},
+            'activation is swiglu, in-place applies .*set tempo.gelu to "recompute" or "off"',
+        ),
+        ({"activation_func": F.relu}, 'activation is relu; .*set tempo.gelu to "off"'),
+        ({"normalization": "L2Norm"}, 'normalization is L2Norm.*set tempo.norm to "off"'),
         ({"softmax_type": "off-by-one"}, "softmax_type is off-by-one"),
         ({"enable_autocast": True, "autocast_dtype": torch.bfloat16}, "autocast is on"),
     ],
-    ids=["swiglu", "relu", "RMSNorm", "window", "softmax", "autocast"],
+    ids=["swiglu", "relu", "L2Norm", "softmax", "autocast"],
 )
 def test_what_an_operation_cannot_do_is_refused_with_the_remedy(overrides, message):
     import re

@@ -10,7 +10,7 @@ from distributed import run_megatron_ranks
 from gpt import SEQ_LENGTH, build_gpt, gpt_config, losses
 from megatron.core import parallel_state
 
-from tempo_kernels.philox import derive_key, drop_mask
+from tempo_kernels.philox import derive_key, drop_mask, keep_bits
 from tempo_megatron import TempoConfig
 from tempo_megatron.dropout_rng import Site
 
@@ -28,16 +28,16 @@ def masks_of_rank(sequence_parallel, micro_batch_size, recompute):
     drawn = {}
 
     def record(key, p, *, sample, head, row, num_columns):
-        mask = drop_mask(key, p, sample=sample, head=head, row=row, num_columns=num_columns)
-        indices = (t.broadcast_to(mask.shape[:-1]).flatten().tolist() for t in (sample, head, row))
-        for index, columns in zip(zip(*indices, strict=True), mask.flatten(0, -2), strict=True):
+        bits = keep_bits(key, p, sample=sample, head=head, row=row, num_columns=num_columns)
+        indices = (t.broadcast_to(bits.shape[:-1]).flatten().tolist() for t in (sample, head, row))
+        for index, columns in zip(zip(*indices, strict=True), (bits == 0).flatten(0, -2), strict=True):
             drawn.setdefault((key, *index), []).append(bytes(columns.tolist()))
-        return mask
+        return bits
 
     rank, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     with (
-        mock.patch("tempo_kernels.dropout_add.eager.drop_mask", record),
-        mock.patch("tempo_kernels.attention.eager.drop_mask", record),
+        mock.patch("tempo_kernels.dropout_add.eager.keep_bits", record),
+        mock.patch("tempo_kernels.attention.eager.keep_bits", record),
     ):
         for first in range(0, SAMPLES, micro_batch_size * replicas):
             first_sample = first + rank * micro_batch_size

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tempo_megatron import cpu, dropout_rng
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.layer_spec import tempo_block_spec, tempoize_embedding
+from tempo_megatron.loss import tempoize_loss
 from tempo_megatron.memory.recorder import Recorder, SavedStorage
 
 _LAYER = "decoder.layers.0."
@@ -134,6 +135,7 @@ def measure(
         share_embeddings_and_output_weights=True,
     ).to(one_layer.params_dtype)
     tempoize_embedding(model, tempo_config)
+    tempoize_loss(model, tempo_config)
     model.train()
     tokens = torch.randint(vocab_size, (micro_batch_size, seq_length))
     positions = torch.arange(seq_length).expand(micro_batch_size, -1).contiguous()

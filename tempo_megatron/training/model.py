@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from tempo_megatron import TempoConfig, tempo_block_spec, tempoize_embedding
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize_embedding, tempoize_loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FUSED_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
@@ -76,6 +76,7 @@ def build_model(
         position_embedding_type="learned_absolute",
     )
     tempoize_embedding(model, tempo_config)
+    tempoize_loss(model, tempo_config)
     if config.recompute_granularity == "selective" and "mlp" in config.recompute_modules:
         for layer in model.decoder.layers:
             layer.mlp.linear_fc2.register_forward_hook(_hand_out_a_view_of_the_bias)
@@ -119,12 +120,12 @@ class ForwardStep:
 
     def __call__(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss, float32, averaged over the tokens that count; 0 where none does."""
-        tokens = batch["tokens"]
+        tokens, mask = batch["tokens"], batch["loss_mask"]
         losses = model(
             input_ids=tokens,
             position_ids=self.position_ids.expand_as(tokens),
             attention_mask=self.attention_mask,
             labels=batch["labels"],
+            loss_mask=mask,
         )
-        mask = batch["loss_mask"]
         return torch.sum(losses.float() * mask) / mask.sum().clamp(min=1.0)
