@@ -6,22 +6,24 @@ python benchmarks/gpu_suite.py --profile gelu         # the kernels of one opera
 
 First the kernels' own tests. Then, for each operation, forward and backward at 8192 tokens and h 4096 in bfloat16:
 milliseconds beside the device's own copy of the fewest bytes that the pass must move, beside torch eager, torch.compile
-and Liger's kernel, and the bytes kept for backward. Then the wall-clock time of a small call, and, in what time is
-left, torch.compile's max-autotune. Exit code: 0 where every goal is met, 1 where one is not or a test fails, 2 without
-a GPU.
+and Liger's kernel, and the bytes kept for backward. Then attention beside torch's, the loss head, the wall-clock time
+of small calls, and, in what time is left, torch.compile's max-autotune. Exit code: 0 where every goal is met, 1 where
+one is not or a test fails, 2 without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from gpu import kernel_tests, profiling, records
+from gpu import attention, kernel_tests, loss_head, profiling, records
 from gpu.budget import Budget
 from gpu.operation import Operation
 from gpu.operations import OPERATIONS
@@ -32,28 +34,41 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_suite.jsonl"
 # The steps in the order of their importance, and seconds for the first of each; a later one is taken for as long as
 # the longest so far.
-FIRST_GUESS_S = {"time": 40.0, "host": 20.0, "autotune": 40.0}
-REQUIRED = ("time", "host")
+FIRST_GUESS_S = {"time": 40.0, "attention": 15.0, "loss head": 25.0, "host": 20.0, "autotune": 40.0}
+OPTIONAL = ("autotune",)
+WHOLE = {"attention": (attention.measure, attention.SHAPES), "loss head": (loss_head.measure, loss_head.SHAPES)}
 
 
-def run_all(suite: Suite, operations: Sequence[Operation], budget: Budget) -> list[str]:
+def steps(suite: Suite, operations: Sequence[Operation], whole: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+    """(kind, name, what to call) of every step; `whole` names those of WHOLE, which are not operations of a layer."""
+    for kind in FIRST_GUESS_S:
+        if kind in WHOLE and kind in whole:
+            measure, shapes = WHOLE[kind]
+            for shape in shapes:
+                call = functools.partial(measure, suite.results, suite.clock, suite.device, shape)
+                yield kind, " ".join(f"{name} {size}" for name, size in shape._asdict().items()), call
+        elif kind not in WHOLE:
+            for operation in operations:
+                yield kind, operation.name, functools.partial(getattr(suite, kind), operation)
+
+
+def run_all(suite: Suite, operations: Sequence[Operation], budget: Budget, whole: Sequence[str] = ()) -> list[str]:
     """Every step that the budget has time for; returns a sentence for each that failed or, being required, was cut."""
     missing = []
-    for kind in FIRST_GUESS_S:
-        for operation in operations:
-            if not budget.allows(kind):
-                say(budget, f"{kind} of {operation.name}: not measured, {max(0.0, budget.left_s):.0f} s are left")
-                if kind in REQUIRED:
-                    missing.append(f"{kind} of {operation.name}: no time was left")
-                continue
-            say(budget, f"{kind} of {operation.name}")
-            with budget.step(kind):
-                try:
-                    getattr(suite, kind)(operation)
-                except Exception as error:
-                    traceback.print_exc()
-                    missing.append(f"{kind} of {operation.name}: {type(error).__name__}: {error}")
-            forget()
+    for kind, name, call in steps(suite, operations, whole):
+        if not budget.allows(kind):
+            say(budget, f"{kind} of {name}: not measured, {max(0.0, budget.left_s):.0f} s are left")
+            if kind not in OPTIONAL:
+                missing.append(f"{kind} of {name}: no time was left")
+            continue
+        say(budget, f"{kind} of {name}")
+        with budget.step(kind):
+            try:
+                call()
+            except Exception as error:
+                traceback.print_exc()
+                missing.append(f"{kind} of {name}: {type(error).__name__}: {error}")
+        forget()
     return missing
 
 
@@ -92,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = records.Results(Path(args.output), records.environment(ROOT, "cuda", args.commit, tests))
     missing = ["interrupted"]
     try:
-        missing = run_all(Suite(results, "cuda", CudaClock(), large, SMALL), chosen, budget)
+        whole = [name for name in WHOLE if not args.only or name.replace(" ", "_") in args.only]
+        missing = run_all(Suite(results, "cuda", CudaClock(), large, SMALL), chosen, budget, whole)
     except KeyboardInterrupt:
         say(budget, "interrupted")
     say(budget, "done")
@@ -104,7 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [operation.name for operation in OPERATIONS]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    chosen = [*names, *(name.replace(" ", "_") for name in WHOLE)]
+    parser.add_argument("--only", nargs="+", choices=chosen, metavar="NAME", help=f"of {', '.join(chosen)}")
     parser.add_argument("--profile", choices=names, metavar="NAME", help="print one operation's kernels, nothing else")
     parser.add_argument("--budget-s", type=float, default=520.0, help="in which all ends (default %(default)s)")
     parser.add_argument(

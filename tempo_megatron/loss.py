@@ -93,7 +93,8 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
 
     Called with `loss_mask` too, as Megatron's pretrain_gpt.py does, it makes the gradients in forward and spares the
     recomputation of the logits. The loss must then be a number times sum(loss_mask * losses), which is what
-    Megatron's loss functions are, and have one backward; any other gradient of the losses becomes NaN.
+    Megatron's loss functions are, and have one backward; any other gradient of the losses raises RuntimeError on a CPU
+    and becomes NaN on a GPU, which is not waited for.
 
     Raises ValueError where the model or its configuration has what the fused head cannot do.
     """
@@ -150,5 +151,11 @@ class _LossesOfTotal(torch.autograd.Function):
         factor = (grad_losses * token_weights).sum() / torch.where(square > 0, square, 1.0)
         wanted = factor * token_weights
         error, largest = (grad_losses - wanted).abs().amax(), wanted.abs().amax()
-        # An exception would wait for the device.
-        return torch.where(error <= _TOLERANCE * largest, factor, torch.nan), None, None
+        is_multiple = error <= _TOLERANCE * largest
+        if not grad_losses.is_cuda and error > _TOLERANCE * largest:
+            raise RuntimeError(
+                "the gradient of the losses is not a number times loss_mask, for which the fused loss made its "
+                "gradients; sum loss_mask * losses, or call the model without loss_mask"
+            )
+        # On a GPU an exception would wait for the device.
+        return torch.where(is_multiple, factor, torch.nan), None, None

@@ -259,7 +259,7 @@ def test_every_kind_of_result_is_recorded(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "HOST_CALLS", 2)
     results = records.Results(tmp_path / "suite.jsonl", {})
     cpu = suite.Suite(results, "cpu", timing.HostClock(), TINY, TINY)
-    for kind in gpu_suite.FIRST_GUESS_S:
+    for kind in (kind for kind in gpu_suite.FIRST_GUESS_S if kind not in gpu_suite.WHOLE):
         getattr(cpu, kind)(OPERATIONS["squared_relu"])
     found = [(record["kind"], record["what"], record["keeps"], *record["others"]) for record in results.records]
     both, autotuned = ("eager", "compile"), ("compile max-autotune",)

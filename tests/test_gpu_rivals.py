@@ -1,0 +1,72 @@
+"""Attention and the loss head in the GPU suite, at a tiny size on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+gpu_suite = importlib.import_module("gpu_suite")
+attention, loss_head, records, rivals, timing = (
+    importlib.import_module(f"gpu.{name}") for name in ("attention", "loss_head", "records", "rivals", "timing")
+)
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    for name in ("WARM_UP_MS", "MEASURED_MS"):
+        monkeypatch.setattr(timing, name, 0.5)
+    return records.Results(tmp_path / "suite.jsonl", {})
+
+
+def test_attention_is_held_against_torchs_and_keep_rates_are_measured(results):
+    backends = {"flash": SDPBackend.MATH}
+    attention.measure(results, timing.HostClock(), "cpu", attention.Shape(64, 2, 2, 32), backends)
+    [record] = results.records
+    assert set(record["others"]) == {"tempo, p 0", "sdpa flash, p 0.1", "sdpa flash, p 0"}
+    assert set(record["goals"]) == {
+        "cost_of_dropout",
+        "speed_beside_flash_with_dropout",
+        "speed_beside_the_fastest_without",
+    }
+    goal = record["goals"]["speed_beside_flash_with_dropout"]
+    assert goal["found"] == pytest.approx(record["others"]["sdpa flash, p 0.1"] / record["tempo"])
+    assert all(rate == pytest.approx(0.9, abs=2e-3) for rate in record["keep_rates"].values())
+
+
+def test_a_backend_that_is_not_there_is_left_out_with_its_reason(results):
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION}
+    attention.measure(results, timing.HostClock(), "cpu", attention.Shape(64, 1, 2, 32), backends)
+    [record] = results.records
+    assert set(record["left_out"]) == {"sdpa cudnn, p 0.1", "sdpa cudnn, p 0"} and "tempo" in record["keep_rates"]
+    assert set(record["goals"]) == {"cost_of_dropout"}
+
+
+def test_the_rivals_of_the_loss_head_agree_and_both_forms_are_recorded(results, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    shape = loss_head.Shape(16, 2, 32, 96)
+    steps = {one.name: one.step() for one in loss_head._rivals(shape, "cpu") if one.name != "liger"}
+    exact = [t.float() for t in steps.pop("eager")]
+    for name, found in steps.items():
+        for ours, wanted in zip(found, exact, strict=True):
+            assert (ours.float() - wanted).norm() <= 0.02 * wanted.norm(), name
+    loss_head.measure(results, timing.HostClock(), "cpu", shape)
+    assert {record["keeps"] for record in results.records} == {"logits recomputed", "gradients in forward"}
+    assert all(set(record["others"]) == {"eager", "compile"} for record in results.records)
+    assert all("liger" in record["left_out"] for record in results.records)
+
+
+def test_they_are_steps_of_the_suite_and_can_be_chosen():
+    class Nothing:
+        results = clock = device = None
+
+    found = [(kind, name) for kind, name, _ in gpu_suite.steps(Nothing(), [], list(gpu_suite.WHOLE))]
+    assert len(found) == len(attention.SHAPES) + len(loss_head.SHAPES)
+    assert ("attention", "s 1024 b 16 a 32 d 64") in found and ("loss head", "s 4096 b 4 h 4096 v 50304") in found
+    assert gpu_suite.parsed(["--only", "attention", "loss_head"]).only == ["attention", "loss_head"]
