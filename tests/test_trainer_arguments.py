@@ -214,6 +214,7 @@ def test_shipped_deepspeed_configurations_are_what_their_names_say(path: Path) -
     assert path.stem == f"zero{completed['zero_optimization']['stage']}_{args.precision}"
     assert completed["tempo"] == {
         "enabled": False, "gelu": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash",
+        "loss": "fused",
     }  # fmt: skip
 
 

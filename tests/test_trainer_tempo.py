@@ -13,6 +13,7 @@ NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
 TP2 = ["--tensor-model-parallel-size", "2"]
 SP = [*TP2, "--sequence-parallel"]
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+KEEP_INPUTS = ["--tempo-gelu", "recompute", "--tempo-norm", "recompute"]
 BATCH_OF_8 = ["--global-batch-size", "8"]
 CURVE = [*BATCH_OF_8, "--train-iters", "50", "--use-tempo"]
 
@@ -59,6 +60,8 @@ LAYOUTS: dict[str, tuple[int, list[str], int]] = {
     ),
     "DP 2, micro batch 4": (2, ["--micro-batch-size", "4"], 1),
     "DP 2, full recomputation, micro batch 1, ZeRO 3": (2, [*FULL, "--micro-batch-size", "1"], 3),
+    "DP 2, ZeRO 3, inputs kept": (2, [*KEEP_INPUTS, "--micro-batch-size", "2"], 3),
+    "TP 2 + SP, inputs kept": (2, [*SP, *KEEP_INPUTS, "--micro-batch-size", "4"], 1),
     "TP 2 + SP, DP 2, ZeRO 2": (4, [*SP, "--micro-batch-size", "1"], 2),
 }  # fmt: skip
 
