@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from tqdm import tqdm
 
+from tempo_kernels.philox import eager as philox
 from tempo_megatron import TempoConfig, cpu, dropout_rng, tempo_block_spec, tempoize_embedding, tempoize_loss
 from tempo_megatron.memory.layout import simulated
 from tempo_megatron.memory.ledger import transformer_config_of
@@ -74,6 +75,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sizes = json.loads(Path(args.model).read_text(encoding="utf-8"))
     sizes["num_layers"] = args.num_layers or sizes["num_layers"]
     cpu.use_cpu()
+    philox.DRAWS_BEFORE_COMPILING = 0  # as in a run of more than a few steps
     with simulated(1):
         model_parallel_cuda_manual_seed(1234)
         jobs = {"stock": Job(sizes, TempoConfig.off(), args), "tempo": Job(sizes, TempoConfig(), args)}
