@@ -47,6 +47,9 @@ class TempoDotProductAttention(DotProductAttention):
                 "packed sequences and attention biases are given, which Tempo's attention does not support; "
                 'set tempo.attention to "off"'
             )
+        if not self.training and query.size(0) == 1 < key.size(0):
+            # One new token beside a cache of keys: there is nothing to save, and stock knows inference.
+            return super().forward(query, key, value, attention_mask, attn_mask_type)
         mask_type = attn_mask_type or self.attn_mask_type
         window_size = self.scale_mask_softmax.window_size
         mask = attention_mask if window_size is None else None

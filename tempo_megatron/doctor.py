@@ -8,6 +8,7 @@ import platform
 
 import torch
 
+from tempo_kernels.attention import describe
 from tempo_kernels.compiled import find_compiler
 
 _PACKAGES = (
@@ -36,8 +37,9 @@ def report() -> str:
     compiler = find_compiler()
     lines.append(f"C++ compiler         {compiler or 'none (not needed, but what it compiles is faster on a CPU)'}")
     on_cpu = "plain torch, compiled where that pays" if compiler else "plain torch"
-    for operation in ("activation", "norm", "dropout", "attention"):
+    for operation in ("activation", "norm", "dropout", "loss head"):
         lines.append(f"tempo {operation:<15}{'triton' if torch.cuda.is_available() else on_cpu}")
+    lines.append(f"tempo attention      {describe('cuda') if torch.cuda.is_available() else on_cpu}")
     return "\n".join(lines)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from distributed import run_megatron_ranks
 from gpt import SEQ_LENGTH, build_gpt, gpt_config, gradients, tokens_of
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 
+from tempo_kernels.attention import describe
 from tempo_megatron import TempoConfig, dropout_rng
+from tempo_megatron.attention import TempoDotProductAttention
 
 
 def with_mask(overrides, mask, attention):
@@ -31,6 +37,30 @@ def test_a_sliding_window_is_the_mask_that_megatron_makes_of_it(left, attention)
     torch.testing.assert_close(found[0], expected[0])
     for name, grad in expected[1].items():
         torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
+
+
+def token_beside_a_cache():
+    """What stock's and Tempo's attention give for one new query and eight keys."""
+    config = gpt_config(dropout=0.1)
+    arguments = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+    q, k, v = (torch.randn(s, 2, 4, 8) for s in (1, 8, 8))
+    with mock.patch.object(
+        DotProductAttention, "forward", autospec=True, side_effect=DotProductAttention.forward
+    ) as stock:
+        found = [
+            cls(config, **arguments).eval()(q, k, v, None) for cls in (DotProductAttention, TempoDotProductAttention)
+        ]
+    return found, stock.call_count
+
+
+def test_a_token_beside_a_cache_of_keys_is_stocks_business():
+    (((stock, tempo), calls),) = run_megatron_ranks(token_beside_a_cache, 1, 1)
+    assert torch.equal(stock, tempo) and calls == 2
+
+
+def test_what_runs_is_said_in_words():
+    assert describe("cpu") == describe("cuda", "softmax") == "plain torch"
+    assert describe("cuda").startswith("triton")
 
 
 def test_both_forms_of_attention_draw_the_same_masks():

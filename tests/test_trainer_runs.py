@@ -142,6 +142,11 @@ def test_tensorboard_and_loss_plot_are_written(data: Data, tmp_path: Path) -> No
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
 
 
+def test_the_banner_says_which_attention_runs(data: Data, tmp_path: Path) -> None:
+    result = successful(run(data, tmp_path, "--train-iters", "1", "--use-tempo"))
+    assert "attention  plain torch" in result.output and "loss=fused" in result.output
+
+
 def test_the_banner_says_what_runs(data: Data, tmp_path: Path) -> None:
     config = {**stage(1), "my_note": 1, "tempo": {"enabled": False, "gelu": "off"}}
     result = successful(run(data, tmp_path, "--train-iters", "1", "--no-use-tempo", config=config))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tempo_kernels.attention import describe
 from tempo_megatron import TempoConfig
 from tempo_megatron.config import CHOICES
 from tempo_megatron.training.deepspeed_config import offloads_optimizer, unknown_keys, zero_stage
@@ -62,6 +63,8 @@ def run_banner(
         "data": " ".join(args.data_path),
         "tempo": _tempo_lines(args, config, tempo_config),
     }
+    if tempo_config.attention != "off":
+        rows["attention"] = describe(device.type, tempo_config.attention)
     if ignored := unknown_keys(config):
         rows["ignored"] = f"DeepSpeed does not read {', '.join(ignored)} of {args.deepspeed_config}"
     width = max(map(len, rows))

@@ -99,6 +99,13 @@ def backend(
     return "triton"
 
 
+def describe(device_type: str, form: str = "flash") -> str:
+    """What `attention` runs on a "cuda" or "cpu" device, in words for a banner; `backend` says it of one call."""
+    if device_type != "cuda" or form == "softmax":
+        return "plain torch"
+    return "triton; of 16 bits, without dropout and mask, torch's flash" if PREFERS_SDPA else "triton"
+
+
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float) -> Tensor:
     # [b, heads, s, d]
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
