@@ -20,6 +20,9 @@ from tempo_kernels.attention.rows import kernel as rows
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def recorded_modules(monkeypatch):
     monkeypatch.setattr(test_kernels_compiled, "MODULES", [rows, columns])

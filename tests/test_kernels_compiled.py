@@ -228,6 +228,7 @@ def narrow_accesses(ptx: str) -> list[str]:
     return narrow + [f"copy of {size} bytes" for size in copies if int(size, 0) < 16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_keep_to_registers_and_to_the_recorded_resources(capability):
     table = json.loads(TABLE.read_text(encoding="utf-8"))
@@ -246,6 +247,7 @@ def test_kernels_keep_to_registers_and_to_the_recorded_resources(capability):
             assert number <= recorded[name][resource] * 1.25, f"{name}: {resource} {number}, {recorded[name]} recorded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_tensors_are_read_and_written_16_bytes_at_a_time(capability):
     for name, launch in cases():

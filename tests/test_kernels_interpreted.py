@@ -27,6 +27,7 @@ FILES = [Path(__file__), *sorted(Path(__file__).parent.glob("test_*_kernels.py")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+@pytest.mark.slow
 def test_every_kernel_does_under_the_interpreter_what_its_specification_says():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu", *FILES]

@@ -100,6 +100,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP 1", "TP 2 + SP"])
 @pytest.mark.parametrize(("overrides", "tempo_config"), MODELS.values(), ids=MODELS)
 def test_other_activations_and_norms_equal_stock(overrides, tempo_config, sequence_parallel):
