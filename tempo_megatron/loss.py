@@ -151,11 +151,11 @@ class _LossesOfTotal(torch.autograd.Function):
         factor = (grad_losses * token_weights).sum() / torch.where(square > 0, square, 1.0)
         wanted = factor * token_weights
         error, largest = (grad_losses - wanted).abs().amax(), wanted.abs().amax()
-        is_multiple = error <= _TOLERANCE * largest
-        if not grad_losses.is_cuda and error > _TOLERANCE * largest:
+        is_another = error > _TOLERANCE * largest
+        if is_another.device.type == "cpu" and is_another:
             raise RuntimeError(
                 "the gradient of the losses is not a number times loss_mask, for which the fused loss made its "
                 "gradients; sum loss_mask * losses, or call the model without loss_mask"
             )
         # On a GPU an exception would wait for the device.
-        return torch.where(is_multiple, factor, torch.nan), None, None
+        return torch.where(is_another, torch.nan, factor), None, None

@@ -23,6 +23,13 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
+def pays_for(x: Tensor, min_elements: int, *sizes: int) -> bool:
+    """Whether compiled functions of float32 arithmetic are for x: on a CPU, large enough to be worth the compiler's
+    seconds, and without a 1 among `sizes`, the shape in which it is handed over, which would be compiled in."""
+    is_large = x.numel() >= min_elements and all(size > 1 for size in sizes)
+    return is_large and x.device.type == "cpu" and x.dtype != torch.float64
+
+
 class Compiled:
     """A function that runs compiled where its tensors are real and on the CPU and a compiler is there; else as it is.
 

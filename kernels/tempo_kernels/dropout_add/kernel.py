@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.philox import effective_probability
-from tempo_kernels.philox.kernel import drop_mask, key_words
+from tempo_kernels.philox.kernel import drop_mask, key_words, loaded_draw
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE_ELEMENTS = 4096
@@ -31,20 +31,6 @@ def _tile(block_row, block_column, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_
     row = block_row * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     return row, column, row.to(tl.int64)[:, None] * num_columns + column[None, :]
-
-
-@triton.jit
-def loaded_draw(
-    key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr
-):
-    """(key_low, key_high, first_sample), from memory where they are device data."""
-    if LOADS_KEY:
-        key = tl.load(key_ptr)
-        key_low, key_high = key.to(tl.int32), (key >> 32).to(tl.int32)
-    first_sample = first_sample.to(tl.int64)
-    if LOADS_SAMPLE:
-        first_sample = tl.load(first_sample_ptr)
-    return key_low, key_high, first_sample
 
 
 @triton.jit

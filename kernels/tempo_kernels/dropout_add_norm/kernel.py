@@ -15,10 +15,11 @@ from torch import Tensor
 
 from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
-from tempo_kernels.dropout_add.kernel import VARYING, draw_arguments, loaded_draw, tile_mask
+from tempo_kernels.dropout_add.kernel import VARYING, draw_arguments, tile_mask
 from tempo_kernels.dropout_add_norm.in_a_row import InARow
 from tempo_kernels.norm import kernel as norm
 from tempo_kernels.norm.lost_channels import kernel as lost_channels
+from tempo_kernels.philox.kernel import loaded_draw
 
 IN_A_ROW = InARow(dropout_add, norm)
 FORWARD_COLUMNS = 8192

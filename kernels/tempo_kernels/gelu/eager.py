@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tempo_kernels.compiled import Compiled
+from tempo_kernels.compiled import Compiled, pays_for
 from tempo_kernels.gelu.inverse import INVERSES, Y_MAX, Inverse, derivative_float64, evaluate
 
 COMPILED_ELEMENTS = (1 << 20) + 1
@@ -61,7 +61,7 @@ def backward(
 ) -> tuple[Tensor, Tensor | None]:
     """grad_x = grad_y GELU'(x(y)), contiguous, and its sum over all dimensions but the last [f]; in float32
     arithmetic, in float64 for float64."""
-    if y.numel() >= COMPILED_ELEMENTS and y.device.type == "cpu" and y.dtype != torch.float64:
+    if pays_for(y, COMPILED_ELEMENTS):
         grad_x = _compiled_backward(grad_y, y, bits, approximate)
     else:
         grad_x = _backward_in_chunks(grad_y, y, bits, approximate)

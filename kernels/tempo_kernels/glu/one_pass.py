@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from tempo_kernels import compiled
 from tempo_kernels.compiled import Compiled
 from tempo_kernels.glu import formulas
 
@@ -15,9 +16,9 @@ MIN_ELEMENTS = (1 << 20) + 1
 
 
 def pays_for(x: Tensor) -> bool:
-    """Whether x [..., 2f] is large enough; sizes of 1 would be compiled in."""
-    is_large = x.numel() >= MIN_ELEMENTS and x.size(-1) > 2 and x.numel() > x.size(-1)
-    return is_large and x.device.type == "cpu" and x.dtype != torch.float64
+    """Whether x [..., 2f] is large enough."""
+    width = x.size(-1)
+    return compiled.pays_for(x, MIN_ELEMENTS, x.numel() // max(width, 1), width // 2)
 
 
 def forward(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tempo_kernels import compiled
 from tempo_kernels.compiled import Compiled
 
 MIN_ELEMENTS = (1 << 18) + 1
@@ -12,9 +13,8 @@ MIN_ELEMENTS = (1 << 18) + 1
 
 
 def pays_for(rows: Tensor) -> bool:
-    """Whether rows [n, h] are many enough; sizes of 1 would be compiled in."""
-    is_large = rows.numel() >= MIN_ELEMENTS and min(rows.shape) > 1
-    return is_large and rows.device.type == "cpu" and rows.dtype != torch.float64
+    """Whether rows [n, h] are many enough."""
+    return compiled.pays_for(rows, MIN_ELEMENTS, *rows.shape)
 
 
 def forward(x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:

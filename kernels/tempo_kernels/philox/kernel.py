@@ -36,6 +36,20 @@ def philox4x32(c0, c1, c2, c3, key_low, key_high, NUM_ROUNDS: tl.constexpr = ROU
 
 
 @triton.jit
+def loaded_draw(
+    key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr
+):
+    """(key_low, key_high, first_sample), from memory where they are device data."""
+    if LOADS_KEY:
+        key = tl.load(key_ptr)
+        key_low, key_high = key.to(tl.int32), (key >> 32).to(tl.int32)
+    first_sample = first_sample.to(tl.int64)
+    if LOADS_SAMPLE:
+        first_sample = tl.load(first_sample_ptr)
+    return key_low, key_high, first_sample
+
+
+@triton.jit
 def drop_mask(group, row, head, sample, key_low, key_high, limit):
     """True where dropout drops, for the eight columns of every group.
 

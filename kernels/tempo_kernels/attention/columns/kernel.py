@@ -13,11 +13,11 @@ from tempo_kernels.attention.tile.kernel import (
     key_order,
     keys_seen,
     load_rows,
-    loaded_draw,
     store_rows,
     tile_gradients,
     tile_probabilities,
 )
+from tempo_kernels.philox.kernel import loaded_draw
 
 
 @triton.jit

@@ -16,11 +16,11 @@ from tempo_kernels.attention.tile.kernel import (
     limited,
     load_mask,
     load_rows,
-    loaded_draw,
     store_rows,
     tile_gradients,
     tile_probabilities,
 )
+from tempo_kernels.philox.kernel import loaded_draw
 
 
 @triton.jit

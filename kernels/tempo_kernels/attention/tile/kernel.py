@@ -114,20 +114,6 @@ def dropped_key_by_key(row, start_key, head, sample, key_low, key_high, limit, B
 
 
 @triton.jit
-def loaded_draw(
-    key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr
-):
-    """(key_low, key_high, first_sample), from memory where they are device data."""
-    if LOADS_KEY:
-        key = tl.load(key_ptr)
-        key_low, key_high = key.to(tl.int32), (key >> 32).to(tl.int32)
-    first_sample = first_sample.to(tl.int64)
-    if LOADS_SAMPLE:
-        first_sample = tl.load(first_sample_ptr)
-    return key_low, key_high, first_sample
-
-
-@triton.jit
 def load_rows(ptr, start, row, stride, num_rows, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """Rows start + row [m] of a matrix [num_rows, HEAD_DIM], as [m, BLOCK_DIM] with zeros where it has no element."""
     dim = tl.arange(0, BLOCK_DIM)
