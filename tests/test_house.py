@@ -41,7 +41,10 @@ def misplaced(where: str, name: str, module: str) -> str | None:
         return "tempo_kernels works without megatron"
     if floor == 0 and top == "tempo_kernels":
         own, room = where.split("/")[2], module.partition(".")[2].partition(".")[0]
-        if room not in (own, "philox", "compiled", *COMPOSED_OF.get(own, ())) and len(where.split("/")) > 3:
+        if (
+            room not in (own, "philox", "compiled", "derivative", *COMPOSED_OF.get(own, ()))
+            and len(where.split("/")) > 3
+        ):
             return "only the room philox is shared"
     if top == "tempo_kernels" and floor < 3 and behind_the_door(module):
         room = module.split(".")[1]

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.squared_relu import eager
 
 
@@ -56,7 +56,7 @@ class _SquaredReLU(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("squared_relu", "gelu")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None]:
         (y,) = ctx.saved_tensors
         grad_x, grad_bias = _backend(y).backward(grad_y, y, ctx.needs_input_grad[1])
@@ -71,7 +71,7 @@ class _SquaredReLUOfInput(torch.autograd.Function):
         return _backend(x).forward(x, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("squared_relu", "gelu")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None]:
         x, bias = ctx.saved_tensors
         grad_x, grad_bias = _backend(x).backward_from_input(grad_y, x, bias, ctx.needs_input_grad[1])

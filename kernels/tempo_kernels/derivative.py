@@ -1,0 +1,56 @@
+"""A backward that says so when somebody differentiates it.
+
+torch's `once_differentiable` looks at the incoming gradients alone. Where those are constants, as in a gradient
+penalty, the first derivative that it hands out counts as a constant too, and its own gradient is 0 without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Backward = Callable[..., Any]
+
+
+def first_derivative_only(operation: str, switch: str) -> Callable[[Backward], Backward]:
+    """Decorates the backward of an autograd.Function whose derivative must not be differentiated again.
+
+    Args:
+        operation: what the error calls it.
+        switch: the name in TempoConfig that leaves the operation to stock Megatron.
+
+    The derivative stays connected to the incoming gradients and to what was given to `save_for_backward`, which has to
+    include an input or the output for a second derivative to be noticed. Under create_graph=False it costs nothing.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            return _FirstDerivative.apply((operation, switch), backward, ctx, len(grads), *grads, *ctx.saved_tensors)
+
+        return differentiate
+
+    return decorate
+
+
+class _FirstDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, names: tuple[str, str], backward: Backward, outer: Any, num_grads: int, *tensors: Tensor | None
+    ) -> Any:
+        ctx.names = names
+        return backward(outer, *tensors[:num_grads])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        operation, switch = ctx.names
+        raise RuntimeError(
+            f"{operation} is not twice differentiable, and a second derivative was asked for; use torch's operation "
+            f'there, in Megatron by setting tempo.{switch} to "off"'
+        )
