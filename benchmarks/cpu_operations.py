@@ -9,16 +9,13 @@ been compiled before.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from measurements import DTYPES, RESULTS, add_output_argument, append_records, describe_cpu_run
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -31,9 +28,6 @@ from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.philox import eager as philox
 from tempo_kernels.squared_relu import squared_relu
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "cpu_operations.jsonl"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SEQ_LENGTH, BATCH, HIDDEN, HEADS, P = 512, 2, 768, 12, 0.1
 
 
@@ -130,27 +124,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=25, help="default %(default)s")
     parser.add_argument("--only", nargs="+", help="names of operations (default all)")
-    parser.add_argument("--output", default=str(RESULTS), help="JSON-lines file to append to")
+    add_output_argument(parser, RESULTS / "cpu_operations.jsonl")
     args = parser.parse_args()
     philox.DRAWS_BEFORE_COMPILING = 0
     # As in a process that trains: once a tensor of this size was freed, glibc gives smaller ones back to nobody.
     large = torch.empty(31 << 20, dtype=torch.uint8)
     del large
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     chosen = [(name, case) for name, case in cases() if not args.only or name in args.only]
     records = []
     for name, case in tqdm(chosen, unit="operation", disable=None):
         for dtype in DTYPES:
             record = {"operation": name, "dtype": dtype, "shapes": case.shapes, "rounds": args.rounds}
             record |= measure(case, DTYPES[dtype], args.rounds)
-            record |= {
-                "commit": git.stdout.strip() if git.returncode == 0 else None,
-                "device": f"cpu ({platform.machine()}), {torch.get_num_threads()} threads",
-                "torch": torch.__version__,
-            }
-            records.append(record)
-    with Path(args.output).open("a", encoding="utf-8") as stream:
-        stream.writelines(json.dumps(record) + "\n" for record in records)
+            records.append(record | describe_cpu_run())
+    append_records(args.output, records)
     for record in records:
         print(f"{record['operation']:18} {record['dtype']}  {record['ours_ms']:8.2f} / {record['torch_ms']:8.2f} ms"
               f" = {record['ours_over_torch']:.2f}")  # fmt: skip

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from measurements import DTYPES, RESULTS, add_model_arguments, add_output_argument, append_records, describe_cpu_run
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from tqdm import tqdm
@@ -25,10 +24,6 @@ from tempo_kernels.philox import eager as philox
 from tempo_megatron import TempoConfig, cpu, dropout_rng, tempo_block_spec, tempoize_embedding, tempoize_loss
 from tempo_megatron.memory.layout import simulated
 from tempo_megatron.memory.ledger import transformer_config_of
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "cpu_step.jsonl"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Job:
@@ -86,7 +81,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 if round_number >= 2:
                     seconds[name].append(took)
     stock_ms, tempo_ms = (1e3 * statistics.median(seconds[name]) for name in ("stock", "tempo"))
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "model": Path(args.model).stem,
         "num_layers": sizes["num_layers"],
@@ -97,29 +91,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "tempo_step_ms": round(tempo_ms, 1),
         "tempo_over_stock": round(tempo_ms / stock_ms, 4),
         "rounds": args.rounds,
-        "commit": git.stdout.strip() if git.returncode == 0 else None,
-        "device": f"cpu ({platform.machine()}), {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
+        **describe_cpu_run(),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default=str(ROOT / "configs" / "model" / "gpt2_124m.json"), metavar="JSON")
+    add_model_arguments(parser, micro_batch_size=4)
     parser.add_argument("--num-layers", type=int, help="fewer layers, for a quick look (default the model's)")
-    parser.add_argument("--seq-length", type=int, default=512, help="default %(default)s")
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="default %(default)s")
-    parser.add_argument("--vocab-size", type=int, default=50304, help="default %(default)s")
     parser.add_argument("--dropout", type=float, default=0.1, help="default %(default)s")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
-    parser.add_argument("--output", default=str(RESULTS), help="JSON-lines file to append to")
+    add_output_argument(parser, RESULTS / "cpu_step.jsonl")
     args = parser.parse_args()
     record = measure(args)
     print(json.dumps(record, indent=2))
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    with Path(args.output).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record) + "\n")
+    append_records(args.output, [record])
 
 
 if __name__ == "__main__":

@@ -10,21 +10,16 @@ python benchmarks/gelu_branch_bit.py       # appends to benchmarks/results/gelu_
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measurements import RESULTS, append_records, describe_cpu_run
 from torch import Tensor
 
 from tempo_kernels.gelu.inverse import INVERSES, derivative_float64, gelu_derivative_float64, gelu_float64
-from tempo_megatron.training.banner import versions
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "gelu_branch_bit.jsonl"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ALLOWED = 1.2
 POINTS = 400_001
@@ -32,16 +27,13 @@ POINTS = 400_001
 
 def measure() -> Iterator[dict[str, Any]]:
     """One record per form and dtype."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     for form in INVERSES:
         for dtype in DTYPES:
             yield {
                 "form": "erf" if form == "none" else form,
                 "dtype": str(dtype).removeprefix("torch."),
                 **_figures(form, dtype),
-                "commit": git.stdout.strip() if git.returncode == 0 else None,
-                "device": f"cpu ({platform.machine()})",
-                "versions": versions(),
+                **describe_cpu_run(),
             }
 
 
@@ -113,10 +105,8 @@ def _ulp(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 def main() -> None:
     for record in measure():
-        line = json.dumps(record)
-        with RESULTS.open("a", encoding="utf-8") as results:
-            results.write(line + "\n")
-        print(line)
+        append_records(RESULTS / "gelu_branch_bit.jsonl", [record])
+        print(json.dumps(record))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import gc
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +28,8 @@ from gpu.operation import Operation
 from gpu.operations import OPERATIONS
 from gpu.suite import LARGE, SMALL, Suite
 from gpu.timing import CudaClock
+from measurements import RESULTS, ROOT, add_output_argument
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "gpu_suite.jsonl"
 # The steps in the order of their importance, and seconds for the first of each; a later one is taken for as long as
 # the longest so far.
 FIRST_GUESS_S = {"time": 40.0, "attention": 15.0, "loss head": 25.0, "host": 20.0, "autotune": 40.0}
@@ -104,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if tests == "failed" and args.tests == "stop":
             print("gpu_suite: the kernels' tests fail, so no speed is measured; --tests go-on measures all the same")
             return 1
-    results = records.Results(Path(args.output), records.environment(ROOT, "cuda", args.commit, tests))
+    results = records.Results(args.output, records.environment(ROOT, "cuda", args.commit, tests))
     missing = ["interrupted"]
     try:
         whole = [name for name in WHOLE if not args.only or name.replace(" ", "_") in args.only]
@@ -129,7 +127,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tokens", type=int, default=LARGE.tokens, help="fewer for a small GPU (default %(default)s)")
     parser.add_argument("--commit", help="for the records, where the folder is a copy without its repository")
-    parser.add_argument("--output", default=str(RESULTS), help="JSON-lines file to append to")
+    add_output_argument(parser, RESULTS / "gpu_suite.jsonl")
     return parser.parse_args(arguments)
 
 

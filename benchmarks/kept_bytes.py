@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+from measurements import RESULTS, ROOT, append_records, describe_cpu_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.ledger import Ledger
 from tempo_megatron.memory.report import ledger_of
-from tempo_megatron.training.banner import versions
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "kept_bytes.jsonl"
+OUTPUT = RESULTS / "kept_bytes.jsonl"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- kept bytes: begin -->", "<!-- kept bytes: end -->"
 MODEL = "configs/model/gpt2_124m.json"
@@ -37,8 +34,6 @@ def measure() -> Iterator[dict[str, Any]]:
     """One record per layout."""
     sizes = json.loads((ROOT / MODEL).read_text(encoding="utf-8"))
     sizes.setdefault("vocab_size", 50257)
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    commit = git.stdout.strip() if git.returncode == 0 else None
     for name, tp, sequence_parallel, recomputed in LAYOUTS:
         arguments = argparse.Namespace(
             tp=tp, sequence_parallel=sequence_parallel, recompute=recomputed, dtype="bf16", dropout=DROPOUT,
@@ -54,9 +49,7 @@ def measure() -> Iterator[dict[str, Any]]:
             "stock": _figures(stock),
             "tempo": _figures(tempo),
             "recompute": _figures(recompute),
-            "commit": commit,
-            "device": f"cpu ({platform.machine()})",
-            "versions": versions(),
+            **describe_cpu_run(),
         }
 
 
@@ -87,7 +80,8 @@ def table_in_readme() -> str:
 
 def main() -> None:
     records = list(measure())
-    RESULTS.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    OUTPUT.unlink(missing_ok=True)
+    append_records(OUTPUT, records)
     before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     README.write_text(f"{before}{BEGIN}\n{table(records)}\n{END}{after}", encoding="utf-8")

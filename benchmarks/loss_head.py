@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from measurements import DTYPES, RESULTS, add_model_arguments, add_output_argument, append_records, describe_cpu_run
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,11 +30,6 @@ from tempo_kernels.linear_cross_entropy import linear_cross_entropy
 from tempo_megatron import cpu
 from tempo_megatron.memory.layout import simulated
 from tempo_megatron.memory.ledger import transformer_config_of
-from tempo_megatron.training.banner import versions
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "loss_head.jsonl"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class PeakBytes(TorchDispatchMode):
@@ -126,7 +120,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 cpu_seconds[form].append(cpu_took)
     medians, cpu_medians = ({f: statistics.median(t) for f, t in s.items()} for s in (seconds, cpu_seconds))
     gradient_bytes = (heads.weight.numel() + heads.hidden.numel()) * heads.dtype.itemsize
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "model": Path(args.model).stem,
         "shape": {"s": args.seq_length, "b": args.micro_batch_size, "h": heads.hidden.size(2), "v": args.vocab_size},
@@ -142,29 +135,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "loss": losses,
         "rounds": args.rounds,
         "note": "machine shared with other work" if args.shared else "",
-        "commit": git.stdout.strip() if git.returncode == 0 else None,
-        "device": f"cpu ({platform.machine()}), {torch.get_num_threads()} threads",
-        "versions": versions(),
+        **describe_cpu_run(),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default=str(ROOT / "configs" / "model" / "gpt2_124m.json"), metavar="JSON")
-    parser.add_argument("--seq-length", type=int, default=512, help="default %(default)s")
-    parser.add_argument("--micro-batch-size", type=int, default=8, help="default %(default)s")
-    parser.add_argument("--vocab-size", type=int, default=50304, help="default %(default)s")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default %(default)s")
+    add_model_arguments(parser, micro_batch_size=8)
     parser.add_argument("--chunk-tokens", type=int, help="default the operation's own")
     parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
     parser.add_argument("--shared", action="store_true", help="note that other work ran on the machine")
-    parser.add_argument("--output", default=str(RESULTS), help="JSON-lines file to append to")
+    add_output_argument(parser, RESULTS / "loss_head.jsonl")
     args = parser.parse_args()
     record = measure(args)
     print(json.dumps(record, indent=2))
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    with Path(args.output).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record) + "\n")
+    append_records(args.output, [record])
 
 
 if __name__ == "__main__":

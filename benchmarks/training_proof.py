@@ -14,7 +14,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measurements import RESULTS, ROOT, append_records, describe_cpu_run
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -32,11 +32,8 @@ from tqdm import tqdm
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec
 from tempo_megatron.memory.layout import simulated
 from tempo_megatron.memory.ledger import transformer_config_of
-from tempo_megatron.training.banner import versions
 from tempo_megatron.training.plots import plot_losses
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512}
 BATCH_SIZE, WARMUP_STEPS, HIGHEST_LR, LAST_STEPS = 8, 50, 1e-3, 20
 FORMS = {
@@ -147,7 +144,6 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.folder.resolve()
     data = prepare_data(folder)
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     metrics = {
         (dtype, form, seed): folder / f"{dtype}-{form}-{seed}-{args.steps}.jsonl"
         for dtype in args.dtypes for seed in args.seeds for form in FORMS
@@ -163,13 +159,10 @@ def main() -> None:
         record |= {
             "model": {**SIZES, "b": BATCH_SIZE},
             "p": 0.0,
-            "commit": git.stdout.strip() if git.returncode == 0 else None,
-            "device": f"cpu ({platform.machine()})",
-            "versions": versions(),
+            **describe_cpu_run(),
         }
         print(json.dumps(record, indent=2))
-        with (RESULTS / "training_proof.jsonl").open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
+        append_records(RESULTS / "training_proof.jsonl", [record])
         labelled = {f"{form}, seed {args.seeds[0]}": runs[form, args.seeds[0]] for form in FORMS}
         plot_losses(labelled, RESULTS / f"training_proof_{dtype}.png", f"Loss of each form, {dtype}")
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 
+import gpu_suite
 import pytest
 import torch
+from gpu import attention, loss_head, records, timing
 from torch.nn.attention import SDPBackend
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-gpu_suite = importlib.import_module("gpu_suite")
-attention, loss_head, records, rivals, timing = (
-    importlib.import_module(f"gpu.{name}") for name in ("attention", "loss_head", "records", "rivals", "timing")
-)
 
 
 @pytest.fixture

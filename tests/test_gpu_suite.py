@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
+import gpu_suite
 import pytest
 import torch
+from gpu import budget, implementations, kept, kernel_tests, operations, records, suite, timing
+from gpu.operation import Sizes
 from witness import assert_within_rule, kept_storages
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-gpu_suite = importlib.import_module("gpu_suite")
-budget, implementations, kept, kernel_tests, operations, records, suite, timing = (
-    importlib.import_module(f"gpu.{name}")
-    for name in "budget implementations kept kernel_tests operations records suite timing".split()
-)
-
-Sizes = importlib.import_module("gpu.operation").Sizes
 OPERATIONS = {operation.name: operation for operation in operations.OPERATIONS}
 TINY = Sizes(s=3, b=2, h=64, ffn=128, gated_ffn=48, p=0.1, dtype=torch.bfloat16)
 FORMS = [(name, form) for name, operation in OPERATIONS.items() for form in operation.forms]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import types
@@ -10,15 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu import implementations, kernel_tests, operations, profiling, timing
+from gpu.operation import Sizes
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-implementations, kernel_tests, operations, profiling, timing = (
-    importlib.import_module(f"gpu.{name}")
-    for name in "implementations kernel_tests operations profiling timing".split()
-)
-
-Sizes = importlib.import_module("gpu.operation").Sizes
 OPERATIONS = {operation.name: operation for operation in operations.OPERATIONS}
 TINY = Sizes(s=3, b=2, h=64, ffn=128, gated_ffn=48, p=0.1, dtype=torch.float32)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from measurements import append_records, describe_software, find_commit
 
 from gpu.implementations import liger_version
 from gpu.operation import Operation, Sizes
@@ -54,7 +52,6 @@ class Results:
     def __init__(self, path: Path, environment: Mapping[str, Any]) -> None:
         self.path, self.environment = path, environment
         self.records: list[dict[str, Any]] = []
-        path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, kind: str, goals: Goals, **fields: Any) -> dict[str, Any]:
         """The record; it passed where every goal is met."""
@@ -66,8 +63,7 @@ class Results:
             **self.environment,
         }
         self.records.append(record)
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
+        append_records(self.path, [record])
         return record
 
     @property
@@ -80,37 +76,12 @@ def environment(root: Path, device: torch.device | str, commit: str | None, test
     is_cuda = torch.device(device).type == "cuda"
     return {
         "tests": tests,
-        "commit": commit or commit_of(root),
+        "commit": commit or find_commit(root),
         "device": torch.cuda.get_device_name(device) if is_cuda else str(device),
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": _version("triton"),
         "liger": liger_version(),
-        "megatron": _version("megatron-core"),
-        "apex": _version("apex"),
-        "transformer_engine": _version("transformer-engine"),
+        **describe_software(),
     }
-
-
-def commit_of(root: Path) -> str | None:
-    """The commit, marked where the kernels differ from it; None where there is no repository."""
-
-    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
-
-    try:
-        head = git("rev-parse", "HEAD")
-        is_changed = bool(git("status", "--porcelain", "--", "kernels").stdout.strip())
-    except FileNotFoundError:
-        return None
-    return head.stdout.strip() + ("-changed" if is_changed else "") if head.returncode == 0 else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def of_operation(operation: Operation, sizes: Sizes, keeps: str) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""What every benchmark needs beside its measurement: where results go, and on what each of them depends."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def describe_software() -> dict[str, Any]:
+    """The version of everything that changes a result; None where it is not installed."""
+    return {
+        "torch": torch.__version__,
+        "triton": find_version("triton"),
+        "megatron": find_version("megatron-core"),
+        "deepspeed": find_version("deepspeed"),
+        "apex": find_version("apex"),
+        "transformer_engine": find_version("transformer-engine"),
+    }
+
+
+def describe_cpu_run() -> dict[str, Any]:
+    """The fields that every record of a measurement on a CPU ends with."""
+    device = f"cpu ({platform.machine()}), {torch.get_num_threads()} threads"
+    return {"commit": find_commit(ROOT), "device": device, "versions": describe_software()}
+
+
+def find_commit(root: Path) -> str | None:
+    """The commit, marked where the kernels differ from it; None where there is no repository."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+
+    try:
+        head = git("rev-parse", "HEAD")
+        is_changed = bool(git("status", "--porcelain", "--", "kernels").stdout.strip())
+    except FileNotFoundError:
+        return None
+    return head.stdout.strip() + ("-changed" if is_changed else "") if head.returncode == 0 else None
+
+
+def find_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def add_output_argument(parser: argparse.ArgumentParser, default: Path) -> None:
+    parser.add_argument("--output", type=Path, default=default, help="JSON-lines file to append to")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, micro_batch_size: int) -> None:
+    """The sizes of one step: GPT-2 124M at s 512 unless somebody asks for others."""
+    parser.add_argument("--model", default=str(ROOT / "configs" / "model" / "gpt2_124m.json"), metavar="JSON")
+    parser.add_argument("--seq-length", type=int, default=512, help="default %(default)s")
+    parser.add_argument("--micro-batch-size", type=int, default=micro_batch_size, help="default %(default)s")
+    parser.add_argument("--vocab-size", type=int, default=50304, help="default %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default %(default)s")
+
+
+def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Adds each record to the JSON-lines file as soon as the iterable gives it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as stream:
+        for record in records:
+            stream.write(json.dumps(record) + "\n")
+            stream.flush()
