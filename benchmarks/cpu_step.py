@@ -21,9 +21,10 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from tqdm import tqdm
 
 from tempo_kernels.philox import eager as philox
-from tempo_megatron import TempoConfig, cpu, dropout_rng, tempo_block_spec, tempoize_embedding, tempoize_loss
+from tempo_megatron import TempoConfig, cpu, tempo_block_spec, tempoize_embedding, tempoize_loss
 from tempo_megatron.memory.layout import simulated
 from tempo_megatron.memory.ledger import transformer_config_of
+from tempo_megatron.slots import dropout_rng
 
 
 class Job:

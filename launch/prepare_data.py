@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tempo_megatron.training.prepare_data import main
+from tempo_megatron.data.prepare_data import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,18 +12,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tempo_megatron.arguments import add_tempo_arguments
     from tempo_megatron.config import TempoConfig
-    from tempo_megatron.layer_spec import tempo_block_spec, tempoize, tempoize_embedding
-    from tempo_megatron.loss import tempoize_loss
+    from tempo_megatron.slots.dropout_rng import set_micro_batch
+    from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize, tempoize_embedding
+    from tempo_megatron.slots.loss import tempoize_loss
 
-__all__ = ["TempoConfig", "add_tempo_arguments", "tempo_block_spec", "tempoize", "tempoize_embedding", "tempoize_loss"]
+__all__ = [
+    "TempoConfig",
+    "add_tempo_arguments",
+    "set_micro_batch",
+    "tempo_block_spec",
+    "tempoize",
+    "tempoize_embedding",
+    "tempoize_loss",
+]
 
 _HOMES = {
     "TempoConfig": "config",
     "add_tempo_arguments": "arguments",
-    "tempo_block_spec": "layer_spec",
-    "tempoize": "layer_spec",
-    "tempoize_embedding": "layer_spec",
-    "tempoize_loss": "loss",
+    "set_micro_batch": "slots.dropout_rng",
+    "tempo_block_spec": "slots.layer_spec",
+    "tempoize": "slots.layer_spec",
+    "tempoize_embedding": "slots.layer_spec",
+    "tempoize_loss": "slots.loss",
 }
 
 

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="say what is installed here and what a run would use")
     # These two have parsers of their own, which only they should have to import.
     if argv[:1] == ["prepare-data"]:
-        from tempo_megatron.training.prepare_data import main as prepare_data
+        from tempo_megatron.data.prepare_data import main as prepare_data
 
         return prepare_data(argv[1:])
     _quiet_imports()

@@ -9,7 +9,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tempo_megatron import TempoConfig, dropout_rng, tempo_block_spec, tempoize_embedding, tempoize_loss
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize_embedding, tempoize_loss
+from tempo_megatron.slots import dropout_rng
 
 VOCAB_SIZE = 64
 SEQ_LENGTH = 16

@@ -13,9 +13,9 @@ import test_kernels_compiled
 from test_kernels_compiled import compiled, launches_of, narrow_accesses, resources, source_of
 
 from tempo_kernels.attention import kernel as attention_kernel
-from tempo_kernels.attention.columns import kernel as columns
+from tempo_kernels.attention import kernel_columns as columns
+from tempo_kernels.attention import kernel_rows as rows
 from tempo_kernels.attention.eager import Settings
-from tempo_kernels.attention.rows import kernel as rows
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 

@@ -10,7 +10,7 @@ from witness import assert_within_rule
 
 from tempo_kernels.attention import backend, eager
 from tempo_kernels.attention import kernel as attention_kernel
-from tempo_kernels.attention.tile import kernel as tile
+from tempo_kernels.attention import kernel_tile as tile
 from tempo_kernels.philox import drop_mask, effective_probability
 
 KEY = 0xFEDCBA9876543210

@@ -12,8 +12,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from tempo_kernels.attention import describe
-from tempo_megatron import TempoConfig, dropout_rng
-from tempo_megatron.attention import TempoDotProductAttention
+from tempo_megatron import TempoConfig
+from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.attention import TempoDotProductAttention
 
 
 def with_mask(overrides, mask, attention):

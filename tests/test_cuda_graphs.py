@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.dropout_add_norm import bias_dropout_add_layer_norm, bias_dropout_add_rms_norm
-from tempo_kernels.norm.lost_channels.reserve import PERIOD
+from tempo_kernels.norm.reserve import PERIOD
 from tempo_kernels.recompute import drop
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from tempo_megatron.training.dataset_files import Sidecar, load_dataset_tokenizer, validate_dataset
-from tempo_megatron.training.prepare_data import main
+from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer, validate_dataset
+from tempo_megatron.data.prepare_data import main
 
 
 def megatron_data(prefix: Path, sequences: list[list[int]], dtype: type = np.uint16) -> str:

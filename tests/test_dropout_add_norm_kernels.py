@@ -12,7 +12,7 @@ from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.dropout_add_norm import bias_dropout_add_layer_norm, eager, kernel
 from tempo_kernels.norm import kernel as norm
-from tempo_kernels.norm.lost_channels import kernel as lost_channels
+from tempo_kernels.norm import kernel_lost_channels as lost_channels
 
 DRAW = Draw(0.1, 0xFEDCBA9876543210, 2**32 - 1, 5)
 NAMES = ["residual_out", "y", "grad_x", "grad_bias", "grad_residual", "grad_weight", "grad_norm_bias"]

@@ -42,7 +42,7 @@ def test_implementations_take_turns_until_each_was_measured_long_enough(monkeypa
 def test_inputs_rotate_until_the_cache_has_forgotten_them_and_before_a_norm_looks_again():
     large = [torch.empty(100, dtype=torch.int8)]
     assert [timing.num_sets(large, l2) for l2 in (10, 100, 150, 10_000)] == [3, 4, 6, 7]
-    from tempo_kernels.norm.lost_channels import reserve
+    from tempo_kernels.norm import reserve
 
     assert timing.MAX_SETS < reserve.PERIOD
 

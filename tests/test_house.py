@@ -1,8 +1,18 @@
-"""The rules of the house that a reader relies on: who may import whom, and how long a file or function may be."""
+"""The rules of the house that a reader relies on: who may import whom, and how long a file or function may be.
+
+Each rule has a reason. Where one makes code worse, change the rule, not the code:
+- imports point down, so that the operations can be used without Megatron and the slots without the trainer;
+- triton stays in files named kernel*.py, which are imported when a CUDA tensor asks for them: without a GPU nothing of
+  it is needed;
+- a room of tempo_kernels is entered by its __init__.py, so that what lies behind can change; `philox` and `pointwise`
+  are shared inside kernels, because a device function has no other door;
+- a file or function that outgrows its limit usually does two things.
+"""
 
 from __future__ import annotations
 
 import ast
+import fnmatch
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +24,10 @@ FLOOR_OF_IMPORT = {"tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "kernel
 FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
 # A room that is two others in one pass, and those two: its eager.py is made of theirs, its kernel.py of their kernels.
 COMPOSED_OF = {"dropout_add_norm": ("dropout_add", "norm")}
-FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 300, 60, 100
+SHARED_ROOMS = ("philox", "pointwise")
+SHARED_MODULES = ("compiled", "derivative")
+FILE_LINES, FUNCTION_LINES = 330, 66
+KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 100
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -33,35 +46,36 @@ def misplaced(where: str, name: str, module: str) -> str | None:
     top = module.partition(".")[0]
     if FLOOR_OF_IMPORT.get(top, 0) > floor:
         return "imports point down"
-    if floor < 3 and top == "triton" and name != "kernel.py":
-        return "triton belongs in kernel.py"
+    if floor < 3 and top == "triton" and not is_kernel(name):
+        return "triton belongs in kernel*.py"
     if floor < 3 and top == "deepspeed" and not where.startswith(("tempo_megatron/training/", "launch/")):
         return "deepspeed belongs in tempo_megatron/training and launch"
     if floor == 0 and top == "megatron":
         return "tempo_kernels works without megatron"
     if floor == 0 and top == "tempo_kernels":
         own, room = where.split("/")[2], module.partition(".")[2].partition(".")[0]
-        if (
-            room not in (own, "philox", "compiled", "derivative", *COMPOSED_OF.get(own, ()))
-            and len(where.split("/")) > 3
-        ):
-            return "only the room philox is shared"
+        allowed = (own, *SHARED_ROOMS, *SHARED_MODULES, *COMPOSED_OF.get(own, ()))
+        if room not in allowed and len(where.split("/")) > 3:
+            return "only the rooms philox and pointwise are shared"
     if top == "tempo_kernels" and floor < 3 and behind_the_door(module):
         room = module.split(".")[1]
-        # Device functions have no other way in: the door of philox must not import triton.
-        shares_device_functions = name == "kernel.py" and module.startswith("tempo_kernels.philox.kernel")
+        # Device functions have no other way in: a door must not import triton.
+        shares_device_functions = is_kernel(name) and room in SHARED_ROOMS and is_kernel(module.split(".")[2] + ".py")
         shares_device_functions |= is_composed(where, name, module)
         if not where.startswith(f"kernels/tempo_kernels/{room}/") and not shares_device_functions:
             return "a room is entered by its door"
     return None
 
 
+def is_kernel(name: str) -> bool:
+    return fnmatch.fnmatch(name, "kernel*.py")
+
+
 def is_composed(where: str, name: str, module: str) -> bool:
     """Whether `where` is eager.py or kernel.py of a composed room, and `module` an equally named file of its parts."""
-    room, *inside = module.split(".")[1:]
-    # kernel.py also enters the folders that its parts keep device functions in.
-    depth = {"eager.py": 1, "kernel.py": 2}.get(name, 0)
-    return name.removesuffix(".py") in inside[:depth] and any(
+    room, inside = module.split(".")[1:3]
+    enters_its_twin = is_kernel(inside + ".py") if name == "kernel.py" else name == inside + ".py" == "eager.py"
+    return enters_its_twin and any(
         where == f"kernels/tempo_kernels/{own}/{name}" and room in parts for own, parts in COMPOSED_OF.items()
     )
 
@@ -82,8 +96,8 @@ def test_imports_point_down_and_rooms_are_entered_by_the_door(path: Path) -> Non
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_stay_short(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= FILE_LINES
-    limit = KERNEL_LINES if path.name == "kernel.py" else FUNCTION_LINES
+    assert len(text.splitlines()) <= (KERNEL_FILE_LINES if is_kernel(path.name) else FILE_LINES)
+    limit = KERNEL_FUNCTION_LINES if is_kernel(path.name) else FUNCTION_LINES
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     assert {f.name: lines for f in functions if (lines := f.end_lineno - f.lineno + 1) > limit} == {}
 
@@ -101,13 +115,14 @@ def test_files_and_functions_stay_short(path: Path) -> None:
         ("kernels/tempo_kernels/dropout_add_norm/function.py", "tempo_kernels.norm.eager.forward"),
         ("kernels/tempo_kernels/dropout_add_norm/eager.py", "tempo_kernels.norm.function.layer_norm"),
         ("kernels/tempo_kernels/dropout_add_norm/eager.py", "tempo_kernels.norm.kernel.forward"),
-        ("kernels/tempo_kernels/dropout_add_norm/kernel.py", "tempo_kernels.norm.lost_channels.reserve.reserve_of"),
+        ("kernels/tempo_kernels/dropout_add_norm/kernel.py", "tempo_kernels.norm.reserve.reserve_of"),
         ("kernels/tempo_kernels/dropout_add_norm/kernel.py", "tempo_kernels.gelu.kernel.forward"),
+        ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.pointwise.kernel_activations"),
         ("kernels/tempo_kernels/gelu/eager.py", "triton"),
         ("kernels/tempo_kernels/gelu/eager.py", "megatron.core.parallel_state"),
-        ("tempo_megatron/mlp.py", "deepspeed"),
-        ("tempo_megatron/mlp.py", "tempo_kernels.gelu.function.gelu"),
-        ("tempo_megatron/mlp.py", "launch.pretrain_gpt"),
+        ("tempo_megatron/slots/mlp.py", "deepspeed"),
+        ("tempo_megatron/slots/mlp.py", "tempo_kernels.gelu.function.gelu"),
+        ("tempo_megatron/slots/mlp.py", "launch.pretrain_gpt"),
         ("launch/pretrain_gpt.py", "tests.distributed"),
     ],
 )

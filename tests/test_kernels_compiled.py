@@ -29,9 +29,9 @@ from tempo_kernels.dropout_add_norm import kernel as dropout_add_norm
 from tempo_kernels.gelu import kernel as gelu
 from tempo_kernels.glu import kernel as glu
 from tempo_kernels.norm import kernel as norm
-from tempo_kernels.norm.long_rows import kernel as norm_long_rows
-from tempo_kernels.norm.lost_channels import kernel as norm_lost_channels
-from tempo_kernels.norm.whole_rows import kernel as norm_whole_rows
+from tempo_kernels.norm import kernel_long_rows as norm_long_rows
+from tempo_kernels.norm import kernel_lost_channels as norm_lost_channels
+from tempo_kernels.norm import kernel_whole_rows as norm_whole_rows
 from tempo_kernels.squared_relu import kernel as squared_relu
 
 MODULES = [dropout_add, dropout_add_norm, norm_whole_rows, norm_long_rows, norm_lost_channels]

@@ -15,10 +15,10 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize
-from tempo_megatron.attention import TempoDotProductAttention
-from tempo_megatron.layer_spec import count_slots
-from tempo_megatron.mlp import TempoMLP
-from tempo_megatron.norm import TempoLayerNorm, TorchLayerNorm
+from tempo_megatron.slots.attention import TempoDotProductAttention
+from tempo_megatron.slots.layer_spec import count_slots
+from tempo_megatron.slots.mlp import TempoMLP
+from tempo_megatron.slots.norm import TempoLayerNorm, TorchLayerNorm
 
 CONFIGS = {
     "everything": TempoConfig(),

@@ -14,7 +14,7 @@ from test_layer_spec import assert_equal_to_stock
 from witness import kept_storages
 
 from tempo_megatron import TempoConfig, tempo_block_spec
-from tempo_megatron.loss import TempoGPTModel, TempoOutputLayer, tempoize_loss
+from tempo_megatron.slots.loss import TempoGPTModel, TempoOutputLayer, tempoize_loss
 
 FUSED, OFF = TempoConfig(), TempoConfig.off()
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 from tempo_kernels.philox import derive_key, drop_mask, keep_bits
 from tempo_megatron import TempoConfig
-from tempo_megatron.dropout_rng import Site
+from tempo_megatron.slots.dropout_rng import Site
 
 SAMPLES, SEED, HIDDEN_SIZE, HEADS, LAYERS = 8, 5, 32, 4, 2
 

@@ -10,9 +10,9 @@ from witness import assert_three_witnesses
 
 from tempo_kernels.norm import eager as norm_eager
 from tempo_kernels.norm import kernel as norm_kernel
+from tempo_kernels.norm import kernel_long_rows as long_rows
+from tempo_kernels.norm import kernel_whole_rows as whole_rows
 from tempo_kernels.norm import layer_norm
-from tempo_kernels.norm.long_rows import kernel as long_rows
-from tempo_kernels.norm.whole_rows import kernel as whole_rows
 
 
 def norm_forward_and_backward(module, x, weight, bias, grad, zero_centered=False):

@@ -11,9 +11,9 @@ from test_norm_kernels import check_norm, norm_forward_and_backward, random_norm
 
 from tempo_kernels.norm import eager, function, layer_norm, recount
 from tempo_kernels.norm import kernel as norm_kernel
-from tempo_kernels.norm.long_rows import kernel as long_rows
-from tempo_kernels.norm.lost_channels.kernel import find_lost
-from tempo_kernels.norm.lost_channels.reserve import PERIOD, reserve_of
+from tempo_kernels.norm import kernel_long_rows as long_rows
+from tempo_kernels.norm.kernel_lost_channels import find_lost
+from tempo_kernels.norm.reserve import PERIOD, reserve_of
 
 
 @pytest.fixture

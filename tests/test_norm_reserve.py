@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tempo_kernels.norm import eager, recount
-from tempo_kernels.norm.lost_channels import reserve as module
-from tempo_kernels.norm.lost_channels.reserve import PERIOD, capacity_for, reserve_of
+from tempo_kernels.norm import reserve as module
+from tempo_kernels.norm.reserve import PERIOD, capacity_for, reserve_of
 
 HIDDEN = 64
 

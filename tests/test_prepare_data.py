@@ -12,9 +12,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from tempo_megatron.training import corpus, documents
-from tempo_megatron.training.dataset_files import Sidecar, load_dataset_tokenizer
-from tempo_megatron.training.prepare_data import main
+from tempo_megatron.data import corpus, documents
+from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer
+from tempo_megatron.data.prepare_data import main
 
 WORDS = ["the", "tensor", "keeps", "every", "naïve", "漢字", "value\n\n", "for", "", "backward\t1234", ""]
 FILES = (".bin", ".idx", ".json", "-vocab.json", "-merges.txt")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tempo_megatron.training import corpus
-from tempo_megatron.training.partial_output import PartialOutput
-from tempo_megatron.training.prepare_data import main
+from tempo_megatron.data import corpus
+from tempo_megatron.data.partial_output import PartialOutput
+from tempo_megatron.data.prepare_data import main
 
 Refuse = Callable[..., None]
 

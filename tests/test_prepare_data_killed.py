@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from tempo_megatron.training.dataset_files import validate_dataset
-from tempo_megatron.training.prepare_data import main
+from tempo_megatron.data.dataset_files import validate_dataset
+from tempo_megatron.data.prepare_data import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 KILL_EACH_MOMENT = """
 import json, os, shutil, signal, sys
 import megatron.core.datasets.indexed_dataset as indexed
-from tempo_megatron.training.prepare_data import main
+from tempo_megatron.data.prepare_data import main
 
 start, work, *command = sys.argv[1:]
 

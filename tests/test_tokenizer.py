@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
-from tempo_megatron.training import tokenizer as tokenizer_module
-from tempo_megatron.training.tokenizer import END_OF_TEXT, GPT2Tokenizer, padded_vocab_size, train_tokenizer
+from tempo_megatron.data import tokenizer as tokenizer_module
+from tempo_megatron.data.tokenizer import END_OF_TEXT, GPT2Tokenizer, padded_vocab_size, train_tokenizer
 
 TEXT = "The quick brown fox doesn't jump over 123 lazy dogs.\n\n  def f(x):\n\treturn x  # naïve 漢字\r\n"
 # White space of every kind beside letters, where cutting could go wrong.

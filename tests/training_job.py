@@ -78,7 +78,7 @@ def make_data(folder: Path) -> Data:
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from tempo_megatron.training.tokenizer import train_tokenizer
+    from tempo_megatron.data.tokenizer import train_tokenizer
 
     library = Path(_stdlib.__file__).parent
     texts = [(library / f"{name}.py").read_text(encoding="utf-8") for name in _TEXTS]

@@ -17,11 +17,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tempo_megatron import cpu, dropout_rng
+from tempo_megatron import cpu
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.layer_spec import tempo_block_spec, tempoize_embedding
-from tempo_megatron.loss import tempoize_loss
 from tempo_megatron.memory.recorder import Recorder, SavedStorage
+from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize_embedding
+from tempo_megatron.slots.loss import tempoize_loss
 
 _LAYER = "decoder.layers.0."
 _BDA = ("self_attn_bda", "mlp_bda")

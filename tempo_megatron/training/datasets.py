@@ -14,8 +14,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 
-from tempo_megatron.training.dataset_files import load_dataset_tokenizer, validate_dataset
-from tempo_megatron.training.tokenizer import GPT2Tokenizer, padded_vocab_size
+from tempo_megatron.data.dataset_files import load_dataset_tokenizer, validate_dataset
+from tempo_megatron.data.tokenizer import GPT2Tokenizer, padded_vocab_size
 
 
 def load_tokenizer(args: argparse.Namespace) -> GPT2Tokenizer:

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from tempo_megatron.dropout_rng import set_micro_batch
+from tempo_megatron.slots.dropout_rng import set_micro_batch
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
 from tempo_megatron.training.datasets import BatchStream
 from tempo_megatron.training.engine import Engine

@@ -10,9 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from tempo_kernels.attention.columns import kernel as columns
+from tempo_kernels.attention import kernel_columns as columns
+from tempo_kernels.attention import kernel_rows as rows
 from tempo_kernels.attention.eager import MASKED_SCORE, Settings
-from tempo_kernels.attention.rows import kernel as rows
 from tempo_kernels.philox import effective_probability
 from tempo_kernels.philox.kernel import key_words
 

@@ -18,7 +18,7 @@ from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.dropout_add.kernel import VARYING, draw_arguments, tile_mask
 from tempo_kernels.dropout_add_norm.in_a_row import InARow
 from tempo_kernels.norm import kernel as norm
-from tempo_kernels.norm.lost_channels import kernel as lost_channels
+from tempo_kernels.norm import kernel_lost_channels as lost_channels
 from tempo_kernels.philox.kernel import loaded_draw
 
 IN_A_ROW = InARow(dropout_add, norm)

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.gelu.formulas.kernel import X_MIN, formula_of, gate_of, slope_at_input, slope_at_output
+from tempo_kernels.gelu.kernel_inverse import X_MIN, formula_of, slope_at_output
+from tempo_kernels.pointwise.kernel_activations import gelu_gate, gelu_slope
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLAT_COLUMNS = 1024
@@ -80,7 +81,7 @@ def _forward_kernel(
     x = _biased(
         x_ptr, bias_ptr, first, elements, inside, block_strip, bias_size, HAS_BIAS, WRAPS, not IS_TANH, BLOCK_GROUPS
     )
-    y = x * gate_of(x, IS_TANH, IS_NARROW)
+    y = x * gelu_gate(x, IS_TANH, IS_NARROW)
     tl.store(y_ptr + first * 8 + elements, y.to(y_ptr.dtype.element_ty), mask=inside)
     if HAS_BITS:
         byte = tl.sum(tl.where(x >= X_MIN, (128 >> tl.arange(0, 8))[None, None, :], 0), axis=2)
@@ -140,7 +141,7 @@ def _backward_from_input_kernel(
             HAS_BIAS, WRAPS, not IS_TANH, BLOCK_GROUPS,
         )  # fmt: skip
         grad = tl.load(grad_y_ptr + first * 8 + elements, mask=inside, other=0.0).to(tl.float32)
-        grad *= slope_at_input(x, IS_TANH, IS_NARROW)
+        grad *= gelu_slope(x, IS_TANH, IS_NARROW)
         tl.store(grad_x_ptr + first * 8 + elements, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
         if NEEDS_SUMS:
             total += grad

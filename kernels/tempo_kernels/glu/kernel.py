@@ -14,60 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels.pointwise.kernel_activations import activate
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE_ELEMENTS = 2048
 SUMS_TILE = 1024
 BACKWARD_PROGRAMS = 2048
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-
-
-@triton.jit
-def _clamped(x, LIMIT: tl.constexpr):
-    """x in [-LIMIT, LIMIT]; NaN stays NaN."""
-    x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _sigmoid(exponent):
-    """1 / (1 + 2**exponent) and 1 less this; 1 / v is rsqrt(v)**2, two instructions instead of nine."""
-    power = tl.exp2(exponent)
-    root = tl.rsqrt(1.0 + power)
-    return root * root, power * root * root
-
-
-@triton.jit
-def _normal_cdf(x, IS_NARROW: tl.constexpr):
-    """The probability that a standard normal variable is below x; in 16-bit types by Abramowitz and Stegun 7.1.26,
-    off by 8e-8, in half the instructions of tl.erf."""
-    if IS_NARROW:
-        root = tl.rsqrt(1.0 + 0.231641888 * tl.abs(x))
-        t = root * root
-        tail = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
-        tail = t * (0.127414796 + t * (-0.142248368 + t * tail)) * tl.exp2(-0.7213475204 * x * x)
-        return tl.where(x < 0.0, tail, 1.0 - tail)
-    return 0.5 + 0.5 * tl.erf(0.7071067812 * x)
-
-
-@triton.jit
-def _activated(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
-    """The activation of x and its derivative. Beyond the limits both are those of relu to float32, but the factors that
-    they are made of overflow."""
-    if ACTIVATION == "silu":
-        near = _clamped(x, 87.0)
-        gate, rest = _sigmoid(-1.442695041 * near)
-        value, slope = tl.maximum(x, near) * gate, gate + gate * (near * rest)
-    elif ACTIVATION == "gelu":
-        gate = _normal_cdf(x, IS_NARROW)
-        value, slope = x * gate, gate + x * 0.3989422804 * tl.exp2(-0.7213475204 * x * x)
-    elif ACTIVATION == "gelu_tanh":
-        near = _clamped(x, 10.0)
-        square = near * near
-        gate, rest = _sigmoid(near * (-2.302208198 - 0.1029432397 * square))
-        value, slope = tl.maximum(x, near) * gate, gate + gate * (rest * near * (1.595769122 + 0.2140644488 * square))
-    else:
-        value, slope = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x > 0.0, 1.0, 0.0)
-    return value, slope
 
 
 @triton.jit
@@ -109,7 +62,7 @@ def _forward_kernel(
     first = block_row * (BLOCK_ROWS * half)
     elements = (row * (2 * half))[:, None] + column[None, :]
     gate, up = _gate_and_up(x_ptr + 2 * first, bias_ptr, elements, column, inside, half, HAS_BIAS)
-    value, _ = _activated(gate, ACTIVATION, IS_NARROW)
+    value, _ = activate(gate, ACTIVATION, IS_NARROW)
     y = (value * up).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + first + (row * half)[:, None] + column[None, :], y, mask=inside)
 
@@ -135,7 +88,7 @@ def _backward_kernel(
             grad_y_ptr + first + (row * half)[:, None] + column[None, :], mask=inside, other=0.0
         ).to(tl.float32)  # fmt: skip
         gate, up = _gate_and_up(x_ptr + 2 * first, bias_ptr, elements, column, inside, half, HAS_BIAS)
-        value, slope = _activated(gate, ACTIVATION, IS_NARROW)
+        value, slope = activate(gate, ACTIVATION, IS_NARROW)
         grad_gate, grad_up = grad_y * up * slope, grad_y * value
         grad_x = grad_x_ptr + 2 * first
         tl.store(grad_x + elements, grad_gate.to(grad_x_ptr.dtype.element_ty), mask=inside)

@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm on a GPU, in Triton; eager.py is the specification.
 
-Rows up to FORWARD_ROW_BYTES and BACKWARD_ROW_BYTES stay in registers (whole_rows/kernel.py); longer ones are read more
-than once (long_rows/kernel.py). Nothing here waits for the GPU but the first call with a weight; see
-lost_channels/reserve.py. Only where channels may be lost, kernels are compiled with the code that keeps them.
+Rows up to FORWARD_ROW_BYTES and BACKWARD_ROW_BYTES stay in registers (kernel_whole_rows.py); longer ones are read more
+than once (kernel_long_rows.py). Nothing here waits for the GPU but the first call with a weight; see
+reserve.py. Only where channels may be lost, kernels are compiled with the code that keeps them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.norm.long_rows import kernel as long_rows
-from tempo_kernels.norm.lost_channels.kernel import DTYPES, RESOLUTION, SMALLEST, find_lost
-from tempo_kernels.norm.whole_rows import kernel as whole_rows
+from tempo_kernels.norm import kernel_long_rows as long_rows
+from tempo_kernels.norm import kernel_whole_rows as whole_rows
+from tempo_kernels.norm.kernel_lost_channels import DTYPES, RESOLUTION, SMALLEST, find_lost
 
 FORWARD_ROW_BYTES = 32768
 BACKWARD_ROW_BYTES = 16384
@@ -24,7 +24,7 @@ BACKWARD_ROW_BYTES = 16384
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, subtracts_mean: bool, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y [..., h], rstd [rows] (float32), slots and lost_xhat as lost_channels/kernel.py describes them."""
+    """y [..., h], rstd [rows] (float32), slots and lost_xhat as kernel_lost_channels.py describes them."""
     _check(x)
     num_rows = math.prod(x.shape[:-1])
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from tempo_megatron.training.data_error import DataError
-from tempo_megatron.training.partial_output import SUFFIXES
+from tempo_megatron.data.data_error import DataError
+from tempo_megatron.data.partial_output import SUFFIXES
 
 JSON_SUFFIXES = (".json", ".jsonl")
 STDLIB_SUFFIXES = (".py", ".txt")

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from tempo_megatron.training.corpus import LeftOut, Part, Piece, shown
-from tempo_megatron.training.data_error import DataError
-from tempo_megatron.training.tokenizer import GPT2Tokenizer
+from tempo_megatron.data.corpus import LeftOut, Part, Piece, shown
+from tempo_megatron.data.data_error import DataError
+from tempo_megatron.data.tokenizer import GPT2Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,4 @@
-"""GELU and its derivative inside the kernels.
-
-What counts is instructions: an H200 has about 30 for each element of 16 bits in forward and 45 in backward before they
-take longer than its memory does. 1 / v is rsqrt(v)**2 here, two instructions instead of nine, and 16-bit types, which
-do not show an error of 1e-7, get an erf of half as many as tl.erf.
-"""
+"""GELU's derivative from its output and one bit, inside the kernels: the formula of inverse.py."""
 
 from __future__ import annotations
 
@@ -32,38 +27,6 @@ def formula_of(approximate: str, is_narrow: bool) -> dict[str, float]:
         **{f"P{7 - index}": coefficient for index, coefficient in enumerate(inverse.numerator)},
         **{f"Q{9 - index}": coefficient for index, coefficient in enumerate(inverse.denominator[:-1])},
     }
-
-
-@triton.jit
-def gate_of(x, IS_TANH: tl.constexpr, IS_NARROW: tl.constexpr):
-    """GELU(x) / x."""
-    if IS_TANH:
-        # The sigmoid of 2 sqrt(2 / pi) (x + 0.044715 x**3).
-        root = tl.rsqrt(1.0 + tl.exp2(x * (-2.302208198 - 0.1029432397 * x * x)))
-        return root * root
-    if IS_NARROW:
-        # Abramowitz and Stegun 7.1.26, off by 8e-8.
-        root = tl.rsqrt(1.0 + 0.231641888 * tl.abs(x))
-        t = root * root
-        tail = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
-        tail = t * (0.127414796 + t * (-0.142248368 + t * tail)) * tl.exp2(-0.7213475204 * x * x)
-        return tl.where(x < 0.0, tail, 1.0 - tail)
-    return 0.5 + 0.5 * tl.erf(0.7071067812 * x)
-
-
-@triton.jit
-def slope_at_input(x, IS_TANH: tl.constexpr, IS_NARROW: tl.constexpr):
-    """GELU'(x)."""
-    if IS_TANH:
-        # Beyond, GELU' is 0 or 1, but the factors overflow.
-        x = tl.maximum(x, -9.5, propagate_nan=tl.PropagateNan.ALL)
-        x = tl.minimum(x, 9.5, propagate_nan=tl.PropagateNan.ALL)
-        square = x * x
-        decay = tl.exp2(x * (-2.302208198 - 0.1029432397 * square))
-        root = tl.rsqrt(1.0 + decay)
-        gate = root * root
-        return gate + gate * (decay * gate * x * (1.595769122 + 0.2140644488 * square))
-    return gate_of(x, IS_TANH, IS_NARROW) + x * 0.3989422804 * tl.exp2(-0.7213475204 * x * x)
 
 
 @triton.jit

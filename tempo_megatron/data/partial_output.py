@@ -7,7 +7,7 @@ import os
 import shutil
 from types import TracebackType
 
-from tempo_megatron.training.data_error import DataError
+from tempo_megatron.data.data_error import DataError
 
 # What a data set consists of, in the order in which the files get their names. Without .idx nothing loads, so it is
 # the first to go and the last to come.

@@ -12,7 +12,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from tempo_kernels.dropout_add import bias_dropout_add
-from tempo_megatron.dropout_rng import Site, draw_arguments
+from tempo_megatron.slots.dropout_rng import Site, draw_arguments
 
 XWithBias = tuple[Tensor, Tensor | None]
 

@@ -1,5 +1,5 @@
 """LayerNorm and RMSNorm of rows that are too long for the registers of one program: read more than once, in blocks of
-columns. The mathematics and the arguments are those of whole_rows/kernel.py."""
+columns. The mathematics and the arguments are those of kernel_whole_rows.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.norm.lost_channels.kernel import (
+from tempo_kernels.norm.kernel_lost_channels import (
     find_channels,
     marked,
     parameters,

@@ -24,17 +24,17 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from tempo_megatron.attention import (
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.slots.attention import (
     TempoDotProductAttention,
     TempoSoftmaxDotProductAttention,
     refuse_attention,
 )
-from tempo_megatron.bias_dropout_add import TempoEmbeddingDropout, tempo_bias_dropout_add
-from tempo_megatron.config import TempoConfig
-from tempo_megatron.dropout_rng import Site
-from tempo_megatron.linear import TempoColumnParallelLinear
-from tempo_megatron.mlp import TempoMLP, TempoRecomputeMLP, refuse_activation
-from tempo_megatron.norm import (
+from tempo_megatron.slots.bias_dropout_add import TempoEmbeddingDropout, tempo_bias_dropout_add
+from tempo_megatron.slots.dropout_rng import Site
+from tempo_megatron.slots.linear import TempoColumnParallelLinear
+from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP, refuse_activation
+from tempo_megatron.slots.norm import (
     TempoLayerNorm,
     TempoRecomputeLayerNorm,
     TempoRecomputeRMSNorm,

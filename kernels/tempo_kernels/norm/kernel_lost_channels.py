@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.norm import eager
-from tempo_kernels.norm.lost_channels.reserve import reserve_of
+from tempo_kernels.norm.reserve import reserve_of
 
 MAX_OFFSET = tl.constexpr(eager.MAX_OFFSET)
 CLOSE_OFFSET = tl.constexpr(eager.CLOSE_OFFSET)

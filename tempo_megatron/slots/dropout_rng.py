@@ -54,7 +54,7 @@ def micro_batch() -> tuple[int, int]:
     state = get_cuda_rng_tracker().states_.get(STATE_NAME)
     if state is None:
         raise RuntimeError(
-            "Tempo's dropout does not know which samples it sees; call tempo_megatron.dropout_rng.set_micro_batch"
+            "Tempo's dropout does not know which samples it sees; call tempo_megatron.slots.dropout_rng.set_micro_batch"
             "(seed, first_sample) before the forward of each training micro batch"
         )
     seed, first_sample = state.tolist()

@@ -9,7 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tempo_kernels.attention import attention
-from tempo_megatron.dropout_rng import Site, draw_arguments
+from tempo_megatron.slots.dropout_rng import Site, draw_arguments
 
 
 class TempoDotProductAttention(DotProductAttention):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.norm.lost_channels.kernel import (
+from tempo_kernels.norm.kernel_lost_channels import (
     find_channels,
     marked,
     parameters,

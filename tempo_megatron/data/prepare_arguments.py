@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 
-from tempo_megatron.training.tokenizer import SMALLEST_VOCABULARY
+from tempo_megatron.data.tokenizer import SMALLEST_VOCABULARY
 
 DESCRIPTION = "Tokenizes text, JSON-lines and directory trees into a data set of Megatron's format."
 VOCAB_SIZE = 50257

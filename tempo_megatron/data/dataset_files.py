@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tempo_megatron.training.data_error import DataError
-from tempo_megatron.training.tokenizer import GPT2Tokenizer, check_both_or_neither
+from tempo_megatron.data.data_error import DataError
+from tempo_megatron.data.tokenizer import GPT2Tokenizer, check_both_or_neither
 
 _FORMAT_NAME = "tempo-megatron data set"
 FORMAT = f"{_FORMAT_NAME} 1"

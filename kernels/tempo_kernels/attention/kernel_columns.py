@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tempo_kernels.attention.tile.kernel import (
+from tempo_kernels.attention.kernel_tile import (
     VARYING,
     key_order,
     keys_seen,

@@ -15,19 +15,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tempo_megatron.training import corpus
-from tempo_megatron.training.data_error import DataError
-from tempo_megatron.training.dataset_files import (
+from tempo_megatron.data import corpus
+from tempo_megatron.data.data_error import DataError
+from tempo_megatron.data.dataset_files import (
     FORMAT,
     Sidecar,
     check_prefix_is_free,
     load_dataset_tokenizer,
     validate_dataset,
 )
-from tempo_megatron.training.documents import Encoded, encode, read_texts
-from tempo_megatron.training.partial_output import PartialOutput
-from tempo_megatron.training.prepare_arguments import parse_prepare_arguments
-from tempo_megatron.training.tokenizer import GPT2Tokenizer, check_both_or_neither, train_tokenizer
+from tempo_megatron.data.documents import Encoded, encode, read_texts
+from tempo_megatron.data.partial_output import PartialOutput
+from tempo_megatron.data.prepare_arguments import parse_prepare_arguments
+from tempo_megatron.data.tokenizer import GPT2Tokenizer, check_both_or_neither, train_tokenizer
 
 _SMALL_DATA_SET = 100  # sequences; below it, a few per cent of --split may hold none
 

@@ -1,1 +1,0 @@
-"""GELU, its derivative from the input and its derivative from the output, for the kernels."""

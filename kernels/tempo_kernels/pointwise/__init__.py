@@ -1,0 +1,1 @@
+"""What the kernels of several pointwise operations share: formulas of activations."""

@@ -1,0 +1,1 @@
+"""What Megatron asks for: a file for each slot of its transformer layer, and `layer_spec`, which fills the slots."""
