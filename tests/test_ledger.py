@@ -44,6 +44,22 @@ def test_a_tempo_layer_keeps_at_most_its_share_of_20_7_sbh_and_no_scores(tp, seq
     assert 20 / tp <= tempo.layer_sbh <= 20.7 / tp
 
 
+RECOMPUTE = TempoConfig(gelu="recompute", norm="recompute")
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
+def test_a_layer_that_keeps_inputs_keeps_its_share_of_20_08_sbh(tp, sequence_parallel):
+    tempo = ledger(GPT2, RECOMPUTE, tp, sequence_parallel, seq_length=1024)
+    assert round(tempo.layer_sbh * tp, 2) == 20.08
+
+
+def test_every_byte_of_a_layer_that_keeps_inputs_is_accounted_for():
+    s, h, heads = 64, 128, 2
+    tempo = ledger(SMALL, RECOMPUTE)
+    # 16-bit x of two norms, qkv, context, gelu input; mean and rstd of two norms; logsumexp per head.
+    assert tempo.layer_bytes == 2 * s * h * (2 + 3 + 1 + 4) + 2 * 2 * 4 * s + 4 * s * heads
+
+
 def test_every_byte_of_a_tempo_layer_is_accounted_for():
     s, h, heads = 64, 128, 2
     tempo = ledger(SMALL, TempoConfig())

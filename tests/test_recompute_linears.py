@@ -5,54 +5,79 @@ from __future__ import annotations
 import pytest
 import torch
 from distributed import run_megatron_ranks, run_ranks
-from gpt import build_gpt, gpt_config, losses
+from gpt import build_gpt, gpt_config, gradients, losses
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tempo_megatron import TempoConfig
 
 RECOMPUTE = TempoConfig(gelu="recompute", norm="recompute")
-
-
 LINEARS = ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_qkv")
 
 
-def bytes_of_linear_inputs(sequence_parallel, overrides):
-    """By linear behind a norm or an activation: its input's bytes after forward, in its backward, and at the end."""
+def linear_inputs_alive(sequence_parallel, overrides):
+    """By linear behind a norm or an activation: whether its input's memory is in use when its layer is done."""
     model = build_gpt(gpt_config(sequence_parallel=sequence_parallel, **overrides), RECOMPUTE)
-    inputs, in_backward = {}, {}
+    inputs, alive = {}, {}
     for name, module in model.named_modules():
         if name.endswith(LINEARS):
 
             def remember(module, arguments, _, name=name):
-                inputs[name] = arguments[0].untyped_storage()
-
-            def look(_, name=name):
-                in_backward[name] = inputs[name].nbytes()
+                inputs[name] = StorageWeakRef(arguments[0].untyped_storage())
 
             module.register_forward_hook(remember)
-            module.weight.register_hook(look)
-    loss = losses(model, 0, 2, gives_mask=False).mean()
-    after_forward = {name: storage.nbytes() for name, storage in inputs.items()}
-    loss.backward()
-    return after_forward, in_backward, {name: storage.nbytes() for name, storage in inputs.items()}
+    for layer in model.decoder.layers:
+
+        def look(*_):
+            alive.update({name: not memory.expired() for name, memory in inputs.items()})
+
+        layer.register_forward_hook(look)
+    losses(model, 0, 2, gives_mask=False).mean().backward()
+    return alive
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_inputs_of_megatrons_linears_take_no_memory_but_in_their_backward(tp, sequence_parallel):
+def test_inputs_of_megatrons_linears_are_gone_when_their_layer_is_done(tp, sequence_parallel):
     names = [f"decoder.layers.{layer}.{name}" for layer in (0, 1) for name in LINEARS]
-    for after_forward, in_backward, at_the_end in run_megatron_ranks(
-        bytes_of_linear_inputs, tp, tp, sequence_parallel, {}
-    ):
-        assert after_forward == at_the_end == dict.fromkeys(names, 0)
-        assert in_backward.keys() == after_forward.keys() and min(in_backward.values()) > 0
+    for alive in run_megatron_ranks(linear_inputs_alive, tp, tp, sequence_parallel, {}):
+        assert alive == dict.fromkeys(names, False)
 
 
 def test_a_checkpointed_mlp_reads_its_input_twice_and_so_it_stays():
     overrides = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-    ((after_forward, _, _),) = run_megatron_ranks(bytes_of_linear_inputs, 1, 1, False, overrides)
+    (alive,) = run_megatron_ranks(linear_inputs_alive, 1, 1, False, overrides)
     for layer in (0, 1):
-        assert after_forward[f"decoder.layers.{layer}.mlp.linear_fc1"] > 0
-        assert after_forward[f"decoder.layers.{layer}.self_attention.linear_qkv"] == 0
+        assert alive[f"decoder.layers.{layer}.mlp.linear_fc1"]
+        assert not alive[f"decoder.layers.{layer}.self_attention.linear_qkv"]
+
+
+def gradients_with_readers(sequence_parallel, reads):
+    """Gradients and what hooks read in two ways of attention's and the MLP's inputs, which are outputs of norms."""
+    model = build_gpt(gpt_config(sequence_parallel=sequence_parallel), RECOMPUTE)
+    seen, read = [], []
+
+    def hook(_, arguments, __):
+        read.append(arguments[0].detach().sum())
+        seen.append(arguments[0])  # held until backward, by somebody who is not named
+
+    for layer in model.decoder.layers if reads else ():
+        layer.self_attention.register_forward_hook(hook)
+        layer.mlp.register_forward_hook(hook)
+    loss = losses(model, 0, 2, gives_mask=False).mean()
+    if reads:
+        assert [t.sum() for t in seen] == read
+        # A second operation on the norm's output, with a gradient that changes nothing.
+        loss = loss + 0 * sum(t.square().sum() for t in seen)
+    loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
+def test_a_hook_that_reads_what_a_norm_gave_reads_it_and_changes_no_gradient(tp, sequence_parallel):
+    plain, read = (run_megatron_ranks(gradients_with_readers, tp, tp, sequence_parallel, reads) for reads in (0, 1))
+    for ours, theirs in zip(read, plain, strict=True):
+        for name, grad in theirs.items():
+            torch.testing.assert_close(ours[name], grad, msg=name)
 
 
 class Block(nn.Module):
@@ -63,7 +88,7 @@ class Block(nn.Module):
         self.drops = drops
         self.gamma, self.beta = nn.Parameter(torch.rand(32) + 0.5), nn.Parameter(torch.randn(32))
         self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
-        self.bytes: list[int] = []
+        self.memories: list[StorageWeakRef] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from tempo_kernels.gelu import gelu
@@ -78,12 +103,12 @@ class Block(nn.Module):
         if self.drops:
             drop(normalised, after=hidden)
             drop(activated, after=out)
-            self.bytes = [t.untyped_storage().nbytes() for t in (normalised, activated)]
+            self.memories = [StorageWeakRef(t.untyped_storage()) for t in (normalised, activated)]
         return out
 
 
 def zero3_steps(drops):
-    """Losses of three steps of a ZeRO-3 engine, gradients accumulated over two micro batches, and the bytes left."""
+    """Losses of three steps of a ZeRO-3 engine, gradients accumulated over two micro batches; was memory left?"""
     import deepspeed
 
     torch.manual_seed(3)
@@ -99,20 +124,21 @@ def zero3_steps(drops):
         },
     )
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    found = []
+    found, alive = [], []
     for _ in range(6):
         loss = engine(torch.randn(4, 32, generator=generator)).square().mean()
+        alive.append([not memory.expired() for block in model for memory in block.memories])
         engine.backward(loss)
         engine.step()
         found.append(loss.item())
-    return found, [size for block in model for size in block.bytes]
+    return found, alive
 
 
 @pytest.mark.slow
 def test_zero_3_linears_gather_and_find_their_inputs_again():
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     dropped, kept = run_ranks(zero3_steps, 2, True), run_ranks(zero3_steps, 2, False)
-    for (ours, sizes), (theirs, _) in zip(dropped, kept, strict=True):
-        assert sizes == [0, 0, 0, 0]
+    for (ours, alive), (theirs, _) in zip(dropped, kept, strict=True):
+        assert alive == [[False] * 4] * 6
         assert ours == pytest.approx(theirs, rel=1e-5)
         assert ours[-1] != ours[0]

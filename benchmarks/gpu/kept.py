@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpu.implementations import Implementation
 from gpu.operation import Operation
@@ -41,7 +42,7 @@ def measure(
 def _run(
     operation: Operation, implementation: Implementation, leaves: Sequence[Tensor], drops_output: bool
 ) -> tuple[dict[int, torch.UntypedStorage], tuple[Tensor, ...]]:
-    """The distinct storages that are kept, and the outputs."""
+    """The distinct storages that are kept, and what holds the graph: the outputs, or a linear of the dropped one."""
     kept: dict[int, torch.UntypedStorage] = {}
     parameters = {leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.dim() == 1}
 
@@ -55,13 +56,18 @@ def _run(
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = implementation.outputs(inputs)
     del inputs
-    if operation.kept_output is not None:
-        y = outputs[operation.kept_output]
-        pointer = y.untyped_storage().data_ptr()
-        if drops_output:
-            drop(y, after=F.linear(y, y.new_ones(1, y.size(-1), requires_grad=True)))
-        kept[pointer] = y.untyped_storage()
-    return {pointer: storage for pointer, storage in kept.items() if storage.nbytes()}, outputs
+    if operation.kept_output is None:
+        return kept, outputs
+    y = outputs[operation.kept_output]
+    if not drops_output:
+        kept[y.untyped_storage().data_ptr()] = y.untyped_storage()
+        return kept, outputs
+    out = F.linear(y, y.new_ones(1, y.size(-1), requires_grad=True))
+    drop(y, after=out)
+    memory = StorageWeakRef(y.untyped_storage())
+    del y, outputs
+    assert memory.expired(), f"{operation.name}: the output is still held"
+    return kept, (out,)
 
 
 def _made_for_this_operation(leaves: Sequence[Tensor]) -> list[Tensor]:

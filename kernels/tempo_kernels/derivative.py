@@ -16,12 +16,12 @@ from torch import Tensor
 Backward = Callable[..., Any]
 
 
-def first_derivative_only(operation: str, switch: str) -> Callable[[Backward], Backward]:
+def first_derivative_only(operation: str, switch: str | None = None) -> Callable[[Backward], Backward]:
     """Decorates the backward of an autograd.Function whose derivative must not be differentiated again.
 
     Args:
         operation: what the error calls it.
-        switch: the name in TempoConfig that leaves the operation to stock Megatron.
+        switch: the name in TempoConfig that leaves the operation to stock Megatron, if one does.
 
     The derivative stays connected to the incoming gradients and to what was given to `save_for_backward`, which has to
     include an input or the output for a second derivative to be noticed. Under create_graph=False it costs nothing.
@@ -42,7 +42,7 @@ def first_derivative_only(operation: str, switch: str) -> Callable[[Backward], B
 class _FirstDerivative(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, names: tuple[str, str], backward: Backward, outer: Any, num_grads: int, *tensors: Tensor | None
+        ctx: Any, names: tuple[str, str | None], backward: Backward, outer: Any, num_grads: int, *tensors: Tensor | None
     ) -> Any:
         ctx.names = names
         return backward(outer, *tensors[:num_grads])
@@ -50,7 +50,8 @@ class _FirstDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         operation, switch = ctx.names
+        in_megatron = f', in Megatron by setting tempo.{switch} to "off"' if switch else ""
         raise RuntimeError(
             f"{operation} is not twice differentiable, and a second derivative was asked for; use torch's operation "
-            f'there, in Megatron by setting tempo.{switch} to "off"'
+            f"there{in_megatron}"
         )

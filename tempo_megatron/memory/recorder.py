@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.recompute import Kept
+
 
 @dataclasses.dataclass(frozen=True)
 class SavedStorage:
@@ -22,12 +24,11 @@ class SavedStorage:
     shape: tuple[int, ...]
 
 
-class _Handle:
+class _Handle(Kept):
     """What autograd holds in a saved tensor's place; it lives exactly as long as the graph wants the tensor."""
 
     def __init__(self, tensor: Tensor, operation: str) -> None:
-        # Detached: a saved output that pointed back at its own node would never be freed.
-        self.tensor = tensor.detach()
+        super().__init__(tensor)
         self.operation = operation
 
 
@@ -56,7 +57,7 @@ class Recorder:
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._scopes.append(name)))
             hooks.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda handle: handle.tensor):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _Handle.unpack):
                 yield
         finally:
             for hook in hooks:
@@ -79,11 +80,11 @@ class Recorder:
         storages: dict[int, SavedStorage] = {}
         for reference in self._handles:
             handle = reference()
-            if handle is None:
-                continue
-            storage = handle.tensor.untyped_storage()
+            tensor = None if handle is None else handle.tensor
+            if handle is None or tensor is None:
+                continue  # freed or dropped
+            storage = tensor.untyped_storage()
             if storage._cdata not in self._known and storage._cdata not in storages:
-                tensor = handle.tensor
                 storages[storage._cdata] = SavedStorage(
                     handle.operation, storage.nbytes(), tensor.dtype, tuple(tensor.shape)
                 )

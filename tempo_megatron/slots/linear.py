@@ -7,19 +7,20 @@ from typing import Any
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
-from tempo_kernels.recompute import drop
+from tempo_kernels.recompute import can_refill, drop
 
 
 class TempoColumnParallelLinear(ColumnParallelLinear):
-    """ColumnParallelLinear that drops its input, where that came from a norm that keeps its own input instead.
+    """ColumnParallelLinear that does not keep its input, where that came from a norm that can make it again.
 
-    The input's memory is free until this linear's backward, sequence parallelism's all-gather included. Nobody else may
-    read it; what does so in Megatron is refused when the spec is made.
+    The input is made again for this linear's backward, before sequence parallelism's all-gather. Its memory is free in
+    between, from when Megatron's layer lets go of it at the end of its attention or MLP; somebody who holds on to it,
+    such as a forward hook that stores it, finds it whole, and there nothing is saved.
     """
 
     def __call__(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
         """(output, bias), as ColumnParallelLinear. Around the module's hooks, of which ZeRO-3's wrap the input."""
         result = super().__call__(input_, *args, **kwargs)
-        if hasattr(input_.grad_fn, "refill"):
-            drop(input_, after=result[0], is_private=self.sequence_parallel)
+        if can_refill(input_):
+            drop(input_, after=result[0])
         return result

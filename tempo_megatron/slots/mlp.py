@@ -105,6 +105,7 @@ class TempoMLP(MLP):
         output, output_bias = self.linear_fc2(intermediate)
         if self.keep == "input":
             drop(intermediate, after=output)
+        del intermediate
         if output_bias is not None and is_checkpointing():
             # A parameter that a recomputed region returns as it is would become that region's output, and its
             # backward would recompute the region without end: what happens to Megatron's own MLP.
@@ -113,7 +114,7 @@ class TempoMLP(MLP):
 
 
 class TempoRecomputeMLP(TempoMLP):
-    """TempoMLP that keeps the activation's input: its output goes once W2 used it and is made again before W2's
-    backward. Exact, and for any activation that TempoMLP knows, gated ones included."""
+    """TempoMLP that keeps the activation's input: its output goes once W2 used it and is made again for W2's backward.
+    Exact, and for any activation that TempoMLP knows, gated ones included."""
 
     keep = "input"

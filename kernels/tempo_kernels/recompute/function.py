@@ -1,154 +1,237 @@
-"""recompute and drop: the producer's autograd.Function, and the storage that goes and comes back.
+"""recompute: any elementwise function as an operation that keeps its input and can make its output again.
 
-    y = recompute(function, x)            # or an operation of this package that keeps its input
-    out = linear(y)                       # keeps y for its backward
-    drop(y, after=out)                    # y's memory is free from here ...
-    out.backward(grad)                    # ... to here, where it is filled again before the linear's backward
-
-Nothing is drawn anew and no state of a random generator is kept: the operation must be a function of its inputs. What
-drop needs of a producer is an autograd.Function that keeps inputs only and whose ctx has `refill(ctx, out)`, which
-writes the output into `out` once more.
+Nothing is drawn anew and no state of a random generator is kept: the function must depend on its arguments alone, and
+what can be seen of a function that does not is refused when it runs forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
-from tempo_kernels.recompute.aliases import count_aliases, is_checkpointed, is_recorded
+from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.recompute.graph import is_about_to_run
+
+_WRITES = (
+    "function writes to an argument or to a buffer of its module, and would again in its second run; let it work out "
+    "of place"
+)
 
 
-def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """function(*inputs), keeping the inputs only: an output for `drop`, of any differentiable elementwise function.
+def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """function(*args, **kwargs), keeping its arguments only: an output for `drop`.
 
     Args:
-        function: deterministic; returns one new contiguous tensor.
-        inputs: tensors and anything else.
+        function: returns one new tensor, a function of its arguments alone, which it does not write to; or a module,
+            whose parameters and buffers count as arguments.
+        args, kwargs: tensors, also in lists, tuples and dictionaries, and anything else.
 
     Returns:
-        y, equal to function(*inputs).
+        y, equal to function(*args, **kwargs).
 
-    Keeps for backward: the input tensors. function runs once more in backward, for y and its derivative together.
-    Raises: ValueError where y is not new, contiguous memory of its own; RuntimeError on a second derivative.
+    Keeps for backward: the tensors given, and a module's parameters and buffers. function runs once more in backward,
+        for y and its derivative together, under the autocast of its first run.
+    Error: none; y and every gradient are those of function itself.
+    Raises: ValueError where function needs the gradient of a tensor that is not an argument, draws random numbers from
+        torch's default generators (draws from a generator of one's own, or inside a fork that restores the default
+        one, cannot be seen), writes to its arguments, or returns anything but one new tensor; RuntimeError on a second
+        derivative.
     """
-    return _Recomputed.apply(function, *inputs)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    call = _Call(function, args, kwargs)
+    return _Recomputed.apply(call, *call.take_tensors())
 
 
-def drop(y: Tensor, *, after: Tensor | Sequence[Tensor], is_private: bool = False) -> None:
-    """Free y's memory until the backward of what used it.
+class _Call:
+    """function(*args, **kwargs) with its tensors taken out: `run` is given others in their place."""
 
-    y must not be read again but by the backward of the operations between it and `after`. Where nothing is kept for
-    backward (no_grad, eval, a checkpointed region, whose activations go anyway), nothing happens.
+    def __init__(self, function: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
+        self._function = function
+        self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        self._state = _State(function) if isinstance(function, torch.nn.Module) else None
+        self._autocast: list[tuple[str, bool, torch.dtype]] = []
 
-    Args:
-        y: made by an operation that can refill it: `recompute`, or one with keep="input".
-        after: the result of the operation that used y, such as a linear's output; all of them where several did.
-        is_private: the caller vouches that nobody else will read y, and the memory's holders are not counted: for
-            linears that gather y over a group, whose collectives may hold it a moment longer than they need it.
+    def take_tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, then a module's parameters and buffers. The call holds them no longer."""
+        tensors = [self._leaves[place] for place in self._places]
+        for place in self._places:
+            self._leaves[place] = None
+        if self._state is not None:
+            tensors.extend(self._state.tensors())
+        kinds = {tensor.device.type for tensor in tensors}
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted(kinds)
+            if torch.amp.is_autocast_available(kind)
+        ]
+        return tensors
 
-    Costs: one more run of the operation in backward, and microseconds of Python; refilled memory goes again as soon as
-        the gradient of y is complete, so a retained graph may run backward any number of times.
-    Raises: ValueError where y cannot be refilled, or where others share its memory and would read what is gone.
+    def run(self, tensors: Sequence[Tensor]) -> Tensor:
+        """function of these tensors and the other arguments, with a graph, under the autocast that was on at first."""
+        leaves, num_arguments = list(self._leaves), len(self._places)
+        for place, tensor in zip(self._places, tensors[:num_arguments], strict=True):
+            leaves[place] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, is_on, dtype in self._autocast:
+                if is_on or torch.is_autocast_enabled(kind):
+                    # No cache: it would hold casts of these tensors, which are leaves here, until autocast ends.
+                    autocast = torch.autocast(kind, dtype if is_on else None, enabled=is_on, cache_enabled=False)
+                    stack.enter_context(autocast)
+            if self._state is not None:
+                stack.enter_context(self._state.replaced_by(tensors[num_arguments:]))
+            return self._function(*args, **kwargs)
+
+
+class _State:
+    """A module's parameters and buffers, each tensor once however many names it has.
+
+    Not torch.func.functional_call: of a submodule with two names it leaves the replacement behind (torch 2.13).
     """
-    producer = y.grad_fn
-    if producer is None or not torch.is_grad_enabled() or is_checkpointed():
-        return
-    if not hasattr(producer, "refill"):
-        raise ValueError(
-            f"y was made by {producer.name()}, which cannot make it again; make it by recompute(function, ...) or by "
-            'an operation with keep="input"'
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        held: Iterator[dict[str, Any]] = (
+            state for each in module.modules() for state in (each._parameters, each._buffers)
         )
-    outputs = (after,) if isinstance(after, Tensor) else tuple(after)
-    storage = y.untyped_storage()
-    if storage.nbytes() == 0:
-        return
-    _check_owns_memory(y)
-    if not is_private and not is_recorded():
-        _check_is_not_shared(y, outputs)
-    # Memory of the same storage with a version counter of its own: y's must not see that it is written to.
-    memory = torch.empty(0, dtype=y.dtype, device=y.device).set_(storage, 0, y.shape, y.stride())
-    num_bytes = storage.nbytes()
+        self._slots = [(state, name) for state in held for name, tensor in state.items() if tensor is not None]
 
-    def refill(_: Tensor) -> None:
-        if storage.nbytes():
-            return  # another of the outputs came first
-        storage.resize_(num_bytes)
+    def tensors(self) -> list[Tensor]:
+        """The distinct tensors, as they are now."""
+        found = list({id(state[name]): state[name] for state, name in self._slots}.values())
+        if any(tensor.numel() == 0 for tensor in found if isinstance(tensor, torch.nn.Parameter)):
+            raise ValueError(
+                "a parameter of the module is empty, as where ZeRO-3 has not gathered it; call the module itself"
+            )
+        return found
+
+    @contextlib.contextmanager
+    def replaced_by(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """The module with these in the places of its own."""
+        own = [state[name] for state, name in self._slots]
+        by_id = dict(zip(dict.fromkeys(map(id, own)), tensors, strict=True))
         try:
-            with torch.no_grad():
-                producer.refill(producer, memory)
-        except BaseException:
-            storage.resize_(0)
-            raise
-
-    def release(_: Tensor) -> None:
-        storage.resize_(0)
-
-    for output in outputs:
-        if output.requires_grad:
-            output.register_hook(refill)
-    y.register_hook(release)
-    storage.resize_(0)
-
-
-def _check_owns_memory(y: Tensor) -> None:
-    if not y.is_contiguous() or y.untyped_storage().nbytes() != y.numel() * y.element_size():
-        raise ValueError(
-            f"y of shape {list(y.shape)} is a part of a larger tensor or not contiguous; a contiguous tensor with "
-            "memory of its own is wanted; drop what it is a view of, or nothing"
-        )
-
-
-def _check_is_not_shared(y: Tensor, outputs: tuple[Tensor, ...]) -> None:
-    if any(output.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for output in outputs):
-        raise ValueError("`after` is y or a view of it, which would lose its memory too; give what was computed from y")
-    if others := count_aliases(y, outputs):
-        raise ValueError(
-            f"y's memory is shared by {others} other tensor(s) or operation(s) not between y and `after`, which would "
-            "read what is gone; name every result that used y in `after`, and keep no view of y"
-        )
+            for state, name in self._slots:
+                state[name] = by_id[id(state[name])]
+            yield
+            if any(
+                state[name] is not by_id[id(tensor)] for (state, name), tensor in zip(self._slots, own, strict=True)
+            ):
+                raise ValueError(_WRITES)
+        finally:
+            for (state, name), tensor in zip(self._slots, own, strict=True):
+                state[name] = tensor
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        y = function(*inputs)
-        pointers = {t.untyped_storage().data_ptr() for t in inputs if isinstance(t, Tensor)}
-        if y.numel() and y.untyped_storage().data_ptr() in pointers:
-            raise ValueError("function returns one of its inputs or a view of it; a new tensor is wanted")
-        _check_owns_memory(y)
-        ctx.function, ctx.refill, ctx.graph = function, _refill, None
-        ctx.others = [None if isinstance(t, Tensor) else t for t in inputs]
-        ctx.places = [place for place, t in enumerate(inputs) if isinstance(t, Tensor)]
-        ctx.save_for_backward(*(inputs[place] for place in ctx.places))
-        return y
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
+        leaves = _leaves_of(tensors, ctx.needs_input_grad[1:])
+        y = _run_first(call, leaves)
+        ctx.call, ctx.refill, ctx.graph = call, _refill, None
+        ctx.save_for_backward(*tensors)
+        # Without the graph of this first run, and with a version counter of its own.
+        result = y.data
+        if not y.requires_grad:
+            ctx.mark_non_differentiable(result)
+        return result
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("recompute")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        y, leaves = ctx.graph or _run(ctx)
+        y, leaves = ctx.graph or _run_again(ctx)
         ctx.graph = None
-        needed = [place for place in ctx.places if ctx.needs_input_grad[1 + place]]
-        found = torch.autograd.grad(y, [leaves[place] for place in needed], grad_y, allow_unused=True)
-        grads: list[Tensor | None] = [None] * (1 + len(leaves))
-        for place, grad in zip(needed, found, strict=True):
-            grads[1 + place] = grad
-        return tuple(grads)
+        needed = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(y, needed, grad_y, allow_unused=True))
+        return None, *(next(found) if leaf.requires_grad else None for leaf in leaves)
 
 
-def _run(ctx: Any) -> tuple[Tensor, list[Any]]:
+def _leaves_of(tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
+    return [tensor.detach().requires_grad_(needed) for tensor, needed in zip(tensors, needs_grad, strict=True)]
+
+
+def _run_first(call: _Call, leaves: list[Tensor]) -> Tensor:
+    """y with its graph, without saved tensors; ValueError where a second run would differ or a gradient be lost."""
+    versions = [leaf._version for leaf in leaves]
+    states = _random_states(leaves)
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_to_unpack):
+        y = call.run(leaves)
+        if not _are_equal(states, _random_states(leaves)):
+            # Unless it was another thread: then it is not drawn from once more.
+            states = _random_states(leaves)
+            call.run(leaves)
+            if not _are_equal(states, _random_states(leaves)):
+                raise ValueError(
+                    "function draws random numbers, and would draw others in its second run; give it what was drawn, "
+                    "such as a mask, as an argument"
+                )
+    if not isinstance(y, Tensor):
+        raise ValueError(f"function returns {type(y).__name__}; one tensor is expected; recompute its parts one by one")
+    if versions != [leaf._version for leaf in leaves]:
+        raise ValueError(_WRITES)
+    if y.numel() and any(y.untyped_storage()._cdata == leaf.untyped_storage()._cdata for leaf in leaves):
+        raise ValueError("function returns one of its arguments or a view of one; a new tensor is expected")
+    if (other := _leaf_not_among(leaves, y)) is not None:
+        raise ValueError(
+            f"function uses a tensor of shape {list(other.shape)} that needs a gradient and is not an argument; "
+            "pass it as an argument (of a module, give the module itself as the function)"
+        )
+    return y
+
+
+def _leaf_not_among(leaves: list[Tensor], y: Tensor) -> Tensor | None:
+    """A leaf of y's graph that is none of `leaves`."""
+    own = {id(leaf) for leaf in leaves}
+    pending: list[Any] = [y.grad_fn]
+    seen = {None}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in own:
+            return node.variable
+        pending.extend(parent for parent, _ in node.next_functions)
+    return None
+
+
+def _refuse_to_unpack(_: None) -> Tensor:
+    raise RuntimeError("function differentiates inside itself, which recompute does not support; call it directly")
+
+
+def _random_states(tensors: Sequence[Tensor]) -> list[Tensor | int]:
+    """The state of torch's default generators, for the CPU and for the GPUs of these tensors."""
+    states: list[Tensor | int] = [torch.default_generator.get_state()]
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        # A generator that a graph is captured with cannot be asked; a run before the capture has been.
+        if not torch.cuda.is_current_stream_capturing():
+            states.append(torch.cuda.default_generators[device.index].get_offset())
+    return states
+
+
+def _are_equal(states: list[Tensor | int], others: list[Tensor | int]) -> bool:
+    return all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(states, others, strict=True)
+    )
+
+
+def _run_again(ctx: Any) -> tuple[Tensor, list[Tensor]]:
     """y once more, and the leaves of its graph."""
-    leaves = list(ctx.others)
-    for place, t in zip(ctx.places, ctx.saved_tensors, strict=True):
-        leaves[place] = t.detach().requires_grad_(ctx.needs_input_grad[1 + place])
-    with torch.enable_grad():
-        return ctx.function(*leaves), leaves
+    leaves = _leaves_of(ctx.saved_tensors, ctx.needs_input_grad[1:])
+    return ctx.call.run(leaves), leaves
 
 
 def _refill(ctx: Any, out: Tensor) -> None:
-    # The derivative follows soon: its graph is built here, so that function runs only once.
-    ctx.graph = _run(ctx)
-    out.copy_(ctx.graph[0])
+    graph = ctx.graph or _run_again(ctx)
+    if is_about_to_run(ctx):
+        # The derivative follows soon: its graph is kept for it, so that function runs only once.
+        ctx.graph = graph
+    out.set_(graph[0].detach())  # type: ignore[arg-type]  # the stub knows storages only

@@ -1,0 +1,261 @@
+"""recompute differentiates every tensor among its arguments, and refuses what it could not repeat or differentiate."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+from dropped import assert_same, linear_of
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+from tempo_kernels.recompute import drop, recompute
+
+Pair = collections.namedtuple("Pair", ["x", "scale"])
+
+
+def tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator, requires_grad=True) for shape in [(6, 24), (24,)]]
+
+
+ARGUMENTS = {
+    "list": (lambda pair: F.gelu(pair[0]) * pair[1], lambda x, scale: (([x, scale],), {})),
+    "tuple in a dictionary": (lambda d: F.gelu(d["a"][0]) * d["b"], lambda x, b: (({"a": (x, 1), "b": b},), {})),
+    "named tuple": (lambda pair: F.gelu(pair.x) * pair.scale, lambda x, scale: ((Pair(x, scale),), {})),
+    "keywords": (lambda x, *, scale, n: F.gelu(x) * scale * n, lambda x, scale: ((x,), {"scale": scale, "n": 2.5})),
+    "the same tensor twice": (lambda x, y, scale: F.gelu(x) * y * scale, lambda x, scale: ((x, x, scale), {})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "arrange"), ARGUMENTS.values(), ids=ARGUMENTS)
+@pytest.mark.parametrize("needs_grad", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_tensors_wherever_they_are_among_the_arguments_are_differentiated(function, arrange, needs_grad, is_dropped):
+    x, scale = (t.requires_grad_(needed) for t, needed in zip(tensors(), needs_grad, strict=True))
+    args, kwargs = arrange(x, scale)
+    linear = linear_of()
+    y = recompute(function, *args, **kwargs)
+    out = linear(y)
+    if is_dropped:
+        drop(y, after=out)
+        memory = StorageWeakRef(y.untyped_storage())
+        del y
+        assert memory.expired()
+    expected = linear(function(*args, **kwargs))
+    assert torch.equal(out, expected)
+    wanted = [t for t in (x, scale) if t.requires_grad]
+    assert_same(torch.autograd.grad(out.sum(), wanted), torch.autograd.grad(expected.sum(), wanted))
+
+
+class Gated(nn.Module):
+    """A module with parameters of its own, tied ones, a submodule's and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.PReLU(24)
+        self.tied = self.inner
+        self.scale = nn.Parameter(torch.rand(24))
+        self.register_buffer("shift", torch.randn(1, 24))
+
+    def forward(self, x, factor=1.0):
+        return self.inner(x) * self.scale * factor + self.tied(self.shift)
+
+
+MODULES = {"PReLU": nn.PReLU, "a module with submodules": Gated}
+
+
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("x_needs_grad", [True, False])
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_modules_parameters_get_their_gradients_once_in_place(make, x_needs_grad, is_dropped):
+    x = tensors()[0].requires_grad_(x_needs_grad)
+    module, linear = make(), linear_of()
+    calls = []
+    for parameter in module.parameters():
+        parameter.register_hook(lambda grad: calls.append(1) or grad * 2)
+
+    def gradients(run):
+        module.zero_grad()
+        x.grad = None
+        calls.clear()
+        run().square().sum().backward()
+        return [t.grad for t in (x, *module.parameters()) if t.requires_grad], len(calls)
+
+    def dropping():
+        y = recompute(module, x)
+        out = linear(y)
+        if is_dropped:
+            drop(y, after=out)
+        return out
+
+    expected, num_calls = gradients(lambda: linear(module(x)))
+    found, num_found = gradients(dropping)
+    assert_same(found, expected)
+    assert all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
+    assert num_found == num_calls == len(list(module.parameters()))
+
+
+def test_a_frozen_parameter_of_a_module_stays_without_gradient():
+    x, module = tensors()[0], Gated()
+    module.scale.requires_grad_(False)
+    recompute(module, x, factor=2.0).sum().backward()
+    assert module.scale.grad is None and module.inner.weight.grad is not None
+
+
+def test_a_parameter_changed_before_backward_is_autograds_own_error():
+    module = nn.PReLU()
+    out = recompute(module, tensors()[0])
+    with torch.no_grad():
+        module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+weight = nn.Parameter(torch.rand(24))
+prelu = nn.PReLU()
+REACHED_OTHERWISE = {
+    "a global parameter": lambda x: x * weight,
+    "a module in a closure": lambda x: prelu(x),
+    "a bound method": prelu.forward,
+    "what was computed outside": (lambda scaled: lambda x: x * scaled)(weight * 2),
+    "a default argument": lambda x, w=weight: x * w,
+}
+
+
+@pytest.mark.parametrize("function", REACHED_OTHERWISE.values(), ids=REACHED_OTHERWISE)
+@pytest.mark.parametrize("x_needs_grad", [True, False])
+def test_a_tensor_that_needs_a_gradient_and_is_no_argument_is_refused(function, x_needs_grad):
+    x = tensors()[0].requires_grad_(x_needs_grad)
+    with pytest.raises(ValueError, match="needs a gradient and is not an argument; pass it as an argument"):
+        recompute(function, x)
+
+
+def test_a_tensor_in_a_closure_that_needs_no_gradient_is_as_in_the_plain_function():
+    x, constant = tensors()[0], torch.rand(24)
+    (found,) = torch.autograd.grad(recompute(lambda x: x.exp() * constant, x).sum(), x)
+    assert torch.equal(found, torch.autograd.grad((x.exp() * constant).sum(), x)[0])
+
+
+DRAWING = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "rand": lambda x: x + torch.rand(24),
+    "a module": nn.Dropout(0.1),
+}
+
+
+@pytest.mark.parametrize("function", DRAWING.values(), ids=DRAWING)
+def test_a_function_that_draws_random_numbers_is_refused(function):
+    with pytest.raises(ValueError, match="function draws random numbers, and would draw others in its second run"):
+        recompute(function, tensors()[0])
+
+
+def test_no_state_of_a_random_generator_is_changed():
+    before = torch.get_rng_state()
+    recompute(lambda x: F.dropout(x.exp(), 0.5, training=False), tensors()[0]).sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backward_is_inside", [True, False])
+def test_the_second_run_has_the_autocast_of_the_first(dtype, backward_is_inside):
+    x, scale = tensors()
+    w = torch.randn(24, 24, requires_grad=True)
+    linear = linear_of()
+
+    def function(x, w, scale):
+        return torch.exp(x @ w) * scale
+
+    def run(middle):
+        with torch.autocast("cpu", dtype):
+            y = middle(x, w, scale)
+            out = linear(y)
+            drop(y, after=out) if middle is not function else None
+            assert out.dtype == dtype
+            grads = torch.autograd.grad(out.float().sum(), [x, w, scale]) if backward_is_inside else None
+        return grads or torch.autograd.grad(out.float().sum(), [x, w, scale])
+
+    assert_same(run(lambda *inputs: recompute(function, *inputs)), run(function))
+
+
+def test_the_second_run_is_without_autocast_where_the_first_was():
+    x, w = tensors()[0], torch.randn(24, 24, requires_grad=True)
+    out, expected = recompute(torch.matmul, x, w).exp(), (x @ w).exp()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(out.sum(), [x, w])
+        assert_same(found, torch.autograd.grad(expected.sum(), [x, w]))
+
+
+def test_autocast_holds_no_cast_of_an_argument_longer_than_the_function_runs():
+    x, w = tensors()[0], torch.randn(24, 24, requires_grad=True)
+    is_cached = []
+
+    def function(x, w):
+        is_cached.append(torch.is_autocast_cache_enabled())
+        return x @ w
+
+    with torch.autocast("cpu", torch.bfloat16):
+        recompute(function, x, w).float().sum().backward()
+        assert is_cached == [False, False] and torch.is_autocast_cache_enabled()
+
+
+def test_a_second_derivative_raises():
+    x, scale = tensors()
+    y = recompute(lambda x, scale: x.exp() * scale, x, scale)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert grad.requires_grad
+    with pytest.raises(RuntimeError, match="recompute is not twice differentiable"):
+        (y.sum() + grad.square().sum()).backward()
+
+
+def gradient_inside(x):
+    with torch.enable_grad():
+        z = x.detach().requires_grad_()
+        return x * torch.autograd.grad(z.exp().sum(), z)[0]
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return x * 2
+
+
+REFUSED = {
+    "an argument": (lambda x: x, ValueError, "returns one of its arguments or a view of one"),
+    "a view": (lambda x: x.view(-1), ValueError, "returns one of its arguments or a view of one"),
+    "a tuple": (lambda x: (x.exp(), x), ValueError, "function returns tuple; one tensor is expected"),
+    "a write to an argument": (lambda x: x.detach().mul_(2) + x, ValueError, "function writes to an argument"),
+    "running statistics": (nn.BatchNorm1d(24), ValueError, "function writes to an argument or to a buffer"),
+    "a new buffer": (Counting(), ValueError, "function writes to an argument or to a buffer"),
+    "a derivative inside": (gradient_inside, RuntimeError, "function differentiates inside itself"),
+}
+
+
+@pytest.mark.parametrize(("function", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_a_second_run_would_not_repeat_is_refused(function, error, message):
+    with pytest.raises(error, match=message):
+        recompute(function, torch.randn(6, 24, requires_grad=True))
+
+
+def test_a_function_without_a_derivative_gives_a_tensor_without_a_graph():
+    y = recompute(lambda x: (x > 0).float(), tensors()[0])
+    assert not y.requires_grad
+    drop(y, after=y * 2)
+
+
+def test_without_gradients_the_function_just_runs():
+    x, _ = tensors()
+    with torch.no_grad():
+        assert torch.equal(recompute(lambda x: x * weight, x), x * weight)
+
+
+def test_an_argument_that_the_function_does_not_use_gets_no_gradient():
+    x, scale = tensors()
+    recompute(lambda x, _: x.exp(), x, scale).sum().backward()
+    assert scale.grad is None and torch.equal(x.grad, x.exp())
