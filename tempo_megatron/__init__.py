@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tempo_megatron.arguments import add_tempo_arguments
     from tempo_megatron.config import TempoConfig
-    from tempo_megatron.layer_spec import tempo_block_spec, tempoize, tempoize_embedding
+    from tempo_megatron.embedding import tempoize_embedding
+    from tempo_megatron.layer_spec import tempo_block_spec, tempoize
     from tempo_megatron.loss import tempoize_loss
 
 __all__ = ["TempoConfig", "add_tempo_arguments", "tempo_block_spec", "tempoize", "tempoize_embedding", "tempoize_loss"]
@@ -22,7 +23,7 @@ _HOMES = {
     "add_tempo_arguments": "arguments",
     "tempo_block_spec": "layer_spec",
     "tempoize": "layer_spec",
-    "tempoize_embedding": "layer_spec",
+    "tempoize_embedding": "embedding",
     "tempoize_loss": "loss",
 }
 

@@ -9,7 +9,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tempo_kernels.attention import attention
-from tempo_megatron.dropout_rng import Site, draw_arguments
+from tempo_kernels.philox import check_place
+from tempo_megatron.dropout_rng import Site, Stack, draw_arguments
 
 
 class TempoDotProductAttention(DotProductAttention):
@@ -25,8 +26,10 @@ class TempoDotProductAttention(DotProductAttention):
 
     form: ClassVar[str] = "flash"
 
-    def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: Any, layer_number: int, *args: Any, stack: Stack = Stack.DECODER, **kwargs: Any) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
+        self.stack = stack
+        self.site = Site.CROSS_ATTENTION if self.attention_type == "cross" else Site.ATTENTION
         # The stock class divides its scale by the layer number and lets the softmax multiply it back.
         coefficient = self.layer_number if config.apply_query_key_layer_scaling else 1
         self.scale = self.softmax_scale * coefficient
@@ -54,11 +57,7 @@ class TempoDotProductAttention(DotProductAttention):
         window_size = self.scale_mask_softmax.window_size
         mask = attention_mask if window_size is None else None
         dropout_p = self.attention_dropout.p if self.training else 0.0
-        draw: dict[str, Any] = {}
-        if dropout_p > 0:
-            key_of_layer, first_sample = draw_arguments(self.layer_number, Site.ATTENTION)
-            first_head = self.tp_group.rank() * query.size(2)
-            draw = {"dropout_key": key_of_layer, "first_sample": first_sample, "first_head": first_head}
+        draw = self._draw(query) if dropout_p > 0 else {}
         context = attention(
             query,
             key,
@@ -72,6 +71,20 @@ class TempoDotProductAttention(DotProductAttention):
             **draw,
         )
         return context.flatten(2)
+
+    def _draw(self, query: Tensor) -> dict[str, Any]:
+        """The arguments of this rank's mask."""
+        num_rows, num_samples, num_heads = query.shape[:3]
+        dropout_key, first_sample = draw_arguments(self.layer_number, self.site, self.stack)
+        first_head = self.tp_group.rank() * num_heads
+        check_place(
+            first_sample=first_sample,
+            num_samples=num_samples,
+            first_head=first_head,
+            num_heads=num_heads,
+            num_rows=num_rows,
+        )
+        return {"dropout_key": dropout_key, "first_sample": first_sample, "first_head": first_head}
 
 
 class TempoSoftmaxDotProductAttention(TempoDotProductAttention):

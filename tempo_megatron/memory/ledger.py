@@ -19,7 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron import cpu, dropout_rng
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.layer_spec import tempo_block_spec, tempoize_embedding
+from tempo_megatron.embedding import tempoize_embedding
+from tempo_megatron.layer_spec import tempo_block_spec
 from tempo_megatron.loss import tempoize_loss
 from tempo_megatron.memory.recorder import Recorder, SavedStorage
 
