@@ -14,6 +14,7 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -92,17 +93,28 @@ def tempo_block_spec(
 
     Give it to GPTModel as `transformer_layer_spec`. With `TempoConfig.off()` it is stock, except that torch's
     LayerNorm honours sequence parallelism where Megatron would fall back on its wrapper that refuses it.
-    Which layers have experts and which norms queries and keys is the configuration's to say, as in Megatron.
+    Which layers have experts, which leave out attention or MLP, and what norms queries and keys is for the
+    configuration to say, as in Megatron.
 
     Raises ValueError where the configuration asks for what an operation cannot do; see `tempoize`.
     """
-    spec = get_gpt_decoder_block_spec(
-        transformer_config,
-        use_transformer_engine=False,
-        normalization=transformer_config.normalization,
-        qk_l2_norm=transformer_config.qk_l2_norm,
-        vp_stage=vp_stage,
-    )
+    variant = getattr(transformer_config, "experimental_attention_variant", None)
+    if variant is not None:
+        raise ValueError(
+            f"experimental_attention_variant is {variant}; expected none, as Megatron has no local spec for it; "
+            "give the spec that Megatron makes of it to tempoize"
+        )
+    if getattr(transformer_config, "heterogeneous_block_specs", False):
+        config: Any = transformer_config
+        spec = get_gpt_heterogeneous_layer_spec(config, use_te=False, vp_stage=vp_stage)
+    else:
+        spec = get_gpt_decoder_block_spec(
+            transformer_config,
+            use_transformer_engine=False,
+            normalization=transformer_config.normalization,
+            qk_l2_norm=transformer_config.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
     return tempoize(spec, transformer_config, tempo_config, vp_stage=vp_stage)
 
 
