@@ -48,6 +48,7 @@ _EXPECTED_SPEC = (
     "T5Model take; leave Tempo off for other layers"
 )
 _NORM_SLOTS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm")
+_QUERY_KEY_NORMS = ("q_layernorm", "k_layernorm")
 _NORMS = {
     ("LayerNorm", "inplace"): TempoLayerNorm,
     ("LayerNorm", "recompute"): TempoRecomputeLayerNorm,
@@ -80,10 +81,9 @@ logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_Drop
 
 @dataclasses.dataclass
 class TempoBlockSubmodules(TransformerBlockSubmodules):
-    """A block's submodules that every model takes: BertModel looks into the layer spec for what masks to make."""
+    """A block's submodules that every model takes; BertModel asks `submodules`, the given layer's, for its mask."""
 
     submodules: Any = None
-    """Those of the layer as it was given, of which BertModel asks which attention it has."""
 
 
 def tempo_block_spec(
@@ -104,17 +104,12 @@ def tempo_block_spec(
             f"experimental_attention_variant is {variant}; expected none, as Megatron has no local spec for it; "
             "give the spec that Megatron makes of it to tempoize"
         )
-    if getattr(transformer_config, "heterogeneous_block_specs", False):
-        config: Any = transformer_config
+    config: Any = transformer_config
+    if getattr(config, "heterogeneous_block_specs", False):
         spec = get_gpt_heterogeneous_layer_spec(config, use_te=False, vp_stage=vp_stage)
     else:
-        spec = get_gpt_decoder_block_spec(
-            transformer_config,
-            use_transformer_engine=False,
-            normalization=transformer_config.normalization,
-            qk_l2_norm=transformer_config.qk_l2_norm,
-            vp_stage=vp_stage,
-        )
+        norms = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, **norms)
     return tempoize(spec, transformer_config, tempo_config, vp_stage=vp_stage)
 
 
@@ -268,13 +263,15 @@ def _linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
 def _attention(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig, stack: Stack) -> Any:
     submodules: Any = getattr(slot, "submodules", None)
     changes = _linears(submodules, tempo_config)
-    for name in ("q_layernorm", "k_layernorm"):
+    for name in _QUERY_KEY_NORMS:
         if hasattr(submodules, name):
             changes[name] = _norm(getattr(submodules, name), transformer_config, tempo_config)
     if getattr(submodules, "core_attention", None) is DotProductAttention:
-        core_attention: Any = _ATTENTIONS[tempo_config.attention]
-        is_encoder = stack == Stack.ENCODER and tempo_config.attention != "off"
-        changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack}) if is_encoder else core_attention
+        changes["core_attention"] = core_attention = _ATTENTIONS[tempo_config.attention]
+        if tempo_config.attention != "off":
+            norms = [norm for name in _QUERY_KEY_NORMS if _is_there(norm := changes.get(name))]
+            pins = any(getattr(norm, "keep", "input") == "input" for norm in norms)
+            changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})
     return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
 
 

@@ -191,11 +191,11 @@ def test_t5_without_its_encoder_embeds_as_the_decoder_and_nothing_embeds_twice()
 def stack_that_was_asked_for():
     config = gpt_config(dropout=0.2)
     spec = tempoize(decoder_model_with_local_spec(), config, TempoConfig(), stack=Stack.ENCODER)
-    return [spec.layer_specs[0].submodules.self_attention.submodules.core_attention.params]
+    return spec.layer_specs[0].submodules.self_attention.submodules.core_attention.params["stack"]
 
 
 def test_the_stack_can_be_said():
-    assert run_megatron_ranks(stack_that_was_asked_for, 1, 1) == [[{"stack": Stack.ENCODER}]]
+    assert run_megatron_ranks(stack_that_was_asked_for, 1, 1) == [Stack.ENCODER]
 
 
 def loss_and_gradients(name, tempo_config, sequence_parallel=False):
