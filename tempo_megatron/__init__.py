@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from tempo_megatron.arguments import add_tempo_arguments
     from tempo_megatron.config import TempoConfig
     from tempo_megatron.slots.dropout_rng import set_micro_batch
-    from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize, tempoize_embedding
+    from tempo_megatron.slots.embedding import tempoize_embedding
+    from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
     from tempo_megatron.slots.loss import tempoize_loss
 
 __all__ = [
@@ -32,7 +33,7 @@ _HOMES = {
     "set_micro_batch": "slots.dropout_rng",
     "tempo_block_spec": "slots.layer_spec",
     "tempoize": "slots.layer_spec",
-    "tempoize_embedding": "slots.layer_spec",
+    "tempoize_embedding": "slots.embedding",
     "tempoize_loss": "slots.loss",
 }
 

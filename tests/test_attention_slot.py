@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest import mock
 
 import pytest
 import torch
 from distributed import run_megatron_ranks
 from gpt import SEQ_LENGTH, build_gpt, gpt_config, gradients, tokens_of
+from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from tempo_kernels.attention import describe
-from tempo_megatron import TempoConfig
+from tempo_megatron import TempoConfig, cpu
+from tempo_megatron.memory.layout import simulated
+from tempo_megatron.memory.ledger import measure, transformer_config_of
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.attention import TempoDotProductAttention
 
@@ -70,3 +74,52 @@ def test_both_forms_of_attention_draw_the_same_masks():
     torch.testing.assert_close(flash[0], softmax[0])
     for name, grad in flash[1].items():
         torch.testing.assert_close(softmax[1][name], grad, rtol=1e-4, atol=1e-6)
+
+
+FORMS = {"flash": 0.125, "softmax": 0.0}
+"""logsumexp, 4 bytes per token and head, in sbh where a head has 32 columns."""
+
+
+def kept_by_grouped_queries(num_query_groups, attention, **settings):
+    """sbh of a layer of 8 heads."""
+    sizes = {"num_layers": 1, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 8}
+    config = transformer_config_of(
+        sizes,
+        sequence_parallel=parallel_state.get_tensor_model_parallel_world_size() > 1,
+        dtype=torch.bfloat16,
+        dropout=0.1,
+        recompute=(),
+    )
+    config = dataclasses.replace(config, num_query_groups=num_query_groups)
+    tempo_config = TempoConfig(attention=attention, norm=settings.pop("norm", "inplace"))
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return measure(config, tempo_config, vocab_size=64, seq_length=64).layer_sbh
+
+
+@pytest.mark.parametrize("attention", FORMS)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("num_query_groups", [8, 4, 2])
+def test_attention_keeps_q_k_and_v_and_nothing_of_their_size_beside(num_query_groups, tp, attention):
+    cpu.use_cpu()
+    with simulated(tp):
+        found = kept_by_grouped_queries(num_query_groups, attention)
+    # 16-bit q, k, v, context, two norms and gelu output; a bit per gelu element; rstd of two norms.
+    per_rank = 2 + 2 * 2 * num_query_groups / 8 + 2 + 2 * 2 + 8 + 0.5 + FORMS[attention]
+    # Each rank of a sequence-parallel group holds its rows of a norm's output.
+    assert found == pytest.approx((per_rank + 2 * 4 / 256) / tp, abs=1e-9)
+
+
+# Bytes per head and token: rstd; mean and rstd; torch's of 16 bits on a CPU.
+STATISTICS = {"inplace": 4, "recompute": 8, "off": 4}
+
+
+@pytest.mark.parametrize("norm", STATISTICS)
+def test_copies_are_not_made_where_a_norm_of_q_or_k_keeps_the_projection(norm):
+    cpu.use_cpu()
+    with simulated(1):
+        found = kept_by_grouped_queries(8, "softmax", qk_layernorm=True, norm=norm)
+        plain = kept_by_grouped_queries(8, "softmax", norm=norm)
+    statistics = 2 * 8 * STATISTICS[norm] / 256
+    # In place the norms keep q and k themselves; otherwise the projection, and q and k are attention's.
+    assert found - plain == pytest.approx(statistics + (0 if norm == "inplace" else 4), abs=1e-9)

@@ -91,3 +91,52 @@ def test_a_probability_outside_0_and_1_is_refused(p):
 def test_a_path_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="at most three"):
         derive_key(1, 2, 3, 4, 5)
+
+
+def test_paths_of_different_lengths_have_different_keys():
+    paths = [
+        (),
+        (0,),
+        (1,),
+        (2,),
+        (1, 0),
+        (2, 0),
+        (1, 0, 0),
+        (2, 0, 0),
+        (1, 2),
+        (1, 2, 0),
+        (1, 2, 1),
+        (0, 0),
+        (0, 0, 0),
+    ]
+    assert len({derive_key(5, *path) for path in paths}) == len(paths)
+
+
+def test_the_keys_of_two_numbers_are_those_of_all_masks_before():
+    assert [derive_key(1234, 7, 2), derive_key(-1, 0, 0)] == [0xD476100602F93AC9, 0x7F8BD2B0AA288EDC]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"head": 1 << 16}, r"head 65536 to 65536; expected 0 to 65535"),
+        ({"sample": 1 << 48}, r"sample 281474976710656 .*expected 0 to 281474976710655"),
+        ({"row": 1 << 32}, r"row 4294967296 .*expected 0 to 4294967295"),
+        ({"row": -1}, r"row -1 to -1; expected 0"),
+    ],
+    ids=["head", "sample", "row", "negative"],
+)
+def test_an_index_that_would_draw_another_places_mask_is_refused(index, message):
+    places = {"sample": 0, "head": 0, "row": 0, **index}
+    tensors = {name: torch.tensor([place]) for name, place in places.items()}
+    with pytest.raises(ValueError, match=message):
+        drop_mask(3, 0.5, **tensors, num_columns=8)
+
+
+def test_the_last_index_of_each_kind_is_a_place_of_its_own():
+    ends = [{"sample": (1 << 48) - 1}, {"head": (1 << 16) - 1}, {"row": (1 << 32) - 1}, {}]
+    masks = []
+    for end in ends:
+        places = {name: torch.tensor([place]) for name, place in {"sample": 0, "head": 0, "row": 0, **end}.items()}
+        masks.append(drop_mask(3, 0.5, **places, num_columns=64))
+    assert len({bytes(mask.flatten().tolist()) for mask in masks}) == len(ends)

@@ -21,7 +21,8 @@ from tempo_megatron import cpu
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.memory.recorder import Recorder, SavedStorage
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize_embedding
+from tempo_megatron.slots.embedding import tempoize_embedding
+from tempo_megatron.slots.layer_spec import tempo_block_spec
 from tempo_megatron.slots.loss import tempoize_loss
 
 _LAYER = "decoder.layers.0."

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, ClassVar
 
+import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tempo_kernels.attention import attention
-from tempo_megatron.slots.dropout_rng import Site, draw_arguments
+from tempo_kernels.philox import check_place
+from tempo_megatron.slots.dropout_rng import Site, Stack, draw_arguments
 
 
 class TempoDotProductAttention(DotProductAttention):
@@ -20,13 +23,30 @@ class TempoDotProductAttention(DotProductAttention):
     whatever `attention_softmax_in_fp32` says, and `apply_query_key_layer_scaling`, which exists to protect float16
     scores, divides and multiplies by one number.
 
-    Keeps for backward: q, k, v, the output (shared with linear_proj) and 4 bytes per token and head.
+    Keeps for backward: q, k, v, the output (shared with linear_proj) and 4 bytes per token and head. Views of memory
+    that holds more than q, k and v (with several groups of queries Megatron copies q, and k and v keep the whole
+    projection) are copied, so that the rest goes.
+
+    Args, beside Megatron's:
+        stack: whose masks are drawn.
+        has_pinned_projection: whether a norm of q or k keeps the projection for itself, so that copies save nothing.
     """
 
     form: ClassVar[str] = "flash"
 
-    def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        *args: Any,
+        stack: Stack = Stack.DECODER,
+        has_pinned_projection: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
+        self.stack = stack
+        self.has_pinned_projection = has_pinned_projection
+        self.site = Site.CROSS_ATTENTION if self.attention_type == "cross" else Site.ATTENTION
         # The stock class divides its scale by the layer number and lets the softmax multiply it back.
         coefficient = self.layer_number if config.apply_query_key_layer_scaling else 1
         self.scale = self.softmax_scale * coefficient
@@ -54,11 +74,9 @@ class TempoDotProductAttention(DotProductAttention):
         window_size = self.scale_mask_softmax.window_size
         mask = attention_mask if window_size is None else None
         dropout_p = self.attention_dropout.p if self.training else 0.0
-        draw: dict[str, Any] = {}
-        if dropout_p > 0:
-            key_of_layer, first_sample = draw_arguments(self.layer_number, Site.ATTENTION)
-            first_head = self.tp_group.rank() * query.size(2)
-            draw = {"dropout_key": key_of_layer, "first_sample": first_sample, "first_head": first_head}
+        draw = self._draw(query) if dropout_p > 0 else {}
+        if torch.is_grad_enabled() and not self.has_pinned_projection:
+            query, key, value = _without_the_rest(query, key, value)
         context = attention(
             query,
             key,
@@ -72,6 +90,34 @@ class TempoDotProductAttention(DotProductAttention):
             **draw,
         )
         return context.flatten(2)
+
+    def _draw(self, query: Tensor) -> dict[str, Any]:
+        """The arguments of this rank's mask."""
+        num_rows, num_samples, num_heads = query.shape[:3]
+        dropout_key, first_sample = draw_arguments(self.layer_number, self.site, self.stack)
+        first_head = self.tp_group.rank() * num_heads
+        check_place(
+            first_sample=first_sample,
+            num_samples=num_samples,
+            first_head=first_head,
+            num_heads=num_heads,
+            num_rows=num_rows,
+        )
+        return {"dropout_key": dropout_key, "first_sample": first_sample, "first_head": first_head}
+
+
+def _without_the_rest(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, copied where their memory holds more than them, all of which they would keep."""
+    # By the storage itself: traced tensors have no address.
+    used: Counter[int] = Counter()
+    for tensor in tensors:
+        used[tensor.untyped_storage()._cdata] += tensor.nbytes
+    return [
+        tensor.clone(memory_format=torch.contiguous_format)
+        if tensor.untyped_storage().nbytes() > used[tensor.untyped_storage()._cdata]
+        else tensor
+        for tensor in tensors
+    ]
 
 
 class TempoSoftmaxDotProductAttention(TempoDotProductAttention):

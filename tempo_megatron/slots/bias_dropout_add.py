@@ -1,4 +1,4 @@
-"""Bias-dropout-add in Megatron's bda slots, and the embedding's dropout: masks by position, nothing kept."""
+"""Bias-dropout-add in Megatron's bda slots: masks by position, nothing kept."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import megatron.core
-import torch
 from megatron.core import parallel_state
 from packaging.version import Version
 from torch import Tensor
 
 from tempo_kernels.dropout_add import bias_dropout_add
-from tempo_megatron.slots.dropout_rng import Site, draw_arguments
+from tempo_kernels.philox import check_place
+from tempo_megatron.slots.dropout_rng import Site, Stack, draw_arguments
 
 XWithBias = tuple[Tensor, Tensor | None]
 
@@ -20,7 +20,7 @@ XWithBias = tuple[Tensor, Tensor | None]
 _RESIDUAL_DECIDES = Version(megatron.core.__version__) >= Version("0.17.0a0")
 
 
-def tempo_bias_dropout_add(config: Any, layer_number: int, site: Site) -> Callable[..., Any]:
+def tempo_bias_dropout_add(config: Any, layer_number: int, site: Site, stack: Stack) -> Callable[..., Any]:
     """The function that stands in a bda slot of global layer `layer_number` (1-based), with Megatron's signature.
 
     It is a plain function, as the slot wants, that writes over none of its inputs:
@@ -32,7 +32,7 @@ def tempo_bias_dropout_add(config: Any, layer_number: int, site: Site) -> Callab
             x, bias = x_with_bias
             if residual.dtype != x.dtype:
                 x, residual = (x.to(residual.dtype), residual) if _RESIDUAL_DECIDES else (x, residual.to(x.dtype))
-            return dropout(x, bias, residual, prob if training else 0.0, config, layer_number, site)
+            return dropout(x, bias, residual, prob if training else 0.0, config, layer_number, site, stack)
 
         return add
 
@@ -40,25 +40,23 @@ def tempo_bias_dropout_add(config: Any, layer_number: int, site: Site) -> Callab
 
 
 def dropout(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, prob: float, config: Any, layer_number: int, site: Site
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    prob: float,
+    config: Any,
+    layer_number: int,
+    site: Site,
+    stack: Stack,
 ) -> Tensor:
     """residual + dropout(x + bias) of hidden states [s or s/t, b, h]; nothing is drawn where prob is 0."""
     if prob == 0.0:
         x = x if bias is None else x + bias
         return x if residual is None else residual + x
-    key, first_sample = draw_arguments(layer_number, site)
+    num_rows, num_samples = x.shape[:2]
+    key, first_sample = draw_arguments(layer_number, site, stack)
     # Under sequence parallelism this rank holds the rows that start here.
     rank = parallel_state.get_tensor_model_parallel_rank() if config.sequence_parallel else 0
-    return bias_dropout_add(x, bias, residual, p=prob, key=key, first_sample=first_sample, first_row=rank * x.size(0))
-
-
-class TempoEmbeddingDropout(torch.nn.Dropout):
-    """The embedding's dropout; in place of `LanguageModelEmbedding.embedding_dropout`. x is [s or s/t, b, h]."""
-
-    def __init__(self, p: float, config: Any) -> None:
-        super().__init__(p)
-        self.config = config
-
-    def forward(self, x: Tensor) -> Tensor:
-        """dropout(x), the same for any layout of the model over devices."""
-        return dropout(x, None, None, self.p if self.training else 0.0, self.config, 0, Site.EMBEDDING)
+    first_row = rank * num_rows
+    check_place(first_sample=first_sample, num_samples=num_samples, first_row=first_row, num_rows=num_rows)
+    return bias_dropout_add(x, bias, residual, p=prob, key=key, first_sample=first_sample, first_row=first_row)

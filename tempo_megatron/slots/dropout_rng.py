@@ -1,6 +1,6 @@
 """Where a dropout mask is applied, said in numbers that do not depend on how the model is laid out over devices.
 
-A mask is a pure function of (seed, global sample, layer, site, global head, global row, global column).
+A mask is a pure function of (seed, global sample, stack, layer, site, global head, global row, global column).
 The trainer says once per micro batch which samples it holds; that nonce lives in a named state of Megatron's
 CUDA RNG tracker, because every recomputation saves and restores the tracker's states: a recomputed forward
 therefore sees the nonce of its own micro batch, under any pipeline schedule. Nothing is ever advanced.
@@ -19,6 +19,13 @@ from tempo_kernels.philox import derive_key
 STATE_NAME = "tempo-micro-batch"
 
 
+class Stack(enum.IntEnum):
+    """The stacks of layers that one model can have; layers of both are numbered from 1."""
+
+    DECODER = 0
+    ENCODER = 1
+
+
 class Site(enum.IntEnum):
     """The places of a layer where dropout is applied; the embedding is layer 0. The numbers are part of the masks."""
 
@@ -27,6 +34,7 @@ class Site(enum.IntEnum):
     SELF_ATTENTION_OUTPUT = 2
     MLP_OUTPUT = 3
     CROSS_ATTENTION_OUTPUT = 4
+    CROSS_ATTENTION = 5
 
 
 def set_micro_batch(seed: int, first_sample: int) -> None:
@@ -62,11 +70,17 @@ def micro_batch() -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _site_key(seed: int, layer_number: int, site: Site) -> int:
-    return derive_key(seed, layer_number, int(site))
+def site_key(seed: int, stack: Stack, layer_number: int, site: Site) -> int:
+    """The 64-bit key of the masks at `site` of global layer `layer_number` of `stack`: no two places share one."""
+    # A decoder's keys, GPT's too, are those of the masks drawn before there were stacks.
+    path = (layer_number, site) if stack == Stack.DECODER else (layer_number, site, stack)
+    return derive_key(seed, *map(int, path))
 
 
-def draw_arguments(layer_number: int, site: Site) -> tuple[int, int]:
-    """(64-bit key, first sample) for a dropout at `site` of global layer `layer_number` (1-based) in this forward."""
+def draw_arguments(layer_number: int, site: Site, stack: Stack = Stack.DECODER) -> tuple[int, int]:
+    """(64-bit key, first sample) for a dropout at `site` of layer `layer_number` (1-based) of `stack` in this forward.
+
+    The layer number is global, over all pipeline stages.
+    """
     seed, first_sample = micro_batch()
-    return _site_key(seed, layer_number, site), first_sample
+    return site_key(seed, stack, layer_number, site), first_sample

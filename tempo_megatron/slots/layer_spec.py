@@ -13,27 +13,26 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.slots.attention import (
-    TempoDotProductAttention,
-    TempoSoftmaxDotProductAttention,
-    refuse_attention,
-)
-from tempo_megatron.slots.bias_dropout_add import TempoEmbeddingDropout, tempo_bias_dropout_add
-from tempo_megatron.slots.dropout_rng import Site
+from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSoftmaxDotProductAttention
+from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
+from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.linear import TempoColumnParallelLinear
-from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP, refuse_activation
+from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP
 from tempo_megatron.slots.norm import (
     TempoLayerNorm,
     TempoRecomputeLayerNorm,
@@ -42,8 +41,14 @@ from tempo_megatron.slots.norm import (
     TorchLayerNorm,
     TorchRMSNorm,
 )
+from tempo_megatron.slots.refusals import check_against
 
+_EXPECTED_SPEC = (
+    "expected a spec of TransformerLayer, or TransformerBlockSubmodules of such layers, as GPTModel, BertModel and "
+    "T5Model take; leave Tempo off for other layers"
+)
 _NORM_SLOTS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm")
+_QUERY_KEY_NORMS = ("q_layernorm", "k_layernorm")
 _NORMS = {
     ("LayerNorm", "inplace"): TempoLayerNorm,
     ("LayerNorm", "recompute"): TempoRecomputeLayerNorm,
@@ -74,23 +79,37 @@ class _DropUnknownMLP(logging.Filter):
 logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_DropUnknownMLP())
 
 
+@dataclasses.dataclass
+class TempoBlockSubmodules(TransformerBlockSubmodules):
+    """A block's submodules that every model takes; BertModel asks `submodules`, the given layer's, for its mask."""
+
+    submodules: Any = None
+
+
 def tempo_block_spec(
     transformer_config: TransformerConfig, tempo_config: TempoConfig, *, vp_stage: int | None = None
-) -> TransformerBlockSubmodules:
-    """The decoder block of a GPT: Megatron's local layer spec with Tempo in the slots that `tempo_config` names.
+) -> TempoBlockSubmodules:
+    """The decoder block of a GPT: Megatron's local block spec with Tempo in the slots that `tempo_config` names.
 
     Give it to GPTModel as `transformer_layer_spec`. With `TempoConfig.off()` it is stock, except that torch's
     LayerNorm honours sequence parallelism where Megatron would fall back on its wrapper that refuses it.
+    Which layers have experts, which leave out attention or MLP, and what norms queries and keys is for the
+    configuration to say, as in Megatron.
 
     Raises ValueError where the configuration asks for what an operation cannot do; see `tempoize`.
     """
-    spec = get_gpt_layer_local_spec(
-        num_experts=transformer_config.num_moe_experts,
-        moe_grouped_gemm=transformer_config.moe_grouped_gemm,
-        qk_layernorm=transformer_config.qk_layernorm,
-        multi_latent_attention=transformer_config.multi_latent_attention,
-        normalization=transformer_config.normalization,
-    )
+    variant = getattr(transformer_config, "experimental_attention_variant", None)
+    if variant is not None:
+        raise ValueError(
+            f"experimental_attention_variant is {variant}; expected none, as Megatron has no local spec for it; "
+            "give the spec that Megatron makes of it to tempoize"
+        )
+    config: Any = transformer_config
+    if getattr(config, "heterogeneous_block_specs", False):
+        spec = get_gpt_heterogeneous_layer_spec(config, use_te=False, vp_stage=vp_stage)
+    else:
+        norms = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, **norms)
     return tempoize(spec, transformer_config, tempo_config, vp_stage=vp_stage)
 
 
@@ -100,7 +119,8 @@ def tempoize(
     tempo_config: TempoConfig,
     *,
     vp_stage: int | None = None,
-) -> TransformerBlockSubmodules:
+    stack: Stack | None = None,
+) -> TempoBlockSubmodules:
     """`spec` with Tempo's modules in the slots that `tempo_config` names and that hold a module Tempo replaces.
 
     Args:
@@ -108,109 +128,119 @@ def tempoize(
         transformer_config: Megatron's.
         tempo_config: which operations.
         vp_stage: this block's virtual pipeline stage, as GPTModel's argument of that name.
+        stack: whose dropout masks the layers draw, where a model has two stacks of the same layer numbers. By default
+            a block with causal self attention or with cross attention is a decoder, one without (BERT, T5's encoder)
+            an encoder.
 
     Returns:
-        TransformerBlockSubmodules; hand it to the model (a bare layer spec would get a stock final norm).
+        TransformerBlockSubmodules for GPTModel, BertModel or T5Model (a bare layer spec would get a stock final norm).
 
-    Raises ValueError where an operation that is switched on cannot do what `transformer_config` asks for.
+    Raises ValueError where `spec` is none of a transformer, or an operation that is switched on cannot do what
+    `transformer_config` asks for.
     """
     check_against(transformer_config, tempo_config)
-    if isinstance(spec, TransformerBlockSubmodules):
-        layer_specs, final_norm = spec.layer_specs, spec.layer_norm
-    else:
-        layer_specs = [spec] * get_num_layers_to_build(transformer_config, vp_stage)
-        final_norm = transformer_block.LayerNormImpl
+    block = _block_of(spec, transformer_config, vp_stage)
+    layer_specs = block.layer_specs or []
+    stack = _stack_of(layer_specs) if stack is None else stack
     offset = get_transformer_layer_offset(transformer_config, vp_stage)
-    return TransformerBlockSubmodules(
+    return TempoBlockSubmodules(
         layer_specs=[
-            _tempoize_layer(layer, transformer_config, tempo_config, offset + index + 1)
+            _tempoize_layer(layer, transformer_config, tempo_config, offset + index + 1, stack)
             for index, layer in enumerate(layer_specs)
         ],
-        layer_norm=_norm(final_norm, transformer_config, tempo_config),
+        layer_norm=_norm(block.layer_norm, transformer_config, tempo_config),
+        submodules=block.submodules,
     )
 
 
-def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
-    """Replace the dropout of a built model's embedding by the layout-free one; no spec names that module."""
-    embedding = getattr(model, "embedding", None)
-    if embedding is not None and tempo_config.dropout == "recompute":
-        embedding.embedding_dropout = TempoEmbeddingDropout(embedding.embedding_dropout.p, embedding.config)
+def _block_of(spec: Any, transformer_config: TransformerConfig, vp_stage: int | None) -> TempoBlockSubmodules:
+    block = spec.submodules if isinstance(spec, ModuleSpec) else spec
+    is_block = isinstance(block, TransformerBlockSubmodules)
+    layer_specs = (block.layer_specs or []) if is_block else [spec]
+    for layer in layer_specs:
+        if not isinstance(getattr(layer, "submodules", None), TransformerLayerSubmodules):
+            found = layer.module if isinstance(layer, ModuleSpec) else type(layer)
+            raise ValueError(f"the spec is one of {getattr(found, '__name__', found)}; {_EXPECTED_SPEC}")
+    if isinstance(block, TempoBlockSubmodules):
+        return block
+    submodules = layer_specs[0].submodules if layer_specs else None
+    if is_block:
+        return TempoBlockSubmodules(layer_specs, block.layer_norm, submodules)
+    num_layers = get_num_layers_to_build(transformer_config, vp_stage)
+    return TempoBlockSubmodules([spec] * num_layers, transformer_block.LayerNormImpl, submodules)
 
 
-def check_against(transformer_config: TransformerConfig, tempo_config: TempoConfig) -> None:
-    """Raise ValueError where an operation that is switched on cannot do what `transformer_config` asks for."""
-    if tempo_config.is_off:
-        return
-    if transformer_config.fp8 or getattr(transformer_config, "fp4", None):
-        raise ValueError(
-            "fp8 or fp4 is on, whose linears keep quantised copies, so that keeping outputs saves nothing; "
-            "leave Tempo off"
-        )
-    if getattr(transformer_config, "enable_autocast", False):
-        raise ValueError(
-            "autocast is on, under which linears keep cast copies, so that keeping outputs saves nothing; "
-            "use bf16 or fp16 parameters"
-        )
-    if tempo_config.gelu != "off":
-        refuse_activation(transformer_config, tempo_config.gelu)
-    if tempo_config.norm != "off":
-        _refuse_norm(transformer_config, tempo_config.norm)
-    if tempo_config.attention != "off":
-        refuse_attention(transformer_config)
-
-
-def _refuse_norm(transformer_config: TransformerConfig, choice: str) -> None:
-    if (transformer_config.normalization, choice) not in _NORMS:
-        raise ValueError(
-            f"normalization is {transformer_config.normalization}; LayerNorm or RMSNorm is wanted; "
-            'set tempo.norm to "off"'
-        )
-    if choice == "recompute" and transformer_config.apply_residual_connection_post_layernorm:
-        raise ValueError(
-            "apply_residual_connection_post_layernorm is on, which reads a norm's output once more after the linear "
-            'that follows it; set tempo.norm to "inplace" or "off"'
-        )
+def _stack_of(layer_specs: list[ModuleSpec]) -> Stack:
+    masks = set()
+    for layer in layer_specs:
+        slots: Any = layer.submodules
+        if _is_there(slots.cross_attention):
+            return Stack.DECODER
+        masks.add(getattr(slots.self_attention, "params", {}).get("attn_mask_type"))
+    # Layers whose attention is left out, or that do not say, may be a part of any block: GPT's are counted as before.
+    masks.discard(None)
+    is_causal = bool(masks & {AttnMaskType.causal, AttnMaskType.padding_causal})
+    return Stack.ENCODER if masks and not is_causal else Stack.DECODER
 
 
 def count_slots(spec: TransformerBlockSubmodules) -> dict[str, tuple[int, int]]:
-    """Per operation, how many slots of a block hold Tempo's module and how many there are, for a run's banner."""
+    """Per operation, how many slots of a block hold Tempo's module and how many there are, for a run's banner.
+
+    A slot that a layer leaves empty (no cross attention, an attention or MLP that is left out) is not counted.
+    """
     counts = dict.fromkeys(("norm", "attention", "dropout", "gelu"), (0, 0))
 
-    def count(operation: str, is_tempo: bool) -> None:
-        ours, total = counts[operation]
-        counts[operation] = (ours + is_tempo, total + 1)
+    def count(operation: str, slot: Any, is_tempo: bool) -> None:
+        if _is_there(slot):
+            ours, total = counts[operation]
+            counts[operation] = (ours + is_tempo, total + 1)
 
-    count("norm", _holds(spec.layer_norm, TempoLayerNorm, TempoRMSNorm))
-    for layer in spec.layer_specs:
-        slots = layer.submodules
-        for name in ("input_layernorm", "pre_mlp_layernorm"):
-            count("norm", _holds(getattr(slots, name), TempoLayerNorm, TempoRMSNorm))
-        count("attention", _holds(slots.self_attention.submodules.core_attention, TempoDotProductAttention))
-        for name in ("self_attn_bda", "mlp_bda"):
-            count("dropout", getattr(getattr(slots, name), "__module__", "") == tempo_bias_dropout_add.__module__)
-        count("gelu", _holds(_mlp_class(slots.mlp), TempoMLP))
+    count("norm", spec.layer_norm, _holds(spec.layer_norm, TempoLayerNorm, TempoRMSNorm))
+    for layer in spec.layer_specs or []:
+        slots: Any = layer.submodules
+        for name in _NORM_SLOTS:
+            slot = getattr(slots, name)
+            count("norm", slot, _holds(slot, TempoLayerNorm, TempoRMSNorm))
+        for name in ("self_attention", "cross_attention"):
+            slot = getattr(getattr(getattr(slots, name), "submodules", None), "core_attention", None)
+            count("attention", slot, _holds(slot, TempoDotProductAttention))
+        for name in _BDA_SITES:
+            slot = getattr(slots, name)
+            count("dropout", slot, getattr(slot, "__module__", "") == tempo_bias_dropout_add.__module__)
+        count("gelu", slots.mlp, _holds(_mlp_class(slots.mlp), TempoMLP))
     return counts
 
 
 def _tempoize_layer(
-    layer: ModuleSpec, transformer_config: TransformerConfig, tempo_config: TempoConfig, layer_number: int
+    layer: ModuleSpec,
+    transformer_config: TransformerConfig,
+    tempo_config: TempoConfig,
+    layer_number: int,
+    stack: Stack,
 ) -> ModuleSpec:
     changes: dict[str, Any] = {}
     slots: Any = layer.submodules
     for name in _NORM_SLOTS:
         changes[name] = _norm(getattr(slots, name), transformer_config, tempo_config)
     for name in ("self_attention", "cross_attention"):
-        changes[name] = _attention(getattr(slots, name), transformer_config, tempo_config)
+        changes[name] = _attention(getattr(slots, name), transformer_config, tempo_config, stack)
     if tempo_config.dropout == "recompute":
         for name, site in _BDA_SITES.items():
             if getattr(slots, name) is get_bias_dropout_add:
-                changes[name] = tempo_bias_dropout_add(transformer_config, layer_number, site)
+                changes[name] = tempo_bias_dropout_add(transformer_config, layer_number, site, stack)
     changes["mlp"] = _mlp(slots.mlp, tempo_config)
     return dataclasses.replace(layer, submodules=dataclasses.replace(slots, **changes))
 
 
+def _is_there(slot: Any) -> bool:
+    """Whether a slot holds a module that does something."""
+    module = slot.module if isinstance(slot, ModuleSpec) else slot
+    return module is not None and module not in (IdentityOp, IdentityFuncOp)
+
+
 def _holds(slot: Any, *classes: type) -> bool:
-    return isinstance(slot, type) and issubclass(slot, classes)
+    module = slot.module if isinstance(slot, ModuleSpec) else slot
+    return isinstance(module, type) and issubclass(module, classes)
 
 
 def _norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
@@ -230,14 +260,18 @@ def _linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
     return dict.fromkeys(names, TempoColumnParallelLinear)
 
 
-def _attention(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
+def _attention(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig, stack: Stack) -> Any:
     submodules: Any = getattr(slot, "submodules", None)
     changes = _linears(submodules, tempo_config)
-    for name in ("q_layernorm", "k_layernorm"):
+    for name in _QUERY_KEY_NORMS:
         if hasattr(submodules, name):
             changes[name] = _norm(getattr(submodules, name), transformer_config, tempo_config)
     if getattr(submodules, "core_attention", None) is DotProductAttention:
-        changes["core_attention"] = _ATTENTIONS[tempo_config.attention]
+        changes["core_attention"] = core_attention = _ATTENTIONS[tempo_config.attention]
+        if tempo_config.attention != "off":
+            norms = [norm for name in _QUERY_KEY_NORMS if _is_there(norm := changes.get(name))]
+            pins = any(getattr(norm, "keep", "input") == "input" for norm in norms)
+            changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})
     return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
 
 

@@ -1,5 +1,13 @@
 """Philox4x32: random bits as a pure function of a key and a position, after Salmon et al., SC 2011 (Random123)."""
 
-from tempo_kernels.philox.eager import derive_key, drop_, drop_mask, effective_probability, keep_bits, philox4x32
+from tempo_kernels.philox.eager import (
+    check_place,
+    derive_key,
+    drop_,
+    drop_mask,
+    effective_probability,
+    keep_bits,
+    philox4x32,
+)
 
-__all__ = ["derive_key", "drop_", "drop_mask", "effective_probability", "keep_bits", "philox4x32"]
+__all__ = ["check_place", "derive_key", "drop_", "drop_mask", "effective_probability", "keep_bits", "philox4x32"]

@@ -22,6 +22,9 @@ ROUNDS = 7
 
 LANES = 8
 
+SAMPLES, HEADS, ROWS = 1 << 48, 1 << 16, 1 << 32
+"""How many of each index the counter tells apart."""
+
 DRAWS_BEFORE_COMPILING = 1 << 27
 """Calls of Philox that, not compiled, take about as long as the compiler."""
 
@@ -57,12 +60,21 @@ def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, rounds: int) -
 
 
 def derive_key(seed: int, *path: int) -> int:
-    """A 64-bit key for the place `path` (up to three numbers below 2**32) under a 64-bit seed."""
+    """A 64-bit key for the place `path` under a 64-bit seed.
+
+    Args:
+        seed: any integer; its low 64 bits count.
+        path: up to three numbers in [0, 2**32). Paths that differ in a number or in their length have different keys.
+
+    Raises ValueError for another path.
+    """
     if len(path) > 3 or any(not 0 <= step <= _WORD for step in path):
-        raise ValueError(f"path is {path}; at most three numbers in [0, 2**32) are wanted")
-    # The last word is one that no element's counter of a real run reaches, should seed and key ever coincide.
+        raise ValueError(f"path is {path}; expected at most three numbers in [0, 2**32)")
     c0, c1, c2 = (*path, *[0] * (3 - len(path)))
-    words = philox4x32((c0, c1, c2, _WORD), seed % 2**64, rounds=10)
+    # The last word is one that no element's counter of a real run reaches, should seed and key ever coincide. It tells
+    # paths of different lengths apart; that of two numbers is 2**32 - 1, as in every mask drawn so far.
+    last = _WORD - (len(path) - 2) % 4
+    words = philox4x32((c0, c1, c2, last), seed % 2**64, rounds=10)
     return words[0] | words[1] << 32
 
 
@@ -78,6 +90,31 @@ def effective_probability(p: float) -> float:
     return threshold(p) / 65536
 
 
+def check_place(
+    *,
+    first_sample: int = 0,
+    num_samples: int = 1,
+    first_head: int = 0,
+    num_heads: int = 1,
+    first_row: int = 0,
+    num_rows: int = 1,
+) -> None:
+    """Raise ValueError where a mask reaches beyond the indices that the counter tells apart.
+
+    Beyond them lie the masks of other places: head 2**16 of sample 0 would be head 0 of sample 2**32.
+    """
+    for name, first, count, limit in (
+        ("sample", first_sample, num_samples, SAMPLES),
+        ("head", first_head, num_heads, HEADS),
+        ("row", first_row, num_rows, ROWS),
+    ):
+        if first < 0 or first + count > limit:
+            raise ValueError(
+                f"a dropout mask is asked for {name} {first} to {first + count - 1}; expected 0 to {limit - 1}, "
+                "as beyond lie the masks of other places; give global indices in that range"
+            )
+
+
 def drop_mask(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, num_columns: int) -> Tensor:
     """True where dropout drops.
 
@@ -90,6 +127,8 @@ def drop_mask(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, 
 
     Returns:
         bool [..., num_columns].
+
+    Raises ValueError for a probability or, on a CPU, an index outside of its range; a device is not waited for.
     """
     return keep_bits(key, p, sample=sample, head=head, row=row, num_columns=num_columns) == 0
 
@@ -98,6 +137,7 @@ def keep_bits(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, 
     """int32 [..., num_columns]: 0 where dropout drops, all bits set where it keeps, for `drop_`; see `drop_mask`."""
     global _drawn
     k0, k1, limit = key & _WORD, key >> 32, threshold(p)
+    _check_indices(sample, head, row)
     c1, c2, c3 = torch.broadcast_tensors(row, head + ((sample >> 32) << 16), sample & _WORD)
     shape = c1.shape
     group = torch.arange(-(-num_columns // LANES), device=row.device)
@@ -110,6 +150,23 @@ def keep_bits(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, 
         numbers = (torch.tensor(number, device=row.device) for number in (k0, k1, limit))
         bits = _compiled_keep_bits(group, c1, c2, c3, *numbers)
     return bits.view(*shape, group.numel() * LANES)[..., :num_columns]
+
+
+def _check_indices(sample: Tensor, head: Tensor, row: Tensor) -> None:
+    # Numbers that are at hand: not on a device, which would be waited for, nor a tracer's, which have no values.
+    is_known = row.device.type == "cpu" and type(row) is Tensor and not torch.compiler.is_compiling()
+    if not is_known or 0 in (sample.numel(), head.numel(), row.numel()):
+        return
+    ends = [(int(low), int(high)) for low, high in (index.aminmax() for index in (sample, head, row))]
+    (first_sample, last_sample), (first_head, last_head), (first_row, last_row) = ends
+    check_place(
+        first_sample=first_sample,
+        num_samples=last_sample - first_sample + 1,
+        first_head=first_head,
+        num_heads=last_head - first_head + 1,
+        first_row=first_row,
+        num_rows=last_row - first_row + 1,
+    )
 
 
 def drop_(x: Tensor, bits: Tensor) -> Tensor:

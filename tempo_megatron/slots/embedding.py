@@ -1,0 +1,86 @@
+"""The embedding's dropout: masks by position, nothing kept, and in T5 one for each of the two stacks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.T5.t5_model import T5Model
+from torch import Tensor
+
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.slots.bias_dropout_add import dropout
+from tempo_megatron.slots.dropout_rng import Site, Stack
+from tempo_megatron.slots.refusals import refuse_shared_masks
+
+
+class TempoEmbeddingDropout(torch.nn.Dropout):
+    """The embedding's dropout; in place of `LanguageModelEmbedding.embedding_dropout`. x is [s or s/t, b, h]."""
+
+    def __init__(self, p: float, config: Any, stack: Stack = Stack.DECODER) -> None:
+        super().__init__(p)
+        self.config = config
+        self.stack = stack
+
+    def forward(self, x: Tensor) -> Tensor:
+        """dropout(x), the same for any layout of the model over devices."""
+        return dropout(x, None, None, self.p if self.training else 0.0, self.config, 0, Site.EMBEDDING, self.stack)
+
+
+class TempoSharedEmbeddingDropout(TempoEmbeddingDropout):
+    """The dropout of an embedding that one forward calls once for each stack, as T5's: it is told the order first."""
+
+    def __init__(self, p: float, config: Any) -> None:
+        super().__init__(p, config)
+        self._stacks_to_come: list[Stack] = []
+
+    def begin(self, *stacks: Stack) -> None:
+        """Say for which stacks the forward that begins embeds, in its order."""
+        self._stacks_to_come = list(stacks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """dropout(x) with the mask of the next stack.
+
+        Raises RuntimeError where every stack of this forward has had its own: one more mask would be a copy.
+        """
+        if self.training and self.p > 0:
+            if not self._stacks_to_come:
+                raise RuntimeError(
+                    "the embedding is called once more than T5Model's forward calls it, and Tempo's dropout would draw "
+                    "a mask twice; call the model instead of its embedding or of model.forward, or set tempo.dropout "
+                    'to "off"'
+                )
+            self.stack = self._stacks_to_come.pop(0)
+        return super().forward(x)
+
+
+def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
+    """Replace the dropout of a built model's embedding by the layout-free one; no spec names that module.
+
+    A model, or pipeline stage, without an embedding stays as it is.
+
+    Raises ValueError where ranks of the layout would draw the same masks.
+    """
+    embedding = getattr(model, "embedding", None)
+    if embedding is None or tempo_config.dropout != "recompute":
+        return
+    refuse_shared_masks(embedding.config, tempo_config)
+    stock = embedding.embedding_dropout
+    if isinstance(stock, TempoEmbeddingDropout):
+        return
+    if not isinstance(model, T5Model):
+        stack = Stack.ENCODER if isinstance(model, BertModel) else Stack.DECODER
+        embedding.embedding_dropout = TempoEmbeddingDropout(stock.p, embedding.config, stack)
+        return
+    embedding.embedding_dropout = TempoSharedEmbeddingDropout(stock.p, embedding.config)
+    model.register_forward_pre_hook(_begin_t5_forward, with_kwargs=True)
+
+
+def _begin_t5_forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """T5 embeds the encoder's tokens, where it is not given what the encoder made of them, and then the decoder's."""
+    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    has_encoded = given.get("encoder_hidden_states") is not None
+    model.embedding.embedding_dropout.begin(*([] if has_encoded else [Stack.ENCODER]), Stack.DECODER)

@@ -1,0 +1,213 @@
+"""Which layers a block has is Megatron's to say, and what Tempo cannot do is said before anything is built."""
+
+from __future__ import annotations
+
+import json
+import re
+from unittest import mock
+
+import pytest
+import torch
+from distributed import run_megatron_ranks
+from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config, gradients, losses
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+from megatron.core.transformer.moe import moe_utils
+from test_layer_spec import RECOMPUTE, assert_equal_to_stock
+
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding
+from tempo_megatron.slots.layer_spec import count_slots
+
+STOCK = None
+NO_ATTENTION = {"n_heads_in_group": None, "no_op": True, "replace_with_linear": False}
+BLOCKS = [
+    {"attention": {"n_heads_in_group": 2, "no_op": False, "replace_with_linear": False}, "ffn": {"ffn_mult": 2.0}},
+    {"attention": NO_ATTENTION, "ffn": {"ffn_mult": 3.0}},
+]
+
+
+def heterogeneous_config():
+    return HeterogeneousTransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        heterogeneous_layers_config_encoded_json=json.dumps({"block_configs": BLOCKS}),
+    )
+
+
+def config_of(name):
+    if name == "heterogeneous":
+        return heterogeneous_config()
+    moe = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True, "add_bias_linear": False}
+    overrides = {
+        "a dense layer, then experts": {**moe, "moe_layer_freq": [0, 1]},
+        "experts, then a dense layer": {**moe, "moe_layer_freq": 2},
+        "query and key norm without weights": {"qk_l2_norm": True},
+    }
+    return gpt_config(**overrides[name])
+
+
+BLOCK_NAMES = (
+    "a dense layer, then experts",
+    "experts, then a dense layer",
+    "query and key norm without weights",
+    "heterogeneous",
+)
+
+
+def stock_spec(config):
+    if isinstance(config, HeterogeneousTransformerConfig):
+        return get_gpt_heterogeneous_layer_spec(config)
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, qk_l2_norm=config.qk_l2_norm)
+
+
+def loss_and_gradients(name, tempo_config):
+    """Also the parameters' names and the class of every module that Tempo does not replace."""
+    config = config_of(name)
+    spec = stock_spec(config) if tempo_config is STOCK else tempo_block_spec(config, tempo_config)
+    torch.manual_seed(7)
+    model = GPTModel(config, spec, vocab_size=VOCAB_SIZE, max_sequence_length=SEQ_LENGTH).train()
+    # Without Transformer Engine Megatron does not define what its router looks for.
+    with mock.patch.object(moe_utils, "te_general_gemm", None, create=True):
+        loss = losses(model, 0, 2, gives_mask=tempo_config is STOCK).mean()
+        loss.backward()
+    is_expert = [type(layer.mlp).__name__ == "MoELayer" for layer in model.decoder.layers]
+    return (loss.item(), gradients(model)), is_expert
+
+
+@pytest.mark.parametrize("tempo_config", [TempoConfig(), RECOMPUTE], ids=["inplace", "recompute"])
+@pytest.mark.parametrize("name", BLOCK_NAMES)
+def test_the_block_is_megatrons_of_the_same_configuration(name, tempo_config):
+    ((found, is_expert),) = run_megatron_ranks(loss_and_gradients, 1, 1, name, tempo_config)
+    ((stock, stock_is_expert),) = run_megatron_ranks(loss_and_gradients, 1, 1, name, STOCK)
+    assert is_expert == stock_is_expert
+    assert_equal_to_stock(found, stock)
+
+
+def counts_of_heterogeneous():
+    return count_slots(tempo_block_spec(heterogeneous_config(), TempoConfig()))
+
+
+def test_a_slot_that_is_left_empty_is_not_counted():
+    # Two layers, the second without attention and its norm and bias-dropout-add; and the final norm.
+    expected = {"norm": (4, 4), "attention": (1, 1), "dropout": (3, 3), "gelu": (2, 2)}
+    assert run_megatron_ranks(counts_of_heterogeneous, 1, 1) == [expected]
+
+
+DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+HALF = {"params_dtype": torch.bfloat16, "bf16": True}
+NO_MASKS = TempoConfig(attention="off", dropout="off")
+REFUSED = {
+    "context parallelism": (
+        DROPS,
+        {"context_parallel_size": 2},
+        TempoConfig(),
+        r'context_parallel_size is 2; .*same masks; set tempo.attention and tempo.dropout to "off"',
+    ),
+    "context parallelism, stock attention": (
+        DROPS,
+        {"context_parallel_size": 2},
+        TempoConfig(attention="off"),
+        'context_parallel_size is 2; .*same masks; set tempo.dropout to "off"',
+    ),
+    "context parallelism, no dropout": (
+        {},
+        {"context_parallel_size": 2},
+        TempoConfig(),
+        'context_parallel_size is 2, which Tempo.s attention does not support; set tempo.attention to "off"',
+    ),
+    "multi-token prediction": (DROPS, {"mtp_num_layers": 1}, TempoConfig(), "mtp_num_layers is 1; .*numbers"),
+    "recomputed layernorm": (
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        {},
+        TempoConfig(),
+        "recompute_modules holds layernorm.*NameError",
+    ),
+    "float32 residual": (HALF, {"fp32_residual_connection": True}, TempoConfig(), "fp32_residual_connection is on"),
+    "attention variant": (
+        {},
+        {"experimental_attention_variant": "gated_delta_net"},
+        TempoConfig(),
+        "experimental_attention_variant is gated_delta_net; expected none",
+    ),
+}
+ALLOWED = {
+    "context parallelism, no masks": (DROPS, {"context_parallel_size": 2}, NO_MASKS),
+    "context parallelism, no dropout": ({}, {"context_parallel_size": 2}, TempoConfig(attention="off")),
+    "multi-token prediction, no dropout": ({}, {"mtp_num_layers": 1}, TempoConfig()),
+    "float32 residual, stock norm": (HALF, {"fp32_residual_connection": True}, TempoConfig(norm="off")),
+    "float32 residual and parameters": ({}, {"fp32_residual_connection": True}, TempoConfig()),
+}
+
+
+def answer(overrides, attributes, tempo_config):
+    """What tempo_block_spec says to a configuration; attributes are set once Megatron has checked it."""
+    config = gpt_config(**overrides)
+    for name, value in attributes.items():
+        setattr(config, name, value)
+    try:
+        tempo_block_spec(config, tempo_config)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(("overrides", "attributes", "tempo_config", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_at_the_start_with_the_remedy(overrides, attributes, tempo_config, message):
+    (found,) = run_megatron_ranks(answer, 1, 1, overrides, attributes, tempo_config)
+    assert re.search(message, found), found
+
+
+@pytest.mark.parametrize(("overrides", "attributes", "tempo_config"), ALLOWED.values(), ids=ALLOWED)
+def test_what_draws_no_mask_is_not_refused(overrides, attributes, tempo_config):
+    assert run_megatron_ranks(answer, 1, 1, overrides, attributes, tempo_config) == ["not refused"]
+
+
+def refusals_of_other_specs():
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+    config = gpt_config()
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    with_prediction = gpt_config(mtp_num_layers=1)
+    prediction = get_gpt_mtp_block_spec(with_prediction, block, use_transformer_engine=False)
+    found = []
+    for spec in (mamba_stack_spec, prediction, prediction.layer_specs[0], None, block.layer_specs):
+        try:
+            tempoize(spec, config, TempoConfig())
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_spec_of_something_else_is_one_sentence():
+    (found,) = run_megatron_ranks(refusals_of_other_specs, 1, 1)
+    names = ["MambaStack", "MultiTokenPredictionBlockSubmodules", "MultiTokenPredictionLayer", "NoneType", "list"]
+    assert len(found) == len(names)
+    for text, name in zip(found, names, strict=True):
+        assert f"one of {name}; expected a spec of TransformerLayer" in text and text.count(".") == 0, text
+
+
+def embedding_under_context_parallelism():
+    model = GPTModel(
+        gpt_config(hidden_dropout=0.1),
+        tempo_block_spec(gpt_config(), TempoConfig.off()),
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=SEQ_LENGTH,
+    )
+    model.config.context_parallel_size = 2
+    try:
+        tempoize_embedding(model, TempoConfig(attention="off"))
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_the_embeddings_dropout_is_refused_under_context_parallelism():
+    (found,) = run_megatron_ranks(embedding_under_context_parallelism, 1, 1)
+    assert "context_parallel_size is 2" in found
