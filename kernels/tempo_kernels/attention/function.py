@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tempo_kernels.attention import eager
+from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.philox import effective_probability
 
 PREFERS_SDPA = True
@@ -206,7 +206,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("attention", "attention")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, kept, mask, key_lengths, *tensors = ctx.saved_tensors
         settings = ctx.settings.joined(*tensors)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.dropout_add import eager
 from tempo_kernels.dropout_add.draw import Draw
 
@@ -67,7 +67,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         return _backend(x).forward(x, bias, residual, *draw)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("bias_dropout_add", "dropout")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         needs_grad_x, needs_grad_bias, needs_grad_residual, _ = ctx.needs_input_grad
         grad_x = grad_bias = None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.gelu import eager
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -67,11 +68,11 @@ class _GELU(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    @first_derivative_only("gelu", "gelu")
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, None]:
         y, bits = ctx.saved_tensors
-        derivative = _backend(y).backward
-        grads = _Derivative.apply(derivative, ctx.approximate, ctx.needs_input_grad[1], grad_y, y, bits)
-        return *grads, None
+        grad_x, grad_bias = _backend(y).backward(grad_y, y, bits, ctx.approximate, ctx.needs_input_grad[1])
+        return grad_x, None if grad_bias is None else grad_bias.to(y.dtype), None
 
 
 class _GELUOfInput(torch.autograd.Function):
@@ -84,11 +85,12 @@ class _GELUOfInput(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    @first_derivative_only("gelu", "gelu")
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, bias = ctx.saved_tensors
-        derivative = _backend(x).backward_from_input
-        grads = _Derivative.apply(derivative, ctx.approximate, ctx.needs_input_grad[1], grad_y, x, bias)
-        return *grads, None
+        needs_grad_bias = ctx.needs_input_grad[1]
+        grad_x, grad_bias = _backend(x).backward_from_input(grad_y, x, bias, ctx.approximate, needs_grad_bias)
+        return grad_x, None if grad_bias is None else grad_bias.to(x.dtype), None
 
 
 @torch.no_grad()
@@ -96,18 +98,3 @@ def _refill(ctx: Any, out: Tensor) -> None:
     """Writes y, bit for bit as it was, to out."""
     x, bias = ctx.saved_tensors
     _backend(x).forward(x, bias, ctx.approximate, has_bits=False, out=out)
-
-
-class _Derivative(torch.autograd.Function):
-    """The first derivative, a function of its own so that a second one, through y or grad_y, ends in a clear error."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, derivative: Any, approximate: str, has_grad_bias: bool, grad_y: Tensor, *kept: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        grad_x, grad_bias = derivative(grad_y, *kept, approximate, has_grad_bias)
-        return grad_x, None if grad_bias is None else grad_bias.to(grad_x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        raise RuntimeError('gelu is not twice differentiable; set tempo.gelu to "off"')

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.glu import eager
 
 
@@ -70,7 +70,7 @@ class _GLU(torch.autograd.Function):
         return _backend(x).forward(x, bias, activation)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a gated linear unit", "gelu")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         grad_x, grad_bias = _backend(x).backward(grad_y, x, bias, ctx.activation, ctx.needs_input_grad[1])

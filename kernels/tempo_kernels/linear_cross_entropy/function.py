@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.linear_cross_entropy import chunks, eager
 from tempo_kernels.linear_cross_entropy.checks import check_tensors, checked_settings, needs_main_grad
 from tempo_kernels.linear_cross_entropy.chunks import Head, Settings
@@ -68,12 +68,11 @@ def linear_cross_entropy(
     numbers = (vocab_size, vocab_start, ignore_index, label_smoothing, z_loss, chunk_tokens)
     settings = checked_settings(hidden, weight, shards, *numbers)
     fused = gradient_accumulation_fusion and needs_main_grad(weight)
-    if token_weights is None:
-        return _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, fused)
-    if not torch.is_grad_enabled():
-        losses = _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, False)
-        return (token_weights * losses).sum(), losses
-    return _WeightedLinearCrossEntropy.apply(hidden, weight, bias, labels, token_weights, settings, fused)
+    if token_weights is None or not torch.is_grad_enabled():
+        losses = _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, fused)
+        return losses if token_weights is None else ((token_weights * losses).sum(), losses)
+    link = _Link.apply(hidden, weight, bias)
+    return _WeightedLinearCrossEntropy.apply(hidden, weight, bias, labels, token_weights, link, settings, fused)
 
 
 def _backend(x: Tensor) -> Any:
@@ -111,7 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return _shaped(losses, labels)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("linear_cross_entropy", "loss")
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, kept = ctx.saved_tensors
         head = _head(hidden, weight, bias, labels, ctx.settings)
@@ -134,6 +133,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
+class _Link(torch.autograd.Function):
+    """No bytes, and a place in the graph behind the inputs: what a function that keeps none of them saves, for a
+    second derivative to be noticed."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:
+        return torch.empty(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
 class _WeightedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -143,6 +155,7 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         token_weights: Tensor,
+        link: Tensor,
         settings: Settings,
         fused: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -153,7 +166,7 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         unit = rows.abs().amax() if rows.numel() else rows.new_ones(())
         unit = torch.where(unit > 0, unit, 1.0)
         losses, found = chunks.forward_with_gradients(rows / unit, head, needs, settings, _backend(hidden))
-        ctx.save_for_backward(found.hidden, found.weight, found.bias, unit)
+        ctx.save_for_backward(found.hidden, found.weight, found.bias, unit, link)
         ctx.shape, ctx.dtype, ctx.parameter = hidden.shape, weight.dtype, weight if fused else None
         ctx.is_spent = False
         total, losses = (rows * losses).sum(), _shaped(losses, labels)
@@ -161,7 +174,7 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         return total, losses
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("linear_cross_entropy", "loss")
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_spent:
             raise RuntimeError(
@@ -169,7 +182,7 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
                 "token_weights out to run backward again"
             )
         ctx.is_spent = True
-        grad_hidden, grad_weight, grad_bias, unit = ctx.saved_tensors
+        grad_hidden, grad_weight, grad_bias, unit, _ = ctx.saved_tensors
         factor = unit * grad_total
         if ctx.parameter is not None:
             ctx.parameter.main_grad.addcmul_(grad_weight, factor.to(grad_weight.dtype))
@@ -180,10 +193,7 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.mul_(factor).view(ctx.shape),
             grad_weight,
             None if grad_bias is None else (grad_bias * factor).to(ctx.dtype),
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
 
 
