@@ -239,14 +239,14 @@ class _Block:
     def _hide_outside_of_the_window(self, scores: Tensor) -> None:
         """Minus infinity in scores [a, rows, keys]; only columns at either end hold keys that some rows do not see."""
         rows, keys = self.rows, self.keys
-        row = torch.arange(rows.start, rows.stop, device=self.device).unsqueeze(-1)
+        row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=self.device).unsqueeze(-1)
         if self.last is not None:
             first = max(keys.start, min(keys.stop, rows.start + self.last + 1))
-            hidden = torch.arange(first, keys.stop, device=self.device) > row + self.last
+            hidden = torch.arange(first, keys.stop, dtype=torch.int64, device=self.device) > row + self.last
             scores[..., first - keys.start :].masked_fill_(hidden, float("-inf"))
         if self.first is not None:
             stop = max(keys.start, min(keys.stop, rows.stop - 1 + self.first))
-            hidden = torch.arange(keys.start, stop, device=self.device) < row + self.first
+            hidden = torch.arange(keys.start, stop, dtype=torch.int64, device=self.device) < row + self.first
             scores[..., : stop - keys.start].masked_fill_(hidden, float("-inf"))
 
     def accumulate(self, total: Tensor, weights: Tensor, values: Tensor, scale: float) -> None:
@@ -261,13 +261,13 @@ class _Block:
 
     def keep_bits(self) -> Tensor:
         """What dropout keeps, [g, a/g * rows, keys]."""
-        settings, device = self.settings, self.device
+        settings, first_head, device = self.settings, self.settings.first_head, self.device
         bits = keep_bits(
             int(settings.dropout_key or 0) % 2**64,
             settings.dropout_p,
-            sample=torch.tensor(int(settings.first_sample or 0) + self.sample, device=device),
-            head=torch.arange(settings.first_head, settings.first_head + self.heads, device=device).unsqueeze(-1),
-            row=torch.arange(self.rows.start, self.rows.stop, device=device),
+            sample=torch.tensor(int(settings.first_sample or 0) + self.sample, dtype=torch.int64, device=device),
+            head=torch.arange(first_head, first_head + self.heads, dtype=torch.int64, device=device).unsqueeze(-1),
+            row=torch.arange(self.rows.start, self.rows.stop, dtype=torch.int64, device=device),
             num_columns=self.keys.stop,
         )
         return bits[..., self.keys].reshape(self.groups, -1, self.num_keys)
