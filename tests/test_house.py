@@ -42,7 +42,7 @@ def misplaced(where: str, name: str, module: str) -> str | None:
     if floor == 0 and top == "tempo_kernels":
         own, room = where.split("/")[2], module.partition(".")[2].partition(".")[0]
         if (
-            room not in (own, "philox", "compiled", "derivative", *COMPOSED_OF.get(own, ()))
+            room not in (own, "philox", "compiled", "derivative", "opaque", *COMPOSED_OF.get(own, ()))
             and len(where.split("/")) > 3
         ):
             return "only the room philox is shared"
