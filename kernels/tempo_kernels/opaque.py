@@ -28,7 +28,7 @@ class Opaque:
         name, signature = schema.split("(", 1)
 
         def call(*args: Any) -> list[Tensor]:
-            return list(self._call(*args))
+            return list(self.call(*args))
 
         self._function = function
         self._operator = torch.library.custom_op(
@@ -36,17 +36,23 @@ class Opaque:
         )
         self._operator.register_fake(shapes)
 
-    def _call(self, first: Tensor, *others: Any) -> Sequence[Tensor]:
+    def call(self, first: Tensor, *others: Any, **more: Any) -> Sequence[Tensor]:
+        """The function itself, whatever `first` is, with what an operator cannot have too."""
         if torch.is_autocast_enabled(first.device.type):
             with without_autocast(first.device.type):
-                return self._function(first, *others)
-        return self._function(first, *others)
+                return self._function(first, *others, **more)
+        return self._function(first, *others, **more)
 
     def __call__(self, first: Tensor, *others: Any) -> Sequence[Tensor]:
         """The function's results; `first` says on which device."""
-        if torch.compiler.is_compiling() or isinstance(first, FakeTensor) or first.is_meta:
+        if is_traced(first):
             return self._operator(first, *others)
-        return self._call(first, *others)
+        return self.call(first, *others)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether torch.compile is looking, or the tensor has no numbers."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def opaque(schema: str, shapes: Function) -> Callable[[Function], Opaque]:
