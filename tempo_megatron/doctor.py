@@ -9,7 +9,7 @@ import platform
 import torch
 
 from tempo_kernels.attention import describe
-from tempo_kernels.compiled import find_compiler
+from tempo_kernels.compiled import find_compiler, find_obstacle
 
 _PACKAGES = (
     ("torch", "torch"),
@@ -34,9 +34,10 @@ def report() -> str:
     else:
         lines.append("GPU                  none; training runs on the CPU with gloo")
     lines.append(f"CPU                  {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
-    compiler = find_compiler()
-    lines.append(f"C++ compiler         {compiler or 'none (not needed, but what it compiles is faster on a CPU)'}")
-    on_cpu = "plain torch, compiled where that pays" if compiler else "plain torch"
+    obstacle = find_obstacle()
+    compiler = f"does not work: {obstacle}. Training runs without; on a CPU what it would compile is slower"
+    lines.append(f"C++ compiler         {compiler if obstacle else find_compiler()}")
+    on_cpu = "plain torch" if obstacle else "plain torch, compiled where that pays"
     for operation in ("activation", "norm", "dropout", "loss head"):
         lines.append(f"tempo {operation:<15}{'triton' if torch.cuda.is_available() else on_cpu}")
     lines.append(f"tempo attention      {describe('cuda') if torch.cuda.is_available() else on_cpu}")

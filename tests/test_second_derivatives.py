@@ -8,11 +8,37 @@ import pytest
 import torch
 from torch import Tensor
 
+from tempo_kernels.attention import attention
+from tempo_kernels.dropout_add import bias_dropout_add
+from tempo_kernels.gelu import gelu
+from tempo_kernels.glu import geglu, reglu, swiglu
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy
 from tempo_kernels.squared_relu import squared_relu
 
+
+def attend(x: Tensor, form: str) -> Tensor:
+    q = x.view(4, 2, 2, 8)
+    return attention(q, q, q, causal=True, softmax_scale=0.3, dropout_p=0.1, dropout_key=3, form=form)
+
+
+def losses(x: Tensor, **more: Tensor) -> Tensor:
+    weight = torch.linspace(-1, 1, 5 * 16).view(5, 16)
+    found = linear_cross_entropy(x, weight, torch.arange(8).view(2, 4) % 5, **more)
+    return found[0] if more else found
+
+
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu in place": gelu,
+    "gelu of its input": lambda x: gelu(x, approximate="tanh", keep="input"),
     "squared_relu in place": squared_relu,
     "squared_relu of its input": lambda x: squared_relu(x, keep="input"),
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "reglu": reglu,
+    "attention": lambda x: attend(x, "flash"),
+    "attention keeping its softmax": lambda x: attend(x, "softmax"),
+    "linear_cross_entropy": losses,
+    "linear_cross_entropy with token_weights": lambda x: losses(x, token_weights=torch.full((2, 4), 0.5)),
 }
 
 
@@ -34,3 +60,36 @@ def test_a_graph_of_the_first_derivative_leaves_its_value_as_it_is(name: str) ->
     (plain,) = torch.autograd.grad(OPERATIONS[name](x).sum(), x)
     (with_graph,) = torch.autograd.grad(OPERATIONS[name](x).sum(), x, create_graph=True)
     assert torch.equal(plain, with_graph)
+
+
+def test_every_input_of_the_weighted_loss_raises() -> None:
+    hidden, weight, bias = torch.randn(4, 2, 16), torch.randn(5, 16), torch.randn(5)
+    inputs = [t.requires_grad_() for t in (hidden, weight, bias)]
+    labels, token_weights = torch.arange(8).view(2, 4) % 5, torch.rand(2, 4)
+    for asked in inputs:
+        total, _ = linear_cross_entropy(hidden, weight, labels, bias=bias, token_weights=token_weights)
+        grads = torch.autograd.grad(total, inputs, create_graph=True)
+        penalised = total + sum(grad.square().sum() for grad in grads)
+        with pytest.raises(RuntimeError, match="not twice differentiable"):
+            torch.autograd.grad(penalised, asked)
+
+
+def test_the_link_to_what_the_weighted_loss_does_not_keep_has_no_bytes() -> None:
+    hidden, weight = torch.randn(4, 2, 16, requires_grad=True), torch.randn(5, 16, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        linear_cross_entropy(hidden, weight, torch.zeros(2, 4, dtype=torch.long), token_weights=torch.ones(2, 4))
+    bytes_kept = sum(t.untyped_storage().nbytes() for t in kept)
+    assert bytes_kept == 4 * (hidden.numel() + weight.numel() + 1)  # two gradients and the weights' unit
+    assert not {hidden.data_ptr(), weight.data_ptr()} & {t.data_ptr() for t in kept}
+
+
+def test_dropout_which_is_linear_counts_as_a_constant_rightly_and_else_raises() -> None:
+    x = torch.randn(4, 2, 16, requires_grad=True)
+    y = bias_dropout_add(x, None, None, p=0.25, key=5)
+    (grad_x,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert not grad_x.requires_grad  # as of torch's own dropout: keep / (1 - p), whatever x is
+    y = bias_dropout_add(x, None, None, p=0.25, key=5)
+    (grad_x,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r'bias_dropout_add is not twice .* setting tempo.dropout to "off"'):
+        grad_x.sum().backward()

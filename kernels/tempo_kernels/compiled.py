@@ -1,7 +1,10 @@
-"""Plain torch functions compiled by Inductor for the CPU, where a C++ compiler is found.
+"""Plain torch functions compiled by Inductor for the CPU, where a C++ compiler is found and works.
 
 The functions stay the definition: compiled or not, they are the same source. Compiling costs seconds, once per process
-and, the first time on a machine, more; so every caller says from when on it pays.
+and, the first time on a machine, more; so every caller says from when on it pays. Whether compiling works at all is
+tried once, on a small function, when something large enough comes: a compiler without Python's headers, one that CXX
+names and that is none, or a cache that cannot be written shows only then. Where it does not work, one warning says so,
+and what runs instead goes block by block.
 """
 
 from __future__ import annotations
@@ -9,32 +12,100 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# dynamic_threads: one compilation serves every number of threads.
+_OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True}
+_SHOWN_CHARACTERS = 200
 
-@functools.cache
+_failure: str | None = None
+"""Why compiling failed in this process."""
+
+
 def find_compiler() -> str | None:
     """The C++ compiler that Inductor would use, or None."""
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+
+
+def find_obstacle() -> str | None:
+    """Why nothing can be compiled here, in a few words; None where a small function was compiled as it should be."""
+    global _failure
+    if _failure is None:
+        _failure = _try_once()
+    return _failure
+
+
+@functools.cache
+def _try_once() -> str | None:
+    if find_compiler() is None:
+        return f"{os.environ.get('CXX', 'g++')} is not found"
+    try:
+        function = torch.compile(_add_one_if_compiled, dynamic=True, options=_OPTIONS)
+        found = function(torch.zeros(16, dtype=torch.float32, device="cpu"))
+    except Exception as error:  # of any kind: import, file system, compiler, linker
+        return _describe(error)
+    if not bool((found == 1).all()):
+        return "torch.compile is switched off, by TORCHDYNAMO_DISABLE or in torch._dynamo.config"
+    return None
+
+
+def _add_one_if_compiled(x: Tensor) -> Tensor:
+    return x + int(torch.compiler.is_compiling())
+
+
+def _describe(error: Exception) -> str:
+    """One line of a message that may hold a command and the compiler's whole output."""
+    error = getattr(error, "inner_exception", error)
+    lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    line = next((line for line in lines if "error: " in line), lines[0])
+    return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "..."
+
+
+def _works() -> bool:
+    obstacle = find_obstacle()
+    if obstacle is not None:
+        _warn(obstacle)
+    return obstacle is None
+
+
+@functools.cache
+def _warn(obstacle: str) -> None:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    warnings.warn(
+        f"tempo_kernels can compile nothing for the CPU ({obstacle}). Training runs without: large tensors take plain "
+        "torch, block by block, slower and equal to rounding. To change that, install a C++ compiler with Python's "
+        f"headers (Debian: apt-get install g++ python{version}-dev), or correct CXX or TORCHINDUCTOR_CACHE_DIR",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def pays_for(x: Tensor, min_elements: int, *sizes: int) -> bool:
     """Whether compiled functions of float32 arithmetic are for x: on a CPU, large enough to be worth the compiler's
-    seconds, and without a 1 among `sizes`, the shape in which it is handed over, which would be compiled in."""
+    seconds, without a 1 among `sizes`, the shape in which it is handed over, which would be compiled in, and where
+    compiling works."""
     is_large = x.numel() >= min_elements and all(size > 1 for size in sizes)
-    return is_large and x.device.type == "cpu" and x.dtype != torch.float64
+    return is_large and _is_real(x) and x.dtype != torch.float64 and _works()
+
+
+def _is_real(x: Tensor) -> bool:
+    """Whether x has numbers, on the CPU: a fake tensor has none, and of other subclasses torch compiles a case each."""
+    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"
 
 
 class Compiled:
-    """A function that runs compiled where its tensors are real and on the CPU and a compiler is there; else as it is.
+    """A function that runs compiled where its tensors are real and on the CPU and compiling works; else as it is.
 
     Args:
-        function: of tensors only, since numbers would be compiled in; nothing is differentiated through it.
+        function: of tensors only, since numbers would be compiled in; nothing is differentiated through it, and it
+            writes to none of them.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -43,15 +114,34 @@ class Compiled:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """function(*tensors)."""
-        if any(type(t) is not Tensor or t.device.type != "cpu" for t in tensors) or find_compiler() is None:
+        if not all(_is_real(t) for t in tensors) or not _works():
             return self._function(*tensors)
-        if self._compiled is None:
-            # dynamic: one compilation serves every shape; dynamic_threads: and every number of threads. Not fullgraph:
-            # a function that met more dtypes than torch compiles one for goes on as it is, instead of failing.
-            options: dict[str, Any] = {"cpp.dynamic_threads": True}
-            self._compiled = torch.compile(_copy(self._function), dynamic=True, options=options)
         # Detached: whether a tensor is somebody's leaf or needs a gradient would be compiled in too.
-        return self._compiled(*(t.detach() for t in tensors))
+        tensors = tuple(t.detach() for t in tensors)
+        try:
+            if self._compiled is None:
+                # dynamic: one compilation serves every shape. Not fullgraph: a function that met more dtypes than torch
+                # compiles one for goes on as it is, instead of failing.
+                self._compiled = torch.compile(_copy(self._function), dynamic=True, options=_OPTIONS)
+            return self._compiled(*tensors)
+        except Exception as error:
+            if not _is_of_the_compiler(error):
+                raise
+            _note_failure(error)
+        return self._function(*tensors)
+
+
+def _note_failure(error: Exception) -> None:
+    global _failure
+    _failure = _describe(error)
+    _warn(_failure)
+
+
+def _is_of_the_compiler(error: Exception) -> bool:
+    """Whether compiling failed (a disk full since the trial, a compiler removed), rather than what was compiled."""
+    from torch._dynamo.exc import TorchDynamoException  # seconds, which only those pay who compile
+
+    return isinstance(error, (TorchDynamoException, OSError))
 
 
 def _copy(function: Callable[..., Any]) -> Callable[..., Any]:

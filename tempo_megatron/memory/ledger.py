@@ -139,8 +139,8 @@ def measure(
     tempoize_embedding(model, tempo_config)
     tempoize_loss(model, tempo_config)
     model.train()
-    tokens = torch.randint(vocab_size, (micro_batch_size, seq_length))
-    positions = torch.arange(seq_length).expand(micro_batch_size, -1).contiguous()
+    tokens = torch.randint(vocab_size, (micro_batch_size, seq_length), dtype=torch.int64)
+    positions = torch.arange(seq_length, dtype=torch.int64).expand(micro_batch_size, -1).contiguous()
     # The one mask of all layers is the micro batch's own tensor; stock needs it given on a CPU.
     mask = None
     if cpu.is_used() and tempo_config.attention == "off":

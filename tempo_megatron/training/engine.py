@@ -227,7 +227,7 @@ def gradient_norm(model: torch.nn.Module) -> Tensor:
     ]
     device = next(model.parameters()).device
     # The first entry keeps the sum defined on a rank that holds only replicated parameters.
-    norms = [torch.zeros((), device=device), *torch._foreach_norm(grads)]
+    norms = [torch.zeros((), dtype=torch.float32, device=device), *torch._foreach_norm(grads)]
     squared = torch.stack(norms).square().sum()
     dist.all_reduce(squared, group=parallel_state.get_tensor_model_parallel_group())
     return squared.sqrt()

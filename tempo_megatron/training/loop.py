@@ -96,7 +96,7 @@ class Trainer:
     def _step(self) -> None:
         args, engine, progress = self.args, self.engine, self.progress
         learning_rate, skipped_before = engine.learning_rate, engine.skipped_steps
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         for micro_batch in range(args.num_micro_batches):
             batch = self.stream.next()
             set_micro_batch(args.seed, self.stream.first_sample(progress.consumed_samples, micro_batch))
@@ -150,7 +150,7 @@ class Trainer:
         args = self.args
         self.engine.deepspeed.eval()
         stream = self._stream(self.valid_dataset, 0, args.eval_iters)
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.device)
         for _ in range(args.eval_iters * args.num_micro_batches):
             total += self.forward_step(self.engine.deepspeed, stream.next())
         self.engine.deepspeed.train()

@@ -111,7 +111,7 @@ class ForwardStep:
     def __init__(
         self, config: TransformerConfig, tempo_config: TempoConfig, seq_length: int, device: torch.device
     ) -> None:
-        self.position_ids = torch.arange(seq_length, device=device).unsqueeze(0)
+        self.position_ids = torch.arange(seq_length, dtype=torch.int64, device=device).unsqueeze(0)
         self.attention_mask: Tensor | None = None
         if tempo_config.attention == "off" and device.type == "cpu":
             # Megatron's own causal mask is made on the literal device "cuda". True = hidden.

@@ -30,7 +30,8 @@ class StopSignal:
         """Call it once per step on every rank; the same on all of them."""
         if not self.enabled:
             return False
-        flag = torch.full((1,), float(self.received), device=self.device)  # a tensor from a list would wait for the GPU
+        # A tensor from a list would wait for the GPU.
+        flag = torch.full((1,), float(self.received), dtype=torch.float32, device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if self.device.type != "cuda":
             return bool(flag)
@@ -43,7 +44,7 @@ class StopSignal:
 
     @staticmethod
     def _send_to_host(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        host = torch.empty(1, pin_memory=True)
+        host = torch.empty(1, dtype=torch.float32, pin_memory=True)
         host.copy_(flag, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()

@@ -10,10 +10,12 @@ A query head h reads key-value group h // (heads / groups), as in Megatron.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tempo_kernels.opaque import join_key, split_key
 from tempo_kernels.philox import drop_, effective_probability, keep_bits
 
 BLOCK_ELEMENTS = 1 << 17
@@ -22,6 +24,10 @@ MIN_BLOCK_ROWS = 64
 MASKED_SCORE = -10000.0
 """What Megatron writes over masked scores; a row whose every key is masked attends to all of them equally."""
 _LOWEST = torch.finfo(torch.float32).min
+OPERANDS = (
+    "bool causal, float softmax_scale, float dropout_p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, "
+    "Tensor? first_sample, SymInt first_head, int[]? window_size"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +41,22 @@ class Settings:
     first_sample: int | Tensor | None
     first_head: int
     window_size: tuple[int, int] | None = None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """What an operator takes in their place, by the schema OPERANDS."""
+        numbers, (key, first_sample) = self.split()
+        window = None if self.window_size is None else list(self.window_size)
+        drawn = (*split_key(numbers.dropout_key), key, numbers.first_sample or 0, first_sample, self.first_head)
+        return self.causal, self.softmax_scale, self.dropout_p, *drawn, window
+
+    @classmethod
+    def of(cls, *operands: Any) -> Settings:
+        """The settings that `operands` gave."""
+        causal, scale, p, low, high, key, number, first_sample, first_head, window = operands
+        key = join_key(low, high) if key is None else key
+        first_sample = number if first_sample is None else first_sample
+        return cls(causal, scale, p, key, first_sample, first_head, None if window is None else tuple(window))
 
     def split(self) -> tuple[Settings, list[Tensor | None]]:
         """The settings without their tensors, and those, which autograd is to keep: it notices when one is changed."""
@@ -239,14 +261,14 @@ class _Block:
     def _hide_outside_of_the_window(self, scores: Tensor) -> None:
         """Minus infinity in scores [a, rows, keys]; only columns at either end hold keys that some rows do not see."""
         rows, keys = self.rows, self.keys
-        row = torch.arange(rows.start, rows.stop, device=self.device).unsqueeze(-1)
+        row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=self.device).unsqueeze(-1)
         if self.last is not None:
             first = max(keys.start, min(keys.stop, rows.start + self.last + 1))
-            hidden = torch.arange(first, keys.stop, device=self.device) > row + self.last
+            hidden = torch.arange(first, keys.stop, dtype=torch.int64, device=self.device) > row + self.last
             scores[..., first - keys.start :].masked_fill_(hidden, float("-inf"))
         if self.first is not None:
             stop = max(keys.start, min(keys.stop, rows.stop - 1 + self.first))
-            hidden = torch.arange(keys.start, stop, device=self.device) < row + self.first
+            hidden = torch.arange(keys.start, stop, dtype=torch.int64, device=self.device) < row + self.first
             scores[..., : stop - keys.start].masked_fill_(hidden, float("-inf"))
 
     def accumulate(self, total: Tensor, weights: Tensor, values: Tensor, scale: float) -> None:
@@ -261,13 +283,13 @@ class _Block:
 
     def keep_bits(self) -> Tensor:
         """What dropout keeps, [g, a/g * rows, keys]."""
-        settings, device = self.settings, self.device
+        settings, first_head, device = self.settings, self.settings.first_head, self.device
         bits = keep_bits(
             int(settings.dropout_key or 0) % 2**64,
             settings.dropout_p,
-            sample=torch.tensor(int(settings.first_sample or 0) + self.sample, device=device),
-            head=torch.arange(settings.first_head, settings.first_head + self.heads, device=device).unsqueeze(-1),
-            row=torch.arange(self.rows.start, self.rows.stop, device=device),
+            sample=torch.tensor(int(settings.first_sample or 0) + self.sample, dtype=torch.int64, device=device),
+            head=torch.arange(first_head, first_head + self.heads, dtype=torch.int64, device=device).unsqueeze(-1),
+            row=torch.arange(self.rows.start, self.rows.stop, dtype=torch.int64, device=device),
             num_columns=self.keys.stop,
         )
         return bits[..., self.keys].reshape(self.groups, -1, self.num_keys)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tempo_kernels.attention import eager
+from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.opaque import opaque, separate, without_autocast
 from tempo_kernels.philox import effective_probability
 
 PREFERS_SDPA = True
@@ -58,6 +59,8 @@ def attention(
         [sq, b, a, d], contiguous. A query that by window_size and key_lengths sees no key gets 0, and passes no
         gradient on.
 
+    Under autocast nothing is cast: the inputs' dtype is that of the products, in forward and in backward.
+
     Keeps for backward: q, k, v, and a logsumexp of 4 bytes per query and head (8 for float64), on a GPU also the
         output, which the next linear keeps anyway; with form="softmax" instead of logsumexp and output a
         [b, a, sq, sk] tensor of q's dtype. Also `mask` and `key_lengths` where given, which are the caller's tensors.
@@ -72,7 +75,7 @@ def attention(
     runs = backend(q, k, causal, mask, dropout_p, window_size, key_lengths, form)
     if runs == "sdpa":
         return _sdpa(q, k, v, causal, softmax_scale)
-    return _Attention.apply(q, k, v, mask, key_lengths, settings, form == "softmax")
+    return _Attention.apply(q, *separate(k, v), mask, key_lengths, settings, form == "softmax")
 
 
 def backend(
@@ -94,7 +97,7 @@ def backend(
     # is ours, without a copy for the next linear to keep, where that is dense or of one sample.
     fits = (not causal or q.size(0) == k.size(0)) and (q.size(1) == 1 or q.is_contiguous()) and q.numel() > 0
     fits &= q.dtype in (torch.float16, torch.bfloat16) and q.size(3) % 8 == 0 and q.size(3) <= 256
-    if PREFERS_SDPA and is_plain and fits and torch.backends.cuda.flash_sdp_enabled():
+    if PREFERS_SDPA and is_plain and fits and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.is_available():
         return "sdpa" if torch.cuda.get_device_capability(q.device) >= (8, 0) else "triton"
     return "triton"
 
@@ -109,9 +112,10 @@ def describe(device_type: str, form: str = "flash") -> str:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float) -> Tensor:
     # [b, heads, s, d]
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=q.size(1) != k.size(1)
-    )
+    with without_autocast(q.device.type):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=q.size(1) != k.size(1)
+        )
     return out.permute(2, 0, 1, 3).contiguous()
 
 
@@ -181,6 +185,49 @@ def _backend(q: Tensor) -> Any:
     return eager
 
 
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
+    out = torch.empty(*q.shape[:-1], v.size(-1), dtype=q.dtype, device=q.device)
+    statistics = q.new_empty(q.size(1), q.size(2), q.size(0), dtype=torch.promote_types(q.dtype, torch.float32))
+    return [out, q.new_empty(*statistics.shape, k.size(0)) if others[-1] else statistics]
+
+
+@opaque(
+    f"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_lengths, {eager.OPERANDS}, bool is_softmax) "
+    "-> Tensor[]",
+    _shapes,
+)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_lengths: Tensor | None, *operands: Any
+) -> list[Tensor]:
+    """out, and the logsumexp, or with is_softmax the probabilities."""
+    *others, is_softmax = operands
+    settings = eager.Settings.of(*others)
+    if not is_softmax:
+        return list(_backend(q).forward(q, k, v, mask, key_lengths, settings))
+    kept = q.new_zeros(q.size(1), q.size(2), q.size(0), k.size(0))
+    return [eager.forward(q, k, v, mask, key_lengths, settings, kept)[0], kept]
+
+
+def _gradient_shapes(grad_out: Tensor, *inputs: Any) -> list[Tensor]:
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3]]
+
+
+@opaque(
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? out, Tensor kept, Tensor? mask, "
+    f"Tensor? key_lengths, {eager.OPERANDS}, bool is_softmax) -> Tensor[]",
+    _gradient_shapes,
+)
+def _backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, kept: Tensor, *others: Any
+) -> list[Tensor]:
+    """grad_q, grad_k and grad_v, from what forward kept."""
+    mask, key_lengths, *operands, is_softmax = others
+    arguments = (mask, key_lengths, eager.Settings.of(*operands))
+    if is_softmax:
+        return list(eager.backward(grad_out, q, k, v, None, kept, *arguments, kept))
+    return list(_backend(q).backward(grad_out, q, k, v, out, kept, *arguments))
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -191,27 +238,19 @@ class _Attention(torch.autograd.Function):
         mask: Tensor | None,
         key_lengths: Tensor | None,
         settings: eager.Settings,
-        keeps_probabilities: bool,
+        is_softmax: bool,
     ) -> Tensor:
         ctx.settings, tensors = settings.split()
-        ctx.keeps_probabilities = keeps_probabilities
-        if keeps_probabilities:
-            kept = q.new_zeros(q.size(1), q.size(2), q.size(0), k.size(0))
-            out, _ = eager.forward(q, k, v, mask, key_lengths, settings, kept)
-            ctx.save_for_backward(q, k, v, None, kept, mask, key_lengths, *tensors)
-            return out
-        out, logsumexp = _backend(q).forward(q, k, v, mask, key_lengths, settings)
-        # On a CPU whole rows are computed again, and nobody needs out.
-        ctx.save_for_backward(q, k, v, out if q.is_cuda else None, logsumexp, mask, key_lengths, *tensors)
+        ctx.is_softmax = is_softmax
+        out, kept = _forward(q, k, v, mask, key_lengths, *settings.operands, is_softmax)
+        # On a CPU, and from the softmax, whole rows are computed again, and nobody needs out.
+        kept_out = out if q.is_cuda and not is_softmax else None
+        ctx.save_for_backward(q, k, v, kept_out, kept, mask, key_lengths, *tensors)
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("attention", "attention")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, kept, mask, key_lengths, *tensors = ctx.saved_tensors
-        settings = ctx.settings.joined(*tensors)
-        if ctx.keeps_probabilities:
-            grads = eager.backward(grad_out, q, k, v, None, kept, mask, key_lengths, settings, kept)
-        else:
-            grads = _backend(q).backward(grad_out, q, k, v, out, kept, mask, key_lengths, settings)
-        return *grads, *[None] * 4
+        *tensors, key, first_sample = ctx.saved_tensors
+        operands = ctx.settings.joined(key, first_sample).operands
+        return *_backward(grad_out, *tensors, *operands, ctx.is_softmax), *[None] * 4

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tempo_kernels.opaque import join_key, split_key
 from tempo_kernels.philox import effective_probability
+
+OPERANDS = (
+    "float p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, Tensor? first_sample, SymInt first_row"
+)
 
 
 class Draw(NamedTuple):
@@ -36,6 +41,24 @@ class Draw(NamedTuple):
                     f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; an int, or a 0-dim "
                     f"torch.int64 tensor on {x.device}, as x, is wanted; move it there"
                 )
+
+    @classmethod
+    def of(
+        cls, p: float, low: int, high: int, key: Tensor | None, number: int, first_sample: Tensor | None, first_row: int
+    ) -> Draw:
+        """The draw that `operands` gave."""
+        return cls(
+            p,
+            join_key(low, high) if key is None else key,
+            number if first_sample is None else first_sample,
+            first_row,
+        )
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """What an operator takes in its place, by the schema OPERANDS."""
+        numbers, (key, first_sample) = self.split()
+        return self.p, *split_key(numbers.key), key, numbers.first_sample, first_sample, self.first_row
 
     def split(self) -> tuple[Draw, list[Tensor | None]]:
         """The draw without its tensors, and the tensors, which autograd is to keep: it notices when one is changed."""

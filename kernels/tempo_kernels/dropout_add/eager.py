@@ -81,12 +81,12 @@ def _blocks(
     if compute_dtype != out.dtype:
         blocks = torch.empty((min(step, num_rows), batch, num_columns), dtype=compute_dtype, device=out.device)
     key, first_sample = int(key) % 2**64, int(first_sample)
-    sample = torch.arange(first_sample, first_sample + batch, device=out.device)
+    sample = torch.arange(first_sample, first_sample + batch, dtype=torch.int64, device=out.device)
     head = torch.zeros((), dtype=torch.int64, device=out.device)
     for start in range(0, num_rows, step):
         stop = min(start + step, num_rows)
         bits = None
         if p > 0:
-            row = torch.arange(first_row + start, first_row + stop, device=out.device).unsqueeze(-1)
+            row = torch.arange(first_row + start, first_row + stop, dtype=torch.int64, device=out.device).unsqueeze(-1)
             bits = keep_bits(key, p, sample=sample, head=head, row=row, num_columns=num_columns)
         yield slice(start, stop), out[start:stop] if blocks is None else blocks[: stop - start], bits

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.dropout_add import eager
-from tempo_kernels.dropout_add.draw import Draw
+from tempo_kernels.dropout_add.draw import OPERANDS, Draw
+from tempo_kernels.opaque import opaque, separate
 
 
 def bias_dropout_add(
@@ -47,7 +48,7 @@ def bias_dropout_add(
     """
     draw = Draw(p, key, first_sample, first_row)
     draw.check(x, bias, residual)
-    return _BiasDropoutAdd.apply(x, bias, residual, draw)
+    return _BiasDropoutAdd.apply(x, bias, *separate(residual), draw)
 
 
 def _backend(x: Tensor) -> Any:
@@ -58,25 +59,42 @@ def _backend(x: Tensor) -> Any:
     return eager
 
 
+def _shapes(x: Tensor, *others: Any) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device)]
+
+
+@opaque(f"bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, {OPERANDS}) -> Tensor[]", _shapes)
+def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, *operands: Any) -> list[Tensor]:
+    return [_backend(x).forward(x, bias, residual, *Draw.of(*operands))]
+
+
+def _gradient_shapes(grad_out: Tensor, bias_dtype: torch.dtype | None, *operands: Any) -> list[Tensor]:
+    grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
+    return [grad_x] if bias_dtype is None else [grad_x, grad_x.new_empty(grad_out.shape[-1:], dtype=bias_dtype)]
+
+
+@opaque(f"bias_dropout_add_backward(Tensor grad_out, ScalarType? bias_dtype, {OPERANDS}) -> Tensor[]", _gradient_shapes)
+def _backward(grad_out: Tensor, bias_dtype: torch.dtype | None, *operands: Any) -> list[Tensor]:
+    """grad_x and, where its dtype is given, grad_bias."""
+    grad_x, grad_bias = _backend(grad_out).backward(grad_out, *Draw.of(*operands), bias_dtype is not None)
+    return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(bias_dtype)]
+
+
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw) -> Tensor:
         ctx.draw, tensors = draw.split()
         ctx.save_for_backward(*tensors)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _backend(x).forward(x, bias, residual, *draw)
+        return _forward(x, bias, residual, *draw.operands)[0]
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("bias_dropout_add", "dropout")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         needs_grad_x, needs_grad_bias, needs_grad_residual, _ = ctx.needs_input_grad
-        grad_x = grad_bias = None
+        grads: list[Tensor | None] = [None, None]
         if needs_grad_x or needs_grad_bias:
-            draw = ctx.draw.joined(*ctx.saved_tensors)
-            grad_x, grad_bias = _backend(grad_out).backward(grad_out, *draw, needs_grad_bias)
-        return (
-            grad_x if needs_grad_x else None,
-            None if grad_bias is None else grad_bias.to(ctx.bias_dtype),
-            grad_out if needs_grad_residual else None,
-            None,
-        )
+            operands = ctx.draw.joined(*ctx.saved_tensors).operands
+            found = _backward(grad_out, ctx.bias_dtype if needs_grad_bias else None, *operands)
+            grads = [found[0] if needs_grad_x else None, found[1] if needs_grad_bias else None]
+        return *grads, grad_out if needs_grad_residual else None, None

@@ -152,14 +152,15 @@ def backward(
     grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
     num_columns = grad_out.size(-1)
     if grad_out.numel() == 0:
-        return grad_x, torch.zeros(num_columns, device=grad_out.device) if needs_grad_bias else None
+        grad_bias = torch.zeros(num_columns, dtype=torch.float32, device=grad_out.device) if needs_grad_bias else None
+        return grad_x, grad_bias
     tile = _tile_shape(grad_out)
     tiles_per_program, partial = 1, None
     if needs_grad_bias:
         tiles_per_program = -(-tile.row_blocks * tile.strips // BACKWARD_PROGRAMS)
     num_chunks = -(-tile.row_blocks // tiles_per_program)
     if needs_grad_bias:
-        partial = torch.empty(num_chunks, num_columns, device=grad_out.device)
+        partial = torch.empty(num_chunks, num_columns, dtype=torch.float32, device=grad_out.device)
     with torch.cuda.device_of(grad_out):
         _backward_kernel[(num_chunks * tile.strips,)](
             grad_out.contiguous(),

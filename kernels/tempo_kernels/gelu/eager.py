@@ -69,7 +69,8 @@ def backward(
 
 
 def _compiled_backward(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str) -> Tensor:
-    sign = torch.tensor(_SIGNS, device=y.device).index_select(0, bits.int()).view(torch.int8)[: y.numel()]
+    signs = torch.tensor(_SIGNS, dtype=torch.int64, device=y.device)
+    sign = signs.index_select(0, bits.int()).view(torch.int8)[: y.numel()]
     return _GRADIENTS[approximate](grad_y.reshape(-1), y.view(-1), sign).view(y.shape)
 
 
@@ -93,7 +94,7 @@ def _backward_in_chunks(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: st
     size = _chunk_size(y.numel())
     buffers = torch.empty((3, size), dtype=torch.float32, device=y.device)
     is_tabulated = y.dtype.itemsize == 2 and y.device.type == "cpu"
-    words = torch.tensor(_PAGES if is_tabulated else _SIGNS, device=y.device)
+    words = torch.tensor(_PAGES if is_tabulated else _SIGNS, dtype=torch.int64, device=y.device)
     for start in range(0, y.numel(), size):
         chunk_y, chunk_bits = flat_y[start : start + size], bits[start // 8 : (start + size + 7) // 8]
         length = chunk_y.numel()
@@ -191,8 +192,9 @@ def _table(dtype: torch.dtype, approximate: str) -> Tensor:
     if (dtype, approximate) not in _tables:
         pattern = torch.arange(-32768, 32768, dtype=torch.int32, device="cpu").to(torch.int16)
         y, sign = pattern.view(dtype).float(), torch.tensor([[-1], [1]], dtype=torch.int8, device="cpu")
-        halves = [_derivative(y, s, INVERSES[approximate], torch.empty((3, 65536), device="cpu")) for s in sign]
-        table = torch.cat(halves)
+        # Each half is a view of its buffers.
+        buffers = torch.empty((2, 3, 65536), dtype=torch.float32, device="cpu")
+        table = torch.cat([_derivative(y, s, INVERSES[approximate], b) for s, b in zip(sign, buffers, strict=True)])
         if type(table) is not Tensor:
             return table  # a fake tensor must not outlive its mode
         _tables[dtype, approximate] = table

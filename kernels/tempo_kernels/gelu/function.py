@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.gelu import eager
+from tempo_kernels.opaque import opaque
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -58,37 +60,79 @@ def _backend(x: Tensor) -> Any:
     return eager
 
 
+def _shapes(x: Tensor, bias: Tensor | None, approximate: str, has_bits: bool) -> list[Tensor]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return [y, torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)] if has_bits else [y]
+
+
+@opaque("gelu(Tensor x, Tensor? bias, str approximate, bool has_bits) -> Tensor[]", _shapes)
+def _forward(x: Tensor, bias: Tensor | None, approximate: str, has_bits: bool) -> list[Tensor]:
+    """y and, where asked for, the bits."""
+    y, bits = _backend(x).forward(x, bias, approximate, has_bits)
+    return [y] if bits is None else [y, bits]
+
+
+def _gradient_shapes(
+    grad_y: Tensor, kept: Tensor, other: Tensor, approximate: str, has_grad_bias: bool
+) -> list[Tensor]:
+    grad_x = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
+    return [grad_x, grad_x.new_empty(kept.shape[-1:])] if has_grad_bias else [grad_x]
+
+
+def _cast(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
+    return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(grad_x.dtype)]
+
+
+@opaque(
+    "gelu_backward(Tensor grad_y, Tensor y, Tensor bits, str approximate, bool has_grad_bias) -> Tensor[]",
+    _gradient_shapes,
+)
+def _backward(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str, has_grad_bias: bool) -> list[Tensor]:
+    """grad_x and, where asked for, grad_bias."""
+    return _cast(*_backend(y).backward(grad_y, y, bits, approximate, has_grad_bias))
+
+
+@opaque(
+    "gelu_backward_from_input(Tensor grad_y, Tensor x, Tensor? bias, str approximate, bool has_grad_bias) -> Tensor[]",
+    _gradient_shapes,
+)
+def _backward_from_input(
+    grad_y: Tensor, x: Tensor, bias: Tensor | None, approximate: str, has_grad_bias: bool
+) -> list[Tensor]:
+    return _cast(*_backend(x).backward_from_input(grad_y, x, bias, approximate, has_grad_bias))
+
+
 class _GELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-        y, bits = _backend(x).forward(x, bias, approximate)
+        y, bits = _forward(x, bias, approximate, True)
         ctx.save_for_backward(y, bits)
         ctx.approximate = approximate
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    @first_derivative_only("gelu", "gelu")
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         y, bits = ctx.saved_tensors
-        derivative = _backend(y).backward
-        grads = _Derivative.apply(derivative, ctx.approximate, ctx.needs_input_grad[1], grad_y, y, bits)
-        return *grads, None
+        grad_x, *grad_bias = _backward(grad_y, y, bits, ctx.approximate, ctx.needs_input_grad[1])
+        return grad_x, grad_bias[0] if grad_bias else None, None
 
 
 class _GELUOfInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-        y, _ = _backend(x).forward(x, bias, approximate, has_bits=False)
+        (y,) = _forward(x, bias, approximate, False)
         ctx.save_for_backward(x, bias)
         ctx.approximate = approximate
         ctx.refill = _refill
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    @first_derivative_only("gelu", "gelu")
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
-        derivative = _backend(x).backward_from_input
-        grads = _Derivative.apply(derivative, ctx.approximate, ctx.needs_input_grad[1], grad_y, x, bias)
-        return *grads, None
+        grad_x, *grad_bias = _backward_from_input(grad_y, x, bias, ctx.approximate, ctx.needs_input_grad[1])
+        return grad_x, grad_bias[0] if grad_bias else None, None
 
 
 @torch.no_grad()
@@ -96,18 +140,3 @@ def _refill(ctx: Any, out: Tensor) -> None:
     """Writes y, bit for bit as it was, to out."""
     x, bias = ctx.saved_tensors
     _backend(x).forward(x, bias, ctx.approximate, has_bits=False, out=out)
-
-
-class _Derivative(torch.autograd.Function):
-    """The first derivative, a function of its own so that a second one, through y or grad_y, ends in a clear error."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, derivative: Any, approximate: str, has_grad_bias: bool, grad_y: Tensor, *kept: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        grad_x, grad_bias = derivative(grad_y, *kept, approximate, has_grad_bias)
-        return grad_x, None if grad_bias is None else grad_bias.to(grad_x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        raise RuntimeError('gelu is not twice differentiable; set tempo.gelu to "off"')

@@ -149,10 +149,10 @@ def fit(approximate: str, numerator_degree: int = 7, denominator_degree: int = 9
     weight = 1 + 3 * torch.exp(-((x / 1.5) ** 2))
     target[-1], weight[-1] = 1.0, 50.0
 
-    powers = s[:, None] ** torch.arange(max(numerator_degree, denominator_degree) + 1)
+    powers = s[:, None] ** torch.arange(max(numerator_degree, denominator_degree) + 1, dtype=torch.int64)
     p_powers, q_powers = powers[:, : numerator_degree + 1], powers[:, 1 : denominator_degree + 1]
     matrix = torch.cat([factor[:, None] * p_powers, -target[:, None] * q_powers], dim=1)
-    emphasis, q, best, smallest = torch.ones_like(s), torch.ones_like(s), torch.zeros(matrix.shape[1]), math.inf
+    emphasis, q, best, smallest = torch.ones_like(s), torch.ones_like(s), s.new_zeros(matrix.shape[1]), math.inf
     for _ in range(rounds):
         scale = (weight * emphasis.sqrt() / q.abs())[:, None]
         norms = (matrix * scale).norm(dim=0)
@@ -166,7 +166,7 @@ def fit(approximate: str, numerator_degree: int = 7, denominator_degree: int = 9
         emphasis = emphasis * (error / error.max() + 1e-4)
         emphasis /= emphasis.mean()
 
-    numerator, denominator = best[: numerator_degree + 1], torch.cat([torch.ones(1), best[numerator_degree + 1 :]])
+    numerator, denominator = best[: numerator_degree + 1], torch.cat([best.new_ones(1), best[numerator_degree + 1 :]])
     inverse = Inverse(
         x_min=x_min,
         y_min=_float32(minimum),

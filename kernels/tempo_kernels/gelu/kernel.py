@@ -209,7 +209,7 @@ def _launch_backward(
     tiles_per_program = max(1, -(-tiling.row_blocks * tiling.strips // BACKWARD_PROGRAMS))
     num_chunks = -(-tiling.row_blocks // tiles_per_program)
     needs_sums = has_grad_bias and tiling.has_columns
-    partial = torch.empty(num_chunks, like.size(-1), device=like.device) if needs_sums else None
+    partial = torch.empty(num_chunks, like.size(-1), dtype=torch.float32, device=like.device) if needs_sums else None
     if like.numel():
         with torch.cuda.device_of(like):
             kernel[(num_chunks * tiling.strips,)](

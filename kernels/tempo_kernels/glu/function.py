@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.glu import eager
+from tempo_kernels.opaque import opaque
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -61,20 +62,46 @@ def _backend(x: Tensor) -> Any:
     return eager
 
 
+def _shapes(x: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
+    return [torch.empty(*x.shape[:-1], x.size(-1) // 2, dtype=x.dtype, device=x.device)]
+
+
+@opaque("glu(Tensor x, Tensor? bias, str activation) -> Tensor[]", _shapes)
+def _forward(x: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
+    return [_backend(x).forward(x, bias, activation)]
+
+
+def _gradient_shapes(
+    grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
+) -> list[Tensor]:
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return [grad_x, grad_x.new_empty(x.shape[-1:])] if has_grad_bias else [grad_x]
+
+
+@opaque(
+    "glu_backward(Tensor grad_y, Tensor x, Tensor? bias, str activation, bool has_grad_bias) -> Tensor[]",
+    _gradient_shapes,
+)
+def _backward(grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool) -> list[Tensor]:
+    """grad_x and, where asked for, grad_bias."""
+    grad_x, grad_bias = _backend(x).backward(grad_y, x, bias, activation, has_grad_bias)
+    return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(x.dtype)]
+
+
 class _GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         ctx.save_for_backward(x, bias)
         ctx.activation = activation
         ctx.refill = _refill
-        return _backend(x).forward(x, bias, activation)
+        return _forward(x, bias, activation)[0]
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a gated linear unit", "gelu")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
-        grad_x, grad_bias = _backend(x).backward(grad_y, x, bias, ctx.activation, ctx.needs_input_grad[1])
-        return grad_x, None if grad_bias is None else grad_bias.to(x.dtype), None
+        grad_x, *grad_bias = _backward(grad_y, x, bias, ctx.activation, ctx.needs_input_grad[1])
+        return grad_x, grad_bias[0] if grad_bias else None, None
 
 
 @torch.no_grad()

@@ -131,11 +131,11 @@ def backward(
     _check(x)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
-        return grad_x, torch.zeros(x.size(-1), device=x.device) if has_grad_bias else None
+        return grad_x, torch.zeros(x.size(-1), dtype=torch.float32, device=x.device) if has_grad_bias else None
     tiling = _tiling(x, SUMS_TILE if has_grad_bias else TILE_ELEMENTS)
     tiles_per_program = -(-tiling.row_blocks * tiling.strips // BACKWARD_PROGRAMS)
     num_chunks = -(-tiling.row_blocks // tiles_per_program)
-    partial = torch.empty(num_chunks, x.size(-1), device=x.device) if has_grad_bias else None
+    partial = torch.empty(num_chunks, x.size(-1), dtype=torch.float32, device=x.device) if has_grad_bias else None
     with torch.cuda.device_of(x):
         _backward_kernel[(num_chunks * tiling.strips,)](
             grad_y.contiguous(),

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from tempo_kernels.linear_cross_entropy import chunks, eager
+from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.linear_cross_entropy.checks import check_tensors, checked_settings, needs_main_grad
-from tempo_kernels.linear_cross_entropy.chunks import Head, Settings
+from tempo_kernels.linear_cross_entropy.chunks import Settings
+from tempo_kernels.linear_cross_entropy.operators import (
+    find_gradients,
+    find_losses,
+    find_losses_and_gradients,
+    order_rows,
+    settings_operands,
+)
 from tempo_kernels.linear_cross_entropy.shards import Shards
+from tempo_kernels.opaque import is_traced
 
 
 def linear_cross_entropy(
@@ -68,36 +76,21 @@ def linear_cross_entropy(
     numbers = (vocab_size, vocab_start, ignore_index, label_smoothing, z_loss, chunk_tokens)
     settings = checked_settings(hidden, weight, shards, *numbers)
     fused = gradient_accumulation_fusion and needs_main_grad(weight)
-    if token_weights is None:
-        return _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, fused)
-    if not torch.is_grad_enabled():
-        losses = _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, False)
-        return (token_weights * losses).sum(), losses
-    return _WeightedLinearCrossEntropy.apply(hidden, weight, bias, labels, token_weights, settings, fused)
-
-
-def _backend(x: Tensor) -> Any:
-    if x.is_cuda:
-        from tempo_kernels.linear_cross_entropy import kernel  # needs triton
-
-        return kernel
-    return eager
-
-
-def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings) -> Head:
-    rows = hidden.reshape(hidden.size(0) * hidden.size(1), hidden.size(2))
-    # [b, s] -> [t, s/t * b], the order of hidden's rows
-    segments = settings.shards.num_segments
-    return Head(rows, weight, bias, labels.t().reshape(segments, labels.numel() // segments))
-
-
-def _rows_of(t: Tensor, head: Head) -> Tensor:
-    """t [b, s] as head.labels [t, m], in the dtype of computation."""
-    return t.t().reshape(head.labels.shape).to(torch.promote_types(head.hidden.dtype, torch.float32))
+    if token_weights is None or not torch.is_grad_enabled():
+        losses = _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, fused)
+        return losses if token_weights is None else ((token_weights * losses).sum(), losses)
+    link = _Link.apply(hidden, weight, bias)
+    return _WeightedLinearCrossEntropy.apply(hidden, weight, bias, labels, token_weights, link, settings, fused)
 
 
 def _shaped(losses: Tensor, labels: Tensor) -> Tensor:
     return losses.view(labels.size(1), labels.size(0)).t().contiguous()
+
+
+def _spread(found: Sequence[Tensor], needs: Sequence[bool]) -> Iterator[Tensor | None]:
+    """The gradients in their places, None where not needed."""
+    remaining = iter(found)
+    return (next(remaining) if is_needed else None for is_needed in needs)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -105,33 +98,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, fused: bool
     ) -> Tensor:
-        losses, kept = chunks.forward(_head(hidden, weight, bias, labels, settings), settings, _backend(hidden))
+        losses, kept = find_losses(hidden, weight, bias, labels, *settings_operands(settings))
         ctx.save_for_backward(hidden, weight, bias, labels, kept)
         ctx.settings, ctx.parameter = settings, weight if fused else None
         return _shaped(losses, labels)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("linear_cross_entropy", "loss")
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, kept = ctx.saved_tensors
-        head = _head(hidden, weight, bias, labels, ctx.settings)
-        grad = _rows_of(grad_losses, head)
+        grad, needs = order_rows(grad_losses, ctx.settings).to(kept.dtype), ctx.needs_input_grad[:3]
+        operands = (grad, kept, hidden, weight, bias, labels, *needs, *settings_operands(ctx.settings))
         main_grad = None if ctx.parameter is None else ctx.parameter.main_grad
-        # A 16-bit main_grad gets the whole sum at once.
-        total = main_grad if main_grad is not None and main_grad.dtype == grad.dtype else None
-        needs = ctx.needs_input_grad[:3]
-        found = chunks.backward(grad, kept, head, needs, total, ctx.settings, _backend(hidden))
-        if main_grad is not None and found.weight is not None and total is None:
-            main_grad += found.weight
-        grad_weight = found.weight if ctx.parameter is None else _stand_in(ctx.parameter)
+        if main_grad is not None and main_grad.dtype == grad.dtype and not is_traced(hidden):
+            grads = _spread(find_gradients.call(*operands, total=main_grad), needs)
+            grad_hidden, _, grad_bias = grads
+        else:
+            grad_hidden, grad_weight, grad_bias = _spread(find_gradients(*operands), needs)
+            if main_grad is not None and grad_weight is not None:
+                main_grad += grad_weight  # a 16-bit one gets the whole sum at once
+        if ctx.parameter is not None:
+            grad_weight = _stand_in(ctx.parameter)
         return (
-            None if found.hidden is None else found.hidden.view(hidden.shape),
+            None if grad_hidden is None else grad_hidden.view(hidden.shape),
             None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if found.bias is None else found.bias.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(weight.dtype),
             None,
             None,
             None,
         )
+
+
+class _Link(torch.autograd.Function):
+    """No bytes, and a place in the graph behind the inputs: what a function that keeps none of them saves, for a
+    second derivative to be noticed."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:
+        return torch.empty(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
 
 
 class _WeightedLinearCrossEntropy(torch.autograd.Function):
@@ -143,17 +151,18 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         token_weights: Tensor,
+        link: Tensor,
         settings: Settings,
         fused: bool,
     ) -> tuple[Tensor, Tensor]:
-        head = _head(hidden, weight, bias, labels, settings)
         needs = ctx.needs_input_grad[:3]
-        rows = _rows_of(token_weights, head)
+        rows = order_rows(token_weights, settings).to(torch.promote_types(hidden.dtype, torch.float32))
         # Weights as small as 1 / (s b) would take a float16 gradient of the logits below its range.
         unit = rows.abs().amax() if rows.numel() else rows.new_ones(())
         unit = torch.where(unit > 0, unit, 1.0)
-        losses, found = chunks.forward_with_gradients(rows / unit, head, needs, settings, _backend(hidden))
-        ctx.save_for_backward(found.hidden, found.weight, found.bias, unit)
+        operands = (rows / unit, hidden, weight, bias, labels, *needs, *settings_operands(settings))
+        losses, *found = find_losses_and_gradients(*operands)
+        ctx.save_for_backward(*_spread(found, needs), unit, link)
         ctx.shape, ctx.dtype, ctx.parameter = hidden.shape, weight.dtype, weight if fused else None
         ctx.is_spent = False
         total, losses = (rows * losses).sum(), _shaped(losses, labels)
@@ -161,15 +170,15 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         return total, losses
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("linear_cross_entropy", "loss")
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_spent:
+        if ctx.is_spent and not torch.compiler.is_compiling():
             raise RuntimeError(
                 "linear_cross_entropy with token_weights has given its gradients away in a first backward; leave "
                 "token_weights out to run backward again"
             )
         ctx.is_spent = True
-        grad_hidden, grad_weight, grad_bias, unit = ctx.saved_tensors
+        grad_hidden, grad_weight, grad_bias, unit, _ = ctx.saved_tensors
         factor = unit * grad_total
         if ctx.parameter is not None:
             ctx.parameter.main_grad.addcmul_(grad_weight, factor.to(grad_weight.dtype))
@@ -180,10 +189,7 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.mul_(factor).view(ctx.shape),
             grad_weight,
             None if grad_bias is None else (grad_bias * factor).to(ctx.dtype),
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
 
 

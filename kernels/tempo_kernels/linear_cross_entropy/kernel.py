@@ -92,7 +92,7 @@ def _gradient_kernel(
 def statistics(logits: Tensor, columns: Tensor, num_real: int, needs_sum: bool) -> Tensor:
     """[3 or 4, n] of logits [n, v], contiguous: top, total, the target's logit, sum_real (l - top)."""
     _check(logits)
-    found = torch.empty(3 + needs_sum, logits.size(0), device=logits.device)
+    found = torch.empty(3 + needs_sum, logits.size(0), dtype=torch.float32, device=logits.device)
     if logits.size(0):
         with torch.cuda.device_of(logits):
             _statistics_kernel[(logits.size(0),)](

@@ -140,14 +140,14 @@ def keep_bits(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, 
     _check_indices(sample, head, row)
     c1, c2, c3 = torch.broadcast_tensors(row, head + ((sample >> 32) << 16), sample & _WORD)
     shape = c1.shape
-    group = torch.arange(-(-num_columns // LANES), device=row.device)
+    group = torch.arange(-(-num_columns // LANES), dtype=torch.int64, device=row.device)
     c1, c2, c3 = (c.reshape(-1).contiguous() for c in (c1, c2, c3))
     _drawn += group.numel() * c1.numel()
     # Sizes of 1 would be compiled in, each combination anew; Inductor of torch 2.13 even gets one of them wrong.
     if _drawn < DRAWS_BEFORE_COMPILING or min(group.numel(), c1.numel()) < 2:
         bits = _keep_bits(group, c1, c2, c3, k0, k1, limit)
     else:
-        numbers = (torch.tensor(number, device=row.device) for number in (k0, k1, limit))
+        numbers = (torch.tensor(number, dtype=torch.int64, device=row.device) for number in (k0, k1, limit))
         bits = _compiled_keep_bits(group, c1, c2, c3, *numbers)
     return bits.view(*shape, group.numel() * LANES)[..., :num_columns]
 

@@ -23,7 +23,7 @@ def forward(x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor
 
 def backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> tuple[Tensor, Tensor | None]:
     """grad_x = 2 sqrt(y) grad_y, contiguous, and its sum over all dimensions but the last in float32 [f]."""
-    return _gradients(y.sqrt(), grad_y, has_grad_bias)
+    return _gradients(_root(y), grad_y, has_grad_bias)
 
 
 def backward_from_input(
@@ -33,6 +33,19 @@ def backward_from_input(
     root = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rectified(x, bias, root)
     return _gradients(root, grad_y, has_grad_bias)
+
+
+def _root(y: Tensor) -> Tensor:
+    """sqrt(y), correctly rounded."""
+    root = y.sqrt()
+    if y.dtype != torch.float64:
+        return root
+    # Where its registers are 512 bits wide, torch's root of a float64 may be the neighbour of the rounded one.
+    is_off = root * root != y
+    for limit in (0.0, torch.inf):
+        neighbour = root.nextafter(root.new_tensor(limit))
+        root = torch.where(is_off & (neighbour * neighbour == y), neighbour, root)
+    return root
 
 
 def _rectified(x: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.opaque import opaque
 from tempo_kernels.squared_relu import eager
 
 
@@ -48,10 +49,42 @@ def _backend(x: Tensor) -> Any:
     return eager
 
 
+def _shapes(x: Tensor, bias: Tensor | None) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device)]
+
+
+@opaque("squared_relu(Tensor x, Tensor? bias) -> Tensor[]", _shapes)
+def _forward(x: Tensor, bias: Tensor | None) -> list[Tensor]:
+    return [_backend(x).forward(x, bias)]
+
+
+def _gradient_shapes(grad_y: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
+    grad_x, has_grad_bias = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device), others[-1]
+    return [grad_x, grad_x.new_empty(kept.shape[-1:])] if has_grad_bias else [grad_x]
+
+
+def _cast(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
+    return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(grad_x.dtype)]
+
+
+@opaque("squared_relu_backward(Tensor grad_y, Tensor y, bool has_grad_bias) -> Tensor[]", _gradient_shapes)
+def _backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> list[Tensor]:
+    """grad_x and, where asked for, grad_bias."""
+    return _cast(*_backend(y).backward(grad_y, y, has_grad_bias))
+
+
+@opaque(
+    "squared_relu_backward_from_input(Tensor grad_y, Tensor x, Tensor? bias, bool has_grad_bias) -> Tensor[]",
+    _gradient_shapes,
+)
+def _backward_from_input(grad_y: Tensor, x: Tensor, bias: Tensor | None, has_grad_bias: bool) -> list[Tensor]:
+    return _cast(*_backend(x).backward_from_input(grad_y, x, bias, has_grad_bias))
+
+
 class _SquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        y = _backend(x).forward(x, bias)
+        (y,) = _forward(x, bias)
         ctx.save_for_backward(y)
         return y
 
@@ -59,8 +92,8 @@ class _SquaredReLU(torch.autograd.Function):
     @first_derivative_only("squared_relu", "gelu")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None]:
         (y,) = ctx.saved_tensors
-        grad_x, grad_bias = _backend(y).backward(grad_y, y, ctx.needs_input_grad[1])
-        return grad_x, None if grad_bias is None else grad_bias.to(y.dtype)
+        grad_x, *grad_bias = _backward(grad_y, y, ctx.needs_input_grad[1])
+        return grad_x, grad_bias[0] if grad_bias else None
 
 
 class _SquaredReLUOfInput(torch.autograd.Function):
@@ -68,14 +101,14 @@ class _SquaredReLUOfInput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, bias)
         ctx.refill = _refill
-        return _backend(x).forward(x, bias)
+        return _forward(x, bias)[0]
 
     @staticmethod
     @first_derivative_only("squared_relu", "gelu")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None]:
         x, bias = ctx.saved_tensors
-        grad_x, grad_bias = _backend(x).backward_from_input(grad_y, x, bias, ctx.needs_input_grad[1])
-        return grad_x, None if grad_bias is None else grad_bias.to(x.dtype)
+        grad_x, *grad_bias = _backward_from_input(grad_y, x, bias, ctx.needs_input_grad[1])
+        return grad_x, grad_bias[0] if grad_bias else None
 
 
 @torch.no_grad()

@@ -131,7 +131,7 @@ def _launch_backward(
     tiling = _tiling(kept, has_grad_bias or bias is not None)
     tiles_per_program = max(1, -(-tiling.row_blocks * tiling.strips // BACKWARD_PROGRAMS))
     num_chunks = -(-tiling.row_blocks // tiles_per_program)
-    partial = torch.empty(num_chunks, kept.size(-1), device=kept.device) if has_grad_bias else None
+    partial = torch.empty(num_chunks, kept.size(-1), dtype=torch.float32, device=kept.device) if has_grad_bias else None
     if kept.numel():
         with torch.cuda.device_of(kept):
             _backward_kernel[(num_chunks * tiling.strips,)](

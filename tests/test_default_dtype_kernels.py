@@ -1,0 +1,56 @@
+"""torch.set_default_dtype changes no result of a kernel: see interpreted.py for where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interpreted import DEVICE, kernel_test
+from torch import Tensor
+
+from tempo_kernels.dropout_add import kernel as dropout_add
+from tempo_kernels.gelu import kernel as gelu
+from tempo_kernels.glu import kernel as glu
+from tempo_kernels.linear_cross_entropy import kernel as loss
+from tempo_kernels.squared_relu import kernel as squared_relu
+
+
+def gradients_of_gelu(x: Tensor, bias: Tensor) -> tuple[Any, ...]:
+    y, bits = gelu.forward(x, bias, "none")
+    return y, *gelu.backward(x, y, bits, "none", True), *gelu.backward_from_input(x, x, bias, "none", True)
+
+
+def gradients_of_logits(x: Tensor, _: Tensor) -> tuple[Any, ...]:
+    columns = torch.arange(x.size(0), dtype=torch.int64, device=x.device)
+    found, gradient = loss.statistics(x, columns, 30, True), x.clone()
+    loss.gradient_(gradient, columns, found[0], 0.1 / found[1], found[1], 0.9, 1e-3, 30)
+    return found, gradient
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
+    "gelu": gradients_of_gelu,
+    "glu": lambda x, bias: (glu.forward(x, bias, "silu"), *glu.backward(x[:, :16], x, bias, "silu", True)),
+    "glu of nothing": lambda x, bias: glu.backward(x[:0, :16], x[:0], bias, "silu", True),
+    "squared_relu": lambda x, bias: squared_relu.backward_from_input(x, x, bias, True),
+    "dropout_add": lambda x, _: dropout_add.backward(x.unsqueeze(1), 0.1, 7, 0, 0, True),
+    "dropout_add of nothing": lambda x, _: dropout_add.backward(x[:0].unsqueeze(1), 0.1, 7, 0, 0, True),
+    "linear_cross_entropy": gradients_of_logits,
+}
+
+
+@kernel_test
+@pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_default_dtype_changes_no_bit_of_a_kernels_result(name: str, default: torch.dtype) -> None:
+    x, bias = (torch.randn(shape, dtype=torch.float32, device=DEVICE) for shape in ((300, 32), (32,)))
+    wanted = OPERATIONS[name](x, bias)
+    torch.set_default_dtype(default)
+    try:
+        found = OPERATIONS[name](x, bias)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
