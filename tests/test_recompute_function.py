@@ -105,6 +105,13 @@ def test_a_frozen_parameter_of_a_module_stays_without_gradient():
     assert module.scale.grad is None and module.inner.weight.grad is not None
 
 
+def test_a_module_under_zero_3_is_refused():
+    module = nn.PReLU()
+    module.weight.ds_id = 0  # DeepSpeed's mark
+    with pytest.raises(ValueError, match="partitioned by ZeRO-3"):
+        recompute(module, tensors()[0])
+
+
 def test_a_parameter_changed_before_backward_is_autograds_own_error():
     module = nn.PReLU()
     out = recompute(module, tensors()[0])

@@ -106,9 +106,10 @@ class _State:
     def tensors(self) -> list[Tensor]:
         """The distinct tensors, as they are now."""
         found = list({id(state[name]): state[name] for state, name in self._slots}.values())
-        if any(tensor.numel() == 0 for tensor in found if isinstance(tensor, torch.nn.Parameter)):
+        if any(hasattr(tensor, "ds_id") for tensor in found):
             raise ValueError(
-                "a parameter of the module is empty, as where ZeRO-3 has not gathered it; call the module itself"
+                "a parameter of the module is partitioned by ZeRO-3, whose hooks take no other tensor for it; call "
+                "the module itself"
             )
         return found
 

@@ -68,15 +68,17 @@ def drop(y: Tensor, *, after: Tensor | Sequence[Tensor]) -> None:
 
     y's memory is free as soon as nobody else holds it: delete your own names for it. A view that an operation keeps (a
     linear flattens y) counts as y. Where nothing is kept for backward (no_grad, eval), or somebody's saved-tensor hooks
-    keep it (a checkpointed region, whose activations go anyway; save_on_cpu), nothing happens.
+    keep it (a checkpointed region, whose activations go anyway; save_on_cpu), nothing happens. Derivatives of any order
+    come through y as if it had been kept, as far as the operation that made it has them.
 
     Args:
-        y: made by an operation that can refill it: `recompute`, or one with keep="input".
+        y: made by an operation that can refill it: `recompute`, or one with keep="input". Writing to y gives it another
+            grad_fn, and is refused; under no_grad nobody sees it, and it must not be done before y was used.
         after: the result of the operation that used y, such as a linear's output; all of them where several did. What
             is not named keeps y as ever.
 
     Costs: one more run of the operation in backward, shared by all operations that kept y, and microseconds of Python.
-        A retained graph may run backward any number of times, and be differentiated as y itself allows.
+        A retained graph may run backward any number of times.
     Raises: ValueError where y cannot be made again.
     """
     if y.grad_fn is None or not torch.is_grad_enabled() or not (_CAN_ASK_FOR_HOOKS or _saves_without_hooks()):
