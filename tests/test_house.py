@@ -14,7 +14,7 @@ FLOOR_OF_IMPORT = {"tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "kernel
 FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
 # A room that is two others in one pass, and those two: its eager.py is made of theirs, its kernel.py of their kernels.
 COMPOSED_OF = {"dropout_add_norm": ("dropout_add", "norm")}
-FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 300, 60, 100
+FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 300, 65, 100
 
 
 def imports(path: Path) -> Iterator[str]:
