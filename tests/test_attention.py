@@ -247,3 +247,15 @@ def test_settings_that_do_not_fit_are_refused(arguments, message):
 def test_the_backend_is_told_for_what_it_is():
     q = torch.zeros(4, 1, 1, 8)
     assert backend(q, q, causal=True) == "torch" == backend(q, q, causal=True, form="softmax")
+
+
+@pytest.mark.parametrize("num_keys", [2, 60, 1000])
+@pytest.mark.parametrize("size", [1e3, 1e4, 1e5, 1e6])
+def test_scores_that_are_equal_and_huge_share_the_gradient_evenly(size, num_keys):
+    # Near size**2 float32 has no digits for the logarithm of num_keys.
+    q = torch.full((1, 1, 1, 8), size, requires_grad=True)
+    k = torch.full((num_keys, 1, 1, 8), size, requires_grad=True)
+    v = torch.randn(num_keys, 1, 1, 8, requires_grad=True)
+    grad = torch.randn(1, 1, 1, 8)
+    attention(q, k, v, causal=False, softmax_scale=1 / 8).backward(grad)
+    torch.testing.assert_close(v.grad, (grad / num_keys).expand_as(v))

@@ -19,10 +19,15 @@ from torch.autograd.function import once_differentiable
 
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy
 from tempo_megatron.config import TempoConfig
+from tempo_megatron.late_check import LateCheck
 
 _IGNORED = -100
 # Of the largest gradient: what float32 leaves of proportions.
 _TOLERANCE = 1e-4
+_IS_MULTIPLE = LateCheck(
+    "the gradient of the losses is not a number times loss_mask, for which the fused loss made its gradients (on a GPU "
+    "they became NaN in an earlier step); sum loss_mask * losses, or call the model without loss_mask"
+)
 
 
 class TempoOutputLayer(ColumnParallelLinear):
@@ -35,6 +40,7 @@ class TempoOutputLayer(ColumnParallelLinear):
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """(losses [b, s] in float32, None) of input_ [s, b, h], or with sequence parallelism [s/p, b, h]."""
+        _IS_MULTIPLE.raise_if_noted()
         if self.labels is None:
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
@@ -94,7 +100,7 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     Called with `loss_mask` too, as Megatron's pretrain_gpt.py does, it makes the gradients in forward and spares the
     recomputation of the logits. The loss must then be a number times sum(loss_mask * losses), which is what
     Megatron's loss functions are, and have one backward; any other gradient of the losses raises RuntimeError on a CPU
-    and becomes NaN on a GPU, which is not waited for.
+    and becomes NaN on a GPU, which is not waited for; there a RuntimeError says so when the model is next called.
 
     Raises ValueError where the model or its configuration has what the fused head cannot do.
     """
@@ -152,10 +158,6 @@ class _LossesOfTotal(torch.autograd.Function):
         wanted = factor * token_weights
         error, largest = (grad_losses - wanted).abs().amax(), wanted.abs().amax()
         is_another = error > _TOLERANCE * largest
-        if is_another.device.type == "cpu" and is_another:
-            raise RuntimeError(
-                "the gradient of the losses is not a number times loss_mask, for which the fused loss made its "
-                "gradients; sum loss_mask * losses, or call the model without loss_mask"
-            )
-        # On a GPU an exception would wait for the device.
+        _IS_MULTIPLE.note(is_another)
+        # On a GPU an exception here would wait for the device: NaN goes on, and words follow.
         return torch.where(is_another, torch.nan, factor), None, None

@@ -255,8 +255,10 @@ class _Block:
         """[g, a/g * rows, keys], from logsumexp [a, sq]."""
         row_sum = logsumexp[:, self.rows].reshape(self.groups, -1, 1)
         probabilities = self.scores(q, k).sub_(row_sum).exp_()
-        # The whole row is here: normalising it again takes the rounding of its logsumexp out. Of none it stays 0.
-        return probabilities.div_(probabilities.sum(-1, keepdim=True).clamp_min_(0.5))
+        # The whole row is here: normalising it again takes the rounding of its logsumexp out, which for scores around
+        # 1e8 is as large as the logarithm of how many are equal. Of none it stays 0.
+        total = probabilities.sum(-1, keepdim=True)
+        return probabilities.div_(total.masked_fill_(total == 0.0, float("inf")))
 
     def _hide_outside_of_the_window(self, scores: Tensor) -> None:
         """Minus infinity in scores [a, rows, keys]; only columns at either end hold keys that some rows do not see."""

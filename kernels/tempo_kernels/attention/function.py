@@ -66,7 +66,8 @@ def attention(
         [b, a, sq, sk] tensor of q's dtype. Also `mask` and `key_lengths` where given, which are the caller's tensors.
     Error: products in the inputs' dtype, softmax in float32; at most twice the unfused torch computation's own error.
         Of a 16-bit type on a GPU, the sum over a row of out * grad_out is of the rounded out, as in FlashAttention:
-        where queries see a single key, the gradient of its score is one rounding of a product instead of 0.
+        wherever a softmax is saturated (a single key is seen, or one score is far above the others), gradients of
+        scores that should be about 0 are one rounding of a product.
     Raises: ValueError for shapes, dtypes or a probability that do not fit; RuntimeError on a second derivative.
     """
     _check(q, k, v, causal, mask)

@@ -61,6 +61,8 @@ def linear_cross_entropy(
         losses [b, s], float32 (float64 for float64 inputs). With token_weights (total, losses): the differentiable
         scalar sum(token_weights * losses), and losses that are not differentiable.
 
+    Under autocast nothing is cast: the inputs' dtype is that of the products, in forward and in backward.
+
     Keeps for backward: hidden, weight and bias (which exist anyway), labels, and 8 bytes per token. With token_weights
         instead of hidden its gradient, and the weight's in float32; backward scales both in place, once.
     Costs: a fourth product beside three, the logits once more in backward; not so with token_weights, where however the
@@ -84,7 +86,7 @@ def linear_cross_entropy(
 
 
 def _shaped(losses: Tensor, labels: Tensor) -> Tensor:
-    return losses.view(labels.size(1), labels.size(0)).t().contiguous()
+    return losses.view(labels.size(1), labels.size(0)).t().clone(memory_format=torch.contiguous_format)
 
 
 def _spread(found: Sequence[Tensor], needs: Sequence[bool]) -> Iterator[Tensor | None]:
