@@ -236,8 +236,8 @@ def refusals():
 
 def test_what_the_fused_head_cannot_do_is_refused_with_the_remedy():
     ((found, is_stock),) = run_megatron_ranks(refusals, 1, 1)
-    wanted = ["the model is a TransformerBlock", "mtp_num_layers", "defer_embedding_wgrad", "is a QuantizedLinear"]
-    assert len(found) == 4 and all(part in text for part, text in zip(wanted, found, strict=True))
+    reasons = ["the model is a TransformerBlock", "mtp_num_layers", "defer_embedding_wgrad", "is a QuantizedLinear"]
+    assert len(found) == 4 and all(part in text for part, text in zip(reasons, found, strict=True))
     assert is_stock and all(text.endswith('set tempo.loss to "off"') for text in found)
 
 

@@ -35,6 +35,8 @@ class TempoOutputLayer(ColumnParallelLinear):
 
     labels: Tensor | None = None
     loss_mask: Tensor | None = None
+    logits_scale: float = 1.0
+    """What the model multiplies logits by (MuP); the losses are those of the logits so scaled."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -43,7 +45,13 @@ class TempoOutputLayer(ColumnParallelLinear):
         _IS_MULTIPLE.raise_if_noted()
         if self.labels is None:
             return super().forward(input_, weight, runtime_gather_output)
+        late_errors.check()
         weight = self.weight if weight is None else weight
+        bias = None if self.skip_bias_add else self.bias
+        if self.logits_scale != 1.0:
+            # There are no logits to scale; what they are made of is.
+            input_ = input_ * self.logits_scale
+            bias = None if bias is None else bias * self.logits_scale
         num_rows = weight.size(0)
         is_outside = (self.labels < 0) | (self.labels >= num_rows * get_pg_size(self.tp_group))
         token_weights = None
@@ -53,7 +61,7 @@ class TempoOutputLayer(ColumnParallelLinear):
             input_,
             weight,
             self.labels.masked_fill(is_outside, _IGNORED),
-            bias=None if self.skip_bias_add else self.bias,
+            bias=bias,
             ignore_index=_IGNORED,
             vocab_start=get_pg_rank(self.tp_group) * num_rows,
             group=self.tp_group,
@@ -72,12 +80,21 @@ class _FusedLoss:
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        if kwargs.get("output_processor") is not None:
+            # It is the user's, and may ask the output layer for logits.
+            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)  # type: ignore[misc]
         layer = self.output_layer
         layer.labels, layer.loss_mask = labels, kwargs.get("loss_mask")
         try:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)  # type: ignore[misc]
         finally:
             layer.labels = layer.loss_mask = None
+
+    def _scale_logits(self, logits: Tensor) -> Tensor:
+        """Logits as the model scales them; losses are those of scaled logits already."""
+        if self.output_layer.labels is not None:
+            return logits
+        return super()._scale_logits(logits)  # type: ignore[misc]
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """The losses that the output layer gave, or of real logits Megatron's."""
@@ -95,12 +112,13 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
 
     The model keeps its modules, parameters and checkpoint keys; it and its output layer change class. Called with
     labels it gives losses [b, s] in float32 and keeps no logits; called without, logits. A label outside of the
-    vocabulary has loss 0.
+    vocabulary has loss 0. Called with an `output_processor` it is as in Megatron. Where the model scales its logits
+    (MuP) a scaled copy of the hidden states is kept.
 
     Called with `loss_mask` too, as Megatron's pretrain_gpt.py does, it makes the gradients in forward and spares the
     recomputation of the logits. The loss must then be a number times sum(loss_mask * losses), which is what
-    Megatron's loss functions are, and have one backward; any other gradient of the losses raises RuntimeError on a CPU
-    and becomes NaN on a GPU, which is not waited for; there a RuntimeError says so when the model is next called.
+    Megatron's loss functions are, and have one backward; any other gradient of the losses raises RuntimeError. A GPU
+    is not waited for: there the gradients become NaN, and the error is raised by the next forward.
 
     Raises ValueError where the model or its configuration has what the fused head cannot do.
     """
@@ -110,28 +128,47 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     if not model.post_process:
         return
     cls: Any = type(model)
+    logits_scale = _logits_scale(model)
     model.output_layer.__class__ = TempoOutputLayer
+    model.output_layer.logits_scale = logits_scale
     model.__class__ = _fused_class(cls)
 
 
 def _refuse(model: Any) -> None:
     if not isinstance(model, GPTModel):
         raise ValueError(
-            f'the model is a {type(model).__name__}; the fused loss wants a GPTModel; set tempo.loss to "off"'
+            f'the model is a {type(model).__name__}; the fused loss expects a GPTModel; set tempo.loss to "off"'
         )
     config = model.config
     layer = getattr(model, "output_layer", None)
     refused = [
-        (config.mtp_num_layers, "mtp_num_layers is given, whose layers want logits of their own"),
+        (config.mtp_num_layers, "mtp_num_layers is given, whose layers need logits of their own"),
         (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute is on, which keeps the logits' gradient"),
         (
             model.post_process and type(layer) not in (ColumnParallelLinear, TempoOutputLayer),
-            f"the output layer is a {type(layer).__name__}, where a ColumnParallelLinear is wanted",
+            f"the output layer is a {type(layer).__name__}, where a ColumnParallelLinear is expected",
         ),
     ]
     for is_refused, reason in refused:
         if is_refused:
             raise ValueError(f'{reason}; set tempo.loss to "off"')
+
+
+def _logits_scale(model: Any) -> float:
+    """The number that a model's logits are multiplied by; ValueError where it does something else with them."""
+    if isinstance(model, _FusedLoss):
+        return model.output_layer.logits_scale
+    scale_logits = getattr(model, "_scale_logits", None)
+    if scale_logits is None:
+        return 1.0
+    logits = torch.tensor([1.0, -3.0, 50.0], dtype=torch.float64)
+    scaled = scale_logits(logits)
+    if not torch.equal(scaled, scaled[0] * logits):
+        raise ValueError(
+            f"{type(model).__name__} does more to its logits than multiply them by a number; expected a number; "
+            'set tempo.loss to "off"'
+        )
+    return scaled[0].item()
 
 
 @functools.cache
@@ -158,6 +195,44 @@ class _LossesOfTotal(torch.autograd.Function):
         wanted = factor * token_weights
         error, largest = (grad_losses - wanted).abs().amax(), wanted.abs().amax()
         is_another = error > _TOLERANCE * largest
-        _IS_MULTIPLE.note(is_another)
-        # On a GPU an exception here would wait for the device: NaN goes on, and words follow.
+        late_errors.note(is_another)
         return torch.where(is_another, torch.nan, factor), None, None
+
+
+class _LateErrors:
+    """Gradients that were not what was promised: a CPU says so at once, a GPU when the host would have to wait no more.
+
+    That is at the latest in the forward after the host read anything of that backward, an overflow or a norm.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    def note(self, is_wrong: Tensor) -> None:
+        """Raise RuntimeError where is_wrong, a bool scalar, is true; of a GPU's leave that to `check`."""
+        if is_wrong.device.type == "cpu":
+            self._raise_if(is_wrong)
+        elif is_wrong.is_cuda and not torch.cuda.is_current_stream_capturing():
+            copied, event = is_wrong.to("cpu", non_blocking=True), torch.cuda.Event()
+            event.record()
+            self._pending.append((copied, event))
+
+    def check(self) -> None:
+        """Raise RuntimeError where a noted gradient is known to have been wrong."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        while self._pending and self._pending[0][1].query():
+            is_wrong, _ = self._pending.pop(0)
+            self._raise_if(is_wrong)
+
+    def _raise_if(self, is_wrong: Tensor) -> None:
+        if is_wrong:
+            # Those behind it are of the same wrong loss.
+            self._pending.clear()
+            raise RuntimeError(
+                "the gradient of the losses is not a number times loss_mask, for which the fused loss made its "
+                "gradients; sum loss_mask * losses, or call the model without loss_mask"
+            )
+
+
+late_errors = _LateErrors()
