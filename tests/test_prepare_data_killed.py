@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 # these functions, until a child comes through. Prints, per child, how it ended and the files it left.
 KILL_EACH_MOMENT = """
 import json, os, shutil, signal, sys
-import megatron.core.datasets.indexed_dataset as indexed
+from tempo_megatron.training.dataset_writer import DatasetWriter
 from tempo_megatron.training.prepare_data import main
 
 start, work, *command = sys.argv[1:]
@@ -39,9 +39,8 @@ def kill_before(n):
         setattr(owner, name, wrapped)
     for name in ("replace", "remove", "fsync", "close"):
         wrap(os, name)
-    for name in ("add_item", "finalize"):
-        wrap(indexed.IndexedDatasetBuilder, name)
-    wrap(indexed._IndexWriter, "write")
+    for name in ("add", "finish"):
+        wrap(DatasetWriter, name)
 
 for n in range(1, 200):
     shutil.rmtree(work, ignore_errors=True)

@@ -19,9 +19,9 @@ from tempo_megatron.training.tokenizer import GPT2Tokenizer, check_both_or_neith
 _FORMAT_NAME = "tempo-megatron data set"
 FORMAT = f"{_FORMAT_NAME} 1"
 
-_INDEX_MAGIC = b"MMIDIDX\x00\x00"
-_INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
-_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,27 +151,27 @@ def _check_index(prefix: str) -> tuple[Any, int]:
     broken = f"{prefix}.idx is not a whole index of Megatron's format; prepare the data again"
     try:
         with open(prefix + ".idx", "rb") as stream:
-            header = stream.read(_INDEX_HEADER.size)
+            header = stream.read(INDEX_HEADER.size)
         size, bin_size = os.path.getsize(prefix + ".idx"), os.path.getsize(prefix + ".bin")
     except OSError as error:
         raise DataError(f"cannot read {prefix}.idx or .bin: {error.strerror}") from error
-    if len(header) < _INDEX_HEADER.size:
+    if len(header) < INDEX_HEADER.size:
         raise DataError(broken)
-    magic, version, code, sequences, borders = _INDEX_HEADER.unpack(header)
-    if magic != _INDEX_MAGIC or version != 1 or code not in _DTYPES:
+    magic, version, code, sequences, borders = INDEX_HEADER.unpack(header)
+    if magic != INDEX_MAGIC or version != 1 or code not in DTYPES:
         raise DataError(broken)
-    if size < _INDEX_HEADER.size + 12 * sequences + 8 * borders:
+    if size < INDEX_HEADER.size + 12 * sequences + 8 * borders:
         raise DataError(broken)
-    lengths = np.fromfile(prefix + ".idx", np.int32, sequences, offset=_INDEX_HEADER.size)
+    lengths = np.fromfile(prefix + ".idx", np.int32, sequences, offset=INDEX_HEADER.size)
     tokens = int(lengths.sum(dtype=np.int64))
     if tokens == 0:
         raise DataError(f"{prefix} has no documents; prepare the data again")
-    if tokens * np.dtype(_DTYPES[code]).itemsize != bin_size:
+    if tokens * np.dtype(DTYPES[code]).itemsize != bin_size:
         raise DataError(
             f"{prefix}.bin has {bin_size} bytes, {prefix}.idx speaks of {tokens} tokens of "
-            f"{np.dtype(_DTYPES[code]).itemsize} bytes: they do not belong together; prepare the data again"
+            f"{np.dtype(DTYPES[code]).itemsize} bytes: they do not belong together; prepare the data again"
         )
-    return _DTYPES[code], tokens
+    return DTYPES[code], tokens
 
 
 def _token_range(prefix: str, dtype: Any, tokens: int, scan_bytes: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from tempo_megatron.training import corpus
@@ -24,6 +25,7 @@ from tempo_megatron.training.dataset_files import (
     load_dataset_tokenizer,
     validate_dataset,
 )
+from tempo_megatron.training.dataset_writer import DatasetWriter, token_dtype
 from tempo_megatron.training.documents import Encoded, encode, read_texts
 from tempo_megatron.training.partial_output import PartialOutput
 from tempo_megatron.training.prepare_arguments import parse_prepare_arguments
@@ -75,7 +77,7 @@ def prepare(options: argparse.Namespace) -> None:
     pieces = corpus.pieces(files)
     with PartialOutput(prefix) as output:
         tokenizer, vocab_file, merge_file = _tokenizer(options, pieces, output)
-        dtype = _token_dtype(tokenizer.vocab_size)
+        dtype = token_dtype(tokenizer.vocab_size)
         workers = max(1, min(options.workers, len(pieces)))
         encoded = encode(pieces, vocab_file, merge_file, options.json_key, dtype, workers)
         written = _write(output, encoded, dtype, sum(file.size for file in files), left_out)
@@ -158,12 +160,6 @@ def _training_texts(pieces: Iterable[corpus.Piece], json_key: str, max_bytes: in
                 return
 
 
-def _token_dtype(vocab_size: int) -> Any:
-    from megatron.core.datasets.indexed_dataset import DType  # slow: not before the input is known to be good
-
-    return DType.optimal_dtype(vocab_size)
-
-
 @dataclass(slots=True)
 class _Written:
     documents: int = 0
@@ -173,33 +169,26 @@ class _Written:
 
 
 def _write(
-    output: PartialOutput, encoded: Iterable[Encoded], dtype: Any, total_bytes: int, left_out: corpus.LeftOut
+    output: PartialOutput,
+    encoded: Iterable[Encoded],
+    dtype: type[np.integer],
+    total_bytes: int,
+    left_out: corpus.LeftOut,
 ) -> _Written:
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
     written = _Written()
-    builder = IndexedDatasetBuilder(output.path(".bin"), dtype=dtype)
-    try:
-        with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=not sys.stderr.isatty()) as bar:
-            for piece in encoded:
-                sequences = torch.from_numpy(piece.ids).split(piece.lengths) if piece.lengths else ()
-                for sequence, is_end in zip(sequences, piece.ends, strict=True):
-                    builder.add_item(sequence)
-                    if is_end:
-                        builder.end_document()
-                written.documents += sum(piece.ends)
-                written.sequences += len(piece.lengths)
-                written.tokens += piece.ids.size
-                written.source_bytes += piece.source_bytes
-                left_out.update(piece.left_out)
-                bar.update(piece.source_bytes)
+    bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=not sys.stderr.isatty())
+    with DatasetWriter(output.path(".bin"), dtype) as writer, bar:
+        for piece in encoded:
+            writer.add(piece.ids, piece.lengths, piece.ends)
+            written.documents += sum(piece.ends)
+            written.sequences += len(piece.lengths)
+            written.tokens += piece.ids.size
+            written.source_bytes += piece.source_bytes
+            left_out.update(piece.left_out)
+            bar.update(piece.source_bytes)
         if written.documents == 0:
             raise DataError(f"there is no document in the input{_counts(left_out)}; give other files with --input")
-        builder.finalize(output.path(".idx"))
-    finally:
-        with suppress(OSError):  # of a full disk, a second time
-            builder.data_file.close()
+        writer.finish(output.path(".idx"))
     return written
 
 
