@@ -220,8 +220,9 @@ def test_an_error_in_the_input_leaves_the_old_output(tmp_path: Path, capsys: pyt
     ("arguments", "message"),
     [
         ([], "nothing to read; give --input PATH... or --input-stdlib"),
-        (["--input-stdlib", "--workers", "0"], "--workers 0: want at least 1"),
-        (["--input-stdlib", "--vocab-size", "256"], "--vocab-size 256: want at least 257"),
+        (["--input-stdlib", "--workers", "0"], "--workers 0: expected at least 1"),
+        (["--input-stdlib", "--vocab-size", "256"], "--vocab-size 256: expected at least 257"),
+        (["--input-stdlib", "--vocab-size", "1000000000"], "--vocab-size 1000000000: expected at most 10000000"),
         (["--input-stdlib", "--max-bytes", "12 potatoes"], "'12 potatoes' is not a number of bytes"),
         (["--input-stdlib", "--max-bytes", "0"], "'0' is not a number of bytes"),
         (["--input-stdlib", "--extensions", ".py"], "--extensions chooses files of a directory tree"),

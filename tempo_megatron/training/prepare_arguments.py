@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 
-from tempo_megatron.training.tokenizer import SMALLEST_VOCABULARY
+from tempo_megatron.training.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 
 DESCRIPTION = "Tokenizes text, JSON-lines and directory trees into a data set of Megatron's format."
 VOCAB_SIZE = 50257
@@ -37,7 +37,7 @@ def parse_prepare_arguments(argv: list[str] | None) -> argparse.Namespace:
     if not options.input and not options.input_stdlib:
         parser.error("nothing to read; give --input PATH... or --input-stdlib")
     if options.workers < 1:
-        parser.error(f"--workers {options.workers}: want at least 1")
+        parser.error(f"--workers {options.workers}: expected at least 1")
     if options.extensions and not any(os.path.isdir(path) for path in options.input):
         parser.error("--extensions chooses files of a directory tree, and --input has no directory; leave it out")
     for name in ("vocab_size", "train_bytes"):
@@ -46,7 +46,9 @@ def parse_prepare_arguments(argv: list[str] | None) -> argparse.Namespace:
     options.train_bytes = options.train_bytes or TRAIN_BYTES
     options.vocab_size = VOCAB_SIZE if options.vocab_size is None else options.vocab_size
     if options.vocab_size < SMALLEST_VOCABULARY:
-        parser.error(f"--vocab-size {options.vocab_size}: want at least {SMALLEST_VOCABULARY}, 256 bytes and one more")
+        parser.error(f"--vocab-size {options.vocab_size}: expected at least {SMALLEST_VOCABULARY} (256 bytes and one)")
+    if options.vocab_size > LARGEST_VOCABULARY:
+        parser.error(f"--vocab-size {options.vocab_size}: expected at most {LARGEST_VOCABULARY}; GPT-2 has 50257")
     return options
 
 
