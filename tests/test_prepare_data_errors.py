@@ -161,9 +161,7 @@ def test_an_output_that_cannot_be_written_is_refused(refuse: Refuse, tmp_path: P
 
 def test_files_of_others_are_not_overwritten(refuse: Refuse, tmp_path: Path) -> None:
     lines = file(tmp_path / "lines.json", '{"text": "a"}\n')
-    refuse(
-        "lines.json exists and does not describe prepared data", "--input", lines, "--output-prefix", tmp_path / "lines"
-    )
+    refuse("lines.json is a file of the output", "--input", lines, "--output-prefix", tmp_path / "lines")
     other = file(tmp_path / "x-vocab.json", '{"text": "a"}\n')
     refuse("x-vocab.json is a file of the output", "--input", other, "--output-prefix", tmp_path / "x")
     assert lines.read_text() == other.read_text() == '{"text": "a"}\n'

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -21,13 +22,13 @@ from tempo_megatron.training.data_error import DataError
 from tempo_megatron.training.dataset_files import (
     FORMAT,
     Sidecar,
-    check_prefix_is_free,
+    is_inside,
     load_dataset_tokenizer,
     validate_dataset,
 )
 from tempo_megatron.training.dataset_writer import DatasetWriter, token_dtype
 from tempo_megatron.training.documents import Encoded, encode, read_texts
-from tempo_megatron.training.partial_output import PartialOutput
+from tempo_megatron.training.partial_output import SUFFIXES, PartialOutput
 from tempo_megatron.training.prepare_arguments import parse_prepare_arguments
 from tempo_megatron.training.tokenizer import GPT2Tokenizer, check_both_or_neither, train_tokenizer
 
@@ -65,7 +66,6 @@ def prepare(options: argparse.Namespace) -> None:
     prefix = options.output_prefix
     left_out = corpus.LeftOut()
     check_both_or_neither(options.vocab_file, options.merge_file)
-    check_prefix_is_free(prefix)
     files = _input_files(options, left_out)
     fingerprint = _fingerprint(options, files)
     if options.skip_existing and _is_current(prefix, fingerprint):
@@ -75,15 +75,19 @@ def prepare(options: argparse.Namespace) -> None:
         print(f"prepare_data: {corpus.shown(prefix)} is already there, made from the same files in the same way; kept")
         return
     pieces = corpus.pieces(files)
-    with PartialOutput(prefix) as output:
+    with PartialOutput(prefix, _suffixes(options), overwrite=options.overwrite) as output:
         tokenizer, vocab_file, merge_file = _tokenizer(options, pieces, output)
         dtype = token_dtype(tokenizer.vocab_size)
         workers = max(1, min(options.workers, len(pieces)))
         encoded = encode(pieces, vocab_file, merge_file, options.json_key, dtype, workers)
         written = _write(output, encoded, dtype, sum(file.size for file in files), left_out)
+        names = [
+            _name_beside(prefix, given, suffix) or os.path.basename(prefix) + suffix
+            for given, suffix in _given_files(options)
+        ]
         sidecar = Sidecar(
-            vocab_file=_name_beside(prefix, options.vocab_file, "-vocab.json"),
-            merge_file=_name_beside(prefix, options.merge_file, "-merges.txt"),
+            vocab_file=names[0],
+            merge_file=names[1],
             vocab_sha256=tokenizer.unique_identifiers["vocab_sha256"],
             merge_sha256=tokenizer.unique_identifiers["merge_sha256"],
             vocab_size=tokenizer.vocab_size,
@@ -140,13 +144,31 @@ def _is_current(prefix: str, fingerprint: str) -> bool:
 def _tokenizer(
     options: argparse.Namespace, pieces: list[corpus.Piece], output: PartialOutput
 ) -> tuple[GPT2Tokenizer, str, str]:
-    """The tokenizer and its two files: those given, or new ones among the output."""
+    """The tokenizer and its two files: those given, or new ones among the output.
+
+    A file that is given and not below the directory of the output is copied there: data take along their tokenizer.
+    """
     if options.vocab_file is not None:
-        return GPT2Tokenizer.load(options.vocab_file, options.merge_file), options.vocab_file, options.merge_file
+        paths: list[str] = []
+        for given, suffix in _given_files(options):
+            is_beside = _name_beside(options.output_prefix, given, suffix) is not None
+            paths.append(given if is_beside else shutil.copyfile(given, output.path(suffix)))
+        return GPT2Tokenizer.load(*paths), paths[0], paths[1]
     chosen = corpus.sample(pieces, options.train_bytes)
     texts = _training_texts(chosen, options.json_key, options.train_bytes)
     tokenizer = train_tokenizer(texts, options.vocab_size, output.folder)
     return tokenizer, output.path("-vocab.json"), output.path("-merges.txt")
+
+
+def _given_files(options: argparse.Namespace) -> list[tuple[Any, str]]:
+    """The tokenizer files as given (None: not), each with the suffix of its place among the output."""
+    return [(options.vocab_file, "-vocab.json"), (options.merge_file, "-merges.txt")]
+
+
+def _suffixes(options: argparse.Namespace) -> list[str]:
+    """Of the files to write: a tokenizer file stays where it is if it is given and below the output's directory."""
+    kept = {suffix for given, suffix in _given_files(options) if _name_beside(options.output_prefix, given, suffix)}
+    return [suffix for suffix in SUFFIXES if suffix not in kept]
 
 
 def _training_texts(pieces: Iterable[corpus.Piece], json_key: str, max_bytes: int) -> Iterator[str]:
@@ -192,10 +214,16 @@ def _write(
     return written
 
 
-def _name_beside(prefix: str, given: str | None, suffix: str) -> str:
-    """The path of a tokenizer file from the directory of the data set: the one given, else the trained one."""
+def _name_beside(prefix: str, given: str | None, suffix: str) -> str | None:
+    """The path of a given tokenizer file from the directory of the data set; None where it is not below that."""
     folder = os.path.dirname(os.path.abspath(prefix))
-    return os.path.relpath(os.path.abspath(given if given is not None else prefix + suffix), folder)
+    if given is None or not is_inside(given, folder):
+        return None
+    name = os.path.relpath(os.path.abspath(given), folder)
+    if name.startswith(os.pardir + os.sep):  # it is below through a link only
+        name = os.path.relpath(os.path.realpath(given), os.path.realpath(folder))
+    # Under the very name of a trained one, "./" says that it is the user's own, which no later run may replace.
+    return os.path.join(os.curdir, name) if name == os.path.basename(prefix) + suffix else name
 
 
 def _counts(left_out: corpus.LeftOut) -> str:
