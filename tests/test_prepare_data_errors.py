@@ -112,7 +112,7 @@ def test_text_that_is_not_utf_8_is_refused(refuse: Refuse, tmp_path: Path, monke
         (b'{"text": ' + b"[" * 100_000, "is not JSON (maximum recursion depth"),
         (b'{"text": ' + b"1" * 5000 + b"}", "is not JSON (Exceeds the limit"),
         (b'{"text": "\xe9"}', "is not UTF-8"),
-        (b'["text"]', 'is a JSON list, not an object; want {"text": TEXT}'),
+        (b'["text"]', 'is a JSON list, not an object; expected {"text": TEXT}'),
         (b'{"body": "x", "id": 1}', "has no key 'text' (its keys: body, id); name the key of the text with --json-key"),
         (b'{"text": 5}', "has a value of type int under 'text', not a text"),
         (b'{"text": "\\ud83d"}', "has half of a surrogate pair"),

@@ -32,6 +32,11 @@ def parse_prepare_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--vocab-size", type=int, default=None, help=f"tokens of the trained vocabulary (default: {VOCAB_SIZE})")
     add("--train-bytes", type=_byte_count, default=None, help="text to train the vocabulary on (default: 32M)")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one per core)")
+    add(
+        "--skip-bad-lines",
+        action="store_true",
+        help="leave out, and count, lines that are not UTF-8 or not a JSON object with a text",
+    )
     add("--overwrite", action="store_true", help="replace files named like the output that prepare_data did not make")
     add("--skip-existing", action="store_true", help="keep P where it was made from the same files in the same way")
     options = parser.parse_args(argv)

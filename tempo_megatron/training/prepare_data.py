@@ -79,7 +79,7 @@ def prepare(options: argparse.Namespace) -> None:
         tokenizer, vocab_file, merge_file = _tokenizer(options, pieces, output)
         dtype = token_dtype(tokenizer.vocab_size)
         workers = max(1, min(options.workers, len(pieces)))
-        encoded = encode(pieces, vocab_file, merge_file, options.json_key, dtype, workers)
+        encoded = encode(pieces, vocab_file, merge_file, options.json_key, dtype, workers, options.skip_bad_lines)
         written = _write(output, encoded, dtype, sum(file.size for file in files), left_out)
         names = [
             _name_beside(prefix, given, suffix) or os.path.basename(prefix) + suffix
@@ -125,7 +125,7 @@ def _fingerprint(options: argparse.Namespace, files: list[corpus.InputFile]) -> 
     else:
         vocabulary = [options.vocab_size, options.train_bytes]
     inputs = [(os.path.abspath(file.path), file.size, file.mtime_ns, file.is_named) for file in files]
-    content = json.dumps([FORMAT, vocabulary, options.json_key, inputs])
+    content = json.dumps([FORMAT, vocabulary, options.json_key, inputs, *["bad lines"] * options.skip_bad_lines])
     return hashlib.sha256(content.encode("ascii")).hexdigest()
 
 
@@ -155,7 +155,7 @@ def _tokenizer(
             paths.append(given if is_beside else shutil.copyfile(given, output.path(suffix)))
         return GPT2Tokenizer.load(*paths), paths[0], paths[1]
     chosen = corpus.sample(pieces, options.train_bytes)
-    texts = _training_texts(chosen, options.json_key, options.train_bytes)
+    texts = _training_texts(chosen, options)
     tokenizer = train_tokenizer(texts, options.vocab_size, output.folder)
     return tokenizer, output.path("-vocab.json"), output.path("-merges.txt")
 
@@ -171,10 +171,10 @@ def _suffixes(options: argparse.Namespace) -> list[str]:
     return [suffix for suffix in SUFFIXES if suffix not in kept]
 
 
-def _training_texts(pieces: Iterable[corpus.Piece], json_key: str, max_bytes: int) -> Iterator[str]:
-    budget = max_bytes
+def _training_texts(pieces: Iterable[corpus.Piece], options: argparse.Namespace) -> Iterator[str]:
+    budget = options.train_bytes
     for piece in pieces:
-        for text in read_texts(piece, json_key, corpus.LeftOut()):
+        for text in read_texts(piece, options.json_key, corpus.LeftOut(), options.skip_bad_lines):
             content = text.text[:budget]  # characters, at most as many as bytes
             yield content
             budget -= len(content.encode("utf-8"))
