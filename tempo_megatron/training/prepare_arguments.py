@@ -11,9 +11,9 @@ VOCAB_SIZE = 50257
 TRAIN_BYTES = 32_000_000
 
 
-def parse_prepare_arguments(argv: list[str] | None) -> argparse.Namespace:
+def parse_prepare_arguments(argv: list[str] | None, prog: str) -> argparse.Namespace:
     """The command line of prepare_data, defaults filled in; what contradicts itself ends the process with status 2."""
-    parser = argparse.ArgumentParser(prog="prepare_data", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
     add = parser.add_argument
     add("--input", nargs="+", action="extend", default=[], metavar="PATH", help="text, .json/.jsonl, directory trees")
     add("--input-stdlib", action="store_true", help="sources and texts of this Python's standard library")
@@ -55,6 +55,7 @@ def parse_prepare_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--vocab-size {options.vocab_size}: expected at least {SMALLEST_VOCABULARY} (256 bytes and one)")
     if options.vocab_size > LARGEST_VOCABULARY:
         parser.error(f"--vocab-size {options.vocab_size}: expected at most {LARGEST_VOCABULARY}; GPT-2 has 50257")
+    options.prog = prog
     return options
 
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from tempo_megatron.training import corpus
 from tempo_megatron.training.data_error import DataError
@@ -30,28 +29,31 @@ from tempo_megatron.training.dataset_writer import DatasetWriter, token_dtype
 from tempo_megatron.training.documents import Encoded, encode, read_texts
 from tempo_megatron.training.partial_output import SUFFIXES, PartialOutput
 from tempo_megatron.training.prepare_arguments import parse_prepare_arguments
+from tempo_megatron.training.prepare_progress import Progress
 from tempo_megatron.training.tokenizer import GPT2Tokenizer, check_both_or_neither, train_tokenizer
 
 _SMALL_DATA_SET = 100  # sequences; below it, a few per cent of --split may hold none
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; 0 where the data set is there, 1 with one sentence on stderr where it is not."""
-    options = parse_prepare_arguments(argv)
+def main(argv: list[str] | None = None, prog: str = "prepare_data") -> int:
+    """The command line, called `prog`; 0 where the data set is there, 1 with one sentence on stderr where it is not."""
+    options = parse_prepare_arguments(argv, prog)
     try:
         prepare(options)
     except DataError as error:
-        print(f"prepare_data: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever read our output has left; the data set is there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(
-            f"prepare_data: writing {error.filename or corpus.shown(options.output_prefix)} failed: {error.strerror}; "
+            f"{prog}: writing {error.filename or corpus.shown(options.output_prefix)} failed: {error.strerror}; "
             "free some space, or choose another place",
             file=sys.stderr,
         )
         return 1
     except KeyboardInterrupt:
-        print("prepare_data: interrupted", file=sys.stderr)
+        print(f"{prog}: interrupted", file=sys.stderr)
         return 130
     return 0
 
@@ -72,7 +74,9 @@ def prepare(options: argparse.Namespace) -> None:
         if os.path.isdir(prefix + ".partial"):  # of a run killed at its very end
             with suppress(DataError), PartialOutput(prefix):
                 pass
-        print(f"prepare_data: {corpus.shown(prefix)} is already there, made from the same files in the same way; kept")
+        print(
+            f"{options.prog}: {corpus.shown(prefix)} is already there, made from the same files in the same way; kept"
+        )
         return
     pieces = corpus.pieces(files)
     with PartialOutput(prefix, _suffixes(options), overwrite=options.overwrite) as output:
@@ -80,7 +84,8 @@ def prepare(options: argparse.Namespace) -> None:
         dtype = token_dtype(tokenizer.vocab_size)
         workers = max(1, min(options.workers, len(pieces)))
         encoded = encode(pieces, vocab_file, merge_file, options.json_key, dtype, workers, options.skip_bad_lines)
-        written = _write(output, encoded, dtype, sum(file.size for file in files), left_out)
+        progress = Progress(options.prog, "tokenizing", sum(file.size for file in files))
+        written = _write(output, encoded, dtype, progress, left_out)
         names = [
             _name_beside(prefix, given, suffix) or os.path.basename(prefix) + suffix
             for given, suffix in _given_files(options)
@@ -155,8 +160,10 @@ def _tokenizer(
             paths.append(given if is_beside else shutil.copyfile(given, output.path(suffix)))
         return GPT2Tokenizer.load(*paths), paths[0], paths[1]
     chosen = corpus.sample(pieces, options.train_bytes)
-    texts = _training_texts(chosen, options)
-    tokenizer = train_tokenizer(texts, options.vocab_size, output.folder)
+    chosen_bytes = sum(part.end - part.start for piece in chosen for part in piece)
+    with Progress(options.prog, "training the vocabulary", min(chosen_bytes, options.train_bytes)) as progress:
+        texts = _training_texts(chosen, options, progress)
+        tokenizer = train_tokenizer(texts, options.vocab_size, output.folder)
     return tokenizer, output.path("-vocab.json"), output.path("-merges.txt")
 
 
@@ -171,15 +178,21 @@ def _suffixes(options: argparse.Namespace) -> list[str]:
     return [suffix for suffix in SUFFIXES if suffix not in kept]
 
 
-def _training_texts(pieces: Iterable[corpus.Piece], options: argparse.Namespace) -> Iterator[str]:
+def _training_texts(pieces: Iterable[corpus.Piece], options: argparse.Namespace, progress: Progress) -> Iterator[str]:
+    """The first --train-bytes of the pieces."""
     budget = options.train_bytes
-    for piece in pieces:
-        for text in read_texts(piece, options.json_key, corpus.LeftOut(), options.skip_bad_lines):
-            content = text.text[:budget]  # characters, at most as many as bytes
-            yield content
-            budget -= len(content.encode("utf-8"))
-            if budget <= 0:
-                return
+    texts = (
+        text.text
+        for piece in pieces
+        for text in read_texts(piece, options.json_key, corpus.LeftOut(), options.skip_bad_lines)
+    )
+    while budget > 0 and (text := next(texts, None)) is not None:
+        content = text[:budget]  # characters, at most as many as bytes
+        yield content
+        num_bytes = len(content.encode("utf-8"))
+        progress.update(num_bytes)
+        budget -= num_bytes
+    progress.begin_unmeasured("learning its merges")
 
 
 @dataclass(slots=True)
@@ -194,12 +207,11 @@ def _write(
     output: PartialOutput,
     encoded: Iterable[Encoded],
     dtype: type[np.integer],
-    total_bytes: int,
+    progress: Progress,
     left_out: corpus.LeftOut,
 ) -> _Written:
     written = _Written()
-    bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=not sys.stderr.isatty())
-    with DatasetWriter(output.path(".bin"), dtype) as writer, bar:
+    with DatasetWriter(output.path(".bin"), dtype) as writer, progress:
         for piece in encoded:
             writer.add(piece.ids, piece.lengths, piece.ends)
             written.documents += sum(piece.ends)
@@ -207,7 +219,7 @@ def _write(
             written.tokens += piece.ids.size
             written.source_bytes += piece.source_bytes
             left_out.update(piece.left_out)
-            bar.update(piece.source_bytes)
+            progress.update(piece.source_bytes)
         if written.documents == 0:
             raise DataError(f"there is no document in the input{_counts(left_out)}; give other files with --input")
         writer.finish(output.path(".idx"))
@@ -237,17 +249,17 @@ def _counts(left_out: corpus.LeftOut) -> str:
 
 def _report(options: argparse.Namespace, sidecar: Sidecar, left_out: corpus.LeftOut, seconds: float) -> None:
     print(
-        f"prepare_data: {corpus.shown(options.output_prefix)}: {sidecar.documents} documents, "
+        f"{options.prog}: {corpus.shown(options.output_prefix)}: {sidecar.documents} documents, "
         f"{sidecar.source_bytes} bytes, {sidecar.tokens} tokens ({sidecar.dtype}, vocabulary {sidecar.vocab_size}) "
         f"in {seconds:.1f} s{_counts(left_out)}"
     )
     if options.vocab_file is None and sidecar.vocab_size < options.vocab_size:
         print(
-            f"prepare_data: the vocabulary has {sidecar.vocab_size} tokens, not {options.vocab_size}: the text it was "
-            "trained on has no more pairs that occur twice"
+            f"{options.prog}: the vocabulary has {sidecar.vocab_size} tokens, not {options.vocab_size}: the text it "
+            "was trained on has no more pairs that occur twice"
         )
     if sidecar.sequences < _SMALL_DATA_SET:
         print(
-            f"prepare_data: {sidecar.sequences} sequences are few: a share of --split below "
+            f"{options.prog}: {sidecar.sequences} sequences are few: a share of --split below "
             f"{100 / sidecar.sequences:.1f} % holds none"
         )
