@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["prepare-data"]:
         from tempo_megatron.data.prepare_data import main as prepare_data
 
-        return prepare_data(argv[1:])
+        return prepare_data(argv[1:], prog="tempo-megatron prepare-data")
     _quiet_imports()
     if argv[:1] == ["ledger"]:
         from tempo_megatron.memory.report import add_ledger_arguments, run_ledger

@@ -140,3 +140,47 @@ def test_no_tokenizer_or_half_of_one_is_refused(prepared: str, tmp_path: Path) -
     Path(prepared + "-merges.txt").unlink()
     with pytest.raises(ValueError, match=r"cannot read the tokenizer file .*out-merges.txt"):
         load_dataset_tokenizer(prepared)
+
+
+@pytest.mark.parametrize("key", ["vocab_file", "merge_file"])
+@pytest.mark.parametrize("way", ["relative", "absolute", "link"])
+def test_a_tokenizer_file_outside_of_the_data_sets_directory_is_refused(key: str, way: str, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (tmp_path / "a.txt").write_text("some words")
+    assert main(["--input", str(tmp_path / "a.txt"), "--output-prefix", str(folder / "out"), "--workers", "1"]) == 0
+    description = json.loads((folder / "out.json").read_text())
+    outside = Path(shutil.copy(folder / description[key], tmp_path / "outside"))
+    (folder / "link").symlink_to(outside)
+    name = {"relative": "../outside", "absolute": str(outside), "link": "link"}[way]
+    (folder / "out.json").write_text(json.dumps({**description, key: name}))
+    with pytest.raises(ValueError, match=f"names the tokenizer file {name}, which is outside of its directory"):
+        load_dataset_tokenizer(str(folder / "out"))
+    files = str(folder / "out-vocab.json"), str(folder / "out-merges.txt")
+    assert load_dataset_tokenizer(str(folder / "out"), *files).vocab_size > 256
+
+
+def test_a_data_set_reached_through_links_loads(prepared: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for path in tmp_path.glob("out*"):
+        (tmp_path / "run" / path.name).symlink_to(path)
+    assert load_dataset_tokenizer(str(tmp_path / "run" / "out")).vocab_size == 260
+
+
+def test_a_given_tokenizer_from_elsewhere_is_copied_beside_the_data(prepared: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    prefix = str(tmp_path / "data" / "new")
+    files = ["--vocab-file", prepared + "-vocab.json", "--merge-file", prepared + "-merges.txt"]
+    assert main(["--input", str(tmp_path / "a.txt"), "--output-prefix", prefix, "--workers", "1", *files]) == 0
+    assert Path(prefix + ".bin").read_bytes() == Path(prepared + ".bin").read_bytes()
+    shutil.move(str(tmp_path / "data"), str(tmp_path / "moved"))
+    tokenizer = load_dataset_tokenizer(str(tmp_path / "moved" / "new"))
+    assert tokenizer.unique_identifiers == load_dataset_tokenizer(prepared).unique_identifiers
+
+
+def test_a_description_with_values_of_other_types_is_refused(prepared: str) -> None:
+    description = json.loads(Path(prepared + ".json").read_text())
+    for key, value in {"vocab_file": 5, "tokens": "5", "left_out": [], "vocab_size": None}.items():
+        Path(prepared + ".json").write_text(json.dumps({**description, key: value}))
+        with pytest.raises(ValueError, match="of another version or was edited by hand"):
+            load_dataset_tokenizer(prepared)

@@ -112,7 +112,7 @@ def test_text_that_is_not_utf_8_is_refused(refuse: Refuse, tmp_path: Path, monke
         (b'{"text": ' + b"[" * 100_000, "is not JSON (maximum recursion depth"),
         (b'{"text": ' + b"1" * 5000 + b"}", "is not JSON (Exceeds the limit"),
         (b'{"text": "\xe9"}', "is not UTF-8"),
-        (b'["text"]', 'is a JSON list, not an object; want {"text": TEXT}'),
+        (b'["text"]', 'is a JSON list, not an object; expected {"text": TEXT}'),
         (b'{"body": "x", "id": 1}', "has no key 'text' (its keys: body, id); name the key of the text with --json-key"),
         (b'{"text": 5}', "has a value of type int under 'text', not a text"),
         (b'{"text": "\\ud83d"}', "has half of a surrogate pair"),
@@ -161,9 +161,7 @@ def test_an_output_that_cannot_be_written_is_refused(refuse: Refuse, tmp_path: P
 
 def test_files_of_others_are_not_overwritten(refuse: Refuse, tmp_path: Path) -> None:
     lines = file(tmp_path / "lines.json", '{"text": "a"}\n')
-    refuse(
-        "lines.json exists and does not describe prepared data", "--input", lines, "--output-prefix", tmp_path / "lines"
-    )
+    refuse("lines.json is a file of the output", "--input", lines, "--output-prefix", tmp_path / "lines")
     other = file(tmp_path / "x-vocab.json", '{"text": "a"}\n')
     refuse("x-vocab.json is a file of the output", "--input", other, "--output-prefix", tmp_path / "x")
     assert lines.read_text() == other.read_text() == '{"text": "a"}\n'
@@ -220,8 +218,9 @@ def test_an_error_in_the_input_leaves_the_old_output(tmp_path: Path, capsys: pyt
     ("arguments", "message"),
     [
         ([], "nothing to read; give --input PATH... or --input-stdlib"),
-        (["--input-stdlib", "--workers", "0"], "--workers 0: want at least 1"),
-        (["--input-stdlib", "--vocab-size", "256"], "--vocab-size 256: want at least 257"),
+        (["--input-stdlib", "--workers", "0"], "--workers 0: expected at least 1"),
+        (["--input-stdlib", "--vocab-size", "256"], "--vocab-size 256: expected at least 257"),
+        (["--input-stdlib", "--vocab-size", "1000000000"], "--vocab-size 1000000000: expected at most 10000000"),
         (["--input-stdlib", "--max-bytes", "12 potatoes"], "'12 potatoes' is not a number of bytes"),
         (["--input-stdlib", "--max-bytes", "0"], "'0' is not a number of bytes"),
         (["--input-stdlib", "--extensions", ".py"], "--extensions chooses files of a directory tree"),

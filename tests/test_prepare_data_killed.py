@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 # these functions, until a child comes through. Prints, per child, how it ended and the files it left.
 KILL_EACH_MOMENT = """
 import json, os, shutil, signal, sys
-import megatron.core.datasets.indexed_dataset as indexed
+from tempo_megatron.training.dataset_writer import DatasetWriter
 from tempo_megatron.data.prepare_data import main
 
 start, work, *command = sys.argv[1:]
@@ -39,9 +39,8 @@ def kill_before(n):
         setattr(owner, name, wrapped)
     for name in ("replace", "remove", "fsync", "close"):
         wrap(os, name)
-    for name in ("add_item", "finalize"):
-        wrap(indexed.IndexedDatasetBuilder, name)
-    wrap(indexed._IndexWriter, "write")
+    for name in ("add", "finish"):
+        wrap(DatasetWriter, name)
 
 for n in range(1, 200):
     shutil.rmtree(work, ignore_errors=True)
@@ -104,12 +103,33 @@ def test_a_killed_run_leaves_nothing_that_loads_or_a_whole_data_set(tmp_path: Pa
     assert len(folders) > 20
     half = next(folder for folder, kind in zip(folders, kinds, strict=True) if kind == "none")
     assert (half / "out.partial").is_dir()
-    assert main(["--input", str(new_text), "--output-prefix", str(half / "out"), "--vocab-size", "300"]) == 0
-    assert {name: data for name, data in content(half).items() if name != "out.json"} == {
-        name: data for name, data in new.items() if name != "out.json"
-    }
-    assert not list(half.glob("*.partial"))
-    validate_dataset(str(half / "out"), 300)
+    assert_all_can_be_made_again(folders, new_text, new)
+
+
+def test_what_a_killed_first_run_leaves_is_known_as_its_own(tmp_path: Path) -> None:
+    start, text = tmp_path / "start", tmp_path / "new.txt"
+    start.mkdir()
+    text.write_text("the new text has more words and other words " * 3)
+    folders = kill_each_moment(tmp_path, start, text)
+    new = content(folders[-1])
+    published = [folder for folder in folders if content(folder)]
+    assert {"out-vocab.json", "out.bin"} in [set(content(folder)) - {"out-merges.txt"} for folder in published]
+    assert_all_can_be_made_again(folders, text, new)
+
+
+def assert_all_can_be_made_again(folders: list[Path], text: Path, new: dict[str, bytes]) -> None:
+    """Also where the next run ends in an error first."""
+    for folder in folders:
+        command = ["--output-prefix", str(folder / "out"), "--vocab-size", "300", "--workers", "1"]
+        bad = folder / "bad.jsonl"
+        bad.write_text("{")
+        assert main(["--input", str(bad), *command]) == 1
+        assert main(["--input", str(text), *command]) == 0
+        assert {name: data for name, data in content(folder).items() if name != "out.json"} == {
+            name: data for name, data in new.items() if name != "out.json"
+        }
+        assert not list(folder.glob("*.partial"))
+        validate_dataset(str(folder / "out"), 300)
 
 
 def test_a_run_killed_while_its_workers_work_leaves_neither_files_nor_processes(tmp_path: Path) -> None:

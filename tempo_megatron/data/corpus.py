@@ -16,12 +16,20 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from tempo_megatron.data.data_error import DataError
+from tempo_megatron.data.dataset_files import is_inside
 from tempo_megatron.data.partial_output import SUFFIXES
 
-JSON_SUFFIXES = (".json", ".jsonl")
+JSON_SUFFIXES = (".json", ".jsonl")  # in capitals too, as all suffixes
+_COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zip")
 STDLIB_SUFFIXES = (".py", ".txt")
 # Tests hold broken encodings and tables of data; the others are not part of the library or not text.
 _STDLIB_LEFT_OUT = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+# Why a file is left out of a directory tree: what is said of it where the user named it himself.
+_REFUSED = {
+    "binary": "a binary file (it has NUL bytes)",
+    "not a regular file": "neither a file nor a directory",
+}
 
 _HEAD_BYTES = 8192  # a NUL byte in the first 8 KiB makes a file binary, as git has it
 _FILES_PER_PIECE = 256
@@ -50,7 +58,7 @@ class InputFile:
 
     @property
     def is_json(self) -> bool:
-        return self.path.endswith(JSON_SUFFIXES)
+        return self.path.lower().endswith(JSON_SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +100,24 @@ def list_files(
 ) -> list[InputFile]:
     """Every file of `inputs` that can be text: files as they are, directory trees in sorted order.
 
-    The output of an earlier run with the same prefix may lie in a tree; it is left out.
+    A link in a tree is read where it leads to a file of that tree; others, and those to directories, are left out. The
+    output of an earlier run with the same prefix may lie in a tree; it is left out.
 
     Raises: DataError (a ValueError) where a file is missing or unreadable, or named by the user and binary or a file of
         the output.
     """
     files: list[InputFile] = []
+    extensions = tuple(extension.lower() for extension in extensions)
     for path in inputs:
         if os.path.isdir(path):
             for found in _walk(path, left_out):
                 if _is_output(found, output_prefix):
                     left_out.add("own output", found)
-                elif not extensions or found.endswith(extensions):
+                elif extensions and not found.lower().endswith(extensions):
+                    continue
+                elif os.path.islink(found) and os.path.exists(found) and not is_inside(found, path):
+                    left_out.add("links out of the tree", found)
+                else:
                     files.extend(_usable(found, is_named=False, left_out=left_out))
         elif _is_output(path, output_prefix):
             raise DataError(f"{shown(path)} is a file of the output; choose another --output-prefix")
@@ -182,6 +196,8 @@ def _walk(root: str, left_out: LeftOut, names_left_out: Iterable[str] = ()) -> I
         for name in [name for name in folders + names if name.startswith(".")]:
             left_out.add("hidden", os.path.join(folder, name))
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in names_left_out)
+        for name in [name for name in folders if os.path.islink(os.path.join(folder, name))]:
+            left_out.add("links to directories", os.path.join(folder, name))
         yield from (os.path.join(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
@@ -202,7 +218,7 @@ def _usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile]:
         elif info.st_size == 0:
             reason = "empty"
         else:
-            with open(path, "rb") as stream:
+            with open(path, "rb", 0) as stream:
                 reason = "binary" if b"\0" in stream.read(_HEAD_BYTES) else ""
     except OSError as error:
         link = " (a link that leads nowhere)" if os.path.islink(path) and not os.path.exists(path) else ""
@@ -210,10 +226,11 @@ def _usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile]:
             f"cannot read {shown(path)}: {error.strerror}{link}; repair it, or choose other files with --input or "
             "--extensions"
         ) from error
-    if reason == "binary" and is_named:
-        raise DataError(f"{shown(path)} is a binary file (it has NUL bytes); --input takes UTF-8 text and JSON-lines")
-    if reason == "not a regular file" and is_named:
-        raise DataError(f"{shown(path)} is neither a file nor a directory; --input takes UTF-8 text and JSON-lines")
+    if is_named and reason in _REFUSED:
+        what = _REFUSED[reason]
+        if reason == "binary" and path.lower().endswith(_COMPRESSED_SUFFIXES):
+            what = "compressed (unpack it first, for example with gunzip)"
+        raise DataError(f"{shown(path)} is {what}; --input takes UTF-8 text and JSON-lines")
     if reason:
         left_out.add(reason, path)
         return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -19,14 +20,14 @@ from tempo_megatron.data.tokenizer import GPT2Tokenizer, check_both_or_neither
 _FORMAT_NAME = "tempo-megatron data set"
 FORMAT = f"{_FORMAT_NAME} 1"
 
-_INDEX_MAGIC = b"MMIDIDX\x00\x00"
-_INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
-_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sidecar:
-    """The content of PREFIX.json. File names are relative to its own directory."""
+    """The content of PREFIX.json. File names are relative to its own directory, and never lead out of it."""
 
     format: str = FORMAT
     vocab_file: str
@@ -52,7 +53,8 @@ class Sidecar:
         content = _load_json(prefix + ".json")
         if not _is_ours(content):
             return None
-        if content["format"] != FORMAT or {field.name for field in fields(cls)} != set(content):
+        types = {field.name: str(field.type).partition("[")[0] for field in fields(cls)}
+        if content["format"] != FORMAT or types != {name: type(value).__name__ for name, value in content.items()}:
             raise DataError(f"{prefix}.json is of another version or was edited by hand; prepare the data again")
         return cls(**content)
 
@@ -62,14 +64,65 @@ class Sidecar:
             stream.write("\n")
 
     def tokenizer_files(self, prefix: str) -> tuple[str, str]:
+        """The paths of the tokenizer's two files.
+
+        Raises: DataError (a ValueError) where PREFIX.json names a file outside of its own directory: data sets come
+            from others, and what they name is read.
+        """
         folder = os.path.dirname(prefix)
-        return os.path.join(folder, self.vocab_file), os.path.join(folder, self.merge_file)
+        # Where a data set is reached through links, its files may be beside the linked one.
+        homes = [folder, os.path.dirname(os.path.realpath(prefix + ".json"))]
+        files = os.path.join(folder, self.vocab_file), os.path.join(folder, self.merge_file)
+        for name, path in zip((self.vocab_file, self.merge_file), files, strict=True):
+            if not any(is_inside(path, home) for home in homes):
+                raise DataError(
+                    f"{prefix}.json names the tokenizer file {name}, which is outside of its directory; give "
+                    "--vocab-file and --merge-file, or prepare the data again"
+                )
+        return files
 
 
-def check_prefix_is_free(prefix: str) -> None:
-    """Raises: DataError (a ValueError) where PREFIX.json belongs to another program and must not be overwritten."""
-    if os.path.lexists(prefix + ".json") and not _is_ours(_load_json(prefix + ".json")):
-        raise DataError(f"{prefix}.json exists and does not describe prepared data; choose another --output-prefix")
+def is_inside(path: str, folder: str) -> bool:
+    """Whether `path`, its links followed, is in `folder` or below."""
+    root = os.path.realpath(folder)
+    return os.path.commonpath([root, os.path.realpath(path)]) == root
+
+
+def foreign_files(prefix: str, suffixes: Iterable[str], published: Mapping[str, object]) -> list[str]:
+    """The files PREFIX + suffix that are there and that prepare_data did not write.
+
+    Its own are those that PREFIX.json tells of, and what a killed run had published: suffix -> file_stamp(path).
+
+    Raises: DataError (a ValueError) where PREFIX.json cannot be read.
+    """
+    content = _load_json(prefix + ".json")
+    own: set[str] = set()
+    if _is_ours(content):
+        own = {".json"} if _has_other_data(prefix, content.get("tokens")) else {".json", ".bin", ".idx"}
+        for key, suffix in (("vocab_file", "-vocab.json"), ("merge_file", "-merges.txt")):
+            if content.get(key) == os.path.basename(prefix) + suffix:
+                own.add(suffix)
+    return [
+        prefix + suffix
+        for suffix in suffixes
+        if os.path.lexists(prefix + suffix)
+        and suffix not in own
+        and published.get(suffix) != file_stamp(prefix + suffix)
+    ]
+
+
+def file_stamp(path: str) -> list[int]:
+    """What tells a file from another one of its name."""
+    info = os.lstat(path)
+    return [info.st_size, info.st_mtime_ns]
+
+
+def _has_other_data(prefix: str, tokens: object) -> bool:
+    """Whether PREFIX.bin and PREFIX.idx are whole and hold another number of tokens than PREFIX.json tells."""
+    try:
+        return _check_index(prefix)[1] != tokens
+    except DataError:
+        return False
 
 
 def load_dataset_tokenizer(prefix: str, vocab_file: str | None = None, merge_file: str | None = None) -> GPT2Tokenizer:
@@ -151,27 +204,27 @@ def _check_index(prefix: str) -> tuple[Any, int]:
     broken = f"{prefix}.idx is not a whole index of Megatron's format; prepare the data again"
     try:
         with open(prefix + ".idx", "rb") as stream:
-            header = stream.read(_INDEX_HEADER.size)
+            header = stream.read(INDEX_HEADER.size)
         size, bin_size = os.path.getsize(prefix + ".idx"), os.path.getsize(prefix + ".bin")
     except OSError as error:
         raise DataError(f"cannot read {prefix}.idx or .bin: {error.strerror}") from error
-    if len(header) < _INDEX_HEADER.size:
+    if len(header) < INDEX_HEADER.size:
         raise DataError(broken)
-    magic, version, code, sequences, borders = _INDEX_HEADER.unpack(header)
-    if magic != _INDEX_MAGIC or version != 1 or code not in _DTYPES:
+    magic, version, code, sequences, borders = INDEX_HEADER.unpack(header)
+    if magic != INDEX_MAGIC or version != 1 or code not in DTYPES:
         raise DataError(broken)
-    if size < _INDEX_HEADER.size + 12 * sequences + 8 * borders:
+    if size < INDEX_HEADER.size + 12 * sequences + 8 * borders:
         raise DataError(broken)
-    lengths = np.fromfile(prefix + ".idx", np.int32, sequences, offset=_INDEX_HEADER.size)
+    lengths = np.fromfile(prefix + ".idx", np.int32, sequences, offset=INDEX_HEADER.size)
     tokens = int(lengths.sum(dtype=np.int64))
     if tokens == 0:
         raise DataError(f"{prefix} has no documents; prepare the data again")
-    if tokens * np.dtype(_DTYPES[code]).itemsize != bin_size:
+    if tokens * np.dtype(DTYPES[code]).itemsize != bin_size:
         raise DataError(
             f"{prefix}.bin has {bin_size} bytes, {prefix}.idx speaks of {tokens} tokens of "
-            f"{np.dtype(_DTYPES[code]).itemsize} bytes: they do not belong together; prepare the data again"
+            f"{np.dtype(DTYPES[code]).itemsize} bytes: they do not belong together; prepare the data again"
         )
-    return _DTYPES[code], tokens
+    return DTYPES[code], tokens
 
 
 def _token_range(prefix: str, dtype: Any, tokens: int, scan_bytes: int) -> tuple[int, int]:

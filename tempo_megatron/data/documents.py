@@ -47,11 +47,12 @@ class Text:
     where: str
 
 
-def read_texts(piece: Piece, json_key: str, left_out: LeftOut) -> Iterator[Text]:
-    """The documents of a piece, in order.
+def read_texts(piece: Piece, json_key: str, left_out: LeftOut, skip_bad_lines: bool = False) -> Iterator[Text]:
+    """The documents of a piece, in order; what is left out is counted in left_out.
 
     Raises: DataError (a ValueError) where a file cannot be read, is not UTF-8 (left out instead where it was found in a
-        directory tree), or has a line that is not a JSON object with a text under json_key.
+        directory tree), or has a line that is not a JSON object with a text under json_key. With skip_bad_lines the
+        lines that are not UTF-8, and those of JSON, are left out instead.
     """
     for part in piece:
         try:
@@ -62,11 +63,17 @@ def read_texts(piece: Piece, json_key: str, left_out: LeftOut) -> Iterator[Text]
             raise DataError(f"cannot read {shown(part.file.path)}: {error.strerror}") from error
         if len(content) < part.end - part.start:
             raise DataError(f"{shown(part.file.path)} became shorter while it was read; start again")
-        yield from (_json_texts if part.file.is_json else _text)(part, content, json_key, left_out)
+        yield from (_json_texts if part.file.is_json else _text)(part, content, json_key, left_out, skip_bad_lines)
 
 
-def _text(part: Part, content: bytes, json_key: str, left_out: LeftOut) -> Iterator[Text]:
+def _text(part: Part, content: bytes, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
     path = shown(part.file.path)
+    if skip_bad_lines:
+        # Of a line that lies in two pieces, the bad one of its parts is left out: no piece knows the other.
+        text = _good_lines(part, content, left_out)
+        if text or (part.start > 0 and part.is_last):  # a document that began in another piece must end
+            yield Text(text, part.is_last, path)
+        return
     try:
         yield Text(content.decode("utf-8"), part.is_last, path)
     except UnicodeDecodeError as error:
@@ -74,23 +81,48 @@ def _text(part: Part, content: bytes, json_key: str, left_out: LeftOut) -> Itera
         if part.file.is_named or part.start > 0 or not part.is_last:
             raise DataError(
                 f"{path} is not UTF-8 (byte 0x{content[error.start]:02x} at offset {part.start + error.start}); "
-                "convert it, for example with iconv"
+                "convert it, for example with iconv, or leave out such lines with --skip-bad-lines"
             ) from error
         left_out.add("not UTF-8", part.file.path)
 
 
-def _json_texts(part: Part, content: bytes, json_key: str, left_out: LeftOut) -> Iterator[Text]:
+def _good_lines(part: Part, content: bytes, left_out: LeftOut) -> str:
+    """The content without the lines that are not UTF-8."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        pass
+    good: list[str] = []
+    offset = part.start
+    for line in content.splitlines(keepends=True):
+        try:
+            good.append(line.decode("utf-8"))
+        except UnicodeDecodeError:
+            left_out.add("bad lines", f"{part.file.path} at offset {offset}")
+        offset += len(line)
+    return "".join(good)
+
+
+def _json_texts(part: Part, content: bytes, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
     path = shown(part.file.path)
-    for index, line in enumerate(content.split(b"\n")):
-        if part.start == 0 and index == 0:
+    offset = part.start
+    for index, whole_line in enumerate(content.split(b"\n")):
+        line, start = whole_line, offset
+        offset += len(whole_line) + 1
+        if start == 0:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
             continue
         try:
             text = _json_text(line, json_key)
         except DataError as error:
+            if skip_bad_lines:
+                left_out.add("bad lines", f"{part.file.path} at offset {start}")
+                continue
             number = _newlines_before(part) + index + 1
-            raise DataError(f"line {number} of {path} {error}") from error
+            raise DataError(
+                f"line {number} of {path} {error}, or leave out such lines with --skip-bad-lines"
+            ) from error
         if text:
             yield Text(text, True, path)
         else:
@@ -107,7 +139,7 @@ def _json_text(line: bytes, json_key: str) -> str:
             f"is not JSON ({error}); .json and .jsonl files hold one JSON object a line, rename a file that does not"
         ) from error
     if not isinstance(value, dict):
-        raise DataError(f"is a JSON {type(value).__name__}, not an object; want {{{json.dumps(json_key)}: TEXT}}")
+        raise DataError(f"is a JSON {type(value).__name__}, not an object; expected {{{json.dumps(json_key)}: TEXT}}")
     if json_key not in value:
         keys = ", ".join(sorted(value)[:8]) or "none"
         raise DataError(f"has no key {json_key!r} (its keys: {keys}); name the key of the text with --json-key")
@@ -127,9 +159,9 @@ def _newlines_before(part: Part) -> int:
         return sum(block.count(b"\n") for block in blocks)
 
 
-def encode_piece(tokenizer: GPT2Tokenizer, piece: Piece, json_key: str, dtype: Any) -> Encoded:
+def encode_piece(tokenizer: GPT2Tokenizer, piece: Piece, json_key: str, dtype: Any, skip_bad_lines: bool) -> Encoded:
     left_out = LeftOut()
-    texts = list(read_texts(piece, json_key, left_out))
+    texts = list(read_texts(piece, json_key, left_out, skip_bad_lines))
     try:
         ids = tokenizer.tokenize_batch([text.text for text in texts])
     except DataError:
@@ -151,7 +183,13 @@ def encode_piece(tokenizer: GPT2Tokenizer, piece: Piece, json_key: str, dtype: A
 
 
 def encode(
-    pieces: Iterable[Piece], vocab_file: str, merge_file: str, json_key: str, dtype: Any, workers: int
+    pieces: Iterable[Piece],
+    vocab_file: str,
+    merge_file: str,
+    json_key: str,
+    dtype: Any,
+    workers: int,
+    skip_bad_lines: bool = False,
 ) -> Iterator[Encoded]:
     """encode_piece over all pieces in order, in `workers` processes (1: in this one), few of them ahead of the reader.
 
@@ -159,7 +197,7 @@ def encode(
     """
     if workers == 1:
         tokenizer = GPT2Tokenizer.load(vocab_file, merge_file)
-        yield from (encode_piece(tokenizer, piece, json_key, dtype) for piece in pieces)
+        yield from (encode_piece(tokenizer, piece, json_key, dtype, skip_bad_lines) for piece in pieces)
         return
     # A forkserver's children start without threads or locks of this process, and import nothing again.
     executor = ProcessPoolExecutor(
@@ -168,11 +206,14 @@ def encode(
     try:
         rest = iter(pieces)
         ahead: deque[Future[Encoded]] = deque(
-            executor.submit(_encode_in_worker, piece, json_key, dtype) for piece in islice(rest, 3 * workers)
+            executor.submit(_encode_in_worker, piece, json_key, dtype, skip_bad_lines)
+            for piece in islice(rest, 3 * workers)
         )
         while ahead:
             yield ahead.popleft().result()
-            ahead.extend(executor.submit(_encode_in_worker, piece, json_key, dtype) for piece in islice(rest, 1))
+            ahead.extend(
+                executor.submit(_encode_in_worker, piece, json_key, dtype, skip_bad_lines) for piece in islice(rest, 1)
+            )
     except BrokenProcessPool as error:
         raise DataError("a worker process was killed, perhaps for want of memory; use fewer --workers") from error
     finally:
@@ -198,6 +239,6 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(piece: Piece, json_key: str, dtype: Any) -> Encoded:
+def _encode_in_worker(piece: Piece, json_key: str, dtype: Any, skip_bad_lines: bool) -> Encoded:
     assert _worker_tokenizer is not None
-    return encode_piece(_worker_tokenizer, piece, json_key, dtype)
+    return encode_piece(_worker_tokenizer, piece, json_key, dtype, skip_bad_lines)

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
-import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
 from tempo_megatron.data.data_error import DataError
+from tempo_megatron.data.dataset_files import file_stamp, foreign_files
 
 # What a data set consists of, in the order in which the files get their names. Without .idx nothing loads, so it is
 # the first to go and the last to come.
 SUFFIXES = ("-vocab.json", "-merges.txt", ".bin", ".json", ".idx")
+
+# A folder with this file is one of ours. The other one lists the files that are getting their names.
+_LOCK, _PUBLISHED = "prepare_data.lock", "published.json"
+_OWN_NAMES = {*(suffix[1:] for suffix in SUFFIXES), _LOCK, _PUBLISHED}
 
 
 class PartialOutput:
     """The folder PREFIX.partial, in which the files of a data set are written before they get their names.
 
     One process at a time: a second one that writes to the same prefix is refused. What a killed one left behind is
-    removed. The files have names that no reader of data sets looks for.
+    removed, and only that. The files have names that no reader of data sets looks for.
+
+    Args:
+        prefix: PREFIX.
+        suffixes: of the files that will be written.
+        overwrite: whether they may replace files that prepare_data did not make.
     """
 
-    def __init__(self, prefix: str):
+    def __init__(self, prefix: str, suffixes: Sequence[str] = SUFFIXES, *, overwrite: bool = False):
         self.prefix = prefix
         self.folder = prefix + ".partial"
+        self._suffixes, self._overwrite = suffixes, overwrite
 
     def __enter__(self) -> PartialOutput:
         parent, name = os.path.split(self.prefix)
@@ -35,20 +49,28 @@ class PartialOutput:
         if folder is not None:
             raise DataError(f"--output-prefix {self.prefix}: {folder} is a directory; choose another prefix")
         try:
+            self._refuse_strangers()
             self._lock()
+        except OSError as error:
+            raise self._not_writable(error) from error
+        try:
+            self._check_is_free()
             self._remove_leftovers()
         except OSError as error:
-            raise DataError(
-                f"--output-prefix {self.prefix}: cannot write in {parent or '.'} ({error.filename or self.folder}: "
-                f"{error.strerror}); choose another place"
-            ) from error
+            os.close(self._lock_fd)
+            raise self._not_writable(error) from error
+        except DataError:
+            self._leave()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock_fd)
+        with suppress(OSError):
+            for name in _OWN_NAMES - {_LOCK}:
+                self._remove(os.path.join(self.folder, name))
+        self._leave()
 
     def path(self, suffix: str) -> str:
         """Where to write the file that will be called PREFIX + suffix."""
@@ -57,8 +79,11 @@ class PartialOutput:
     def publish(self) -> None:
         """Give every file its name; the data set that had it before is gone from the first step on."""
         written = [suffix for suffix in SUFFIXES if os.path.exists(self.path(suffix))]
+        assert set(written) <= set(self._suffixes)
+        self._check_is_free()  # once more: writing may have taken hours
         for suffix in written:
             _to_disk(self.path(suffix))
+        self._write_published({suffix: file_stamp(self.path(suffix)) for suffix in written})
         parent = os.path.dirname(self.prefix) or "."
         if os.path.lexists(self.prefix + SUFFIXES[-1]):
             os.remove(self.prefix + SUFFIXES[-1])
@@ -67,10 +92,51 @@ class PartialOutput:
             os.replace(self.path(suffix), self.prefix + suffix)
             _to_disk(parent)
 
+    def _check_is_free(self) -> None:
+        """Raises: DataError where a file that would be replaced is not one that prepare_data made."""
+        foreign = foreign_files(self.prefix, self._suffixes, self._read_published())
+        if foreign and not self._overwrite:
+            raise DataError(
+                f"{foreign[0]} exists and was not made by prepare_data; choose another --output-prefix, or replace it "
+                "with --overwrite"
+            )
+
+    def _refuse_strangers(self) -> None:
+        """Raises: DataError where the folder holds something that prepare_data did not put there."""
+        names = set(os.listdir(self.folder)) if os.path.lexists(self.folder) else set()
+        strangers = names - _OWN_NAMES if _LOCK in names else names
+        if strangers:
+            raise DataError(
+                f"{os.path.join(self.folder, min(strangers))} was not made by prepare_data, which needs that folder "
+                "for itself; move it away, or choose another --output-prefix"
+            )
+
+    def _not_writable(self, error: OSError) -> DataError:
+        return DataError(
+            f"--output-prefix {self.prefix}: cannot write in {os.path.dirname(self.prefix) or '.'} "
+            f"({error.filename or self.folder}: {error.strerror}); choose another place"
+        )
+
+    def _read_published(self) -> dict[str, Any]:
+        """What a killed run was giving names to; nothing where none was, or where its list is cut off."""
+        try:
+            with open(os.path.join(self.folder, _PUBLISHED), encoding="utf-8") as stream:
+                content = json.load(stream)
+        except (FileNotFoundError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _write_published(self, stamps: dict[str, list[int]]) -> None:
+        path = os.path.join(self.folder, _PUBLISHED)
+        with open(path, "w", encoding="utf-8") as stream:
+            json.dump(stamps, stream)
+        _to_disk(path)
+        _to_disk(self.folder)
+
     def _lock(self) -> None:
         while True:
             os.makedirs(self.folder, exist_ok=True)
-            lock = os.path.join(self.folder, "lock")
+            lock = os.path.join(self.folder, _LOCK)
             try:
                 self._lock_fd = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o644)
             except FileNotFoundError:
@@ -87,13 +153,27 @@ class PartialOutput:
             os.close(self._lock_fd)
 
     def _remove_leftovers(self) -> None:
-        try:
-            for leftover in os.listdir(self.folder):
-                if leftover != "lock":
-                    os.remove(os.path.join(self.folder, leftover))
-        except OSError:
-            os.close(self._lock_fd)
-            raise
+        """Of a killed run: what it wrote, and what it had given a name to where the index, the last one, has none."""
+        if not os.path.lexists(self.prefix + SUFFIXES[-1]):
+            for suffix, stamp in self._read_published().items():
+                if os.path.lexists(self.prefix + suffix) and file_stamp(self.prefix + suffix) == stamp:
+                    os.remove(self.prefix + suffix)
+        for name in sorted(_OWN_NAMES - {_LOCK, _PUBLISHED}):
+            self._remove(os.path.join(self.folder, name))
+        self._remove(os.path.join(self.folder, _PUBLISHED))
+
+    def _leave(self) -> None:
+        """Let another process have the folder, and remove it where nothing else is in it."""
+        with suppress(OSError):
+            if os.listdir(self.folder) == [_LOCK]:
+                os.remove(os.path.join(self.folder, _LOCK))
+                os.rmdir(self.folder)
+        os.close(self._lock_fd)
+
+    @staticmethod
+    def _remove(path: str) -> None:
+        with suppress(FileNotFoundError):
+            os.remove(path)
 
 
 def _to_disk(path: str) -> None:

@@ -4,16 +4,16 @@ import argparse
 import os
 import re
 
-from tempo_megatron.data.tokenizer import SMALLEST_VOCABULARY
+from tempo_megatron.data.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 
 DESCRIPTION = "Tokenizes text, JSON-lines and directory trees into a data set of Megatron's format."
 VOCAB_SIZE = 50257
 TRAIN_BYTES = 32_000_000
 
 
-def parse_prepare_arguments(argv: list[str] | None) -> argparse.Namespace:
+def parse_prepare_arguments(argv: list[str] | None, prog: str) -> argparse.Namespace:
     """The command line of prepare_data, defaults filled in; what contradicts itself ends the process with status 2."""
-    parser = argparse.ArgumentParser(prog="prepare_data", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
     add = parser.add_argument
     add("--input", nargs="+", action="extend", default=[], metavar="PATH", help="text, .json/.jsonl, directory trees")
     add("--input-stdlib", action="store_true", help="sources and texts of this Python's standard library")
@@ -32,12 +32,18 @@ def parse_prepare_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--vocab-size", type=int, default=None, help=f"tokens of the trained vocabulary (default: {VOCAB_SIZE})")
     add("--train-bytes", type=_byte_count, default=None, help="text to train the vocabulary on (default: 32M)")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one per core)")
+    add(
+        "--skip-bad-lines",
+        action="store_true",
+        help="leave out, and count, lines that are not UTF-8 or not a JSON object with a text",
+    )
+    add("--overwrite", action="store_true", help="replace files named like the output that prepare_data did not make")
     add("--skip-existing", action="store_true", help="keep P where it was made from the same files in the same way")
     options = parser.parse_args(argv)
     if not options.input and not options.input_stdlib:
         parser.error("nothing to read; give --input PATH... or --input-stdlib")
     if options.workers < 1:
-        parser.error(f"--workers {options.workers}: want at least 1")
+        parser.error(f"--workers {options.workers}: expected at least 1")
     if options.extensions and not any(os.path.isdir(path) for path in options.input):
         parser.error("--extensions chooses files of a directory tree, and --input has no directory; leave it out")
     for name in ("vocab_size", "train_bytes"):
@@ -46,7 +52,10 @@ def parse_prepare_arguments(argv: list[str] | None) -> argparse.Namespace:
     options.train_bytes = options.train_bytes or TRAIN_BYTES
     options.vocab_size = VOCAB_SIZE if options.vocab_size is None else options.vocab_size
     if options.vocab_size < SMALLEST_VOCABULARY:
-        parser.error(f"--vocab-size {options.vocab_size}: want at least {SMALLEST_VOCABULARY}, 256 bytes and one more")
+        parser.error(f"--vocab-size {options.vocab_size}: expected at least {SMALLEST_VOCABULARY} (256 bytes and one)")
+    if options.vocab_size > LARGEST_VOCABULARY:
+        parser.error(f"--vocab-size {options.vocab_size}: expected at most {LARGEST_VOCABULARY}; GPT-2 has 50257")
+    options.prog = prog
     return options
 
 

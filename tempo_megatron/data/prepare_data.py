@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -13,42 +14,46 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tqdm import tqdm
+import numpy as np
 
 from tempo_megatron.data import corpus
 from tempo_megatron.data.data_error import DataError
 from tempo_megatron.data.dataset_files import (
     FORMAT,
     Sidecar,
-    check_prefix_is_free,
+    is_inside,
     load_dataset_tokenizer,
     validate_dataset,
 )
 from tempo_megatron.data.documents import Encoded, encode, read_texts
-from tempo_megatron.data.partial_output import PartialOutput
+from tempo_megatron.data.partial_output import SUFFIXES, PartialOutput
 from tempo_megatron.data.prepare_arguments import parse_prepare_arguments
 from tempo_megatron.data.tokenizer import GPT2Tokenizer, check_both_or_neither, train_tokenizer
+from tempo_megatron.training.dataset_writer import DatasetWriter, token_dtype
+from tempo_megatron.training.prepare_progress import Progress
 
 _SMALL_DATA_SET = 100  # sequences; below it, a few per cent of --split may hold none
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; 0 where the data set is there, 1 with one sentence on stderr where it is not."""
-    options = parse_prepare_arguments(argv)
+def main(argv: list[str] | None = None, prog: str = "prepare_data") -> int:
+    """The command line, called `prog`; 0 where the data set is there, 1 with one sentence on stderr where it is not."""
+    options = parse_prepare_arguments(argv, prog)
     try:
         prepare(options)
     except DataError as error:
-        print(f"prepare_data: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever read our output has left; the data set is there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(
-            f"prepare_data: writing {error.filename or corpus.shown(options.output_prefix)} failed: {error.strerror}; "
+            f"{prog}: writing {error.filename or corpus.shown(options.output_prefix)} failed: {error.strerror}; "
             "free some space, or choose another place",
             file=sys.stderr,
         )
         return 1
     except KeyboardInterrupt:
-        print("prepare_data: interrupted", file=sys.stderr)
+        print(f"{prog}: interrupted", file=sys.stderr)
         return 130
     return 0
 
@@ -63,25 +68,31 @@ def prepare(options: argparse.Namespace) -> None:
     prefix = options.output_prefix
     left_out = corpus.LeftOut()
     check_both_or_neither(options.vocab_file, options.merge_file)
-    check_prefix_is_free(prefix)
     files = _input_files(options, left_out)
     fingerprint = _fingerprint(options, files)
     if options.skip_existing and _is_current(prefix, fingerprint):
         if os.path.isdir(prefix + ".partial"):  # of a run killed at its very end
             with suppress(DataError), PartialOutput(prefix):
                 pass
-        print(f"prepare_data: {corpus.shown(prefix)} is already there, made from the same files in the same way; kept")
+        print(
+            f"{options.prog}: {corpus.shown(prefix)} is already there, made from the same files in the same way; kept"
+        )
         return
     pieces = corpus.pieces(files)
-    with PartialOutput(prefix) as output:
+    with PartialOutput(prefix, _suffixes(options), overwrite=options.overwrite) as output:
         tokenizer, vocab_file, merge_file = _tokenizer(options, pieces, output)
-        dtype = _token_dtype(tokenizer.vocab_size)
+        dtype = token_dtype(tokenizer.vocab_size)
         workers = max(1, min(options.workers, len(pieces)))
-        encoded = encode(pieces, vocab_file, merge_file, options.json_key, dtype, workers)
-        written = _write(output, encoded, dtype, sum(file.size for file in files), left_out)
+        encoded = encode(pieces, vocab_file, merge_file, options.json_key, dtype, workers, options.skip_bad_lines)
+        progress = Progress(options.prog, "tokenizing", sum(file.size for file in files))
+        written = _write(output, encoded, dtype, progress, left_out)
+        names = [
+            _name_beside(prefix, given, suffix) or os.path.basename(prefix) + suffix
+            for given, suffix in _given_files(options)
+        ]
         sidecar = Sidecar(
-            vocab_file=_name_beside(prefix, options.vocab_file, "-vocab.json"),
-            merge_file=_name_beside(prefix, options.merge_file, "-merges.txt"),
+            vocab_file=names[0],
+            merge_file=names[1],
             vocab_sha256=tokenizer.unique_identifiers["vocab_sha256"],
             merge_sha256=tokenizer.unique_identifiers["merge_sha256"],
             vocab_size=tokenizer.vocab_size,
@@ -119,7 +130,7 @@ def _fingerprint(options: argparse.Namespace, files: list[corpus.InputFile]) -> 
     else:
         vocabulary = [options.vocab_size, options.train_bytes]
     inputs = [(os.path.abspath(file.path), file.size, file.mtime_ns, file.is_named) for file in files]
-    content = json.dumps([FORMAT, vocabulary, options.json_key, inputs])
+    content = json.dumps([FORMAT, vocabulary, options.json_key, inputs, *["bad lines"] * options.skip_bad_lines])
     return hashlib.sha256(content.encode("ascii")).hexdigest()
 
 
@@ -138,30 +149,50 @@ def _is_current(prefix: str, fingerprint: str) -> bool:
 def _tokenizer(
     options: argparse.Namespace, pieces: list[corpus.Piece], output: PartialOutput
 ) -> tuple[GPT2Tokenizer, str, str]:
-    """The tokenizer and its two files: those given, or new ones among the output."""
+    """The tokenizer and its two files: those given, or new ones among the output.
+
+    A file that is given and not below the directory of the output is copied there: data take along their tokenizer.
+    """
     if options.vocab_file is not None:
-        return GPT2Tokenizer.load(options.vocab_file, options.merge_file), options.vocab_file, options.merge_file
+        paths: list[str] = []
+        for given, suffix in _given_files(options):
+            is_beside = _name_beside(options.output_prefix, given, suffix) is not None
+            paths.append(given if is_beside else shutil.copyfile(given, output.path(suffix)))
+        return GPT2Tokenizer.load(*paths), paths[0], paths[1]
     chosen = corpus.sample(pieces, options.train_bytes)
-    texts = _training_texts(chosen, options.json_key, options.train_bytes)
-    tokenizer = train_tokenizer(texts, options.vocab_size, output.folder)
+    chosen_bytes = sum(part.end - part.start for piece in chosen for part in piece)
+    with Progress(options.prog, "training the vocabulary", min(chosen_bytes, options.train_bytes)) as progress:
+        texts = _training_texts(chosen, options, progress)
+        tokenizer = train_tokenizer(texts, options.vocab_size, output.folder)
     return tokenizer, output.path("-vocab.json"), output.path("-merges.txt")
 
 
-def _training_texts(pieces: Iterable[corpus.Piece], json_key: str, max_bytes: int) -> Iterator[str]:
-    budget = max_bytes
-    for piece in pieces:
-        for text in read_texts(piece, json_key, corpus.LeftOut()):
-            content = text.text[:budget]  # characters, at most as many as bytes
-            yield content
-            budget -= len(content.encode("utf-8"))
-            if budget <= 0:
-                return
+def _given_files(options: argparse.Namespace) -> list[tuple[Any, str]]:
+    """The tokenizer files as given (None: not), each with the suffix of its place among the output."""
+    return [(options.vocab_file, "-vocab.json"), (options.merge_file, "-merges.txt")]
 
 
-def _token_dtype(vocab_size: int) -> Any:
-    from megatron.core.datasets.indexed_dataset import DType  # slow: not before the input is known to be good
+def _suffixes(options: argparse.Namespace) -> list[str]:
+    """Of the files to write: a tokenizer file stays where it is if it is given and below the output's directory."""
+    kept = {suffix for given, suffix in _given_files(options) if _name_beside(options.output_prefix, given, suffix)}
+    return [suffix for suffix in SUFFIXES if suffix not in kept]
 
-    return DType.optimal_dtype(vocab_size)
+
+def _training_texts(pieces: Iterable[corpus.Piece], options: argparse.Namespace, progress: Progress) -> Iterator[str]:
+    """The first --train-bytes of the pieces."""
+    budget = options.train_bytes
+    texts = (
+        text.text
+        for piece in pieces
+        for text in read_texts(piece, options.json_key, corpus.LeftOut(), options.skip_bad_lines)
+    )
+    while budget > 0 and (text := next(texts, None)) is not None:
+        content = text[:budget]  # characters, at most as many as bytes
+        yield content
+        num_bytes = len(content.encode("utf-8"))
+        progress.update(num_bytes)
+        budget -= num_bytes
+    progress.begin_unmeasured("learning its merges")
 
 
 @dataclass(slots=True)
@@ -173,40 +204,38 @@ class _Written:
 
 
 def _write(
-    output: PartialOutput, encoded: Iterable[Encoded], dtype: Any, total_bytes: int, left_out: corpus.LeftOut
+    output: PartialOutput,
+    encoded: Iterable[Encoded],
+    dtype: type[np.integer],
+    progress: Progress,
+    left_out: corpus.LeftOut,
 ) -> _Written:
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
     written = _Written()
-    builder = IndexedDatasetBuilder(output.path(".bin"), dtype=dtype)
-    try:
-        with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=not sys.stderr.isatty()) as bar:
-            for piece in encoded:
-                sequences = torch.from_numpy(piece.ids).split(piece.lengths) if piece.lengths else ()
-                for sequence, is_end in zip(sequences, piece.ends, strict=True):
-                    builder.add_item(sequence)
-                    if is_end:
-                        builder.end_document()
-                written.documents += sum(piece.ends)
-                written.sequences += len(piece.lengths)
-                written.tokens += piece.ids.size
-                written.source_bytes += piece.source_bytes
-                left_out.update(piece.left_out)
-                bar.update(piece.source_bytes)
+    with DatasetWriter(output.path(".bin"), dtype) as writer, progress:
+        for piece in encoded:
+            writer.add(piece.ids, piece.lengths, piece.ends)
+            written.documents += sum(piece.ends)
+            written.sequences += len(piece.lengths)
+            written.tokens += piece.ids.size
+            written.source_bytes += piece.source_bytes
+            left_out.update(piece.left_out)
+            progress.update(piece.source_bytes)
         if written.documents == 0:
             raise DataError(f"there is no document in the input{_counts(left_out)}; give other files with --input")
-        builder.finalize(output.path(".idx"))
-    finally:
-        with suppress(OSError):  # of a full disk, a second time
-            builder.data_file.close()
+        writer.finish(output.path(".idx"))
     return written
 
 
-def _name_beside(prefix: str, given: str | None, suffix: str) -> str:
-    """The path of a tokenizer file from the directory of the data set: the one given, else the trained one."""
+def _name_beside(prefix: str, given: str | None, suffix: str) -> str | None:
+    """The path of a given tokenizer file from the directory of the data set; None where it is not below that."""
     folder = os.path.dirname(os.path.abspath(prefix))
-    return os.path.relpath(os.path.abspath(given if given is not None else prefix + suffix), folder)
+    if given is None or not is_inside(given, folder):
+        return None
+    name = os.path.relpath(os.path.abspath(given), folder)
+    if name.startswith(os.pardir + os.sep):  # it is below through a link only
+        name = os.path.relpath(os.path.realpath(given), os.path.realpath(folder))
+    # Under the very name of a trained one, "./" says that it is the user's own, which no later run may replace.
+    return os.path.join(os.curdir, name) if name == os.path.basename(prefix) + suffix else name
 
 
 def _counts(left_out: corpus.LeftOut) -> str:
@@ -220,17 +249,17 @@ def _counts(left_out: corpus.LeftOut) -> str:
 
 def _report(options: argparse.Namespace, sidecar: Sidecar, left_out: corpus.LeftOut, seconds: float) -> None:
     print(
-        f"prepare_data: {corpus.shown(options.output_prefix)}: {sidecar.documents} documents, "
+        f"{options.prog}: {corpus.shown(options.output_prefix)}: {sidecar.documents} documents, "
         f"{sidecar.source_bytes} bytes, {sidecar.tokens} tokens ({sidecar.dtype}, vocabulary {sidecar.vocab_size}) "
         f"in {seconds:.1f} s{_counts(left_out)}"
     )
     if options.vocab_file is None and sidecar.vocab_size < options.vocab_size:
         print(
-            f"prepare_data: the vocabulary has {sidecar.vocab_size} tokens, not {options.vocab_size}: the text it was "
-            "trained on has no more pairs that occur twice"
+            f"{options.prog}: the vocabulary has {sidecar.vocab_size} tokens, not {options.vocab_size}: the text it "
+            "was trained on has no more pairs that occur twice"
         )
     if sidecar.sequences < _SMALL_DATA_SET:
         print(
-            f"prepare_data: {sidecar.sequences} sequences are few: a share of --split below "
+            f"{options.prog}: {sidecar.sequences} sequences are few: a share of --split below "
             f"{100 / sidecar.sequences:.1f} % holds none"
         )

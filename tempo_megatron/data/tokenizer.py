@@ -16,9 +16,11 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tempo_megatron.data.data_error import DataError
+from tempo_megatron.training.long_runs import cut_long_runs
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of text
+LARGEST_VOCABULARY = 10_000_000  # ten times the largest published; from 10**9 on the library aborts the process
 
 # Between a character that is not white space and a space or newline there is always a border of two pretokens, so a
 # text cut there has the same tokens as the whole. The library keeps about 100 bytes per token of what it encodes at
@@ -43,6 +45,8 @@ class GPT2Tokenizer:
         self.unique_identifiers = unique_identifiers
         self._missing_bytes = {byte for byte, character in _byte_alphabet().items() if character not in vocab}
         self._tokenizer = _byte_level(models.BPE(vocab=vocab, merges=merges))
+        # The fast one, which tokenizers has from 0.20 on, leaves out the places of the tokens in the text.
+        self._encode_batch = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
 
     @classmethod
     def load(cls, vocab_file: str, merge_file: str) -> GPT2Tokenizer:
@@ -83,7 +87,7 @@ class GPT2Tokenizer:
             self._check_expressible(text)
         ids: list[list[np.ndarray]] = [[] for _ in texts]
         for batch in _batches(texts):
-            encodings = self._tokenizer.encode_batch([segment for _, segment in batch], add_special_tokens=False)
+            encodings = self._encode_batch([part for _, part in batch], add_special_tokens=False)
             for (index, _), encoding in zip(batch, encodings, strict=True):
                 ids[index].append(np.array(encoding.ids, dtype=np.int32))
         return [np.concatenate(parts) for parts in ids]
@@ -110,13 +114,14 @@ class GPT2Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str) -> GPT2Tokenizer:
-    """Train a byte-level BPE and write folder/vocab.json and folder/merges.txt.
+    """Train a byte-level BPE of vocab_size tokens, 257 to 10,000,000, and write folder/vocab.json and merges.txt.
 
     As in GPT-2's own vocabulary, `<|endoftext|>` has the last id. The result depends on the texts alone; it has fewer
     than vocab_size tokens where no pair of tokens is left that occurs twice.
 
     Raises: DataError (a ValueError) or OSError where the files cannot be written.
     """
+    assert SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
@@ -124,7 +129,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str) -> GPT2T
         initial_alphabet=sorted(_byte_alphabet().values()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((part for text in texts for part in cut_long_runs(text)), trainer)
     vocab_file, merge_file = (str(Path(folder, name)) for name in ("vocab.json", "merges.txt"))
     try:
         tokenizer.model.save(folder)
@@ -172,13 +177,13 @@ def _byte_alphabet() -> dict[int, str]:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
-    """The texts cut into segments, each with the index of its text, some four segments' length at a time."""
+    """The texts cut into parts, each with the index of its text, some four segments' length at a time."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for index, text in enumerate(texts):
-        for segment in _segments(text):
-            batch.append((index, segment))
-            characters += len(segment)
+        for part in (part for segment in _segments(text) for part in cut_long_runs(segment)):
+            batch.append((index, part))
+            characters += len(part)
             if characters >= 4 * _SEGMENT_CHARS:
                 yield batch
                 batch, characters = [], 0

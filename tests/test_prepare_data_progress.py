@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tempo_megatron.cli import main as cli
+from tempo_megatron.data.prepare_data import main
+from tempo_megatron.training import prepare_progress
+from tempo_megatron.training.prepare_progress import Progress
+
+
+def test_a_log_gets_lines_while_the_vocabulary_is_trained_and_while_text_is_tokenized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_progress, "_SECONDS_BETWEEN_LINES", 0.02)
+    (tmp_path / "a.txt").write_text("".join(f"word{n} and {n * n} " for n in range(200_000)))
+    arguments = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+    assert main([*arguments, "--vocab-size", "1000"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    patterns = {
+        "reading": r"prepare_data: training the vocabulary: \d+\.\d of 5\.1 MB, (\d+\.\d\d MB/s, )?\d+ s (left|so far)",
+        "merging": r"prepare_data: training the vocabulary: learning its merges, \d+ s so far",
+        "tokenizing": r"prepare_data: tokenizing: \d+\.\d of 5\.1 MB, (\d+\.\d\d MB/s, )?\d+ s (left|so far)",
+    }
+    kinds = [next((kind for kind, pattern in patterns.items() if re.fullmatch(pattern, line)), line) for line in lines]
+    assert [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before] == list(patterns)
+
+
+def test_the_line_tells_rate_and_time_left() -> None:
+    progress = Progress("prog", "tokenizing", 200_000_000)
+    assert progress.line(4) == "prog: tokenizing: 0.0 of 200.0 MB, 4 s so far"
+    progress.update(50_000_000)
+    assert progress.line(10) == "prog: tokenizing: 50.0 of 200.0 MB, 5.00 MB/s, 30 s left"
+    progress.begin_unmeasured("learning")
+    assert progress.line(70) == "prog: tokenizing: learning, 70 s so far"
+    assert prepare_progress._SECONDS_BETWEEN_LINES <= 10
+
+
+def test_a_short_run_prints_no_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    assert main(["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Progress("prog", "tokenizing", 1000) as progress:
+        progress.update(500)
+        time.sleep(0.5)
+        progress.update(500)
+    assert "tokenizing: 100%" in capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
+
+
+def test_an_error_ends_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="x"), Progress("prog", "tokenizing", 10) as progress:
+        raise ValueError("x")
+    assert progress._thread is not None and not progress._thread.is_alive()
+
+
+def test_the_command_calls_itself_by_the_name_that_was_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli(["prepare-data"])
+    assert "usage: tempo-megatron prepare-data" in capsys.readouterr().err
+    assert cli(["prepare-data", "--input", str(tmp_path / "none"), "--output-prefix", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith("tempo-megatron prepare-data: ")
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    code = "import sys; from tempo_megatron.data.prepare_data import main; sys.exit(main(sys.argv[1:]))"
+    command = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    result = subprocess.run([sys.executable, "-u", "-c", code, *command], stdout=write_end, stderr=subprocess.PIPE)
+    os.close(write_end)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert (tmp_path / "out.idx").exists()
