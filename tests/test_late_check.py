@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tempo_megatron import late_check
-from tempo_megatron.late_check import LateCheck
-from tempo_megatron.slots import loss
+from tempo_megatron.slots import late_check, loss
+from tempo_megatron.slots.late_check import LateCheck
 
 
 class Flag:

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
-from tempo_megatron.data import corpus
+from tempo_megatron.data import corpus, long_runs
 from tempo_megatron.data import tokenizer as tokenizer_module
+from tempo_megatron.data.long_runs import LONGEST_RUN, cut_long_runs
 from tempo_megatron.data.tokenizer import GPT2Tokenizer, train_tokenizer
-from tempo_megatron.training import long_runs
-from tempo_megatron.training.long_runs import LONGEST_RUN, cut_long_runs
 
 # Every kind of character and what lies between two kinds: controls that only `re` takes for white space, numbers that
 # are no digits, marks, contractions.

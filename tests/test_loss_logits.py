@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from test_layer_spec import assert_equal_to_stock
 from test_loss import FUSED, OFF, build, loss_and_gradients, loss_mask, run
 
-from tempo_megatron.slots.loss import _LossesOfTotal, late_errors, tempoize_loss
+from tempo_megatron.slots.loss import _IS_MULTIPLE as IS_MULTIPLE
+from tempo_megatron.slots.loss import _LossesOfTotal, tempoize_loss
 
 HAS_MUP = "use_mup" in TransformerConfig.__dataclass_fields__
 HAS_PROCESSOR = "output_processor" in inspect.signature(GPTModel._postprocess).parameters
@@ -104,27 +104,9 @@ def test_on_a_gpu_a_wrong_gradient_is_nan_and_the_next_forward_says_why():
     total = (losses * weights).sum().requires_grad_()
     (_LossesOfTotal.apply(total, losses, weights) * weights).sum().backward()
     torch.cuda.synchronize()
-    late_errors.check()
+    IS_MULTIPLE.raise_if_noted()
     (_LossesOfTotal.apply(total, losses, weights) * losses).sum().backward()
     assert total.grad.isnan()
     with pytest.raises(RuntimeError, match="not a number times loss_mask"):
-        late_errors.check()
-    late_errors.check()
-
-
-def test_a_wrong_gradient_on_a_device_is_told_once_the_device_is_there():
-    flag = mock.Mock(is_cuda=True, device=torch.device("cuda"))
-    flag.to.return_value = torch.tensor(True)
-    event = mock.Mock()
-    event.query.side_effect = [False, True]
-    found = type(late_errors)()
-    with (
-        mock.patch("torch.cuda.Event", return_value=event),
-        mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
-    ):
-        found.note(flag)
-        found.check()
-        with pytest.raises(RuntimeError, match="not a number times loss_mask"):
-            found.check()
-        found.check()
-    flag.to.assert_called_once_with("cpu", non_blocking=True)
+        IS_MULTIPLE.raise_if_noted()
+    IS_MULTIPLE.raise_if_noted()

@@ -18,8 +18,8 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 
 from tempo_megatron.data import corpus, documents
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer
+from tempo_megatron.data.dataset_writer import DatasetWriter, token_dtype
 from tempo_megatron.data.prepare_data import main
-from tempo_megatron.training.dataset_writer import DatasetWriter, token_dtype
 
 WORDS = ["the", "tensor", "keeps", "every", "naïve", "漢字", "value\n\n", "for", "", "backward\t1234", ""]
 FILES = (".bin", ".idx", ".json", "-vocab.json", "-merges.txt")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 # these functions, until a child comes through. Prints, per child, how it ended and the files it left.
 KILL_EACH_MOMENT = """
 import json, os, shutil, signal, sys
-from tempo_megatron.training.dataset_writer import DatasetWriter
+from tempo_megatron.data.dataset_writer import DatasetWriter
 from tempo_megatron.data.prepare_data import main
 
 start, work, *command = sys.argv[1:]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tempo_megatron.cli import main as cli
+from tempo_megatron.data import prepare_progress
 from tempo_megatron.data.prepare_data import main
-from tempo_megatron.training import prepare_progress
-from tempo_megatron.training.prepare_progress import Progress
+from tempo_megatron.data.prepare_progress import Progress
 
 
 def test_a_log_gets_lines_while_the_vocabulary_is_trained_and_while_text_is_tokenized(

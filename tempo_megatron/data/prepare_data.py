@@ -25,12 +25,12 @@ from tempo_megatron.data.dataset_files import (
     load_dataset_tokenizer,
     validate_dataset,
 )
+from tempo_megatron.data.dataset_writer import DatasetWriter, token_dtype
 from tempo_megatron.data.documents import Encoded, encode, read_texts
 from tempo_megatron.data.partial_output import SUFFIXES, PartialOutput
 from tempo_megatron.data.prepare_arguments import parse_prepare_arguments
+from tempo_megatron.data.prepare_progress import Progress
 from tempo_megatron.data.tokenizer import GPT2Tokenizer, check_both_or_neither, train_tokenizer
-from tempo_megatron.training.dataset_writer import DatasetWriter, token_dtype
-from tempo_megatron.training.prepare_progress import Progress
 
 _SMALL_DATA_SET = 100  # sequences; below it, a few per cent of --split may hold none
 

@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tempo_megatron.data.data_error import DataError
-from tempo_megatron.training.long_runs import cut_long_runs
+from tempo_megatron.data.long_runs import cut_long_runs
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of text

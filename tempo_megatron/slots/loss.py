@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.late_check import LateCheck
+from tempo_megatron.slots.late_check import LateCheck
 
 _IGNORED = -100
 # Of the largest gradient: what float32 leaves of proportions.
@@ -45,7 +45,6 @@ class TempoOutputLayer(ColumnParallelLinear):
         _IS_MULTIPLE.raise_if_noted()
         if self.labels is None:
             return super().forward(input_, weight, runtime_gather_output)
-        late_errors.check()
         weight = self.weight if weight is None else weight
         bias = None if self.skip_bias_add else self.bias
         if self.logits_scale != 1.0:
@@ -118,7 +117,7 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     Called with `loss_mask` too, as Megatron's pretrain_gpt.py does, it makes the gradients in forward and spares the
     recomputation of the logits. The loss must then be a number times sum(loss_mask * losses), which is what
     Megatron's loss functions are, and have one backward; any other gradient of the losses raises RuntimeError. A GPU
-    is not waited for: there the gradients become NaN, and the error is raised by the next forward.
+    is not waited for: there the gradients become NaN, and a later forward raises the error.
 
     Raises ValueError where the model or its configuration has what the fused head cannot do.
     """
@@ -195,44 +194,6 @@ class _LossesOfTotal(torch.autograd.Function):
         wanted = factor * token_weights
         error, largest = (grad_losses - wanted).abs().amax(), wanted.abs().amax()
         is_another = error > _TOLERANCE * largest
-        late_errors.note(is_another)
+        _IS_MULTIPLE.note(is_another)
+        # On a GPU an exception here would wait for the device: NaN goes on, and words follow.
         return torch.where(is_another, torch.nan, factor), None, None
-
-
-class _LateErrors:
-    """Gradients that were not what was promised: a CPU says so at once, a GPU when the host would have to wait no more.
-
-    That is at the latest in the forward after the host read anything of that backward, an overflow or a norm.
-    """
-
-    def __init__(self) -> None:
-        self._pending: list[tuple[Tensor, torch.cuda.Event]] = []
-
-    def note(self, is_wrong: Tensor) -> None:
-        """Raise RuntimeError where is_wrong, a bool scalar, is true; of a GPU's leave that to `check`."""
-        if is_wrong.device.type == "cpu":
-            self._raise_if(is_wrong)
-        elif is_wrong.is_cuda and not torch.cuda.is_current_stream_capturing():
-            copied, event = is_wrong.to("cpu", non_blocking=True), torch.cuda.Event()
-            event.record()
-            self._pending.append((copied, event))
-
-    def check(self) -> None:
-        """Raise RuntimeError where a noted gradient is known to have been wrong."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return
-        while self._pending and self._pending[0][1].query():
-            is_wrong, _ = self._pending.pop(0)
-            self._raise_if(is_wrong)
-
-    def _raise_if(self, is_wrong: Tensor) -> None:
-        if is_wrong:
-            # Those behind it are of the same wrong loss.
-            self._pending.clear()
-            raise RuntimeError(
-                "the gradient of the losses is not a number times loss_mask, for which the fused loss made its "
-                "gradients; sum loss_mask * losses, or call the model without loss_mask"
-            )
-
-
-late_errors = _LateErrors()
