@@ -204,3 +204,11 @@ def test_tensors_without_data_are_dropped_and_made_again_as_such(kind):
     grads = torch.autograd.grad(out.sum(), inputs)
     assert [grad.shape for grad in grads] == [t.shape for t in inputs]
     assert len(function.made) == 2
+
+
+def test_a_function_is_recomputed_while_a_fake_mode_is_on():
+    with FakeTensorMode():
+        x = torch.empty(6, 24, requires_grad=True)
+        y = recompute(torch.sin, x)
+        y.sum().backward()
+    assert x.grad.shape == x.shape

@@ -208,7 +208,12 @@ def _refuse_to_unpack(_: None) -> Tensor:
 
 
 def _random_states(tensors: Sequence[Tensor]) -> list[Tensor | int]:
-    """The state of torch's default generators, for the CPU and for the GPUs of these tensors."""
+    """The state of torch's default generators, for the CPU and for the GPUs of these tensors.
+
+    Fake tensors draw no numbers, and where they are, a state has none either.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return []
     states: list[Tensor | int] = [torch.default_generator.get_state()]
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         # A generator that a graph is captured with cannot be asked; a run before the capture has been.
