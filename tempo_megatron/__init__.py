@@ -9,25 +9,46 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tempo_kernels import __version__
+from tempo_megatron.extras import check_installed
+
 if TYPE_CHECKING:
     from tempo_megatron.arguments import add_tempo_arguments
     from tempo_megatron.config import TempoConfig
+    from tempo_megatron.cpu import use_cpu
+    from tempo_megatron.dropout_rng import set_micro_batch
     from tempo_megatron.layer_spec import tempo_block_spec, tempoize, tempoize_embedding
     from tempo_megatron.loss import tempoize_loss
 
-__all__ = ["TempoConfig", "add_tempo_arguments", "tempo_block_spec", "tempoize", "tempoize_embedding", "tempoize_loss"]
+__all__ = [
+    "TempoConfig",
+    "__version__",
+    "add_tempo_arguments",
+    "set_micro_batch",
+    "tempo_block_spec",
+    "tempoize",
+    "tempoize_embedding",
+    "tempoize_loss",
+    "use_cpu",
+]
 
+# Public name -> its file. Those of _NEED_MEGATRON import Megatron-core.
 _HOMES = {
     "TempoConfig": "config",
     "add_tempo_arguments": "arguments",
+    "set_micro_batch": "dropout_rng",
     "tempo_block_spec": "layer_spec",
     "tempoize": "layer_spec",
     "tempoize_embedding": "layer_spec",
     "tempoize_loss": "loss",
+    "use_cpu": "cpu",
 }
+_NEED_MEGATRON = {name for name, home in _HOMES.items() if home not in ("config", "arguments")}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _NEED_MEGATRON:
+        check_installed(name, "megatron", "megatron.core")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

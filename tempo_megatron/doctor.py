@@ -8,7 +8,7 @@ import platform
 
 import torch
 
-from tempo_kernels.attention import describe
+from tempo_kernels.attention import describe as attention_backend
 from tempo_kernels.compiled import find_compiler
 
 _PACKAGES = (
@@ -34,13 +34,28 @@ def report() -> str:
     else:
         lines.append("GPU                  none; training runs on the CPU with gloo")
     lines.append(f"CPU                  {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
-    compiler = find_compiler()
-    lines.append(f"C++ compiler         {compiler or 'none (not needed, but what it compiles is faster on a CPU)'}")
-    on_cpu = "plain torch, compiled where that pays" if compiler else "plain torch"
-    for operation in ("activation", "norm", "dropout", "loss head"):
-        lines.append(f"tempo {operation:<15}{'triton' if torch.cuda.is_available() else on_cpu}")
-    lines.append(f"tempo attention      {describe('cuda') if torch.cuda.is_available() else on_cpu}")
+    lines.append(
+        f"C++ compiler         {find_compiler() or 'none (not needed, but what it compiles is faster on a CPU)'}"
+    )
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    for operation in ("activation", "norm", "dropout", "attention", "loss head"):
+        lines.append(f"tempo {operation:<15}{describe_implementation(operation, device_type)}")
     return "\n".join(lines)
+
+
+def describe_implementation(operation: str, device_type: str, attention: str = "flash") -> str:
+    """What an operation of Tempo runs on, in the words of `doctor` and of a run's banner.
+
+    Args:
+        operation: "activation", "norm", "dropout", "attention" or "loss head".
+        device_type: "cuda" or "cpu".
+        attention: the TempoConfig's choice.
+    """
+    if device_type == "cuda":
+        return attention_backend(device_type, attention) if operation == "attention" else "triton"
+    if operation == "loss head" or find_compiler() is None:
+        return "plain torch"
+    return "plain torch, compiled where that pays"
 
 
 def _version(distribution: str) -> str:
