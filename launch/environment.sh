@@ -122,7 +122,7 @@ install_repository() {
     version=$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
     echo "torch==$version" >"$VENV/constraints.txt"
     echo "Installing tempo-megatron[$1] beside torch $version (log: $LOG)."
-    pip_install -c "$VENV/constraints.txt" -e "$ROOT[$1]" ||
+    pip_install -c "$VENV/constraints.txt" -e "${ROOT}[$1]" ||
         die "The installation of tempo-megatron failed; pip's words are in $LOG"
     # A DeepSpeed that came along with the user's torch has its launcher elsewhere, bound to that Python.
     [ -x "$VENV/bin/deepspeed" ] || pip_install --no-deps --ignore-installed deepspeed ||

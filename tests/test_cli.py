@@ -16,6 +16,7 @@ from tempo_megatron import TempoConfig, doctor
 from tempo_megatron.cli import main
 from tempo_megatron.training import banner
 from tempo_megatron.training.arguments import parse_arguments
+from tempo_megatron.training.checks import data_parallel_size_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,6 +36,12 @@ def test_a_reader_that_left_is_no_error() -> None:
     os.close(writer)
     assert done.stderr == ""
     assert done.returncode == 141
+
+
+def test_too_few_processes_name_the_option_that_starts_more() -> None:
+    args = SimpleNamespace(tensor_model_parallel_size=2)
+    with pytest.raises(ValueError, match="start a multiple of 2 processes .deepspeed --num_gpus 2, torchrun"):
+        data_parallel_size_of(args, 1)
 
 
 def test_banner_and_doctor_say_the_same_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
