@@ -38,6 +38,13 @@ def test_a_reader_that_left_is_no_error() -> None:
     assert done.returncode == 141
 
 
+def test_without_the_environment_data_preparation_says_how_to_activate_it() -> None:
+    command = [sys.executable, "-I", "-S", "launch/prepare_data.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "source .venv/bin/activate" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_too_few_processes_name_the_option_that_starts_more() -> None:
     args = SimpleNamespace(tensor_model_parallel_size=2)
     with pytest.raises(ValueError, match="start a multiple of 2 processes .deepspeed --num_gpus 2, torchrun"):
