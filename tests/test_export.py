@@ -98,7 +98,7 @@ def test_exported_weights_are_those_of_the_live_model(
             *extra,
             world_size=world_size,
             config=config_of(stage, bf16),
-            prepare=keep_live_weights,
+            before=keep_live_weights,
         )
     )
     dtype = "bf16" if bf16 else "fp32"

@@ -112,18 +112,18 @@ def run(
     world_size: int = 1,
     config: Any = None,
     timeout_s: float = 300,
-    prepare: Callable[[], None] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> Run:
     """The job in `world_size` forked processes that meet over gloo; waits for its end.
 
-    `prepare`, a module-level function, is called in each of them first.
+    `before`, which can be pickled, is called in each of them first: it breaks what a test wants broken.
     """
     folder.mkdir(parents=True, exist_ok=True)
     argv = arguments(data, folder, *extra, config=config)
     port = free_port()
     ranks = [
         _processes.Process(
-            target=_rank_main, args=(argv, rank, world_size, port, str(folder / f"rank{rank}.log"), prepare)
+            target=_rank_main, args=(argv, rank, world_size, port, str(folder / f"rank{rank}.log"), before)
         )
         for rank in range(world_size)
     ]
@@ -151,7 +151,7 @@ def successful(result: Run) -> Run:
 
 
 def _rank_main(
-    argv: list[str], rank: int, world_size: int, port: int, log: str, prepare: Callable[[], None] | None
+    argv: list[str], rank: int, world_size: int, port: int, log: str, before: Callable[[], None] | None
 ) -> None:
     import torch
 
@@ -160,10 +160,10 @@ def _rank_main(
     os.dup2(descriptor, 2)
     os.environ.update(environment(rank=rank, world_size=world_size, port=port))
     torch.set_num_threads(1)
-    if prepare is not None:
-        prepare()
     from tempo_megatron.training.pretrain_gpt import main
 
+    if before is not None:
+        before()
     code = main(argv)
     sys.stdout.flush()
     os._exit(code)
