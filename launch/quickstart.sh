@@ -49,7 +49,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 if ! [[ $iters =~ ^[1-9][0-9]*$ ]]; then
-    echo "--iters is $iters; a whole number of at least 1 is wanted" >&2
+    echo "--iters is $iters; expected a whole number of at least 1" >&2
     exit 2
 fi
 # A folder is meant as seen from where the command was typed.
@@ -57,7 +57,7 @@ fi
 case ${VENV:-/} in /*) ;; *) VENV=$invoked_from/$VENV ;; esac
 
 . launch/environment.sh
-prepare_environment
+prepare_environment train
 mkdir -p "$output"
 
 echo
@@ -116,3 +116,4 @@ python -m tempo_megatron.training.report --stock "$output/stock/metrics.jsonl" -
 echo
 echo "sbh: bytes per token and hidden unit on each rank, s*s tensors included$unit"
 echo "loss curves: $output/loss.png; what is kept, operation by operation: $output/ledger.txt"
+echo "to go on with this environment: source ${VENV#"$invoked_from/"}/bin/activate"

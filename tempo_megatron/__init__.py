@@ -9,9 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tempo_kernels import __version__
+from tempo_megatron.extras import check_installed
+
 if TYPE_CHECKING:
     from tempo_megatron.arguments import add_tempo_arguments
     from tempo_megatron.config import TempoConfig
+    from tempo_megatron.cpu import use_cpu
     from tempo_megatron.slots.dropout_rng import set_micro_batch
     from tempo_megatron.slots.embedding import tempoize_embedding
     from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
@@ -19,14 +23,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TempoConfig",
+    "__version__",
     "add_tempo_arguments",
     "set_micro_batch",
     "tempo_block_spec",
     "tempoize",
     "tempoize_embedding",
     "tempoize_loss",
+    "use_cpu",
 ]
 
+# Public name -> its file. Those of _NEED_MEGATRON import Megatron-core.
 _HOMES = {
     "TempoConfig": "config",
     "add_tempo_arguments": "arguments",
@@ -35,10 +42,14 @@ _HOMES = {
     "tempoize": "slots.layer_spec",
     "tempoize_embedding": "slots.embedding",
     "tempoize_loss": "slots.loss",
+    "use_cpu": "cpu",
 }
+_NEED_MEGATRON = {name for name, home in _HOMES.items() if home not in ("config", "arguments")}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _NEED_MEGATRON:
+        check_installed(name, "megatron", "megatron.core")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""The `tempo-megatron` command; `python -m tempo_megatron` is the same."""
+"""The `tempo-megatron` command, which `python -m tempo_megatron` is too, and `tempo-pretrain-gpt`."""
 
 from __future__ import annotations
 
@@ -9,41 +9,76 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from tempo_megatron import __version__
+from tempo_megatron.extras import MissingExtraError, check_installed
+
+# What a shell reports of a program that wrote to a pipe whose reader is gone.
+_DIED_OF_SIGPIPE = 128 + 13
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; a user's mistake is one sentence on stderr and exit status 2."""
+    """Run one subcommand; the exit status. A user's mistake is one sentence on stderr and status 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # `tempo-megatron doctor | head -1`: the reader has what it asked for. Python would flush again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _DIED_OF_SIGPIPE
+    except (OSError, ValueError, MissingExtraError) as error:
+        print(f"tempo-megatron {argv[0]}: {error}", file=sys.stderr)
+        return 2
+
+
+def pretrain_gpt() -> int:
+    """`tempo-pretrain-gpt`: the trainer, or one sentence where it misses a package."""
+    try:
+        from tempo_megatron.training.pretrain_gpt import main as train
+    except MissingExtraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return train()
+
+
+def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="tempo-megatron", description="Megatron and DeepSpeed training that keeps fewer bytes for backward."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     ledger = commands.add_parser(
         "ledger",
         help="measure every tensor that a GPT keeps for backward, stock beside Tempo",
         description="Run one layer of the real model forward, stock and with Tempo, and list what autograd keeps.",
     )
-    commands.add_parser(
-        "prepare-data",
-        help="tokenize text into Megatron's .bin/.idx",
-        add_help=False,
+    commands.add_parser("prepare-data", help="tokenize text into Megatron's .bin/.idx", add_help=False)
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint's weights as one safetensors file",
+        description="Join the tensor-parallel and ZeRO parts of a checkpoint into one safetensors file.",
     )
     commands.add_parser("doctor", help="say what is installed here and what a run would use")
-    # These two have parsers of their own, which only they should have to import.
-    if argv[:1] == ["prepare-data"]:
+    # A command imports what it needs, and its arguments are known only then.
+    command = argv[0] if argv else None
+    if command == "prepare-data":
         from tempo_megatron.data.prepare_data import main as prepare_data
 
         return prepare_data(argv[1:], prog="tempo-megatron prepare-data")
     _quiet_imports()
-    if argv[:1] == ["ledger"]:
+    if command == "ledger":
+        check_installed("it", "megatron", "megatron.core")
         from tempo_megatron.memory.report import add_ledger_arguments, run_ledger
 
         add_ledger_arguments(ledger)
-        args = parser.parse_args(argv)
-        try:
-            return run_ledger(args)
-        except (OSError, ValueError) as error:
-            print(f"tempo-megatron ledger: {error}", file=sys.stderr)
-            return 2
+        return run_ledger(parser.parse_args(argv))
+    if command == "export":
+        from tempo_megatron.training.export import add_export_arguments, run_export
+
+        add_export_arguments(export)
+        return run_export(parser.parse_args(argv))
     parser.parse_args(argv)
     from tempo_megatron.doctor import report
 

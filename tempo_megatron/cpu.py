@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 
 import torch
-from megatron.core.tensor_parallel import random as megatron_random
+
+from tempo_megatron.extras import check_installed
 
 _CPU = torch.device("cpu")
 
@@ -46,9 +47,14 @@ def use_cpu() -> None:
     `torch.cuda.get_rng_state` and Megatron's tracker work on the CPU generator, with its separate states for
     tensor-parallel and replicated regions. TransformerConfig needs `use_cpu_initialization=True`.
     A second call changes nothing. Do not use CUDA in a process that has called it.
+
+    Raises MissingExtraError with the command that installs Megatron-core where it is missing.
     """
     if torch.cuda.current_device is _current_device:
         return
+    check_installed("use_cpu()", "megatron", "megatron.core")
+    from megatron.core.tensor_parallel import random as megatron_random
+
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
     torch.cuda.get_rng_state = _get_rng_state  # type: ignore[assignment]
     torch.cuda.manual_seed = _manual_seed

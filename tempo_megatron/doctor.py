@@ -8,7 +8,7 @@ import platform
 
 import torch
 
-from tempo_kernels.attention import describe
+from tempo_kernels.attention import describe as attention_backend
 from tempo_kernels.compiled import find_compiler, find_obstacle
 
 _PACKAGES = (
@@ -37,11 +37,25 @@ def report() -> str:
     obstacle = find_obstacle()
     compiler = f"does not work: {obstacle}. Training runs without; on a CPU what it would compile is slower"
     lines.append(f"C++ compiler         {compiler if obstacle else find_compiler()}")
-    on_cpu = "plain torch" if obstacle else "plain torch, compiled where that pays"
-    for operation in ("activation", "norm", "dropout", "loss head"):
-        lines.append(f"tempo {operation:<15}{'triton' if torch.cuda.is_available() else on_cpu}")
-    lines.append(f"tempo attention      {describe('cuda') if torch.cuda.is_available() else on_cpu}")
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    for operation in ("activation", "norm", "dropout", "attention", "loss head"):
+        lines.append(f"tempo {operation:<15}{describe_implementation(operation, device_type)}")
     return "\n".join(lines)
+
+
+def describe_implementation(operation: str, device_type: str, attention: str = "flash") -> str:
+    """What an operation of Tempo runs on, in the words of `doctor` and of a run's banner.
+
+    Args:
+        operation: "activation", "norm", "dropout", "attention" or "loss head".
+        device_type: "cuda" or "cpu".
+        attention: the TempoConfig's choice.
+    """
+    if device_type == "cuda":
+        return attention_backend(device_type, attention) if operation == "attention" else "triton"
+    if operation == "loss head" or find_obstacle():
+        return "plain torch"
+    return "plain torch, compiled where that pays"
 
 
 def _version(distribution: str) -> str:

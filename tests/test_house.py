@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLOORS = {"kernels/tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "tests": 3, "benchmarks": 3}
+FLOORS = {"kernels/tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "tests": 3, "benchmarks": 3, "examples": 3}
 FLOOR_OF_IMPORT = {"tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "kernels": 2, "tests": 3, "benchmarks": 3}
 FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
 # A room that is two others in one pass, and those two: its eager.py is made of theirs, its kernel.py of their kernels.

@@ -1,14 +1,19 @@
-"""What the README says is so: its commands parse, its paths exist, its table is what is measured."""
+"""What the README says is so: its commands run, its paths exist, its table is what is measured."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.training.arguments import parse_arguments
@@ -22,12 +27,28 @@ def kept_bytes() -> dict:
     return runpy.run_path(str(ROOT / "benchmarks" / "kept_bytes.py"))
 
 
+def command_blocks() -> list[str]:
+    return re.findall(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_every_block_without_a_language_is_none_of_commands() -> None:
+    languages = re.findall(r"^```(.*)\n(?:.*\n)*?```$", README, re.MULTILINE)
+    assert set(languages) == {"bash", "json", "python"}
+    assert len(command_blocks()) >= 5
+
+
 def test_the_training_command_is_one_the_trainer_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    (command,) = re.findall(r"^deepspeed launch/pretrain_gpt.py ((?:.*\\\n)+.*)$", README, re.MULTILINE)
+    (command,) = re.findall(r"launch/pretrain_gpt.py ((?:.*\\\n)+.*)$", README, re.MULTILINE)
     args = parse_arguments(shlex.split(command.replace("\\\n", " ")))
-    assert args.num_layers == 12 and args.use_tempo is True
+    assert args.num_layers == 4 and args.use_tempo is True
     assert Path(args.deepspeed_config).is_file()
+
+
+def test_the_edits_for_a_real_job_are_known_arguments() -> None:
+    (edits,) = re.findall(r"raise the rest: `(.*?)`", README, re.DOTALL)
+    required = ["--deepspeed_config", "d", "--model", str(ROOT / "configs/model/gpt2_124m.json"), "--data-path", "x"]
+    assert parse_arguments([*required, *edits.split()]).train_iters == 10000
 
 
 def test_the_tempo_block_switches_everything_on() -> None:
@@ -53,3 +74,68 @@ def test_the_results_file_holds_what_is_measured_now(kept_bytes: dict) -> None:
     for old, new in zip(recorded, kept_bytes["measure"](), strict=True):
         for key in ("layout", "model", "shape", "dtype", "p", "stock", "tempo", "recompute"):
             assert old[key] == new[key], f"{old['layout']}: {key}; run python benchmarks/kept_bytes.py"
+
+
+# What is not run as printed: fewer steps, so that the comparison of the first command fits into CI.
+REPLACED = {"bash launch/quickstart.sh ": "bash launch/quickstart.sh --iters 12 "}
+
+
+@pytest.fixture(scope="module")
+def fresh_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that a clone would have, changes of the working tree included."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True
+    )
+    if listed.returncode:
+        pytest.skip("this is not a git checkout, so what a clone would have is not known")
+    clone = tmp_path_factory.mktemp("clone") / "tempo"
+    for name in listed.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, clone / name)
+    return clone
+
+
+@pytest.mark.slow
+def test_every_command_runs_in_order_as_printed_in_a_fresh_clone(fresh_clone: Path) -> None:
+    """One shell, as a newcomer's. Its environment is made by the README's first command, with this Python's torch."""
+    script = "\n".join(command_blocks())
+    for printed, run in REPLACED.items():
+        assert script.count(printed) == 1
+        script = script.replace(printed, run)
+    # Nothing of the environment that the tests run in is at hand.
+    here = os.path.realpath(Path(sys.executable).parent)
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if os.path.realpath(p) != here)
+    # One thread per process: the two of some commands share the cores with whatever else runs here.
+    kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_")) or name == "HOME"}
+    done = subprocess.run(
+        ["bash", "-c", f"set -euxo pipefail\n{script}"],
+        cwd=fresh_clone,
+        env={**kept, "PATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert f"source {Path('.venv/bin/activate')}\n" in done.stdout
+    check_quickstart(fresh_clone / "runs" / "quickstart", done.stdout)
+    for launcher in ("1 x CPU", "2 x CPU"):
+        assert torch.cuda.is_available() or launcher in done.stdout
+    assert (fresh_clone / "runs/mine/weights.safetensors").stat().st_size > 1_000_000
+    exported = {path.name for path in (fresh_clone / "runs/mine/gpt2").iterdir()}
+    assert exported == {"model.safetensors", "config.json", "vocab.json", "merges.txt"}
+
+
+def check_quickstart(output: Path, printed: str) -> None:
+    """It ended with a table and a figure, and Tempo's run learned as stock's did, with less kept for backward."""
+    table = (output / "table.txt").read_text()
+    assert table in printed
+    rows = {name: values.split() for name, values in re.findall(r"^(.+?)  +(.+)$", table, re.MULTILINE)}
+    assert float(rows["kept for backward per layer, sbh"][2]) < 0.5
+    assert 0.97 < float(rows["validation loss"][2]) < 1.03
+    for run in ("stock", "tempo"):
+        records = [json.loads(line) for line in (output / run / "metrics.jsonl").read_text().splitlines()]
+        losses = [record["loss"] for record in records if record["kind"] == "train"]
+        assert len(losses) == 12 and losses[-1] < losses[0] - 0.5
+        choices = {*next(record["tempo"] for record in records if record["kind"] == "run").values()}
+        assert (choices == {"off"}) == (run == "stock")
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tempo_megatron import __version__
 from tempo_megatron.arguments import add_tempo_arguments
 
 # What a file of configs/model may say; an explicit argument wins over it.
@@ -59,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=_Formatter,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     _add_model(parser)
     _add_training(parser)
     _add_optimizer(parser)

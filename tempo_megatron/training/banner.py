@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tempo_kernels.attention import describe
 from tempo_megatron import TempoConfig
 from tempo_megatron.config import CHOICES
+from tempo_megatron.doctor import describe_implementation
 from tempo_megatron.training.deepspeed_config import offloads_optimizer, unknown_keys, zero_stage
 
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")
@@ -64,7 +64,7 @@ def run_banner(
         "tempo": _tempo_lines(args, config, tempo_config),
     }
     if tempo_config.attention != "off":
-        rows["attention"] = describe(device.type, tempo_config.attention)
+        rows["attention"] = describe_implementation("attention", device.type, tempo_config.attention)
     if ignored := unknown_keys(config):
         rows["ignored"] = f"DeepSpeed does not read {', '.join(ignored)} of {args.deepspeed_config}"
     width = max(map(len, rows))

@@ -17,6 +17,7 @@ from tempo_kernels.norm import recount
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder, all_to_disk, checkpoint_name, iteration_of
 from tempo_megatron.training.engine import Engine
 from tempo_megatron.training.rng_state import rng_state, set_rng_state
+from tempo_megatron.training.weight_names import describe_model_for_export
 
 RUN_FILE = "run.json"
 _FORMAT = 1
@@ -65,6 +66,7 @@ def run_description(
 ) -> dict[str, Any]:
     """What a checkpoint belongs to; a run resumes only from one whose description is its own."""
     described = {name: getattr(args, name) for name in _REMEDIES if hasattr(args, name)}
+    described |= describe_model_for_export(args)
     described |= {
         "format": _FORMAT,
         "data_parallel_size": data_parallel_size,

@@ -28,7 +28,7 @@ def data_parallel_size_of(args: argparse.Namespace, world_size: int) -> int:
     if world_size % tp:
         raise ValueError(
             f"--tensor-model-parallel-size {tp} does not divide the {world_size} processes; "
-            f"start a multiple of {tp} processes"
+            f"start a multiple of {tp} processes (deepspeed --num_gpus {tp}, torchrun --nproc_per_node {tp})"
         )
     return world_size // tp
 

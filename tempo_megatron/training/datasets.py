@@ -14,12 +14,14 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 
-from tempo_megatron.data.dataset_files import load_dataset_tokenizer, validate_dataset
+from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer, validate_dataset
 from tempo_megatron.data.tokenizer import GPT2Tokenizer, padded_vocab_size
 
 
 def load_tokenizer(args: argparse.Namespace) -> GPT2Tokenizer:
-    """The tokenizer all data sets of `--data-path` were made with; sets args.padded_vocab_size.
+    """The tokenizer all data sets of `--data-path` were made with.
+
+    Sets what a checkpoint says of it: args.vocab_size, padded_vocab_size, end_of_document and tokenizer_files.
 
     Raises ValueError where a data set is broken, has another tokenizer, or does not fit the vocabulary.
     """
@@ -39,10 +41,24 @@ def load_tokenizer(args: argparse.Namespace) -> GPT2Tokenizer:
     args.padded_vocab_size = padded_vocab_size(
         vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
     )
+    args.vocab_size, args.end_of_document = vocab_size, tokenizer.eod
+    args.tokenizer_files = _describe_tokenizer_files(args, tokenizer)
     for prefix in prefixes:
         validate_dataset(prefix, vocab_size)
         _check_split(prefix, args)
     return tokenizer
+
+
+def _describe_tokenizer_files(args: argparse.Namespace, tokenizer: GPT2Tokenizer) -> dict[str, dict[str, str]]:
+    """Where the two files are and what is in them, so that they can go along with exported weights."""
+    prefix, paths = args.blend[0][0], (args.vocab_file, args.merge_file)
+    if args.vocab_file is None:
+        sidecar = Sidecar.read(prefix)
+        assert sidecar is not None  # load_dataset_tokenizer has read it
+        paths = sidecar.tokenizer_files(prefix)
+    sha256 = (tokenizer.unique_identifiers[f"{kind}_sha256"] for kind in ("vocab", "merge"))
+    described = [{"path": os.path.abspath(path), "sha256": digest} for path, digest in zip(paths, sha256, strict=True)]
+    return dict(zip(("vocab_file", "merge_file"), described, strict=True))
 
 
 def _check_split(prefix: str, args: argparse.Namespace) -> None:

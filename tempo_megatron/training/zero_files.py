@@ -1,0 +1,97 @@
+"""The files that DeepSpeed writes for one checkpoint, read without DeepSpeed's engine and without running code.
+
+Of ZeRO 0 the model's file of each tensor-parallel rank holds its weights. Of ZeRO 1 to 3 the weights of one such rank
+are the float32 values that its data-parallel ranks hold in parts; DeepSpeed's own functions put them together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import zero_to_fp32
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+# Everything in these files besides tensors and Python's own types. Whatever else a file names is not imported.
+_CLASSES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+def read_rank(checkpoint: Path, tp_rank: int, data_parallel_size: int, zero_stage: int) -> dict[str, Tensor]:
+    """The weights of one tensor-parallel rank, by Megatron's names, on the CPU.
+
+    Float32 from ZeRO 1 to 3, whatever precision was trained; without ZeRO the dtype of the model.
+
+    Raises ValueError where a file is missing or damaged, or holds what is neither a tensor nor known.
+    """
+    if zero_stage == 0:
+        module = _read(checkpoint / f"mp_rank_{tp_rank:02d}_model_states.pt")["module"]
+        return {name: value for name, value in module.items() if isinstance(value, Tensor)}
+    partitions = range(data_parallel_size)
+    # Only ZeRO 3 divides the model's own weights, and then their shapes stand in one file per data-parallel rank.
+    prefixes = [f"zero_pp_rank_{rank}_" for rank in partitions] if zero_stage == 3 else [""]
+    models = [_read(checkpoint / f"{prefix}mp_rank_{tp_rank:02d}_model_states.pt") for prefix in prefixes]
+    optimizers = [
+        _read(_find(checkpoint, f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}_optim_states.pt"))["optimizer_state_dict"]
+        for rank in partitions
+    ]
+    return _join(models, optimizers, zero_stage)
+
+
+def _join(models: list[dict[str, Any]], optimizers: list[dict[str, Any]], zero_stage: int) -> dict[str, Tensor]:
+    """What zero_to_fp32 does once it has read the files of one tensor-parallel rank."""
+    states = [
+        SimpleNamespace(
+            buffers={},
+            param_shapes=model["param_shapes"],
+            shared_params=list(model["shared_params"].items()),
+            frozen_param_shapes=model["frozen_param_shapes"],
+            frozen_param_fragments=model["frozen_param_fragments"],
+        )
+        for model in models
+    ]
+    # DeepSpeed reports its progress on stdout and stderr, per rank.
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        if zero_stage == 3:
+            groups = [optimizer["fp32_flat_groups"] for optimizer in optimizers]
+            joined = zero_to_fp32._get_fp32_state_dict_from_zero3_checkpoint(len(groups), groups, states, False)
+        else:
+            groups = [optimizer["single_partition_of_fp32_groups"] for optimizer in optimizers]
+            # Versions that do not write paddings between parameters do not know the argument either.
+            paddings = {name: optimizers[0][name] for name in ("param_alignment_paddings",) if name in optimizers[0]}
+            joined = zero_to_fp32._get_fp32_state_dict_from_zero2_checkpoint(
+                len(groups), groups, states, False, **paddings
+            )
+    return {name: value.contiguous().detach() for name, value in joined.items()}
+
+
+def _find(checkpoint: Path, name: str) -> Path:
+    """`name`, or with the prefix that DeepSpeed's bf16 optimizer puts before it."""
+    prefixed = checkpoint / f"bf16_{name}"
+    return prefixed if prefixed.exists() else checkpoint / name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with torch.serialization.safe_globals(_CLASSES):
+            # Mapped, so that the optimizer's moments, two thirds of a file, are never read.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing, so the checkpoint is not whole; export another one") from error
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than tensors, so it is not loaded: it may run code ({_first_line(error)})"
+        ) from error
+    except (OSError, EOFError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged ({_first_line(error)}); export another checkpoint") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
