@@ -25,6 +25,7 @@ def options(data: Data, **changes: object) -> argparse.Namespace:
         "vocab_size": None, "make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 1, "seq_length": 64,
         "split": "10,2", "split_weights": (10 / 12, 2 / 12, 0.0), "eval_iters": 2, "train_iters": 10,
         "global_batch_size": 4, "seed": 1234, "data_cache_path": None, "eod_mask_loss": False,
+        "sample_parts": None,
     }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 

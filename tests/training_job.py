@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +105,26 @@ def arguments(data: Data, folder: Path, *extra: str, config: dict[str, Any] | st
     return ["--deepspeed_config", config, *sizes.split(), *rest.split(), *data.arguments(), *metrics, *extra]
 
 
-def run(data: Data, folder: Path, *extra: str, world_size: int = 1, config: Any = None, timeout_s: float = 300) -> Run:
-    """The job in `world_size` forked processes that meet over gloo; waits for its end."""
+def run(
+    data: Data,
+    folder: Path,
+    *extra: str,
+    world_size: int = 1,
+    config: Any = None,
+    timeout_s: float = 300,
+    before: Callable[[], None] | None = None,
+) -> Run:
+    """The job in `world_size` forked processes that meet over gloo; waits for its end.
+
+    `before`, which can be pickled, is called in each of them first: it breaks what a test wants broken.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     argv = arguments(data, folder, *extra, config=config)
     port = free_port()
     ranks = [
-        _processes.Process(target=_rank_main, args=(argv, rank, world_size, port, str(folder / f"rank{rank}.log")))
+        _processes.Process(
+            target=_rank_main, args=(argv, rank, world_size, port, str(folder / f"rank{rank}.log"), before)
+        )
         for rank in range(world_size)
     ]
     for process in ranks:
@@ -136,7 +150,9 @@ def successful(result: Run) -> Run:
     return result
 
 
-def _rank_main(argv: list[str], rank: int, world_size: int, port: int, log: str) -> None:
+def _rank_main(
+    argv: list[str], rank: int, world_size: int, port: int, log: str, before: Callable[[], None] | None
+) -> None:
     import torch
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -146,6 +162,8 @@ def _rank_main(argv: list[str], rank: int, world_size: int, port: int, log: str)
     torch.set_num_threads(1)
     from tempo_megatron.training.pretrain_gpt import main
 
+    if before is not None:
+        before()
     code = main(argv)
     sys.stdout.flush()
     os._exit(code)

@@ -22,6 +22,17 @@ MODEL_SIZES = (
     "max_position_embeddings",
     "vocab_size",
 )
+# Used where neither the command line, the DeepSpeed JSON nor the checkpoint of --load says anything.
+DEFAULTS = {
+    "min_lr": 0.0,
+    "lr_warmup_iters": 0,
+    "lr_decay_style": "linear",
+    "weight_decay": 0.01,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_eps": 1e-8,
+    "clip_grad": 1.0,
+}
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
 
@@ -49,6 +60,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments with the sizes of `--model` filled in. Raises ValueError for what is unknown or malformed."""
     args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     _fill_sizes(args)
+    args.sample_parts = None  # of a run that starts: see datasets.build_datasets
     return args
 
 
@@ -162,26 +174,38 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--fp16", action="store_true", help="float16 (the DeepSpeed JSON must not say otherwise)")
 
 
+def _default(name: str) -> str:
+    return f" (default {DEFAULTS[name]})"
+
+
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("optimizer", "AdamW; parameters with one dimension and biases do not decay")
-    group.add_argument("--lr", type=_positive_float, required=True, help="highest learning rate")
-    group.add_argument("--min-lr", type=_not_negative_float, default=0.0, help="lowest after warm-up (default 0)")
-    group.add_argument("--lr-warmup-iters", type=_not_negative, default=0, help="steps of linear warm-up (default 0)")
-    group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, default="linear", help="default %(default)s")
+    group = parser.add_argument_group(
+        "optimizer",
+        "AdamW; parameters with one dimension and biases do not decay. With --load what is left out is as in the "
+        "checkpoint",
+    )
+    group.add_argument("--lr", type=_positive_float, help="highest learning rate; needed without --load")
+    group.add_argument("--min-lr", type=_not_negative_float, help="lowest after warm-up" + _default("min_lr"))
+    group.add_argument(
+        "--lr-warmup-iters", type=_not_negative, help="steps of linear warm-up" + _default("lr_warmup_iters")
+    )
+    group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, help=_default("lr_decay_style"))
     group.add_argument("--lr-decay-iters", type=_positive, help="steps until --min-lr (default --train-iters)")
-    group.add_argument("--weight-decay", type=_not_negative_float, default=0.01, help="default %(default)s")
-    group.add_argument("--adam-beta1", type=_fraction, default=0.9, help="default %(default)s")
-    group.add_argument("--adam-beta2", type=_fraction, default=0.999, help="default %(default)s")
-    group.add_argument("--adam-eps", type=_positive_float, default=1e-8, help="default %(default)s")
+    group.add_argument("--weight-decay", type=_not_negative_float, help=_default("weight_decay"))
+    group.add_argument("--adam-beta1", type=_fraction, help=_default("adam_beta1"))
+    group.add_argument("--adam-beta2", type=_fraction, help=_default("adam_beta2"))
+    group.add_argument("--adam-eps", type=_positive_float, help=_default("adam_eps"))
     group.add_argument(
         "--clip-grad",
         type=_not_negative_float,
-        help="highest global gradient norm; 0 is no clipping (default 1.0, or the JSON's gradient_clipping)",
+        help="highest global gradient norm; 0 is no clipping (default the JSON's gradient_clipping, else "
+        f"{DEFAULTS['clip_grad']:g})",
     )
     group.add_argument(
         "--override-opt-param-scheduler",
         action="store_true",
-        help="on --load take the learning rate schedule from the arguments instead of insisting on the checkpoint's",
+        help="on --load take the learning rate schedule from the arguments, their defaults included, instead of going "
+        "on with the checkpoint's",
     )
 
 
@@ -216,6 +240,7 @@ def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:
         "--recompute-modules",
         nargs="+",
         choices=RECOMPUTE_MODULES,
+        metavar="{core_attn,mlp}",  # the others are known, and refused with the reason
         help="for selective recomputation: core_attn and mlp (default core_attn)",
     )
     group.add_argument("--no-bias-gelu-fusion", action="store_true", help="erf GELU, unfused, instead of tanh GELU")
@@ -230,6 +255,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--save", metavar="DIR", help="where checkpoints go; every node must see the same folder")
     group.add_argument("--load", metavar="DIR", help="continue from the latest checkpoint in this folder")
     group.add_argument("--save-interval", type=_positive, help="steps between checkpoints (default: only at the end)")
+    group.add_argument(
+        "--keep-checkpoints", type=_positive, help="newest checkpoints that stay in --save (default: all of them)"
+    )
     group.add_argument("--log-interval", type=_positive, default=10, help="steps per log line (default %(default)s)")
     group.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events there")
     group.add_argument("--metrics-file", metavar="JSONL", help="one JSON line per step (default DIR of --save)")

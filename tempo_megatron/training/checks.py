@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.arguments import tempo_config_from
+from tempo_megatron.training.arguments import DEFAULTS
 from tempo_megatron.training.deepspeed_config import offloads_optimizer, zero_stage
 
 _NEEDS_TRANSFORMER_ENGINE = "without Transformer Engine megatron-core stops in it with a NameError"
@@ -102,6 +103,11 @@ def _check_precision(args: argparse.Namespace, config: Mapping[str, Any], on_gpu
 
 
 def _check_schedule(args: argparse.Namespace) -> None:
+    if args.lr is None:
+        raise ValueError("--lr is missing; give the highest learning rate")
+    for name, value in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     if args.lr_decay_iters is None:
         args.lr_decay_iters = args.train_iters
     if args.min_lr > args.lr:
@@ -188,6 +194,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
 def _check_output(args: argparse.Namespace) -> None:
     if args.save_interval is not None and not args.save:
         raise ValueError("--save-interval is given without --save; give the folder for the checkpoints")
+    if args.keep_checkpoints is not None and not args.save:
+        raise ValueError("--keep-checkpoints is given without --save; give the folder for the checkpoints")
     if args.override_opt_param_scheduler and not args.load:
         raise ValueError("--override-opt-param-scheduler changes what --load brings; give --load or remove it")
     for option in ("save", "load"):

@@ -13,6 +13,8 @@ from typing import Any
 
 import hjson
 
+from tempo_megatron.training.arguments import DEFAULTS
+
 # What would take over a decision that belongs to the trainer, with where to make that decision instead.
 _REFUSED = {
     "optimizer": "the trainer builds AdamW itself; use --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps",
@@ -165,7 +167,7 @@ def _fill_batch_sizes(config: dict[str, Any], args: argparse.Namespace, data_par
 
 def _fill_clipping(config: dict[str, Any], args: argparse.Namespace) -> None:
     clip = _agree("--clip-grad", args.clip_grad, "gradient_clipping", _number(config, "gradient_clipping"))
-    args.clip_grad = config["gradient_clipping"] = 1.0 if clip is None else float(clip)
+    args.clip_grad = config["gradient_clipping"] = DEFAULTS["clip_grad"] if clip is None else float(clip)
 
 
 def _fill_precision(config: dict[str, Any], args: argparse.Namespace) -> None:
