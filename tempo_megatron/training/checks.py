@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -205,7 +206,26 @@ def _check_output(args: argparse.Namespace) -> None:
     if args.save:
         args.metrics_file = args.metrics_file or str(Path(args.save) / "metrics.jsonl")
         args.loss_plot = args.loss_plot or str(Path(args.save) / "loss.png")
+    if args.metrics_file:
+        check_metrics_file(args.metrics_file)
     if args.loss_plot and not args.metrics_file:
         raise ValueError("--loss-plot is drawn from the metrics file; give --metrics-file or --save")
     if args.loss_plot and Path(args.loss_plot).suffix != ".png":
         raise ValueError(f"--loss-plot {args.loss_plot} does not end in .png; give the name of a PNG file")
+
+
+def check_metrics_file(path: str) -> None:
+    """Raise ValueError where `path` holds anything but metrics, which a run must not write over."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            first = stream.readline(1 << 20)
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--metrics-file {path} is not a file of metrics ({error}); give another name") from error
+    try:
+        is_metrics = not first or json.loads(first)["kind"] in ("run", "train", "validation")
+    except (ValueError, TypeError, KeyError):
+        is_metrics = False
+    if not is_metrics:
+        raise ValueError(f"--metrics-file {path} exists and does not hold metrics of a run; give another name")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import glob
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +26,8 @@ def load_tokenizer(args: argparse.Namespace) -> GPT2Tokenizer:
     Raises ValueError where a data set is broken, has another tokenizer, or does not fit the vocabulary.
     """
     prefixes = args.blend[0]
+    for prefix in prefixes:
+        _check_presence(prefix)
     tokenizer = load_dataset_tokenizer(prefixes[0], args.vocab_file, args.merge_file)
     for prefix in prefixes[1:]:
         other = load_dataset_tokenizer(prefix, args.vocab_file, args.merge_file)
@@ -43,6 +47,21 @@ def load_tokenizer(args: argparse.Namespace) -> GPT2Tokenizer:
         validate_dataset(prefix, vocab_size)
         _check_split(prefix, args)
     return tokenizer
+
+
+def _check_presence(prefix: str) -> None:
+    missing = [prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
+    if not missing:
+        return
+    stem, suffix = os.path.splitext(prefix)
+    there = [
+        os.path.splitext(path)[0] for path in glob.glob(os.path.join(glob.escape(os.path.dirname(prefix)), "*.idx"))
+    ]
+    near = [stem] if suffix in (".idx", ".bin") else difflib.get_close_matches(prefix, there, n=1)
+    raise ValueError(
+        f"{' and '.join(missing)} not found; prepare the data, or check --data-path"
+        + (f": there is {near[0]}" if near and near[0] in there else "")
+    )
 
 
 def _check_split(prefix: str, args: argparse.Namespace) -> None:
