@@ -86,6 +86,8 @@ WRONG_ARGUMENTS = {
     "split without validation": (["--split", "1"], "--split 1 leaves nothing for validation; add --eval-iters 0"),
     "vocab alone": (["--vocab-file", "v"], "--vocab-file is given without --merge-file"),
     "interval alone": (["--save-interval", "5"], "--save-interval is given without --save"),
+    "keep alone": (["--keep-checkpoints", "2"], "--keep-checkpoints is given without --save"),
+    "keep none": (["--save", "s", "--keep-checkpoints", "0"], "0 is not at least 1"),
     "override alone": (["--override-opt-param-scheduler"], "changes what --load brings"),
     "plot alone": (["--loss-plot", "a.png"], "--loss-plot is drawn from the metrics file"),
     "plot of another kind": (["--save", "s", "--loss-plot", "a.pdf"], "does not end in .png"),
@@ -222,3 +224,71 @@ def test_every_argument_has_a_help_text() -> None:
     from tempo_megatron.training.arguments import build_parser
 
     assert [action.option_strings for action in build_parser()._actions if not action.help] == []
+
+
+BOOLEANS = {
+    "true": True,
+    "yes": True,
+    1: True,
+    "1": True,
+    "on": True,
+    "false": False,
+    0: False,
+    "No": False,
+}
+
+
+@pytest.mark.parametrize(("value", "enabled"), BOOLEANS.items(), ids=repr)
+def test_booleans_of_the_json_are_read_as_deepspeed_reads_them(tmp_path: Path, value: Any, enabled: bool) -> None:
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+
+    config = {"bf16": {"enabled": value}, "zero_optimization": {"stage": 1}, "checkpoint": {"load_universal": "false"}}
+    args, completed = prepared(tmp_path, config=config)
+    assert args.precision == ("bf16" if enabled else "fp32")
+    assert completed["bf16"]["enabled"] is enabled is DeepSpeedBF16Config(**config["bf16"]).enabled
+
+
+NONSENSE = {
+    "maybe": ({"bf16": {"enabled": "maybe"}}, "\"bf16.enabled\" is 'maybe'; true or false is expected"),
+    "two": ({"fp16": {"enabled": 2}}, '"fp16.enabled" is 2; true or false is expected'),
+    "no block": ({"bf16": True}, '"bf16" is True; an object {...} is expected'),
+    "null block": ({"zero_optimization": None}, '"zero_optimization" is None; an object {...} is expected'),
+    "stage in words": ({"zero_optimization": {"stage": "two"}}, "\"zero_optimization.stage\" is 'two'; it must be"),
+    "breakdown": ({"memory_breakdown": "perhaps"}, "\"memory_breakdown\" is 'perhaps'; true or false"),
+    "universal": ({"checkpoint": {"load_universal": "yes"}}, '"checkpoint.load_universal" is not used here'),
+}
+
+
+@pytest.mark.parametrize(("config", "words"), NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_in_the_json_is_one_sentence(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        prepared(tmp_path, config=config)
+    assert words in str(caught.value)
+
+
+def test_help_names_no_module_that_is_always_refused() -> None:
+    from tempo_megatron.training.arguments import build_parser
+
+    text = build_parser().format_help()
+    assert "{core_attn,mlp}" in text
+    assert not any(module in text for module in ("moe", "shared_experts", "mla_up_proj", "layernorm"))
+
+
+def test_the_learning_rate_is_needed(tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text("{}")
+    args = parse_arguments(["--deepspeed_config", str(path), *SIZES, *REST[:4], "--data-path", "text"])
+    with pytest.raises(ValueError, match="--lr is missing; give the highest learning rate"):
+        check_arguments(args, complete(read_deepspeed_config(str(path)), args, 1), on_gpu=False)
+
+
+def test_a_file_that_is_not_one_of_metrics_is_never_written_over(tmp_path: Path) -> None:
+    novel = tmp_path / "novel.txt"
+    for content in ("It was a dark and stormy night.\n", '{"text": "of mine"}\n', "[1]\n"):
+        novel.write_text(content)
+        with pytest.raises(ValueError, match="exists and does not hold metrics of a run; give another name"):
+            prepared(tmp_path, "--metrics-file", str(novel))
+        assert novel.read_text() == content
+    novel.write_bytes(b"\x89PNG\xff\n")
+    with pytest.raises(ValueError, match="is not a file of metrics"):
+        prepared(tmp_path, "--metrics-file", str(novel))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ def options(data: Data, **changes: object) -> argparse.Namespace:
         "vocab_size": None, "make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 1, "seq_length": 64,
         "split": "10,2", "split_weights": (10 / 12, 2 / 12, 0.0), "eval_iters": 2, "train_iters": 10,
         "global_batch_size": 4, "seed": 1234, "data_cache_path": None, "eod_mask_loss": False,
+        "sample_parts": None,
     }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
@@ -117,3 +121,55 @@ def test_a_token_without_a_row_in_the_embedding_is_an_error() -> None:
     assert Collate(512)([sample(511), sample(0)])["tokens"].tolist() == [[1, 511], [1, 0]]
     with pytest.raises(ValueError, match="the data holds token 512 but the model's vocabulary ends at 511"):
         Collate(512)([sample(3), sample(512)])
+
+
+def test_a_misspelt_data_path_is_answered_with_the_data_that_is_there(data: Data) -> None:
+    for typed in (data.prefix.replace("text", "tex"), data.prefix + ".bin"):
+        with pytest.raises(
+            ValueError, match=f"not found; prepare the data, or check --data-path: there is {data.prefix}"
+        ):
+            load_tokenizer(options(data, blend=([typed], None), vocab_file=None, merge_file=None))
+
+
+def first_samples(
+    data: Data, cache: str, train_iters: int, sample_parts: list[int] | None
+) -> tuple[list[int], int, Any]:
+    args = options(data, data_cache_path=cache, train_iters=train_iters, sample_parts=sample_parts, eval_iters=0)
+    train, _ = build_datasets(args, load_tokenizer(args))
+    order = [hash(tuple(train[sample]["tokens"].tolist())) for sample in range(min(len(train), 1000))]
+    return order, len(train), args.sample_parts
+
+
+def test_a_longer_run_keeps_the_order_of_its_first_samples(data: Data, tmp_path: Path) -> None:
+    def order(train_iters: int, parts: list[int] | None) -> tuple[list[int], int, Any]:
+        return run_megatron_ranks(first_samples, 1, 1, data, str(tmp_path), train_iters, parts)[0]
+
+    planned, length, parts = order(10, None)
+    assert parts == [40] and 40 <= length < 4000
+    afresh, _, _ = order(1000, None)
+    assert afresh[:40] != planned[:40]  # what this is about
+    longer, longer_length, grown = order(1000, parts)
+    assert longer[: len(planned)] == planned[: len(longer)] and longer_length >= 4000
+    assert grown == [40, 4000 - length]
+    assert order(1000, grown)[0] == longer and order(1000, grown)[2] == grown
+    assert order(5, grown)[0][:20] == planned[:20]  # a shorter one is the beginning
+    within = order(length // 4, parts)
+    assert within[2] == [40] and within[0] == planned
+
+
+def test_an_index_file_that_would_run_code_is_not_loaded(data: Data, tmp_path: Path) -> None:
+    (expected,) = run_megatron_ranks(samples, 1, 1, data, str(tmp_path))
+    for path in tmp_path.glob("*_index.npy"):
+        path.write_bytes(pickle.dumps(Intruder(tmp_path / "executed")))
+    (again,) = run_megatron_ranks(samples, 1, 1, data, str(tmp_path))
+    assert again == expected and not (tmp_path / "executed").exists()
+
+
+class Intruder:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mknod, (str(self.path),)

@@ -50,10 +50,26 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint_and_a_cut_off_line(t
     assert [record["loss"] for record in read_metrics(path)] == [3.0, 2.0, 1.5]
 
 
-def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
+def test_a_new_run_starts_a_new_file_and_the_old_one_stays(tmp_path: Path) -> None:
     path = written(tmp_path / "m.jsonl", [3.0, 2.0])
-    MetricsFile(str(path), resume_after=None).close()
-    assert path.read_text() == ""
+    before = path.read_text()
+    for number in (1, 2):
+        path.write_text(before)
+        file = MetricsFile(str(path), resume_after=None)
+        file.close()
+        assert file.set_aside == f"{path}.{number}"
+        assert path.read_text() == "" and Path(f"{path}.{number}").read_text() == before
+    file = MetricsFile(str(path), resume_after=None)
+    file.close()
+    assert file.set_aside is None  # nothing was in it
+
+
+def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    for resume_after in (None, 3):
+        with pytest.raises(ValueError, match="exists and does not hold metrics of a run"):
+            MetricsFile(str(tmp_path / "notes"), resume_after)
+    assert (tmp_path / "notes").read_text() == "mine"
 
 
 def averages() -> list[float]:
@@ -73,6 +89,22 @@ def test_several_runs_are_drawn_into_one_figure(tmp_path: Path) -> None:
     words = [str(tmp_path / "other.png"), *(f"{name}={path}" for name, path in runs.items())]
     assert main(words) == 0
     assert (tmp_path / "other.png").exists()
+
+
+def test_equal_validation_losses_of_two_runs_both_show(tmp_path: Path) -> None:
+    import matplotlib.image
+    from matplotlib.colors import to_rgb
+
+    runs = {name: written(tmp_path / f"{name}.jsonl", [3.0, 2.0, 1.0]) for name in ("stock", "tempo")}
+    for file in runs.values():  # one step, so that no line is drawn: the colours are those of the dots
+        file.write_text(
+            '{"kind": "train", "iteration": 1, "loss": 2.0}\n{"kind": "validation", "iteration": 1, "loss": 2.0}'
+        )
+    plot_losses(runs, tmp_path / "loss.png")
+    pixels = matplotlib.image.imread(tmp_path / "loss.png")[:, :, :3]
+    middle = pixels[:, : pixels.shape[1] * 7 // 10]  # without the legend
+    for colour in ("#0072B2", "#D55E00"):
+        assert (abs(middle - to_rgb(colour)).max(axis=2) < 0.01).sum() > 20, colour
 
 
 def test_a_figure_without_steps_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,17 +113,6 @@ def test_validation_reports_loss_and_perplexity_and_a_curve_is_drawn(reference: 
     assert "perplexity" in reference.output
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(data: Data, tmp_path: Path) -> None:
-    save = tmp_path / "save"
-    result = run(data, tmp_path, "--lr", "1e30", "--save", str(save), "--save-interval", "1", "--log-interval", "10")
-    assert result.exit_codes == [1]
-    assert "is not a finite number; lower --lr" in result.output
-    assert "Traceback" not in result.output
-    bad = int(result.output.split("the loss of step ")[1].split()[0])
-    assert (save / "latest").read_text().strip() == f"iter_{bad - 1:07d}"
-    assert result.of_kind("train")[-1]["loss"] is None
-
-
 def test_loader_processes_read_what_the_rank_itself_would(data: Data, tmp_path: Path) -> None:
     alone, workers = (
         successful(run(data, tmp_path / number, "--num-workers", number, "--train-iters", "3")) for number in "02"

@@ -12,6 +12,13 @@ from typing import Any, NoReturn
 
 from tempo_megatron import __version__
 from tempo_megatron.arguments import add_tempo_arguments
+from tempo_megatron.training.argument_types import (
+    fraction,
+    not_negative,
+    not_negative_float,
+    positive,
+    positive_float,
+)
 
 # What a file of configs/model may say; an explicit argument wins over it.
 MODEL_SIZES = (
@@ -23,6 +30,17 @@ MODEL_SIZES = (
     "max_position_embeddings",
     "vocab_size",
 )
+# Used where neither the command line, the DeepSpeed JSON nor the checkpoint of --load says anything.
+DEFAULTS = {
+    "min_lr": 0.0,
+    "lr_warmup_iters": 0,
+    "lr_decay_style": "linear",
+    "weight_decay": 0.01,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_eps": 1e-8,
+    "clip_grad": 1.0,
+}
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
 
@@ -41,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
 class _Formatter(argparse.HelpFormatter):
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         """N for a whole number and X for another, instead of the option's name once more."""
-        if action.type in (_positive, _not_negative, int):
+        if action.type in (positive, not_negative, int):
             return "N"
         return "X" if action.type else super()._get_default_metavar_for_optional(action)
 
@@ -50,6 +68,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments with the sizes of `--model` filled in. Raises ValueError for what is unknown or malformed."""
     args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     _fill_sizes(args)
+    args.sample_parts = None  # of a run that starts: see datasets.build_datasets
     return args
 
 
@@ -72,118 +91,86 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def _positive(text: str) -> int:
-    if (value := _whole(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def _not_negative(text: str) -> int:
-    if (value := _whole(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
-
-
-def _positive_float(text: str) -> float:
-    if not 0.0 < (value := _number(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def _not_negative_float(text: str) -> float:
-    if not 0.0 <= (value := _number(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is negative or not finite")
-    return value
-
-
-def _fraction(text: str) -> float:
-    if not 0.0 <= (value := _number(text)) < 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
-    return value
-
-
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model", "each size may also come from --model; an explicit argument wins")
     group.add_argument("--model", metavar="JSON", help="file with sizes, such as configs/model/gpt2_124m.json")
-    group.add_argument("--num-layers", type=_positive, help="transformer layers")
-    group.add_argument("--hidden-size", type=_positive, help="hidden size h")
-    group.add_argument("--ffn-hidden-size", type=_positive, help="inner size of the MLP (default 4 h)")
-    group.add_argument("--num-attention-heads", type=_positive, help="attention heads")
-    group.add_argument("--seq-length", type=_positive, help="tokens per sample")
-    group.add_argument("--max-position-embeddings", type=_positive, help="learned positions (default --seq-length)")
-    group.add_argument("--vocab-size", type=_positive, help="tokens before padding (default: the tokenizer's)")
+    group.add_argument("--num-layers", type=positive, help="transformer layers")
+    group.add_argument("--hidden-size", type=positive, help="hidden size h")
+    group.add_argument("--ffn-hidden-size", type=positive, help="inner size of the MLP (default 4 h)")
+    group.add_argument("--num-attention-heads", type=positive, help="attention heads")
+    group.add_argument("--seq-length", type=positive, help="tokens per sample")
+    group.add_argument("--max-position-embeddings", type=positive, help="learned positions (default --seq-length)")
+    group.add_argument("--vocab-size", type=positive, help="tokens before padding (default: the tokenizer's)")
     group.add_argument(
         "--make-vocab-size-divisible-by",
-        type=_positive,
+        type=positive,
         default=128,
         metavar="N",
         help="pad the vocabulary to a multiple of N times tensor parallel size (default %(default)s)",
     )
-    group.add_argument("--init-method-std", type=_positive_float, default=0.02, help="default %(default)s")
+    group.add_argument("--init-method-std", type=positive_float, default=0.02, help="default %(default)s")
     group.add_argument(
         "--untie-embeddings-and-output-weights",
         action="store_true",
         help="give the output layer weights of its own instead of the embedding's",
     )
-    group.add_argument("--attention-dropout", type=_fraction, default=0.1, help="default %(default)s")
-    group.add_argument("--hidden-dropout", type=_fraction, default=0.1, help="default %(default)s")
+    group.add_argument("--attention-dropout", type=fraction, default=0.1, help="default %(default)s")
+    group.add_argument("--hidden-dropout", type=fraction, default=0.1, help="default %(default)s")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--micro-batch-size", type=_positive, help="samples per device and forward pass")
+    group.add_argument("--micro-batch-size", type=positive, help="samples per device and forward pass")
     group.add_argument(
         "--global-batch-size",
-        type=_positive,
+        type=positive,
         help="samples per step over all devices (default micro batch x data parallel size x the JSON's accumulation)",
     )
-    group.add_argument("--train-iters", type=_positive, required=True, help="steps of the whole run")
-    group.add_argument("--exit-interval", type=_positive, help="save and exit at every multiple of this step")
+    group.add_argument("--train-iters", type=positive, required=True, help="steps of the whole run")
+    group.add_argument("--exit-interval", type=positive, help="save and exit at every multiple of this step")
     group.add_argument(
         "--exit-signal-handler",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="on SIGTERM finish the step, save and exit (default on)",
     )
-    group.add_argument("--seed", type=_not_negative, default=1234, help="default %(default)s")
+    group.add_argument("--seed", type=not_negative, default=1234, help="default %(default)s")
     group.add_argument("--bf16", action="store_true", help="bfloat16 (the DeepSpeed JSON must not say otherwise)")
     group.add_argument("--fp16", action="store_true", help="float16 (the DeepSpeed JSON must not say otherwise)")
 
 
+def _default(name: str) -> str:
+    return f" (default {DEFAULTS[name]})"
+
+
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("optimizer", "AdamW; parameters with one dimension and biases do not decay")
-    group.add_argument("--lr", type=_positive_float, required=True, help="highest learning rate")
-    group.add_argument("--min-lr", type=_not_negative_float, default=0.0, help="lowest after warm-up (default 0)")
-    group.add_argument("--lr-warmup-iters", type=_not_negative, default=0, help="steps of linear warm-up (default 0)")
-    group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, default="linear", help="default %(default)s")
-    group.add_argument("--lr-decay-iters", type=_positive, help="steps until --min-lr (default --train-iters)")
-    group.add_argument("--weight-decay", type=_not_negative_float, default=0.01, help="default %(default)s")
-    group.add_argument("--adam-beta1", type=_fraction, default=0.9, help="default %(default)s")
-    group.add_argument("--adam-beta2", type=_fraction, default=0.999, help="default %(default)s")
-    group.add_argument("--adam-eps", type=_positive_float, default=1e-8, help="default %(default)s")
+    group = parser.add_argument_group(
+        "optimizer",
+        "AdamW; parameters with one dimension and biases do not decay. With --load what is left out is as in the "
+        "checkpoint",
+    )
+    group.add_argument("--lr", type=positive_float, help="highest learning rate; needed without --load")
+    group.add_argument("--min-lr", type=not_negative_float, help="lowest after warm-up" + _default("min_lr"))
+    group.add_argument(
+        "--lr-warmup-iters", type=not_negative, help="steps of linear warm-up" + _default("lr_warmup_iters")
+    )
+    group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, help=_default("lr_decay_style"))
+    group.add_argument("--lr-decay-iters", type=positive, help="steps until --min-lr (default --train-iters)")
+    group.add_argument("--weight-decay", type=not_negative_float, help=_default("weight_decay"))
+    group.add_argument("--adam-beta1", type=fraction, help=_default("adam_beta1"))
+    group.add_argument("--adam-beta2", type=fraction, help=_default("adam_beta2"))
+    group.add_argument("--adam-eps", type=positive_float, help=_default("adam_eps"))
     group.add_argument(
         "--clip-grad",
-        type=_not_negative_float,
-        help="highest global gradient norm; 0 is no clipping (default 1.0, or the JSON's gradient_clipping)",
+        type=not_negative_float,
+        help="highest global gradient norm; 0 is no clipping (default the JSON's gradient_clipping, else "
+        f"{DEFAULTS['clip_grad']:g})",
     )
     group.add_argument(
         "--override-opt-param-scheduler",
         action="store_true",
-        help="on --load take the learning rate schedule from the arguments instead of insisting on the checkpoint's",
+        help="on --load take the learning rate schedule from the arguments, their defaults included, instead of going "
+        "on with the checkpoint's",
     )
 
 
@@ -201,9 +188,9 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--vocab-file", help="GPT-2 vocab.json (default: the tokenizer stored beside the data)")
     group.add_argument("--merge-file", help="GPT-2 merges.txt")
     group.add_argument("--eod-mask-loss", action="store_true", help="no loss where the input is end-of-document")
-    group.add_argument("--num-workers", type=_not_negative, help="loader processes (default 2 with a GPU, else 0)")
-    group.add_argument("--eval-interval", type=_positive, default=1000, help="steps between validations")
-    group.add_argument("--eval-iters", type=_not_negative, default=100, help="global batches a validation; 0 is none")
+    group.add_argument("--num-workers", type=not_negative, help="loader processes (default 2 with a GPU, else 0)")
+    group.add_argument("--eval-interval", type=positive, default=1000, help="steps between validations")
+    group.add_argument("--eval-iters", type=not_negative, default=100, help="global batches a validation; 0 is none")
 
 
 def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:
@@ -213,11 +200,12 @@ def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--recompute-granularity", choices=("full", "selective"), help="which activations to recompute")
     group.add_argument("--recompute-method", choices=("uniform", "block"), help="for full recomputation")
-    group.add_argument("--recompute-num-layers", type=_positive, help="for full recomputation")
+    group.add_argument("--recompute-num-layers", type=positive, help="for full recomputation")
     group.add_argument(
         "--recompute-modules",
         nargs="+",
         choices=RECOMPUTE_MODULES,
+        metavar="{core_attn,mlp}",  # the others are known, and refused with the reason
         help="for selective recomputation: core_attn and mlp (default core_attn)",
     )
     group.add_argument("--no-bias-gelu-fusion", action="store_true", help="erf GELU, unfused, instead of tanh GELU")
@@ -231,8 +219,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--save", metavar="DIR", help="where checkpoints go; every node must see the same folder")
     group.add_argument("--load", metavar="DIR", help="continue from the latest checkpoint in this folder")
-    group.add_argument("--save-interval", type=_positive, help="steps between checkpoints (default: only at the end)")
-    group.add_argument("--log-interval", type=_positive, default=10, help="steps per log line (default %(default)s)")
+    group.add_argument("--save-interval", type=positive, help="steps between checkpoints (default: only at the end)")
+    group.add_argument(
+        "--keep-checkpoints", type=positive, help="newest checkpoints that stay in --save (default: all of them)"
+    )
+    group.add_argument("--log-interval", type=positive, default=10, help="steps per log line (default %(default)s)")
     group.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events there")
     group.add_argument("--metrics-file", metavar="JSONL", help="one JSON line per step (default DIR of --save)")
     group.add_argument("--loss-plot", metavar="PNG", help="loss curve drawn at the end (default DIR of --save)")
@@ -244,14 +235,14 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
         "--deepspeed_config", "--deepspeed-config", metavar="JSON", required=True, help="the DeepSpeed configuration"
     )
     group.add_argument("--deepspeed", action="store_true", help="accepted as DeepSpeed scripts do; it is always on")
-    group.add_argument("--tensor-model-parallel-size", type=_positive, default=1, help="default %(default)s")
+    group.add_argument("--tensor-model-parallel-size", type=positive, default=1, help="default %(default)s")
     group.add_argument(
         "--sequence-parallel", action="store_true", help="also split norms and dropout over the tensor parallel ranks"
     )
     group.add_argument(
         "--use-cpu-initialization", action="store_true", help="draw the weights on the CPU: same for any TP"
     )
-    group.add_argument("--distributed-timeout-minutes", type=_positive, default=10, help="default %(default)s")
+    group.add_argument("--distributed-timeout-minutes", type=positive, default=10, help="default %(default)s")
     group.add_argument(
         "--local_rank", "--local-rank", type=int, default=-1, help="set by launchers; LOCAL_RANK decides"
     )

@@ -43,9 +43,10 @@ def run_banner(
     world_size: int,
     parameters: int,
     optimizer_name: str,
+    settings: Mapping[str, Any],
     gelu_form: str,
 ) -> str:
-    """One line per subject, from the packages to Tempo."""
+    """One line per subject, from the packages to Tempo. `settings` is what the optimizer itself works with."""
     tp = args.tensor_model_parallel_size
     dp = world_size // tp
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
@@ -59,6 +60,9 @@ def run_banner(
         "batch": f"global {args.global_batch_size} = micro {args.micro_batch_size} x DP {dp} x "
         f"{args.num_micro_batches} accumulated",
         "deepspeed": _deepspeed_line(args, config, optimizer_name),
+        "optimizer": f"AdamW, betas {' '.join(f'{beta:g}' for beta in settings['adam_betas'])}, "
+        f"eps {settings['adam_eps']:g}, weight decay {settings['weight_decay']:g}, clipping {settings['clip_grad']:g}",
+        "schedule": _schedule_line(args),
         "recompute": _recompute_line(args),
         "data": " ".join(args.data_path),
         "tempo": _tempo_lines(args, config, tempo_config),
@@ -76,8 +80,13 @@ def _deepspeed_line(args: argparse.Namespace, config: Mapping[str, Any], optimiz
     offload = ", optimizer offloaded" if offloads_optimizer(config) else ""
     return (
         f"{args.deepspeed_config}: ZeRO {zero_stage(config)}, {args.precision}, "
-        f"gradients accumulated in {accumulated}, clipping {args.clip_grad:g}, {optimizer_name}{offload}"
+        f"gradients accumulated in {accumulated}, {optimizer_name}{offload}"
     )
+
+
+def _schedule_line(args: argparse.Namespace) -> str:
+    decay = "" if args.lr_decay_style == "constant" else f" to {args.min_lr:g} at step {args.lr_decay_iters}"
+    return f"learning rate {args.lr:g}, warm-up {args.lr_warmup_iters} steps, then {args.lr_decay_style}{decay}"
 
 
 def _recompute_line(args: argparse.Namespace) -> str:

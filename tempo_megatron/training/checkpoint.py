@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
-import re
+import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tempo_kernels.norm import recount
-from tempo_megatron.training.checkpoint_folder import CheckpointFolder, all_to_disk, checkpoint_name, iteration_of
+from tempo_megatron.training.agreement import raise_on_all_ranks
+from tempo_megatron.training.checkpoint_files import fault_in_checkpoint, read_tensors, why_not_written
+from tempo_megatron.training.checkpoint_folder import CheckpointFolder, all_to_disk, iteration_of, unfinished_name
 from tempo_megatron.training.engine import Engine
+from tempo_megatron.training.resume import RUN_FILE, check_same_run, settings_of
 from tempo_megatron.training.rng_state import rng_state, set_rng_state
-from tempo_megatron.training.weight_names import describe_model_for_export
-
-RUN_FILE = "run.json"
-_FORMAT = 1
-# Checkpoint field -> what a user changes to make it match.
-_REMEDIES = {
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "ffn_hidden_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "max_position_embeddings": "--max-position-embeddings",
-    "padded_vocab_size": "--vocab-size and --make-vocab-size-divisible-by",
-    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
-    "gelu_form": "--no-bias-gelu-fusion",
-    "tensor_model_parallel_size": "--tensor-model-parallel-size",
-    "data_parallel_size": "the number of processes",
-    "zero_stage": "zero_optimization.stage in the DeepSpeed JSON",
-    "optimizer": "zero_optimization and data_types in the DeepSpeed JSON",
-    "precision": "bf16 and fp16 in the DeepSpeed JSON",
-    "seq_length": "--seq-length",
-    "global_batch_size": "--global-batch-size",
-    "seed": "--seed",
-    "split": "--split",
-}
-# What decides which sample comes when: another value and the resumed run would see other data.
-_DATA_FIELDS = ("seq_length", "global_batch_size", "seed", "split")
-_SCHEDULE = {
-    "max_lr": "--lr",
-    "min_lr": "--min-lr",
-    "lr_warmup_steps": "--lr-warmup-iters",
-    "lr_decay_steps": "--lr-decay-iters (default --train-iters)",
-    "lr_decay_style": "--lr-decay-style",
-    "start_wd": "--weight-decay",
-}
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,99 +31,93 @@ class Progress:
     consumed_samples: int = 0
 
 
-def run_description(
-    args: argparse.Namespace, engine: Engine, data_parallel_size: int, gelu_form: str
-) -> dict[str, Any]:
-    """What a checkpoint belongs to; a run resumes only from one whose description is its own."""
-    described = {name: getattr(args, name) for name in _REMEDIES if hasattr(args, name)}
-    described |= describe_model_for_export(args)
-    described |= {
-        "format": _FORMAT,
-        "data_parallel_size": data_parallel_size,
-        "zero_stage": engine.zero_stage,
-        "optimizer": engine.optimizer_name,
-        "gelu_form": gelu_form,
-    }
-    return described
-
-
 class Checkpoints:
     """Saving to `--save` and resuming from `--load`, on every rank at once.
 
     Args:
-        args: save and load folders.
+        args: save and load folders, and how many checkpoints stay.
         engine: whose state it is.
         description: run_description of this run.
+        on_gpu: whether the random states include a GPU's.
+
+    `last_saved` is the newest step that --save holds of this run.
     """
 
     def __init__(self, args: argparse.Namespace, engine: Engine, description: dict[str, Any], on_gpu: bool) -> None:
         self.args, self.engine, self.description, self.on_gpu = args, engine, description, on_gpu
         self.rank = dist.get_rank()
-        self._last_saved: int | None = None
+        self.last_saved: int | None = None
 
-    def save(self, progress: Progress) -> bool:
-        """Write a checkpoint; every rank calls it. False where this step is saved already.
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint; every rank calls it.
 
-        Raises ValueError where it cannot be written, for want of space for example; the one before stays the latest.
+        Raises ValueError on every rank where one cannot write it, for want of space for example; the one before stays
+        the latest, and nothing of the new one stays behind.
         """
-        if progress.iteration == self._last_saved:
-            return False
-        try:
-            self._write(progress)
-        except (OSError, RuntimeError) as error:
-            # What torch.save raises on a full disk is a RuntimeError of its writer.
-            if isinstance(error, RuntimeError) and not re.search("inline_container|PytorchStreamWriter", str(error)):
-                raise
-            reason = error if isinstance(error, OSError) else "the disk took a part of a file only"
-            raise ValueError(
-                f"--save {self.args.save}: the checkpoint of step {progress.iteration} cannot be written ({reason}); "
-                "free some space and go on from the one before with --load"
-            ) from error
-        self._last_saved = progress.iteration
-        return True
-
-    def _write(self, progress: Progress) -> None:
         folder = CheckpointFolder(self.args.save)
+        self._everywhere(progress, why_not_written(folder.begin, progress.iteration) if self.rank == 0 else None)
+        unfinished = folder.path / unfinished_name(progress.iteration)
+        self._everywhere(progress, self._write(unfinished, progress))
         if self.rank == 0:
-            folder.begin(progress.iteration)
-        dist.barrier()
-        unfinished = folder.path / f"{checkpoint_name(progress.iteration)}.tmp"
-        if not unfinished.is_dir():
-            raise ValueError(f"--save {self.args.save} is not the same folder on every node; give a shared file system")
-        self.engine.deepspeed.save_checkpoint(str(folder.path), tag=unfinished.name, save_latest=False)
-        torch.save(self._rank_state(progress), unfinished / _rank_file(self.rank))
-        if self.rank == 0:
-            content = json.dumps({**self.description, **dataclasses.asdict(progress)}, indent=2)
-            (unfinished / RUN_FILE).write_text(content + "\n", encoding="utf-8")
-        dist.barrier()
-        if int(os.environ["LOCAL_RANK"]) == 0:
-            all_to_disk(unfinished)
-        dist.barrier()
-        if self.rank == 0:
-            folder.commit(progress.iteration)
-        dist.barrier()
+            self._everywhere(progress, why_not_written(self._describe, unfinished, progress))
+        else:
+            self._everywhere(progress, None)
+        flushes = int(os.environ["LOCAL_RANK"]) == 0
+        self._everywhere(progress, why_not_written(all_to_disk, unfinished) if flushes else None)
+        self._everywhere(progress, why_not_written(folder.commit, progress.iteration) if self.rank == 0 else None)
+        if self.rank == 0 and self.args.keep_checkpoints:
+            folder.remove_older_than_newest(self.args.keep_checkpoints)
+        self.last_saved = progress.iteration
 
-    def load(self) -> Progress | None:
-        """Put everything back; how far the checkpoint was. None where --save is --load and nothing is there yet.
+    def _everywhere(self, progress: Progress, reason: str | None) -> None:
+        """Wait for every rank to be as far as this one. Where one has a reason to give up, clean up and raise."""
+        sentence = reason and (
+            f"--save {self.args.save}: the checkpoint of step {progress.iteration} cannot be written ({reason}); "
+            "free some space and go on from the one before with --load"
+        )
+        try:
+            raise_on_all_ranks(sentence)
+        except ValueError:
+            if self.rank == 0:
+                with contextlib.suppress(OSError):
+                    CheckpointFolder(self.args.save).remove_unfinished()
+            raise
 
-        Raises ValueError where there is no checkpoint or it belongs to another run.
+    def _write(self, unfinished: Path, progress: Progress) -> str | None:
+        self.engine.files.failure = None
+        self.engine.deepspeed.save_checkpoint(str(unfinished.parent), tag=unfinished.name, save_latest=False)
+        path = unfinished / _rank_file(self.rank)
+        return self.engine.files.failure or why_not_written(torch.save, self._rank_state(progress), path)
+
+    def _describe(self, unfinished: Path, progress: Progress) -> None:
+        content = {
+            **self.description,
+            **dataclasses.asdict(progress),
+            "settings": settings_of(self.args),
+            "sample_parts": self.args.sample_parts,
+            "files": sorted(path.relative_to(unfinished).as_posix() for path in unfinished.rglob("*.pt")),
+        }
+        (unfinished / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def load(self, saved: Mapping[str, Any]) -> Progress:
+        """Put everything back from the checkpoint that `saved` (read_saved_run) describes; how far it was.
+
+        Raises ValueError on every rank where the checkpoint belongs to another run, is damaged, or holds anything
+        that would have to be executed.
         """
-        folder = CheckpointFolder(self.args.load)
-        name = folder.latest()
-        if name is None:
-            self._start_afresh_or_raise()
-            return None
-        self._check_run(folder.path / name)
-        self.engine.deepspeed.load_checkpoint(str(folder.path), tag=name, load_lr_scheduler_states=False)
-        recount()  # DeepSpeed writes parameters in ways that torch's version counters do not see
-        state = torch.load(folder.path / name / _rank_file(self.rank), map_location="cpu", weights_only=True)
-        self._check_schedule(state["scheduler"])
+        check_same_run(saved, self.description, self.args.load)
+        checkpoint = Path(self.args.load) / saved["checkpoint"]
+        missing = [name for name in saved["files"] if not (checkpoint / name).is_file()]
+        raise_on_all_ranks(f"{checkpoint} lacks {', '.join(missing)}; give another checkpoint" if missing else None)
+        raise_on_all_ranks(fault_in_checkpoint(checkpoint))
+        self.engine.load(checkpoint, self.args)
+        state = read_tensors(checkpoint / _rank_file(self.rank))
         self.engine.scheduler.load_state_dict(state["scheduler"])
         set_rng_state(state["rng"], self.on_gpu)
         progress = Progress(**state["progress"])
-        assert progress.iteration == iteration_of(name)
-        if self.args.save and Path(self.args.save).resolve() == folder.path.resolve():
-            self._last_saved = progress.iteration
+        assert progress.iteration == iteration_of(saved["checkpoint"])
+        if self.args.save and Path(self.args.save).resolve() == checkpoint.parent.resolve():
+            self.last_saved = progress.iteration
         return progress
 
     def _rank_state(self, progress: Progress) -> dict[str, Any]:
@@ -162,37 +126,6 @@ class Checkpoints:
             "scheduler": self.engine.scheduler.state_dict(),
             "rng": rng_state(self.on_gpu),
         }
-
-    def _start_afresh_or_raise(self) -> None:
-        same = self.args.save and Path(self.args.save).resolve() == Path(self.args.load).resolve()
-        if not same:
-            raise ValueError(
-                f"--load {self.args.load} holds no checkpoint; give a folder with one, or leave --load out"
-            )
-
-    def _check_run(self, checkpoint: Path) -> None:
-        try:
-            saved = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{checkpoint} is not a checkpoint of this trainer ({error}); give another --load"
-            ) from error
-        for name, remedy in _REMEDIES.items():
-            ours, theirs = self.description[name], saved.get(name)
-            if ours != theirs:
-                what = "the order of its samples would change" if name in _DATA_FIELDS else "it cannot be loaded"
-                raise ValueError(
-                    f"--load {checkpoint}: its {name} is {theirs}, this run's is {ours}, so {what}; change {remedy}"
-                )
-
-    def _check_schedule(self, saved: dict[str, Any]) -> None:
-        ours = self.engine.scheduler.state_dict()
-        for name, option in _SCHEDULE.items():
-            if ours[name] != saved[name] and not self.args.override_opt_param_scheduler:
-                raise ValueError(
-                    f"--load {self.args.load}: {name} of the checkpoint's schedule is {saved[name]}, this run's is "
-                    f"{ours[name]}; change {option}, or take this run's with --override-opt-param-scheduler"
-                )
 
 
 def claim_save_folder(args: argparse.Namespace) -> CheckpointFolder | None:
@@ -213,6 +146,25 @@ def claim_save_folder(args: argparse.Namespace) -> CheckpointFolder | None:
             "or give another folder"
         )
     return folder
+
+
+def check_all_ranks_share(folder: Path) -> None:
+    """Raise ValueError on every rank where one cannot write to `folder`, or sees another folder than rank 0 does."""
+    token = [secrets.token_hex(8)]
+    dist.broadcast_object_list(token, src=0)
+    names = [folder / f"shared_{token[0]}_{rank}.tmp" for rank in range(dist.get_world_size())]
+    rank = dist.get_rank()
+    reason = why_not_written(names[rank].touch)
+    sentence = f"--save {folder} cannot be written by rank {rank} ({reason}); give another folder" if reason else None
+    dist.barrier()
+    if sentence is None and not names[0].exists():
+        sentence = (
+            f"--save {folder} is not the same folder on every node: rank {rank} does not see what rank 0 wrote; "
+            "give a folder on a shared file system"
+        )
+    dist.barrier()
+    names[rank].unlink(missing_ok=True)
+    raise_on_all_ranks(sentence)
 
 
 def _rank_file(rank: int) -> str:

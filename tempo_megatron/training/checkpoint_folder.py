@@ -6,6 +6,7 @@ is itself replaced in one step. Nothing here knows what a checkpoint contains.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 
 LATEST = "latest"
 LOCK = "lock"
-_UNFINISHED = re.compile(r"(iter_\d{7,}(\.old)?|latest)\.tmp")
+_UNFINISHED = re.compile(r"(iter_\d{7,}(\.old)?|latest|shared_[0-9a-f]+_\d+)\.tmp")
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
@@ -29,17 +30,27 @@ class CheckpointFolder:
     def latest(self) -> str | None:
         """Name of the newest whole checkpoint; None where there is none.
 
+        It is the one that the file `latest` names. Without that file it is the one of the highest step: a checkpoint
+        gets its name when it is whole, and the first one may have been cut off before the file was written.
+
         Raises ValueError where `latest` names one that is not there: somebody moved or deleted it.
         """
         try:
             name = (self.path / LATEST).read_text(encoding="utf-8").strip()
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return max(self._present(), key=iteration_of, default=None)
         if not _NAME.fullmatch(name) or not (self.path / name).is_dir():
-            present = sorted(entry.name for entry in self.path.glob("iter_*") if _NAME.fullmatch(entry.name))
+            present = self._present()
             choice = f"write one of {', '.join(present)} into it" if present else "remove it to start anew"
             raise ValueError(f"{self.path / LATEST} names {name!r}, which is not a checkpoint there; {choice}")
         return name
+
+    def is_named(self) -> bool:
+        """Whether a file `latest` says which checkpoint is the newest."""
+        return (self.path / LATEST).exists()
+
+    def _present(self) -> list[str]:
+        return sorted(entry.name for entry in self.path.glob("iter_*") if _NAME.fullmatch(entry.name))
 
     def lock(self) -> None:
         """Keep other runs from saving here until unlock(), or until this process ends, however it ends.
@@ -70,7 +81,7 @@ class CheckpointFolder:
         """An empty folder to write the checkpoint of `iteration` into; its name. Removes what killed runs left."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.remove_unfinished()
-        name = f"{checkpoint_name(iteration)}.tmp"
+        name = unfinished_name(iteration)
         (self.path / name).mkdir()
         return name
 
@@ -83,7 +94,7 @@ class CheckpointFolder:
             if self.latest() == name:
                 raise ValueError(f"{target} is already the latest checkpoint")
             target.rename(replaced)
-        (self.path / f"{name}.tmp").rename(target)
+        (self.path / unfinished_name(iteration)).rename(target)
         to_disk(self.path)
         unfinished = self.path / f"{LATEST}.tmp"
         unfinished.write_text(f"{name}\n", encoding="utf-8")
@@ -91,6 +102,23 @@ class CheckpointFolder:
         unfinished.replace(self.path / LATEST)
         to_disk(self.path)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    def remove_older_than_newest(self, number: int) -> None:
+        """Keep the newest `number` checkpoints up to the latest one and delete those before them.
+
+        A checkpoint loses its name before its files go, so that a kill never leaves half of one under its name. What
+        cannot be deleted stays.
+        """
+        latest = self.latest()
+        assert latest is not None and number >= 1
+        steps = sorted(iteration_of(name) for name in self._present())
+        for iteration in [step for step in steps if step <= iteration_of(latest)][:-number]:
+            name = checkpoint_name(iteration)
+            doomed = self.path / f"{name}.old.tmp"
+            with contextlib.suppress(OSError):
+                (self.path / name).rename(doomed)
+                to_disk(self.path)
+                shutil.rmtree(doomed)
 
     def remove_unfinished(self) -> None:
         """Delete what saves that did not finish have left behind."""
@@ -101,6 +129,11 @@ class CheckpointFolder:
 
 def checkpoint_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
+
+
+def unfinished_name(iteration: int) -> str:
+    """What the checkpoint is called while it is written."""
+    return f"{checkpoint_name(iteration)}.tmp"
 
 
 def iteration_of(name: str) -> int:

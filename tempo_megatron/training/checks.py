@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tempo_megatron.arguments import tempo_config_from
+from tempo_megatron.training.arguments import DEFAULTS
 from tempo_megatron.training.deepspeed_config import offloads_optimizer, zero_stage
 
 _NEEDS_TRANSFORMER_ENGINE = "without Transformer Engine megatron-core stops in it with a NameError"
@@ -102,6 +104,11 @@ def _check_precision(args: argparse.Namespace, config: Mapping[str, Any], on_gpu
 
 
 def _check_schedule(args: argparse.Namespace) -> None:
+    if args.lr is None:
+        raise ValueError("--lr is missing; give the highest learning rate")
+    for name, value in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     if args.lr_decay_iters is None:
         args.lr_decay_iters = args.train_iters
     if args.min_lr > args.lr:
@@ -188,6 +195,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
 def _check_output(args: argparse.Namespace) -> None:
     if args.save_interval is not None and not args.save:
         raise ValueError("--save-interval is given without --save; give the folder for the checkpoints")
+    if args.keep_checkpoints is not None and not args.save:
+        raise ValueError("--keep-checkpoints is given without --save; give the folder for the checkpoints")
     if args.override_opt_param_scheduler and not args.load:
         raise ValueError("--override-opt-param-scheduler changes what --load brings; give --load or remove it")
     for option in ("save", "load"):
@@ -197,7 +206,26 @@ def _check_output(args: argparse.Namespace) -> None:
     if args.save:
         args.metrics_file = args.metrics_file or str(Path(args.save) / "metrics.jsonl")
         args.loss_plot = args.loss_plot or str(Path(args.save) / "loss.png")
+    if args.metrics_file:
+        check_metrics_file(args.metrics_file)
     if args.loss_plot and not args.metrics_file:
         raise ValueError("--loss-plot is drawn from the metrics file; give --metrics-file or --save")
     if args.loss_plot and Path(args.loss_plot).suffix != ".png":
         raise ValueError(f"--loss-plot {args.loss_plot} does not end in .png; give the name of a PNG file")
+
+
+def check_metrics_file(path: str) -> None:
+    """Raise ValueError where `path` holds anything but metrics, which a run must not write over."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            first = stream.readline(1 << 20)
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--metrics-file {path} is not a file of metrics ({error}); give another name") from error
+    try:
+        is_metrics = not first or json.loads(first)["kind"] in ("run", "train", "validation")
+    except (ValueError, TypeError, KeyError):
+        is_metrics = False
+    if not is_metrics:
+        raise ValueError(f"--metrics-file {path} exists and does not hold metrics of a run; give another name")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import glob
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,6 +28,8 @@ def load_tokenizer(args: argparse.Namespace) -> GPT2Tokenizer:
     Raises ValueError where a data set is broken, has another tokenizer, or does not fit the vocabulary.
     """
     prefixes = args.blend[0]
+    for prefix in prefixes:
+        _check_presence(prefix)
     tokenizer = load_dataset_tokenizer(prefixes[0], args.vocab_file, args.merge_file)
     for prefix in prefixes[1:]:
         other = load_dataset_tokenizer(prefix, args.vocab_file, args.merge_file)
@@ -61,6 +65,21 @@ def _describe_tokenizer_files(args: argparse.Namespace, tokenizer: GPT2Tokenizer
     return dict(zip(("vocab_file", "merge_file"), described, strict=True))
 
 
+def _check_presence(prefix: str) -> None:
+    missing = [prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
+    if not missing:
+        return
+    stem, suffix = os.path.splitext(prefix)
+    there = [
+        os.path.splitext(path)[0] for path in glob.glob(os.path.join(glob.escape(os.path.dirname(prefix)), "*.idx"))
+    ]
+    near = [stem] if suffix in (".idx", ".bin") else difflib.get_close_matches(prefix, there, n=1)
+    raise ValueError(
+        f"{' and '.join(missing)} not found; prepare the data, or check --data-path"
+        + (f": there is {near[0]}" if near and near[0] in there else "")
+    )
+
+
 def _check_split(prefix: str, args: argparse.Namespace) -> None:
     """Megatron splits by documents, each part of which must hold at least one sample."""
     dataset = IndexedDataset(prefix)  # has to live as long as its lengths are read: it unmaps their memory
@@ -82,10 +101,33 @@ def _check_split(prefix: str, args: argparse.Namespace) -> None:
 def build_datasets(args: argparse.Namespace, tokenizer: GPT2Tokenizer) -> tuple[Any, Any]:
     """(training, validation or None), built on rank 0 first, then read from its index files by the other ranks.
 
+    Megatron shuffles the epochs of a run together, so that a data set built for more samples has another order from
+    the first sample on. A run that goes on for longer than it was planned keeps the order it began with and appends a
+    part with an order of its own: args.sample_parts, the samples asked for in each part, comes from the checkpoint
+    and is completed here.
+
     Raises ValueError where the folder for the index files cannot be written.
     """
+    if int(os.environ["RANK"]) == 0:
+        _remove_cut_off_indices(args)
+    needed, valid_samples = args.train_iters * args.global_batch_size, args.eval_iters * args.global_batch_size
+    args.sample_parts = args.sample_parts or [needed]
+    first, valid = _build_part(args, tokenizer, args.seed, args.sample_parts[0], valid_samples)
+    parts = [first]
+    for number, samples in enumerate(args.sample_parts[1:], start=1):
+        parts.append(_build_part(args, tokenizer, args.seed + number, samples, 0)[0])
+    missing = needed - sum(len(part) for part in parts)
+    if missing > 0:
+        parts.append(_build_part(args, tokenizer, args.seed + len(parts), missing, 0)[0])
+        args.sample_parts = [*args.sample_parts, missing]
+    return (first if len(parts) == 1 else torch.utils.data.ConcatDataset(parts)), valid
+
+
+def _build_part(
+    args: argparse.Namespace, tokenizer: GPT2Tokenizer, seed: int, train_samples: int, valid_samples: int
+) -> tuple[Any, Any]:
     config = GPTDatasetConfig(
-        random_seed=args.seed,
+        random_seed=seed % 2**32,  # what numpy takes
         sequence_length=args.seq_length,
         blend=args.blend,
         split=args.split,
@@ -98,11 +140,9 @@ def build_datasets(args: argparse.Namespace, tokenizer: GPT2Tokenizer) -> tuple[
     )
     assert config.split_matrix is not None
     config.split_matrix[2] = None  # type: ignore[call-overload]
-    if not args.eval_iters:
+    if not valid_samples:
         config.split_matrix[1] = None  # type: ignore[call-overload]
-    if int(os.environ["RANK"]) == 0:
-        _remove_cut_off_indices(args)
-    sizes = [args.train_iters * args.global_batch_size, args.eval_iters * args.global_batch_size, 0]
+    sizes = [train_samples, valid_samples, 0]
     try:
         train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
     except Exception as error:

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import hjson
+from pydantic import TypeAdapter, ValidationError
+
+from tempo_megatron.training.arguments import DEFAULTS
 
 # What would take over a decision that belongs to the trainer, with where to make that decision instead.
 _REFUSED = {
@@ -38,6 +41,8 @@ _KNOWN = (
     "log_level flops_profiler comms_logger tensorboard wandb csv_monitor comet monitor aio checkpoint "
     "graph_harvesting gradient_allreduce_op timers seq_parallel_communication_data_type disable_allgather tempo"
 ).split()
+# The blocks that something of this package reads.
+_BLOCKS = ("bf16", "fp16", "zero_optimization", "data_types", "checkpoint")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -59,11 +64,31 @@ def read_deepspeed_config(path: str) -> dict[str, Any]:
     for key, reason in _REFUSED.items():
         if key in config:
             raise ValueError(f'--deepspeed_config {path}: "{key}" is not used here: {reason}')
-    for key in _REFUSED_CHECKPOINT:
-        if config.get("checkpoint", {}).get(key):
-            raise ValueError(f'--deepspeed_config {path}: "checkpoint.{key}" is not used here; use --save and --load')
     _check_names(path, config)
+    for key in _BLOCKS:
+        if not isinstance(config.get(key, {}), dict):
+            raise ValueError(f'--deepspeed_config {path}: "{key}" is {config[key]!r}; an object {{...}} is expected')
+    if "memory_breakdown" in config:
+        config["memory_breakdown"] = _boolean(path, "memory_breakdown", config["memory_breakdown"])
+    for name in ("bf16", "fp16"):
+        if (enabled := config.get(name, {}).get("enabled")) not in (None, "auto"):
+            config[name]["enabled"] = _boolean(path, f"{name}.enabled", enabled)
+    for key in _REFUSED_CHECKPOINT:
+        value = config.get("checkpoint", {}).get(key)
+        if value if key == "writer" else value is not None and _boolean(path, f"checkpoint.{key}", value):
+            raise ValueError(f'--deepspeed_config {path}: "checkpoint.{key}" is not used here; use --save and --load')
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if not isinstance(stage, int) or isinstance(stage, bool):
+        raise ValueError(f'--deepspeed_config {path}: "zero_optimization.stage" is {stage!r}; it must be 0, 1, 2 or 3')
     return config
+
+
+def _boolean(path: str, key: str, value: Any) -> bool:
+    """As DeepSpeed, whose configuration is made of pydantic models, reads it: 1, "true" and "yes" are true as well."""
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValidationError:
+        raise ValueError(f'--deepspeed_config {path}: "{key}" is {value!r}; true or false is expected') from None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -165,7 +190,7 @@ def _fill_batch_sizes(config: dict[str, Any], args: argparse.Namespace, data_par
 
 def _fill_clipping(config: dict[str, Any], args: argparse.Namespace) -> None:
     clip = _agree("--clip-grad", args.clip_grad, "gradient_clipping", _number(config, "gradient_clipping"))
-    args.clip_grad = config["gradient_clipping"] = 1.0 if clip is None else float(clip)
+    args.clip_grad = config["gradient_clipping"] = DEFAULTS["clip_grad"] if clip is None else float(clip)
 
 
 def _fill_precision(config: dict[str, Any], args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import io
 import logging
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -18,7 +19,15 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from tempo_kernels.norm import recount
+from tempo_megatron.training.checkpoint_files import CheckpointFiles
 from tempo_megatron.training.deepspeed_config import offloads_optimizer, zero_stage
+
+# What a user whose model has diverged can do; the last checkpoint is one from before.
+REMEDY = (
+    "lower --lr, lengthen --lr-warmup-iters or give a lower --clip-grad above 0, and start anew or go on from the last "
+    "checkpoint with --load (another schedule then needs --override-opt-param-scheduler)"
+)
 
 
 class MPU:
@@ -154,10 +163,11 @@ def build_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace) 
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=args.train_iters * samples,
+        wd_incr_steps=0,  # the weight decay is constant
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        # `args` says what holds, after a look at the checkpoint; of that only the position is loaded.
+        override_opt_param_scheduler=True,
     )
 
 
@@ -184,6 +194,7 @@ class Engine:
             self.deepspeed, optimizer, _, _ = deepspeed.initialize(
                 model=model, optimizer=build_optimizer(model, args, config), config=dict(config), mpu=MPU()
             )
+        self.files = self.deepspeed.checkpoint_engine = CheckpointFiles()
         self.optimizer_name = type(optimizer).__name__
         self.scheduler = build_scheduler(optimizer, args)
 
@@ -193,10 +204,41 @@ class Engine:
         is_last = self.deepspeed.is_gradient_accumulation_boundary()
         if is_last and self._computes_norm:
             self._grad_norm = gradient_norm(self.deepspeed.module)
-        self.deepspeed.step()
+        try:
+            self.deepspeed.step()
+        except Exception as error:
+            if not str(error).startswith("Current loss scale already at minimum"):
+                raise
+            raise ValueError(
+                f"the loss scale of fp16 is at its minimum and gradients still overflow; {REMEDY}"
+            ) from error
         # As in Megatron a step that fp16 skipped for its overflow does not move the learning rate.
         if is_last and self.deepspeed.was_step_applied():
             self.scheduler.step(self._samples_per_step)
+
+    def load(self, checkpoint: Path, args: argparse.Namespace) -> None:
+        """Put back model and optimizer from a folder that save_checkpoint wrote; the settings stay those of `args`."""
+        optimizer = self.deepspeed.optimizer
+        loss_scaler = getattr(optimizer, "loss_scaler", None)
+        self.deepspeed.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, load_lr_scheduler_states=False)
+        recount()  # DeepSpeed writes parameters in ways that torch's version counters do not see
+        for group in self.scheduler.optimizer.param_groups:
+            group["betas"], group["eps"] = (args.adam_beta1, args.adam_beta2), args.adam_eps
+        if hasattr(optimizer, "clip_grad"):
+            optimizer.clip_grad = args.clip_grad
+        if loss_scaler is not None:
+            take_scale(loss_scaler, optimizer.loss_scaler)
+            optimizer.loss_scaler, optimizer.dynamic_loss_scale = loss_scaler, loss_scaler.dynamic
+
+    def settings(self) -> dict[str, Any]:
+        """What the optimizer works with, read from it."""
+        groups = self.scheduler.optimizer.param_groups
+        return {
+            "adam_betas": list(groups[0]["betas"]),
+            "adam_eps": groups[0]["eps"],
+            "weight_decay": max(group["weight_decay"] for group in groups),
+            "clip_grad": getattr(self.deepspeed.optimizer, "clip_grad", self.deepspeed.gradient_clipping()),
+        }
 
     @property
     def grad_norm(self) -> Tensor | float | None:
@@ -212,8 +254,21 @@ class Engine:
         return int(self.deepspeed.skipped_steps)
 
     @property
+    def scales_dynamically(self) -> bool:
+        """Whether fp16 looks for its loss scale by skipping the steps that overflow."""
+        return self.deepspeed.fp16_enabled() and bool(self.deepspeed.optimizer.dynamic_loss_scale)
+
+    @property
     def loss_scale(self) -> float | None:
         return float(self.deepspeed.optimizer.loss_scale) if self.deepspeed.fp16_enabled() else None
+
+
+def take_scale(own: Any, saved: Any) -> None:
+    """Let DeepSpeed's dynamic loss scaler `own` go on where `saved` was; a static scale stays as the JSON has it."""
+    if own.dynamic and saved.dynamic:
+        for name in ("cur_scale", "cur_iter", "last_overflow_iter"):
+            setattr(own, name, getattr(saved, name))
+        own.cur_hysteresis = min(own.delayed_shift, saved.cur_hysteresis)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tempo_megatron.slots.dropout_rng import set_micro_batch
+from tempo_megatron.training.agreement import raise_on_all_ranks
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
 from tempo_megatron.training.datasets import BatchStream
-from tempo_megatron.training.engine import Engine
+from tempo_megatron.training.engine import REMEDY, Engine
 from tempo_megatron.training.metrics import Report, StepTimer, average_over, peak_memory_bytes
 from tempo_megatron.training.model import ForwardStep
 from tempo_megatron.training.stop_signal import StopSignal
@@ -51,6 +53,8 @@ class Trainer:
         self.group = parallel_state.get_data_parallel_group()
         self._pending: list[dict[str, Any]] = []
         self._losses: list[Tensor] = []
+        self._last_batch: dict[str, Tensor] | None = None
+        self._last_is_finite = True
 
     def train(self) -> str:
         """Run to --train-iters, or until a reason to stop; why it ended."""
@@ -77,7 +81,7 @@ class Trainer:
             self._flush()
             if reason == "finished" and self.valid_dataset is not None and progress.iteration % args.eval_interval:
                 self._validate()
-            self._save()
+            self._save(is_last=True)
         finally:
             stop.close()
         return reason
@@ -100,6 +104,7 @@ class Trainer:
         for micro_batch in range(args.num_micro_batches):
             batch = self.stream.next()
             set_micro_batch(args.seed, self.stream.first_sample(progress.consumed_samples, micro_batch))
+            self._last_batch = batch
             loss = self.forward_step(engine.deepspeed, batch)
             engine.backward_and_step(loss)
             total += loss.detach()
@@ -134,38 +139,56 @@ class Trainer:
                 "loss_scale": self.engine.loss_scale,
             },
         )
-        diverged = [s["iteration"] for s in self._pending if not math.isfinite(s["loss"]) and not s["skipped"]]
+        diverged = [step["iteration"] for step in self._pending if self._has_diverged(step)]
+        self._last_is_finite = math.isfinite(losses[-1])
         self._pending, self._losses = [], []
-        if diverged:
-            raise ValueError(
-                f"the loss of step {diverged[0]} is not a finite number; lower --lr, lengthen --lr-warmup-iters or "
-                "lower --clip-grad, and go on from the last checkpoint with --load"
-            )
+        raise_on_all_ranks(
+            f"the loss of step {diverged[0]} or its gradient is not a finite number; {REMEDY}" if diverged else None
+        )
 
-    @torch.no_grad()
+    def _has_diverged(self, step: dict[str, Any]) -> bool:
+        """DeepSpeed skips steps whose gradient is not finite in any precision; only fp16's search for a scale may."""
+        if step["skipped"]:
+            return not self.engine.scales_dynamically
+        return not all(value is None or math.isfinite(value) for value in (step["loss"], step["grad_norm"]))
+
     def _validate(self) -> None:
         """Mean loss over the same --eval-iters global batches each time, without dropout."""
         self._flush()
         start = time.perf_counter()
-        args = self.args
-        self.engine.deepspeed.eval()
-        stream = self._stream(self.valid_dataset, 0, args.eval_iters)
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
-        for _ in range(args.eval_iters * args.num_micro_batches):
-            total += self.forward_step(self.engine.deepspeed, stream.next())
-        self.engine.deepspeed.train()
-        mean = average_over([total / (args.eval_iters * args.num_micro_batches)], self.group, self.device)[0]
+        stream = self._stream(self.valid_dataset, 0, self.args.eval_iters)
+        batches = self.args.eval_iters * self.args.num_micro_batches
+        mean = self._loss_without_dropout(stream.next() for _ in range(batches))
         self.report.validation(self.progress.iteration, self.progress.consumed_samples, mean)
         self.timer.exclude_since(start)
 
-    def _save(self) -> None:
-        if not self.args.save:
+    @torch.no_grad()
+    def _loss_without_dropout(self, batches: Iterable[dict[str, Tensor]]) -> float:
+        """Mean over the micro batches of all data-parallel ranks."""
+        self.engine.deepspeed.eval()
+        total, count = torch.zeros((), dtype=torch.float32, device=self.device), 0
+        for batch in batches:
+            total += self.forward_step(self.engine.deepspeed, batch)
+            count += 1
+        self.engine.deepspeed.train()
+        return average_over([total / count], self.group, self.device)[0]
+
+    def _save(self, is_last: bool = False) -> None:
+        """Save a model that still works: the last step may have been finite and its update all the same too much."""
+        step = self.progress.iteration
+        if not self.args.save or self.checkpoints.last_saved == step:
             return
-        self._flush()  # a diverged model is not saved
+        self._flush()
         start = time.perf_counter()
-        if self.checkpoints.save(self.progress):
-            seconds = time.perf_counter() - start
-            self.report.say(
-                f"saved the checkpoint of step {self.progress.iteration} to {self.args.save} in {seconds:.1f} s"
+        if not self._last_is_finite and not is_last:
+            self.report.say(f"the loss of step {step} is not a finite number and fp16 skipped it; it is not saved")
+            return
+        if self._last_batch is not None:
+            loss = self._loss_without_dropout([self._last_batch])
+            raise_on_all_ranks(
+                None if math.isfinite(loss) else f"after step {step} the loss is not a finite number; {REMEDY}"
             )
+        self.checkpoints.save(self.progress)
+        seconds = time.perf_counter() - start
+        self.report.say(f"saved the checkpoint of step {step} to {self.args.save} in {seconds:.1f} s")
         self.timer.exclude_since(start)

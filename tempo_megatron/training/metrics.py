@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
+
+from tempo_megatron.training.checks import check_metrics_file
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -41,16 +44,21 @@ class MetricsFile:
     Args:
         path: appended to. A last line that a killed run cut off is removed.
         resume_after: keep only records up to this iteration; the resumed run writes the later ones again. None: the
-            run starts anew and so does the file.
+            run starts anew and so does the file; one that is there is renamed to `set_aside`.
 
-    Raises ValueError where the file cannot be written.
+    Raises ValueError where the file cannot be written, or exists and does not hold metrics.
     """
 
     def __init__(self, path: str, resume_after: int | None) -> None:
+        check_metrics_file(path)
+        self.set_aside: str | None = None
         kept = [] if resume_after is None else [r for r in read_metrics(path) if r.get("iteration", 0) <= resume_after]
         unfinished = Path(f"{path}.tmp")
         try:
             unfinished.parent.mkdir(parents=True, exist_ok=True)
+            if resume_after is None and Path(path).exists() and Path(path).stat().st_size:
+                self.set_aside = next(name for n in count(1) if not os.path.lexists(name := f"{path}.{n}"))
+                os.rename(path, self.set_aside)
             unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
             os.replace(unfinished, path)
             self._stream: TextIO = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -94,6 +102,8 @@ class Report:
             return
         if args.metrics_file:
             self._file = MetricsFile(args.metrics_file, first_iteration if resumes else None)
+            if self._file.set_aside:
+                print(f"the metrics of an earlier run are now in {self._file.set_aside}", flush=True)
         if args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -20,7 +20,8 @@ def plot_losses(runs: Mapping[str, str | Path], png: str | Path, title: str = "L
     """Write a PNG with the training loss (line) and validation loss (dots) of each run.
 
     Args:
-        runs: label -> metrics file. Curves that coincide stay visible: later ones are drawn dashed over earlier ones.
+        runs: label -> metrics file. Curves that coincide stay visible: later ones are drawn dashed over earlier ones,
+            and their dots are rings around the earlier ones'.
         png: the file, replaced in one step.
         title: above the figure.
 
@@ -33,7 +34,7 @@ def plot_losses(runs: Mapping[str, str | Path], png: str | Path, title: str = "L
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for number, (label, path) in enumerate(runs.items()):
-        _draw_run(axes, label, path, _COLOURS[number % len(_COLOURS)], dashed=number > 0)
+        _draw_run(axes, label, path, _COLOURS[number % len(_COLOURS)], number)
     axes.set_title(title, loc="left", color=_INK, fontsize=13, fontweight="bold")
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel("cross entropy per token (nats)", color=_INK)
@@ -51,19 +52,19 @@ def plot_losses(runs: Mapping[str, str | Path], png: str | Path, title: str = "L
     os.replace(unfinished, png)
 
 
-def _draw_run(axes: Any, label: str, path: str | Path, colour: str, dashed: bool) -> None:
+def _draw_run(axes: Any, label: str, path: str | Path, colour: str, number: int) -> None:
     records = [record for record in read_metrics(path) if record.get("loss") is not None]
     train = [record for record in records if record["kind"] == "train"]
     valid = [record for record in records if record["kind"] == "validation"]
     if not train:
         raise ValueError(f"{path} holds no training step; give the metrics file of a run")
-    style: Any = (0, (4, 2)) if dashed else "solid"
+    style: Any = (0, (4, 2)) if number else "solid"
     steps, losses = [record["iteration"] for record in train], [record["loss"] for record in train]
     axes.plot(steps, losses, color=colour, linewidth=1.6, linestyle=style, label=f"{label}, training")
     if valid:
         steps, losses = [record["iteration"] for record in valid], [record["loss"] for record in valid]
-        dots = {"marker": "o", "markersize": 6, "markeredgecolor": "white", "linestyle": "none"}
-        axes.plot(steps, losses, color=colour, label=f"{label}, validation", **dots)
+        form = {"markerfacecolor": "none", "markeredgewidth": 1.6} if number else {"markeredgecolor": "white"}
+        axes.plot(steps, losses, "o", color=colour, markersize=6 + 4 * number, label=f"{label}, validation", **form)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from tempo_megatron.training.arguments import parse_arguments
 from tempo_megatron.training.checks import check_arguments, data_parallel_size_of
 from tempo_megatron.training.deepspeed_config import complete, read_deepspeed_config
 from tempo_megatron.training.launch_env import set_rank_environment
+from tempo_megatron.training.resume import read_saved_run, run_description, take_from_checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,12 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_arguments(argv)
         config = read_deepspeed_config(args.deepspeed_config)
+        saved = read_saved_run(args)
+        if saved is not None:
+            take_from_checkpoint(args, config, saved)
         launcher = set_rank_environment()
         on_gpu = _prepare_device()
         world_size = int(os.environ["WORLD_SIZE"])
         config = complete(config, args, data_parallel_size_of(args, world_size))
         check_arguments(args, config, on_gpu)
-        job = Job(args, config, launcher, on_gpu)
+        job = Job(args, config, saved, launcher, on_gpu)
         is_running = True
         job.run()
     except KeyboardInterrupt:
@@ -98,17 +102,26 @@ class Job:
     Args:
         args: checked.
         config: the completed DeepSpeed configuration.
+        saved: the description of the checkpoint to go on from, None for a run that starts.
         launcher: for the banner.
         on_gpu: whether this process has a GPU.
     """
 
-    def __init__(self, args: argparse.Namespace, config: dict[str, Any], launcher: str, on_gpu: bool) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: dict[str, Any],
+        saved: dict[str, Any] | None,
+        launcher: str,
+        on_gpu: bool,
+    ) -> None:
         import torch.distributed as dist
         from megatron.core import parallel_state
 
         from tempo_megatron import arguments as tempo_arguments
         from tempo_megatron.cpu import use_cpu
         from tempo_megatron.training import checkpoint, engine, metrics, model
+        from tempo_megatron.training.data_identity import data_identity
         from tempo_megatron.training.datasets import build_datasets, load_tokenizer
         from tempo_megatron.training.rng_state import seed_all
 
@@ -120,6 +133,8 @@ class Job:
         if not on_gpu:
             use_cpu()
         self.device = engine.initialize_distributed(args, on_gpu)
+        if self.save_folder is not None:
+            checkpoint.check_all_ranks_share(self.save_folder.path)
         seed_all(args.seed)
         transformer_config = model.transformer_config(args, on_gpu)
         transformer_config.embedding_init_method = engine.also_for_partitioned(transformer_config.embedding_init_method)
@@ -130,26 +145,36 @@ class Job:
         self.engine = engine.Engine(gpt, args, config)
         self.forward_step = model.ForwardStep(transformer_config, tempo_config, args.seq_length, self.device)
         gelu_form = "tanh" if transformer_config.bias_activation_fusion else "erf"
-        self.description = checkpoint.run_description(
-            args, self.engine, parallel_state.get_data_parallel_world_size(), gelu_form
+        self.description = run_description(
+            args,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            zero_stage=self.engine.zero_stage,
+            optimizer=self.engine.optimizer_name,
+            gelu_form=gelu_form,
+            **data_identity(args, tokenizer),
         )
         self.checkpoints = checkpoint.Checkpoints(args, self.engine, self.description, on_gpu)
-        loaded = self.checkpoints.load() if args.load else None
-        self.progress = loaded or checkpoint.Progress()
+        self.progress = self.checkpoints.load(saved) if saved else checkpoint.Progress()
         self.report = metrics.Report(
             args,
             is_first_rank=dist.get_rank() == 0,
             first_iteration=self.progress.iteration,
-            resumes=loaded is not None,
+            resumes=saved is not None,
         )
-        self._announce(config, tempo_config, launcher, gelu_form, resumes=loaded is not None)
+        self._announce(config, tempo_config, launcher, gelu_form, saved)
 
     def _announce(
-        self, config: dict[str, Any], tempo_config: Any, launcher: str, gelu_form: str, resumes: bool
+        self,
+        config: dict[str, Any],
+        tempo_config: Any,
+        launcher: str,
+        gelu_form: str,
+        saved: dict[str, Any] | None,
     ) -> None:
         import dataclasses
 
         from tempo_megatron.training.banner import run_banner, versions
+        from tempo_megatron.training.checkpoint_folder import LATEST
 
         world_size = int(os.environ["WORLD_SIZE"])
         banner = run_banner(
@@ -161,11 +186,13 @@ class Job:
             world_size=world_size,
             parameters=self.parameters,
             optimizer_name=self.engine.optimizer_name,
+            settings=self.engine.settings(),
             gelu_form=gelu_form,
         )
         self.report.say(banner)
-        if resumes:
-            self.report.say(f"going on after step {self.progress.iteration} of {self.args.load}")
+        if saved is not None:
+            named = "" if saved["named"] else f", the newest checkpoint there: no file {LATEST} names one"
+            self.report.say(f"going on after step {self.progress.iteration} of {self.args.load}{named}")
         elif self.args.load:
             self.report.say(f"{self.args.load} holds no checkpoint yet; starting anew")
         self.report.record(
@@ -176,6 +203,7 @@ class Job:
             world_size=world_size,
             parameters=self.parameters,
             tempo=dataclasses.asdict(tempo_config),
+            settings=self.engine.settings(),
             **self.description,
         )
 

@@ -1,0 +1,16 @@
+"""What the ranks have to know of one another before one of them gives up."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+def raise_on_all_ranks(sentence: str | None) -> None:
+    """Raise ValueError on every rank where some rank has a sentence, so that none waits for one that has ended.
+
+    Every rank calls it, with None where nothing is wrong. The sentence is that of the lowest rank that has one.
+    """
+    sentences: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(sentences, sentence)
+    if wrong := [text for text in sentences if text is not None]:
+        raise ValueError(wrong[0])

@@ -1,0 +1,100 @@
+"""The files of a checkpoint: read without running what is in them, written without leaving another rank waiting."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+# All that DeepSpeed's optimizers put into a checkpoint besides tensors and plain containers. None of them runs code
+# that the file brings along.
+_ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+def read_tensors(path: str | Path, map_location: Any = "cpu") -> Any:
+    """What torch.save wrote to `path`: tensors, plain containers and the few classes of DeepSpeed's optimizers.
+
+    Raises ValueError where the file holds anything else, which is not executed, or is damaged.
+    """
+    try:
+        with safe_globals(_ALLOWED):
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(fault_in(path) or f"{path} is damaged; give another checkpoint") from error
+    except (OSError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read ({_first_line(error)}); give another checkpoint") from error
+
+
+def fault_in(path: str | Path) -> str | None:
+    """One sentence where the file is damaged or holds more than tensors and what DeepSpeed adds; else None.
+
+    Reads the outline of the file, not its tensors, and executes nothing.
+    """
+    try:
+        with safe_globals(_ALLOWED):
+            foreign = get_unsafe_globals_in_checkpoint(str(path))
+    except Exception as error:  # whatever a parser says of a file that is not one of torch's
+        return f"{path} is damaged or not a file of torch.save ({_first_line(error)}); give another checkpoint"
+    if not foreign:
+        return None
+    return (
+        f"{path} holds {', '.join(sorted(foreign))} where a checkpoint has only tensors and numbers; nothing of it was "
+        "executed; do not trust the checkpoint, give another one"
+    )
+
+
+def fault_in_checkpoint(checkpoint: Path) -> str | None:
+    """The first fault_in of this rank's share of the files; all ranks together look at every one."""
+    files = sorted(checkpoint.rglob("*.pt"))
+    faults = (fault_in(path) for path in files[dist.get_rank() :: dist.get_world_size()])
+    return next((fault for fault in faults if fault), None)
+
+
+class CheckpointFiles(TorchCheckpointEngine):
+    """The checkpoint engine that DeepSpeed reads and writes its files through.
+
+    A file that cannot be written does not raise at once: the other ranks wait for this one inside DeepSpeed. Ask
+    `failure` when DeepSpeed is through.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zipfile_serialization = True  # fault_in reads no other format
+        self.failure: str | None = None
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return read_tensors(path, map_location)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.failure = self.failure or why_not_written(torch.save, state_dict, path)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.failure = self.failure or why_not_written(os.makedirs, path, exist_ok=exist_ok)
+
+
+def why_not_written(write: Any, *args: Any, **options: Any) -> str | None:
+    """Call `write`; what the disk had against it, None where it has done its work."""
+    try:
+        write(*args, **options)
+    except OSError as error:
+        return str(error)
+    except RuntimeError as error:
+        # What torch.save raises on a full disk is a RuntimeError of its writer.
+        if not re.search("inline_container|PytorchStreamWriter|unexpected pos", str(error)):
+            raise
+        return "the disk took a part of a file only"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,142 @@
+"""What a resumed run takes from its checkpoint and what from its command line, decided before anything slow starts.
+
+What was typed, or stands in the DeepSpeed JSON, holds; what was left out is as the checkpoint has it. The learning
+rate schedule is the exception, as in Megatron-LM: the checkpoint's goes on, another one that was typed is refused, and
+--override-opt-param-scheduler takes the whole schedule from the command line, its defaults included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron.training.checkpoint_folder import CheckpointFolder
+from tempo_megatron.training.weight_names import describe_model_for_export
+
+RUN_FILE = "run.json"
+FORMAT = 2
+SCHEDULE = ("lr", "min_lr", "lr_warmup_iters", "lr_decay_style", "lr_decay_iters")
+OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+# Description field -> what a user changes to make it match.
+_REMEDIES = {
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "ffn_hidden_size": "--ffn-hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "max_position_embeddings": "--max-position-embeddings",
+    "padded_vocab_size": "--vocab-size and --make-vocab-size-divisible-by",
+    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
+    "gelu_form": "--no-bias-gelu-fusion",
+    "tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "data_parallel_size": "the number of processes",
+    "zero_stage": "zero_optimization.stage in the DeepSpeed JSON",
+    "optimizer": "zero_optimization and data_types in the DeepSpeed JSON",
+    "precision": "bf16 and fp16 in the DeepSpeed JSON",
+    "seq_length": "--seq-length",
+    "global_batch_size": "--global-batch-size",
+    "seed": "--seed",
+    "split": "--split",
+    "tokenizer": "--vocab-file and --merge-file",
+    "data": "--data-path",
+}
+# What decides which sample comes when: another value and the resumed run would see other data.
+_DATA_FIELDS = ("seq_length", "global_batch_size", "seed", "split")
+
+
+def read_saved_run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The description of the checkpoint in --load; None without --load.
+
+    Added are "checkpoint", its name, and "named", whether a file says that it is the newest. None also where the
+    folder is --save itself and holds nothing yet.
+
+    Raises ValueError where there is no checkpoint, or it is not one of this trainer.
+    """
+    if not args.load:
+        return None
+    folder = CheckpointFolder(args.load)
+    name = folder.latest()
+    if name is None:
+        if args.save and Path(args.save).resolve() == folder.path.resolve():
+            return None
+        raise ValueError(f"--load {args.load} holds no checkpoint; give a folder with one, or leave --load out")
+    path = folder.path / name
+    try:
+        saved = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a checkpoint of this trainer ({error}); give another --load") from error
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        found = saved.get("format") if isinstance(saved, dict) else "none"
+        raise ValueError(
+            f"--load {path}: its {RUN_FILE} has format {found}, expected {FORMAT}; it is of another version of this "
+            "trainer, go on with that one"
+        )
+    return {**saved, "checkpoint": name, "named": folder.is_named()}
+
+
+def take_from_checkpoint(args: argparse.Namespace, config: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Fill what was left out in `args` from the checkpoint; sets args.sample_parts, the order of its samples.
+
+    Raises ValueError where the schedule that was typed is not the checkpoint's, or where the steps that are added
+    would be made with a learning rate of 0.
+    """
+    settings = saved["settings"]
+    args.sample_parts = list(saved["sample_parts"])
+    for name in OPTIMIZER:
+        in_json = name == "clip_grad" and config.get("gradient_clipping", "auto") not in (None, "auto")
+        if getattr(args, name) is None and not in_json:
+            setattr(args, name, settings[name])
+    if args.override_opt_param_scheduler:
+        return
+    decay_was_left = args.lr_decay_iters is None
+    for name in SCHEDULE:
+        ours, theirs = getattr(args, name), settings[name]
+        if ours is None:
+            setattr(args, name, theirs)
+        elif ours != theirs:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{option} is {ours}, but the schedule of {args.load}/{saved['checkpoint']} has {theirs}; leave "
+                f"{option} out, or take this run's schedule with --override-opt-param-scheduler"
+            )
+    decays_to_zero = args.lr_decay_style != "constant" and not args.min_lr
+    if decay_was_left and decays_to_zero and args.train_iters > max(args.lr_decay_iters, settings["train_iters"]):
+        raise ValueError(
+            f"--train-iters {args.train_iters} goes beyond the {args.lr_decay_iters} steps of the checkpoint's "
+            f"schedule, after which its learning rate is 0; give --lr-decay-iters {args.train_iters} with "
+            "--override-opt-param-scheduler for a new schedule"
+        )
+
+
+def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], load: str) -> None:
+    """Raise ValueError for the first field of run_description in which the checkpoint is of another run."""
+    where = f"--load {load}/{saved['checkpoint']}"
+    for name, remedy in _REMEDIES.items():
+        ours, theirs = description[name], saved.get(name)
+        if ours == theirs:
+            continue
+        if name in ("data", "tokenizer"):
+            raise ValueError(
+                f"{where} was trained on {' '.join(saved['data_path'])}, and {' '.join(description['data_path'])} "
+                f"has another {'content' if name == 'data' else 'tokenizer'}; change {remedy} to go on with what it "
+                "was trained on, or start a new run"
+            )
+        what = "the order of its samples would change" if name in _DATA_FIELDS else "it cannot be loaded"
+        raise ValueError(f"{where}: its {name} is {theirs}, this run's is {ours}, so {what}; change {remedy}")
+
+
+def run_description(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """What a checkpoint belongs to; a run resumes only from one whose description is its own.
+
+    `more` holds the fields that the arguments do not know, such as the optimizer's name.
+    """
+    described = {name: getattr(args, name) for name in _REMEDIES if hasattr(args, name)}
+    described |= describe_model_for_export(args)
+    return {**described, "format": FORMAT, "data_path": list(args.data_path), **more}
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What a resumed run takes over where its command line leaves it out."""
+    return {name: getattr(args, name) for name in (*SCHEDULE, *OPTIMIZER, "train_iters")}
