@@ -13,7 +13,7 @@ import torch
 from distributed import run_ranks
 from training_job import Data, Run, make_data, run, successful
 
-from tempo_megatron.training.checkpoint import check_all_ranks_share
+from tempo_megatron.training.checkpoint import check_all_ranks_load, check_all_ranks_share
 from tempo_megatron.training.checkpoint_files import fault_in, read_tensors
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder, checkpoint_name
 
@@ -197,6 +197,30 @@ def test_a_save_folder_of_its_own_on_every_node_is_found_at_the_start(tmp_path: 
     (tmp_path / "node1" / "save").unlink()
     assert "cannot be written by rank 1" in run_ranks(share, 2, str(tmp_path))[0]
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def load(root: str) -> str:
+    check_all_ranks_load({"checkpoint": "iter_1"}, root)
+    check_all_ranks_load(None, root)
+    try:
+        check_all_ranks_load({"checkpoint": f"iter_{os.environ['RANK']}"}, root)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_found_different_checkpoints_are_told_so(tmp_path: Path) -> None:
+    for said in run_ranks(load, 2, str(tmp_path)):
+        assert "does not name one checkpoint to every rank" in said
+
+
+def test_the_loss_scalers_of_fp16_are_read(tmp_path: Path) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    scaler = DynamicLossScaler(2.0**16, 1000, 1.0, 2, False, dtype=torch.half)
+    torch.save({"loss_scaler": scaler}, tmp_path / "optim_states.pt")
+    assert fault_in(tmp_path / "optim_states.pt") is None
+    assert vars(read_tensors(tmp_path / "optim_states.pt")["loss_scaler"]) == vars(scaler)
 
 
 def test_a_folder_without_latest_goes_on_from_its_newest_checkpoint(

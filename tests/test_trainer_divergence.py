@@ -69,6 +69,12 @@ def test_a_loss_that_is_not_finite_ends_a_run_that_saves_nothing(data: Data, tmp
     assert result.of_kind("train")[-1]["loss"] is None
 
 
+def test_a_last_step_that_was_too_much_shows_in_the_validation_loss(data: Data, tmp_path: Path) -> None:
+    result = run(data, tmp_path, "--lr", "1e38", "--train-iters", "1", "--eval-iters", "1")
+    assert result.exit_codes == [1]
+    assert "after step 1 the loss is not a finite number; lower --lr" in result.output
+
+
 def test_only_the_search_for_a_loss_scale_excuses_a_skipped_step() -> None:
     skipped = {"loss": math.nan, "grad_norm": math.inf, "skipped": 1}
     overflow_unnoticed = {"loss": 1.0, "grad_norm": math.inf, "skipped": 0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 
@@ -14,3 +16,10 @@ def raise_on_all_ranks(sentence: str | None) -> None:
     dist.all_gather_object(sentences, sentence)
     if wrong := [text for text in sentences if text is not None]:
         raise ValueError(wrong[0])
+
+
+def differs_between_ranks(value: Any) -> bool:
+    """Whether some rank has another value than this one; every rank calls it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return any(other != value for other in values)

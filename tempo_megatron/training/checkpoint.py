@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tempo_megatron.training.agreement import raise_on_all_ranks
+from tempo_megatron.training.agreement import differs_between_ranks, raise_on_all_ranks
 from tempo_megatron.training.checkpoint_files import fault_in_checkpoint, read_tensors, why_not_written
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder, all_to_disk, iteration_of, unfinished_name
 from tempo_megatron.training.engine import Engine
@@ -146,6 +146,15 @@ def claim_save_folder(args: argparse.Namespace) -> CheckpointFolder | None:
             "or give another folder"
         )
     return folder
+
+
+def check_all_ranks_load(saved: Mapping[str, Any] | None, load: str) -> None:
+    """Raise ValueError on every rank where --load gave some of them another checkpoint, or none."""
+    if differs_between_ranks(saved and saved["checkpoint"]):
+        raise ValueError(
+            f"--load {load} does not name one checkpoint to every rank: another run writes there, or it is not the "
+            "same folder on every node; wait for that run, or give a folder on a shared file system"
+        )
 
 
 def check_all_ranks_share(folder: Path) -> None:

@@ -160,6 +160,8 @@ class Trainer:
         batches = self.args.eval_iters * self.args.num_micro_batches
         mean = self._loss_without_dropout(stream.next() for _ in range(batches))
         self.report.validation(self.progress.iteration, self.progress.consumed_samples, mean)
+        if not self.engine.scales_dynamically:
+            self._raise_unless_finite(mean)
         self.timer.exclude_since(start)
 
     @torch.no_grad()
@@ -173,6 +175,13 @@ class Trainer:
         self.engine.deepspeed.train()
         return average_over([total / count], self.group, self.device)[0]
 
+    def _raise_unless_finite(self, loss: float) -> None:
+        raise_on_all_ranks(
+            None
+            if math.isfinite(loss)
+            else f"after step {self.progress.iteration} the loss is not a finite number; {REMEDY}"
+        )
+
     def _save(self, is_last: bool = False) -> None:
         """Save a model that still works: the last step may have been finite and its update all the same too much."""
         step = self.progress.iteration
@@ -184,10 +193,7 @@ class Trainer:
             self.report.say(f"the loss of step {step} is not a finite number and fp16 skipped it; it is not saved")
             return
         if self._last_batch is not None:
-            loss = self._loss_without_dropout([self._last_batch])
-            raise_on_all_ranks(
-                None if math.isfinite(loss) else f"after step {step} the loss is not a finite number; {REMEDY}"
-            )
+            self._raise_unless_finite(self._loss_without_dropout([self._last_batch]))
         self.checkpoints.save(self.progress)
         seconds = time.perf_counter() - start
         self.report.say(f"saved the checkpoint of step {step} to {self.args.save} in {seconds:.1f} s")

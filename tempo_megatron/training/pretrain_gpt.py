@@ -135,6 +135,7 @@ class Job:
         self.device = engine.initialize_distributed(args, on_gpu)
         if self.save_folder is not None:
             checkpoint.check_all_ranks_share(self.save_folder.path)
+        checkpoint.check_all_ranks_load(saved, args.load)
         seed_all(args.seed)
         transformer_config = model.transformer_config(args, on_gpu)
         transformer_config.embedding_init_method = engine.also_for_partitioned(transformer_config.embedding_init_method)
