@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tempo_megatron
-from tempo_megatron import TempoConfig, doctor
+from tempo_megatron import doctor
 from tempo_megatron.cli import main
 from tempo_megatron.training import banner
 from tempo_megatron.training.arguments import parse_arguments
@@ -51,18 +51,11 @@ def test_too_few_processes_name_the_option_that_starts_more() -> None:
         data_parallel_size_of(args, 1)
 
 
-def test_banner_and_doctor_say_the_same_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = parse_arguments(
-        "--deepspeed_config d --num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 "
-        "--micro-batch-size 1 --train-iters 1 --lr 1 --data-path x --clip-grad 1".split()
-    )
-    vars(args).update(padded_vocab_size=8, num_micro_batches=1, precision="fp32")
-    facts = SimpleNamespace(launcher="none", world_size=1, parameters=1, optimizer_name="Adam", gelu_form="erf")
-    for compiler in ("/usr/bin/c++", None):
+def test_banner_and_doctor_have_one_wording_for_what_an_operation_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert banner.describe_implementation is doctor.describe_implementation
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for compiler, words in (("/usr/bin/c++", "plain torch, compiled where that pays"), (None, "plain torch")):
         monkeypatch.setattr(doctor, "find_compiler", lambda found=compiler: found)
-        text = banner.run_banner(args, {}, TempoConfig(), device=torch.device("cpu"), **vars(facts))
-        (said,) = [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("attention")]
-        (known,) = [line[21:] for line in doctor.report().splitlines() if line.startswith("tempo attention")]
-        if not torch.cuda.is_available():
-            assert said == known
-        assert said == ("plain torch, compiled where that pays" if compiler else "plain torch")
+        rows = {line[:21].strip(): line[21:] for line in doctor.report().splitlines()}
+        assert rows["tempo attention"] == rows["tempo norm"] == words
+        assert doctor.describe_implementation("attention", "cpu") == words

@@ -53,18 +53,6 @@ def load_tokenizer(args: argparse.Namespace) -> GPT2Tokenizer:
     return tokenizer
 
 
-def _describe_tokenizer_files(args: argparse.Namespace, tokenizer: GPT2Tokenizer) -> dict[str, dict[str, str]]:
-    """Where the two files are and what is in them, so that they can go along with exported weights."""
-    prefix, paths = args.blend[0][0], (args.vocab_file, args.merge_file)
-    if args.vocab_file is None:
-        sidecar = Sidecar.read(prefix)
-        assert sidecar is not None  # load_dataset_tokenizer has read it
-        paths = sidecar.tokenizer_files(prefix)
-    sha256 = (tokenizer.unique_identifiers[f"{kind}_sha256"] for kind in ("vocab", "merge"))
-    described = [{"path": os.path.abspath(path), "sha256": digest} for path, digest in zip(paths, sha256, strict=True)]
-    return dict(zip(("vocab_file", "merge_file"), described, strict=True))
-
-
 def _check_presence(prefix: str) -> None:
     missing = [prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
     if not missing:
@@ -255,3 +243,15 @@ class BatchStream:
     def first_sample(self, consumed_samples: int, micro_batch: int) -> int:
         """Global index of the first sample of this rank's micro batch of the step that starts at consumed_samples."""
         return consumed_samples + (micro_batch * self.data_parallel_size + self.rank) * self.micro_batch_size
+
+
+def _describe_tokenizer_files(args: argparse.Namespace, tokenizer: GPT2Tokenizer) -> dict[str, dict[str, str]]:
+    """Where the two files are and what is in them, so that they can go along with exported weights."""
+    prefix, paths = args.blend[0][0], (args.vocab_file, args.merge_file)
+    if args.vocab_file is None:
+        sidecar = Sidecar.read(prefix)
+        assert sidecar is not None  # load_dataset_tokenizer has read it
+        paths = sidecar.tokenizer_files(prefix)
+    sha256 = (tokenizer.unique_identifiers[f"{kind}_sha256"] for kind in ("vocab", "merge"))
+    described = [{"path": os.path.abspath(path), "sha256": digest} for path, digest in zip(paths, sha256, strict=True)]
+    return dict(zip(("vocab_file", "merge_file"), described, strict=True))
