@@ -36,6 +36,8 @@ def check_gelu(x, bias, grad, form):
 
 def random_gelu(shape, dtype):
     x, grad = ((torch.rand(shape, device=DEVICE) * 16 - 8).to(dtype), torch.randn(shape, device=DEVICE).to(dtype))
+    # Not all in the left tail, where GELU' is below what an erf in float32 is off by, here 0 and there 6e-8.
+    x.view(-1)[:1] = 1.5
     return x, torch.randn(shape[-1], device=DEVICE).to(dtype), grad
 
 
