@@ -17,8 +17,9 @@ from tempo_kernels.norm.whole_rows import kernel as whole_rows
 
 def norm_forward_and_backward(module, x, weight, bias, grad, zero_centered=False):
     """y, grad_x, grad_weight and, where there is a bias, grad_bias; a norm without a bias is RMSNorm."""
-    y, rstd, lost, lost_xhat = module.forward(x, weight, bias, 1e-5, bias is not None, zero_centered)
-    grads = module.backward(grad, y, rstd, weight, bias, lost, lost_xhat, bias is not None, zero_centered)
+    y, *kept = module.forward(x, weight, bias, 1e-5, bias is not None, zero_centered)
+    bias_dtype = None if bias is None else bias.dtype
+    grads = module.backward(grad, y, *kept, bias is not None, weight.dtype, bias_dtype)
     return [y, *grads[: 2 if bias is None else 3]]
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tempo_kernels.norm import recount
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder, all_to_disk, checkpoint_name, iteration_of
 from tempo_megatron.training.engine import Engine
 from tempo_megatron.training.rng_state import rng_state, set_rng_state
@@ -143,7 +142,6 @@ class Checkpoints:
             return None
         self._check_run(folder.path / name)
         self.engine.deepspeed.load_checkpoint(str(folder.path), tag=name, load_lr_scheduler_states=False)
-        recount()  # DeepSpeed writes parameters in ways that torch's version counters do not see
         state = torch.load(folder.path / name / _rank_file(self.rank), map_location="cpu", weights_only=True)
         self._check_schedule(state["scheduler"])
         self.engine.scheduler.load_state_dict(state["scheduler"])
