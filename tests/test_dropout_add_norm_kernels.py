@@ -153,6 +153,19 @@ def test_a_row_with_inf_or_nan_leaves_the_fused_norms_other_rows_alone():
 
 
 @kernel_test
+def test_another_default_dtype_changes_nothing_in_the_fused_norm():
+    inputs = [t.to(DEVICE) for t in random_inputs((9, 2, 72))]
+    grads = [torch.randn(9, 2, 72, device=DEVICE) for _ in range(2)]
+    wanted = forward_and_backward(kernel, inputs, grads)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = forward_and_backward(kernel, inputs, grads)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@kernel_test
 def test_the_fused_norm_refuses_float64_where_kernels_run():
     inputs = [t.to(DEVICE).double() for t in random_inputs((1, 1, 8))]
     with pytest.raises(ValueError, match="x is torch.float64; float32, float16 or bfloat16"):

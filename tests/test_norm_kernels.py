@@ -141,6 +141,22 @@ def test_norms_gradients_of_gamma_and_beta_are_summed_over_many_programs_in_a_fi
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@kernel_test
+@pytest.mark.parametrize("limit", [64, 32768], ids=["long rows", "whole rows"])
+def test_another_default_dtype_changes_nothing_in_the_norms(limit, monkeypatch):
+    for constant in ("FORWARD_ROW_BYTES", "BACKWARD_ROW_BYTES"):
+        monkeypatch.setattr(norm_kernel, constant, limit)
+    inputs = random_norm("one in a hundred gamma 0", (9, 136), torch.float32)
+    for run in (norm_forward_and_backward, norm_from_input):
+        wanted = run(norm_kernel, *inputs)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            found = run(norm_kernel, *inputs)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden_size", [4096, 65536])
 def test_norm_addresses_more_than_two_billion_elements(hidden_size):
