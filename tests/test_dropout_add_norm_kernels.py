@@ -23,9 +23,8 @@ def forward_and_backward(module, inputs, grads, draw=DRAW, zero_centered=False):
     x, bias, residual, weight, norm_bias = [*inputs, None][:5]
     form = (norm_bias is not None, zero_centered)
     residual_out, y, *kept = module.forward(x, bias, residual, weight, norm_bias, 1e-5, *form, draw)
-    rstd, lost, lost_xhat = kept
-    bias_dtype = None if bias is None else bias.dtype
-    found = module.backward(*grads, y, rstd, weight, norm_bias, lost, lost_xhat, *form, draw, bias_dtype)
+    dtypes = [None if t is None else t.dtype for t in (bias, weight, norm_bias)]
+    found = module.backward(*grads, y, *kept, draw, *dtypes)
     named = dict(zip(NAMES, [residual_out, y, *found], strict=True))
     if norm_bias is None:
         del named["grad_norm_bias"]
@@ -117,9 +116,9 @@ def test_the_fused_norm_counts_the_channels_that_get_lost_for_later_calls():
     inputs = [t.to(DEVICE) for t in random_inputs((4, 2, 64), "initial")]
     weight, norm_bias = inputs[3:]
     for lost in (0, 3):
-        weight[:lost] = 0.0
+        weight.data[:lost] = 0.0
         assert kernel.forward(*inputs, 1e-5, True, False, DRAW)[-1].shape == (8, 0)
-        counts = lost_channels.find_lost(inputs[0], weight, norm_bias, False).counts
+        counts = lost_channels.find_lost(inputs[0], weight, norm_bias, False, True).counts
         assert counts.tolist() == [lost, lost]
 
 
@@ -151,6 +150,19 @@ def test_a_row_with_inf_or_nan_leaves_the_fused_norms_other_rows_alone():
     found = forward_and_backward(kernel, inputs, [torch.randn(4, 1, 40, device=DEVICE) for _ in range(2)])
     for name in ("y", "grad_residual"):
         assert found[name][:2].isnan().all() and found[name][2:].isfinite().all()
+
+
+@kernel_test
+def test_another_default_dtype_changes_nothing_in_the_fused_norm():
+    inputs = [t.to(DEVICE) for t in random_inputs((9, 2, 72))]
+    grads = [torch.randn(9, 2, 72, device=DEVICE) for _ in range(2)]
+    wanted = forward_and_backward(kernel, inputs, grads)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = forward_and_backward(kernel, inputs, grads)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @kernel_test

@@ -127,9 +127,8 @@ def dropout_add_norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[
         form = (bias is not None, False)
 
         def run(weight: Tensor = weight, bias: Tensor | None = bias, form: tuple[bool, bool] = form) -> None:
-            _, y, *kept = dropout_add_norm.forward(x, bias, x, weight, bias, 1e-5, *form, draw)
-            rstd, lost, lost_xhat = kept
-            dropout_add_norm.backward(x, x, y, rstd, weight, bias, lost, lost_xhat, *form, draw, dtype)
+            _, *kept = dropout_add_norm.forward(x, bias, x, weight, bias, 1e-5, *form, draw)
+            dropout_add_norm.backward(x, x, *kept, draw, dtype, dtype, None if bias is None else dtype)
 
         for launch in launches_of(run):
             if launch[0].__module__ == dropout_add_norm.__name__:
@@ -147,8 +146,8 @@ def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, L
         bias = None if bias is None else torch.zeros_like(bias)
 
         def run(weight: Tensor = weight, bias: Tensor | None = bias) -> None:
-            _, rstd, lost, lost_xhat = norm.forward(x, weight, bias, 1e-5, bias is not None, False)
-            norm.backward(x, x, rstd, weight, bias, lost, lost_xhat, bias is not None, False)
+            _, *kept = norm.forward(x, weight, bias, 1e-5, bias is not None, False)
+            norm.backward(x, x, *kept, bias is not None, dtype, None if bias is None else dtype)
 
         for launch in launches_of(run):
             yield f"{name} {launch[0].__name__.strip('_').removesuffix('_kernel')}", launch
@@ -276,8 +275,7 @@ def test_new_keys_probabilities_and_positions_compile_nothing_anew():
         dropout_add.forward(x, None, None, *draw)
         dropout_add.backward(x, *draw, needs_grad_bias=True)
         _, *kept = dropout_add_norm.forward(x, None, x, weight, None, 1e-5, False, False, Draw(*draw))
-        y, rstd, *lost = kept
-        dropout_add_norm.backward(x, x, y, rstd, weight, None, *lost, False, False, Draw(*draw), None)
+        dropout_add_norm.backward(x, x, *kept, Draw(*draw), None, weight.dtype, None)
 
     for forms in (draws, loaded):
         launches = launches_of(lambda forms=forms: [run(draw) for draw in forms])

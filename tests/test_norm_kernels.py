@@ -17,8 +17,9 @@ from tempo_kernels.norm import layer_norm
 
 def norm_forward_and_backward(module, x, weight, bias, grad, zero_centered=False):
     """y, grad_x, grad_weight and, where there is a bias, grad_bias; a norm without a bias is RMSNorm."""
-    y, rstd, lost, lost_xhat = module.forward(x, weight, bias, 1e-5, bias is not None, zero_centered)
-    grads = module.backward(grad, y, rstd, weight, bias, lost, lost_xhat, bias is not None, zero_centered)
+    y, *kept = module.forward(x, weight, bias, 1e-5, bias is not None, zero_centered)
+    bias_dtype = None if bias is None else bias.dtype
+    grads = module.backward(grad, y, *kept, bias is not None, weight.dtype, bias_dtype)
     return [y, *grads[: 2 if bias is None else 3]]
 
 
@@ -138,6 +139,22 @@ def test_norms_gradients_of_gamma_and_beta_are_summed_over_many_programs_in_a_fi
     for run in (norm_forward_and_backward, norm_from_input):
         first, second = (run(norm_kernel, *inputs) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@kernel_test
+@pytest.mark.parametrize("limit", [64, 32768], ids=["long rows", "whole rows"])
+def test_another_default_dtype_changes_nothing_in_the_norms(limit, monkeypatch):
+    for constant in ("FORWARD_ROW_BYTES", "BACKWARD_ROW_BYTES"):
+        monkeypatch.setattr(norm_kernel, constant, limit)
+    inputs = random_norm("one in a hundred gamma 0", (9, 136), torch.float32)
+    for run in (norm_forward_and_backward, norm_from_input):
+        wanted = run(norm_kernel, *inputs)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            found = run(norm_kernel, *inputs)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.gpu

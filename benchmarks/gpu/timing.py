@@ -103,10 +103,7 @@ def _summary(samples: Sequence[float]) -> Measured:
 
 
 def num_sets(tensors: Sequence[Tensor], l2_bytes: int) -> int:
-    """So many sets of inputs that none is in the L2 cache when its turn comes again.
-
-    Fewer than the calls after which a norm looks at its channels again, which would wait for a queued pass.
-    """
+    """So many sets of inputs that none is in the L2 cache when its turn comes again."""
     set_bytes = sum(t.numel() * t.element_size() for t in tensors)
     return max(MIN_SETS, min(MAX_SETS, -(-4 * l2_bytes // max(1, set_bytes))))
 

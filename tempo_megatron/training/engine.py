@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from tempo_kernels.norm import recount
 from tempo_megatron.training.checkpoint_files import CheckpointFiles
 from tempo_megatron.training.deepspeed_config import offloads_optimizer, zero_stage
 
@@ -221,7 +220,6 @@ class Engine:
         optimizer = self.deepspeed.optimizer
         loss_scaler = getattr(optimizer, "loss_scaler", None)
         self.deepspeed.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, load_lr_scheduler_states=False)
-        recount()  # DeepSpeed writes parameters in ways that torch's version counters do not see
         for group in self.scheduler.optimizer.param_groups:
             group["betas"], group["eps"] = (args.adam_beta1, args.adam_beta2), args.adam_eps
         if hasattr(optimizer, "clip_grad"):

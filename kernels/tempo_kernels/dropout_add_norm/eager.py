@@ -7,4 +7,4 @@ from tempo_kernels.dropout_add_norm.in_a_row import InARow
 from tempo_kernels.norm import eager as norm
 
 _in_a_row = InARow(dropout_add, norm)
-forward, backward = _in_a_row.forward, _in_a_row.backward
+forward, backward, has_no_data = _in_a_row.forward, _in_a_row.backward, norm.has_no_data

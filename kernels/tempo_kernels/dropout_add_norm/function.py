@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add_norm import eager
 
@@ -44,8 +44,9 @@ def bias_dropout_add_layer_norm(
         is, and y may differ where sums over a row are added up in another order.
 
     Keeps for backward: what those two keep: y itself (one storage with what the next linear keeps, hence free), rstd
-        (4 bytes per row), one column for each channel that y cannot carry, and the numbers of the mask.
-    Error: at most twice that of torch's operations in a row in the same dtype, plus one ulp of the largest exact value.
+        (4 bytes per row), the norm's gamma and beta of this call (8 bytes per channel; RMSNorm 4), one column for each
+        channel that y cannot carry, and the numbers of the mask.
+    Error: that of `bias_dropout_add` and `layer_norm` with keep="output" in a row.
     Raises: ValueError for shapes, dtypes, devices or a probability that do not fit; RuntimeError on a second
         derivative, and as those two functions do.
 
@@ -88,15 +89,18 @@ def _apply(
             continue
         if parameter.shape != x.shape[-1:]:
             raise ValueError(
-                f"{name} has shape {list(parameter.shape)}; [{x.size(-1)}] is wanted, as x's last dimension"
+                f"{name} has shape {list(parameter.shape)}; [{x.size(-1)}] is expected, as x's last dimension"
             )
         if parameter.dtype not in (x.dtype, torch.float32):
-            raise ValueError(f"{name} is {parameter.dtype}; {x.dtype} (as x) or torch.float32 is wanted")
-    return _BiasDropoutAddNorm.apply(x, bias, residual, weight, norm_bias, eps, zero_centered, draw)
+            raise ValueError(f"{name} is {parameter.dtype}; {x.dtype} (as x) or torch.float32 is expected")
+    tensors = (x, bias, residual, weight, norm_bias)
+    # What forward sees of its inputs does not tell whether gradients are on.
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return _BiasDropoutAddNorm.apply(*tensors, eps, zero_centered, draw, needs_grad)
 
 
 def _backend(x: Tensor) -> Any:
-    if x.is_cuda:
+    if x.is_cuda and not eager.has_no_data(x):
         from tempo_kernels.dropout_add_norm import kernel  # needs triton
 
         return kernel
@@ -117,23 +121,25 @@ class _BiasDropoutAddNorm(torch.autograd.Function):
         eps: float,
         zero_centered: bool,
         draw: Draw,
+        needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         form = (norm_bias is not None, zero_centered)
-        residual_out, *kept = _backend(x).forward(x, bias, residual, weight, norm_bias, eps, *form, draw)
-        y, rstd, lost, lost_xhat = kept
+        outputs = _backend(x).forward(x, bias, residual, weight, norm_bias, eps, *form, draw, needs_grad)
+        residual_out, y, *kept = outputs
         ctx.draw, tensors = draw.split()
-        ctx.save_for_backward(y, rstd, weight, norm_bias, lost, lost_xhat, *tensors)
-        ctx.form, ctx.bias_dtype = form, None if bias is None else bias.dtype
+        ctx.save_for_backward(y, *kept, *tensors)
+        ctx.dtypes = [None if t is None else t.dtype for t in (bias, weight, norm_bias)]
         ctx.set_materialize_grads(False)
         return residual_out, y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("bias_dropout_add_layer_norm or bias_dropout_add_rms_norm", "norm")
     def backward(ctx: Any, grad_residual_out: Tensor | None, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_residual_out is None and grad_y is None:
-            return (None,) * 8
+            return (None,) * 9
         *kept, key, first_sample = ctx.saved_tensors
         draw, needs = ctx.draw.joined(key, first_sample), ctx.needs_input_grad
-        bias_dtype = ctx.bias_dtype if needs[1] else None
-        grads = _backend(kept[0]).backward(grad_residual_out, grad_y, *kept, *ctx.form, draw, bias_dtype)
-        return (*(grad if needed else None for grad, needed in zip(grads, needs, strict=False)), *[None] * 3)
+        bias_dtype, *norm_dtypes = ctx.dtypes
+        bias_dtype = bias_dtype if needs[1] else None
+        grads = _backend(kept[0]).backward(grad_residual_out, grad_y, *kept, draw, bias_dtype, *norm_dtypes)
+        return (*(grad if needed else None for grad, needed in zip(grads, needs, strict=False)), *[None] * 4)

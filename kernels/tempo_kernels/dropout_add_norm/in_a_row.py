@@ -31,10 +31,12 @@ class InARow:
         subtracts_mean: bool,
         zero_centered: bool,
         draw: Draw,
+        needs_grad: bool = True,
     ) -> tuple[Tensor, ...]:
-        """residual_out and y [s, b, h], and what the norm keeps beside y: rstd and two tensors of its lost channels."""
+        """residual_out and y [s, b, h], and what the norm keeps beside y."""
         residual_out = self.dropout_add.forward(x, bias, residual, *draw)
-        return residual_out, *self.norm.forward(residual_out, weight, norm_bias, eps, subtracts_mean, zero_centered)
+        form = (eps, subtracts_mean, zero_centered, needs_grad)
+        return residual_out, *self.norm.forward(residual_out, weight, norm_bias, *form)
 
     def backward(
         self,
@@ -42,23 +44,23 @@ class InARow:
         grad_y: Tensor | None,
         y: Tensor,
         rstd: Tensor,
-        weight: Tensor,
-        norm_bias: Tensor | None,
+        affine: Tensor,
         lost: Tensor,
         lost_xhat: Tensor,
-        subtracts_mean: bool,
-        zero_centered: bool,
         draw: Draw,
         bias_dtype: torch.dtype | None,
+        weight_dtype: torch.dtype,
+        norm_bias_dtype: torch.dtype | None,
     ) -> tuple[Tensor | None, ...]:
         """The gradients of x, bias (in bias_dtype, where that is given), residual, weight and norm_bias.
 
+        affine, lost and lost_xhat are as the norm kept them; without a norm_bias_dtype it is RMSNorm.
         One of grad_residual_out and grad_y may be None: that output was not used.
         """
         grad_residual, grad_weight, grad_norm_bias = grad_residual_out, None, None
         if grad_y is not None:
             grad_residual, grad_weight, grad_norm_bias = self.norm.backward(
-                grad_y, y, rstd, weight, norm_bias, lost, lost_xhat, subtracts_mean, zero_centered
+                grad_y, y, rstd, affine, lost, lost_xhat, norm_bias_dtype is not None, weight_dtype, norm_bias_dtype
             )
             if grad_residual_out is not None:
                 grad_residual += grad_residual_out

@@ -33,7 +33,7 @@ COUNTED_COLUMNS = tl.constexpr(4096)
 @triton.jit(do_not_specialize=[*VARYING, "tiles_per_program", "capacity"])
 def _forward_kernel(
     x_ptr, bias_ptr, residual_ptr, weight_ptr, norm_bias_ptr, residual_out_ptr, y_ptr, rstd_ptr,
-    key_ptr, first_sample_ptr, slots_ptr, lost_xhat_ptr, counts_ptr,
+    key_ptr, first_sample_ptr, affine_ptr, slots_ptr, lost_xhat_ptr, counts_ptr,
     num_rows, column_units, batch, first_sample, first_row, limit, scale, key_low, key_high,
     capacity, eps, tiles_per_program,
     UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
@@ -47,7 +47,7 @@ def _forward_kernel(
         is_last = tl.program_id(0) == tl.num_programs(0) - 1
         if is_last:
             lost_channels.find_channels(
-                weight_ptr, norm_bias_ptr, slots_ptr, counts_ptr, num_columns, 0,
+                weight_ptr, norm_bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, 0,
                 HAS_NORM_BIAS, ZERO_CENTERED, False, SMALLEST, COUNTED_COLUMNS,
             )  # fmt: skip
     column = tl.arange(0, BLOCK_COLUMNS)
@@ -97,16 +97,17 @@ def _backward_kernel(
     UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     HAS_GRAD_RESIDUAL_OUT: tl.constexpr, NEEDS_GRAD_BIAS: tl.constexpr,
     HAS_NORM_BIAS: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_LOST: tl.constexpr,
-    EPS: tl.constexpr, TINY: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    SMALLEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tiles_per_program tiles of whole rows, and their sums over rows into its part of partial."""
+    """One program: tiles_per_program tiles of whole rows, and their sums over rows into its part of partial.
+
+    weight and norm_bias are what the forward used.
+    """
     num_columns = column_units * UNIT
     column = tl.arange(0, BLOCK_COLUMNS)
     inside = column < num_columns
     gamma, beta = lost_channels.parameters(weight_ptr, norm_bias_ptr, column, inside, HAS_NORM_BIAS, ZERO_CENTERED)
-    gamma, beta = lost_channels.marked(gamma, beta, EPS, TINY)
-    if HAS_LOST:
-        kept = tl.load(slots_ptr + column, mask=inside, other=-1)[None, :] >= 0
+    gamma, beta = lost_channels.poisoned(gamma, beta, HAS_LOST, SMALLEST)
     key_low, key_high, first_sample = loaded_draw(
         key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
     )
@@ -124,7 +125,7 @@ def _backward_kernel(
             grad_residual_out = tl.load(grad_residual_out_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
         # gamma * xhat, divided late: that holds fewer numbers per channel in registers. Of lost channels xhat itself.
-        scaled = lost_channels.recovered(y, beta)
+        scaled = y - beta[None, :]
         if HAS_LOST:
             scaled = lost_channels.restored(
                 scaled, slots_ptr, lost_xhat_ptr, row.to(tl.int64), column, inside, num_rows, capacity
@@ -134,9 +135,9 @@ def _backward_kernel(
         if HAS_NORM_BIAS:
             grad_beta += grad
         grad *= gamma[None, :]
-        xhat = scaled / gamma[None, :]
         if HAS_LOST:
-            product, xhat = tl.where(kept, product * gamma[None, :], product), tl.where(kept, scaled, xhat)
+            product = tl.where((beta != beta)[None, :], product * gamma[None, :], product)
+        xhat = scaled / lost_channels.divisor(gamma, beta, HAS_LOST)[None, :]
         along_xhat = tl.sum(product, axis=1) / num_columns
         if SUBTRACTS_MEAN:
             grad -= (tl.sum(grad, axis=1) / num_columns)[:, None]
@@ -150,9 +151,7 @@ def _backward_kernel(
             tl.store(grad_x_ptr + offset, grad.to(grad_x_ptr.dtype.element_ty), mask=mask)
         if NEEDS_GRAD_BIAS:
             grad_bias += grad
-    quotient = grad_gamma / gamma[None, :]
-    if HAS_LOST:
-        quotient = tl.where(kept, grad_gamma, quotient)
+    quotient = grad_gamma / lost_channels.divisor(gamma, beta, HAS_LOST)[None, :]
     partial = partial_ptr + tl.program_id(0).to(tl.int64) * num_columns + column
     programs = tl.num_programs(0).to(tl.int64) * num_columns
     tl.store(partial, tl.sum(quotient, axis=0), mask=inside)
@@ -174,16 +173,18 @@ def forward(
     subtracts_mean: bool,
     zero_centered: bool,
     draw: Draw,
+    needs_grad: bool = True,
 ) -> tuple[Tensor, ...]:
-    """residual_out and y [s, b, h], and what the norm keeps beside y: rstd (float32), slots and lost_xhat."""
+    """residual_out and y [s, b, h], and what the norm keeps beside y: rstd (float32), affine, slots and lost_xhat."""
     if x.numel() == 0 or x.size(-1) > FORWARD_COLUMNS:
-        return IN_A_ROW.forward(x, bias, residual, weight, norm_bias, eps, subtracts_mean, zero_centered, draw)
+        form = (eps, subtracts_mean, zero_centered, draw, needs_grad)
+        return IN_A_ROW.forward(x, bias, residual, weight, norm_bias, *form)
     dropout_add.check(x)
     num_rows, hidden_size = x.size(0) * x.size(1), x.size(-1)
     residual_out, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        slots, capacity, counts = lost_channels.find_lost(x, weight, norm_bias, zero_centered)
+        slots, capacity, counts, affine = lost_channels.find_lost(x, weight, norm_bias, zero_centered, needs_grad)
         lost_xhat = torch.empty(num_rows, capacity, dtype=x.dtype, device=x.device)
         num_programs, tiles = _tiles(num_rows, hidden_size, 8 if capacity else 16, FORWARD_PROGRAMS)
         _forward_kernel[(num_programs + (capacity == 0),)](
@@ -192,15 +193,17 @@ def forward(
             residual_ptr=residual.contiguous(),
             residual_out_ptr=residual_out,
             y_ptr=y,
+            affine_ptr=affine,
             counts_ptr=counts,
             eps=eps,
+            ZERO_CENTERED=zero_centered,
             HAS_BIAS=bias is not None,
-            SMALLEST=lost_channels.SMALLEST[x.dtype],
-            **_norm_arguments(rstd, weight, norm_bias, slots, lost_xhat, subtracts_mean, zero_centered),
+            SUBTRACTS_MEAN=subtracts_mean,
+            **_norm_arguments(rstd, weight, norm_bias, slots, lost_xhat),
             **draw_arguments(x, *draw),
             **tiles,
         )
-    return residual_out, y, rstd, slots, lost_xhat
+    return residual_out, y, rstd, affine, slots, lost_xhat
 
 
 def backward(
@@ -208,30 +211,31 @@ def backward(
     grad_y: Tensor | None,
     y: Tensor,
     rstd: Tensor,
-    weight: Tensor,
-    norm_bias: Tensor | None,
+    affine: Tensor,
     slots: Tensor,
     lost_xhat: Tensor,
-    subtracts_mean: bool,
-    zero_centered: bool,
     draw: Draw,
     bias_dtype: torch.dtype | None,
+    weight_dtype: torch.dtype,
+    norm_bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, bias (in bias_dtype, where that is given), residual, weight and norm_bias.
 
     One of grad_residual_out and grad_y may be None: that output was not used. The sums over rows have two stages, each
     in a fixed order: the same bits every time on the same GPU.
     """
-    kept = (y, rstd, weight, norm_bias, slots, lost_xhat, subtracts_mean, zero_centered)
     if grad_y is None or y.numel() == 0 or y.size(-1) > BACKWARD_COLUMNS:
-        return IN_A_ROW.backward(grad_residual_out, grad_y, *kept, draw, bias_dtype)
+        dtypes = (bias_dtype, weight_dtype, norm_bias_dtype)
+        return IN_A_ROW.backward(grad_residual_out, grad_y, y, rstd, affine, slots, lost_xhat, draw, *dtypes)
+    norm_bias = None if norm_bias_dtype is None else affine[1]
     draws = draw_arguments(y, *draw)
     grad_residual = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     grad_x = torch.empty_like(grad_residual) if draws["DRAWS"] else grad_residual
     with torch.cuda.device_of(y):
+        norm.check_after_backward(y.device)
         num_programs, tiles = _tiles(rstd.numel(), y.size(-1), 8, _backward_programs(y))
         num_sums = 1 + (norm_bias is not None) + (bias_dtype is not None)
-        partial = torch.empty(num_sums, num_programs, y.size(-1), device=y.device)
+        partial = torch.empty(num_sums, num_programs, y.size(-1), dtype=torch.float32, device=y.device)
         _backward_kernel[(num_programs,)](
             grad_residual_out_ptr=None if grad_residual_out is None else grad_residual_out.contiguous(),
             grad_y_ptr=grad_y.contiguous(),
@@ -241,28 +245,23 @@ def backward(
             partial_ptr=partial,
             HAS_GRAD_RESIDUAL_OUT=grad_residual_out is not None,
             NEEDS_GRAD_BIAS=bias_dtype is not None,
-            **lost_channels.RESOLUTION[y.dtype],
-            **_norm_arguments(*kept[1:]),
+            ZERO_CENTERED=False,
+            SUBTRACTS_MEAN=norm_bias is not None,
+            **_norm_arguments(rstd, affine[0], norm_bias, slots, lost_xhat),
             **draws,
             maxnreg=128,  # two programs on a multiprocessor
             **tiles,
         )
         sums = partial.sum(1)
-    if bias_dtype in (None, weight.dtype) and (norm_bias is None or norm_bias.dtype == weight.dtype):
-        sums = sums.to(weight.dtype)  # one launch for all
+    if bias_dtype in (None, weight_dtype) and norm_bias_dtype in (None, weight_dtype):
+        sums = sums.to(weight_dtype)  # one launch for all
     grad_bias = None if bias_dtype is None else sums[-1].to(bias_dtype)
-    grad_norm_bias = None if norm_bias is None else sums[1].to(norm_bias.dtype)
-    return grad_x, grad_bias, grad_residual, sums[0].to(weight.dtype), grad_norm_bias
+    grad_norm_bias = None if norm_bias_dtype is None else sums[1].to(norm_bias_dtype)
+    return grad_x, grad_bias, grad_residual, sums[0].to(weight_dtype), grad_norm_bias
 
 
 def _norm_arguments(
-    rstd: Tensor,
-    weight: Tensor,
-    norm_bias: Tensor | None,
-    slots: Tensor,
-    lost_xhat: Tensor,
-    subtracts_mean: bool,
-    zero_centered: bool,
+    rstd: Tensor, weight: Tensor, norm_bias: Tensor | None, slots: Tensor, lost_xhat: Tensor
 ) -> dict[str, Any]:
     """The launch arguments that both kernels take for the norm."""
     capacity = lost_xhat.size(1)
@@ -274,9 +273,8 @@ def _norm_arguments(
         "lost_xhat_ptr": lost_xhat,
         "capacity": capacity,
         "HAS_NORM_BIAS": norm_bias is not None,
-        "SUBTRACTS_MEAN": subtracts_mean,
-        "ZERO_CENTERED": zero_centered,
         "HAS_LOST": capacity > 0,
+        "SMALLEST": lost_channels.SMALLEST[lost_xhat.dtype],
     }
 
 

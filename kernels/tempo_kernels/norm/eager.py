@@ -9,7 +9,7 @@ gamma is weight, or 1 + weight where it is zero-centred: added in float32, so th
 From the output, xhat = (y - beta) / gamma. y carries xhat only where gamma is large enough beside beta: y's rounding
 error, relative to |beta| + |gamma xhat|, is divided by |gamma|. Channels with |beta| > MAX_OFFSET * |gamma|, or whose
 gamma is close to the smallest normal number, are kept as a narrow xhat of their own, so that the gradients are right
-for every gamma, zero included.
+for every gamma, zero included. gamma and beta are kept as forward used them: the parameters may have changed since.
 
 Large tensors on a CPU go through one_pass.py, the same formulas in one compiled pass.
 """
@@ -17,32 +17,44 @@ Large tensors on a CPU go through one_pass.py, the same formulas in one compiled
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from tempo_kernels.norm import one_pass
 
 MAX_OFFSET = 2.0
-# What makes a channel a candidate: half of that offset, or a gamma that an optimizer may soon take through 0.
-CLOSE_OFFSET = MAX_OFFSET / 2
-SMALL_SHARE = 1 / 8
+# How far gamma and beta may move before a channel's being lost is noticed: this share of the mean |gamma|, and at least
+# four steps of an optimizer with a learning rate of 1e-3. What such a move could lose is a candidate.
+DRIFT_SHARE = 1 / 16
+SMALLEST_DRIFT = 1 / 256
 BLOCK_ELEMENTS = 1 << 18
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, subtracts_mean: bool, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y [..., h], rstd [rows] (float32), and the channels [k] that y cannot carry with their xhat [rows, k]."""
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    subtracts_mean: bool,
+    zero_centered: bool,
+    needs_grad: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y [..., h], rstd [rows], affine [2, h] or [1, h] (gamma and beta), and the channels [k] that y cannot carry with
+    their xhat [rows, k]; rstd and affine are float32. Without data no channel counts as lost."""
     rows, gamma = _rows(x), _gamma(weight, x.dtype, zero_centered)
-    lost = lost_channels(weight, bias, x.dtype, zero_centered).nonzero().squeeze(-1)
+    affine = torch.stack([gamma] if bias is None else [gamma, bias.to(gamma.dtype)])
+    lost = torch.empty(0, dtype=torch.int64, device=x.device)
+    if needs_grad and not has_no_data(weight):
+        lost = lost_channels(weight, bias, x.dtype, zero_centered).nonzero().squeeze(-1)
     lost_xhat = torch.empty(rows.size(0), lost.numel(), dtype=x.dtype, device=x.device)
     if one_pass.pays_for(rows):
         y_rows, mean, rstd = one_pass.forward(rows, gamma, bias, eps)
         if lost.numel():
             lost_xhat = one_pass.normalized(rows[:, lost], mean, rstd).to(x.dtype)
-        return y_rows.view(x.shape), rstd, lost, lost_xhat
+        return y_rows.view(x.shape), rstd, affine, lost, lost_xhat
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(rows.size(0), dtype=gamma.dtype, device=x.device)
     for block in _blocks(rows):
@@ -50,26 +62,26 @@ def forward(
         if lost.numel():
             lost_xhat[block] = xhat[:, lost].to(x.dtype)
         _rows(y)[block] = _scaled(xhat, gamma, bias)
-    return y, rstd, lost, lost_xhat
+    return y, rstd, affine, lost, lost_xhat
 
 
 def backward(
     grad_y: Tensor,
     y: Tensor,
     rstd: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    affine: Tensor,
     lost: Tensor,
     lost_xhat: Tensor,
     subtracts_mean: bool,
-    zero_centered: bool,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """grad_x [..., h] in y's dtype; grad_weight and, where there is a bias, grad_bias [h] in their parameters'."""
-    rows, gamma = _rows(y), _gamma(weight, y.dtype, zero_centered)
+    """grad_x [..., h] in y's dtype; grad_weight and, where there is a bias, grad_bias [h] in these dtypes."""
+    rows, gamma, bias = _rows(y), affine[0], None if bias_dtype is None else affine[1]
     inverse = gamma.index_fill(0, lost, 1.0).reciprocal_()
     if one_pass.pays_for(rows):
         grad_x, *sums = one_pass.backward(_rows(grad_y), rows, rstd, gamma, inverse, bias, lost, lost_xhat)
-        return grad_x.view(y.shape), sums[0], sums[1]
+        return grad_x.view(y.shape), *_cast(sums, weight_dtype, bias_dtype)
 
     def xhat_of(block: slice) -> Tensor:
         xhat = rows[block].to(gamma.dtype, copy=bias is None)
@@ -80,8 +92,8 @@ def backward(
             xhat.index_copy_(1, lost, lost_xhat[block].to(gamma.dtype))
         return xhat
 
-    grad_x, grad_gamma, grad_beta = _gradients(grad_y, xhat_of, rstd, gamma, y.dtype, subtracts_mean)
-    return grad_x, grad_gamma.to(weight.dtype), None if bias is None else grad_beta.to(bias.dtype)
+    grad_x, *sums = _gradients(grad_y, xhat_of, rstd, gamma, y.dtype, subtracts_mean)
+    return grad_x, *_cast(sums, weight_dtype, bias_dtype)
 
 
 def forward_from_input(
@@ -131,27 +143,30 @@ def backward_from_input(
     def xhat_of(block: slice) -> Tensor:
         return _normalized_by(rows[block], rstd[block], mean, block)
 
-    grad_x, grad_gamma, grad_beta = _gradients(grad_y, xhat_of, rstd, gamma, x.dtype, mean is not None)
-    return grad_x, grad_gamma.to(weight.dtype), None if bias is None else grad_beta.to(bias.dtype)
+    grad_x, *sums = _gradients(grad_y, xhat_of, rstd, gamma, x.dtype, mean is not None)
+    return grad_x, *_cast(sums, weight.dtype, None if bias is None else bias.dtype)
 
 
 def lost_channels(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> Tensor:
-    """Whether each channel's xhat cannot be recovered from a y of `dtype`: bool [h]."""
-    magnitude = _gamma(weight.detach(), dtype, zero_centered).abs_()
-    lost = ~(magnitude > smallest_carried(dtype))
-    if bias is not None:
-        lost |= bias.detach().abs() > MAX_OFFSET * magnitude
-    return lost
+    """Whether each channel's xhat cannot be recovered from a y of `dtype`: bool, of weight's shape [..., h]."""
+    return _is_lost(*_magnitudes(weight, bias, dtype, zero_centered), dtype)
 
 
 def candidate_channels(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> Tensor:
-    """Whether each channel is lost or may be lost within a few optimizer steps: bool [h]."""
-    magnitude = _gamma(weight.detach(), dtype, zero_centered).abs_()
+    """Whether each channel is lost or could be after a few optimizer steps: bool, of weight's shape [..., h]."""
+    gamma, beta = _magnitudes(weight, bias, dtype, zero_centered)
     # Beside the mean, not the largest: one channel with a large gamma says nothing of the others.
-    candidates = lost_channels(weight, bias, dtype, zero_centered) | (magnitude < magnitude.mean() * SMALL_SHARE)
-    if bias is not None:
-        candidates |= bias.detach().abs() > CLOSE_OFFSET * magnitude
-    return candidates
+    drift = (gamma.mean(-1, keepdim=True) * DRIFT_SHARE).clamp_(min=SMALLEST_DRIFT)
+    return _is_lost(gamma - drift, beta + drift, dtype)
+
+
+def _magnitudes(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    gamma = _gamma(weight.detach(), dtype, zero_centered).abs_()
+    return gamma, torch.zeros_like(gamma) if bias is None else bias.detach().to(gamma.dtype).abs()
+
+
+def _is_lost(gamma: Tensor, beta: Tensor, dtype: torch.dtype) -> Tensor:
+    return ~(gamma > smallest_carried(dtype)) | (beta > MAX_OFFSET * gamma)
 
 
 def smallest_carried(dtype: torch.dtype) -> float:
@@ -165,6 +180,17 @@ def _gamma(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
     """gamma [h] in the dtype that a norm of `dtype` computes in, in new memory."""
     gamma = weight.to(torch.promote_types(dtype, torch.float32), copy=True)
     return gamma.add_(1.0) if zero_centered else gamma
+
+
+def has_no_data(x: Tensor) -> bool:
+    """Whether x has a shape only, as on the device "meta" or under FakeTensorMode."""
+    return x.is_meta or is_fake(x)
+
+
+def _cast(
+    sums: Sequence[Tensor], weight_dtype: torch.dtype, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    return sums[0].to(weight_dtype), None if bias_dtype is None else sums[1].to(bias_dtype)
 
 
 def _normalized(
@@ -230,6 +256,6 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor) -> list[slice]:
-    """Slices of whole rows whose float32 copies stay in the cache."""
-    step = max(1, BLOCK_ELEMENTS // max(1, rows.size(-1)))
+    """Slices of whole rows whose float32 copies stay in the cache; one slice where there is nothing to compute."""
+    step = max(1, rows.size(0) if has_no_data(rows) else BLOCK_ELEMENTS // max(1, rows.size(-1)))
     return [slice(start, min(start + step, rows.size(0))) for start in range(0, rows.size(0), step)]

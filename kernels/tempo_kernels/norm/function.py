@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.norm import eager
 
 
@@ -33,18 +33,28 @@ def layer_norm(
     Returns:
         y [..., h] of x's dtype, contiguous.
 
-    Keeps for backward: rstd (4 bytes per row) and, with keep="output", y itself (one storage with what the next linear
-        keeps, hence free) and, for channels where weight is too small beside bias for y to carry the normalised x,
-        that one column of it (x's dtype; on a GPU an eighth more than may soon be needed, in multiples of eight).
-        With keep="input" instead x and the mean (4 bytes per row). weight and bias are parameters.
-    Error: at most twice torch's own in the same dtype plus one ulp of the largest exact value, for any weight and bias.
-        On a GPU, after parameters were replaced and not recounted (see `recount`), a few calls may do worse, and a
-        RuntimeWarning says so.
-    Raises: ValueError for shapes or dtypes that do not fit; RuntimeError on a second derivative, and where a CUDA graph
-        is captured with keep="output" before the first ordinary call.
+    Keeps for backward: with keep="output" y itself (one storage with what the next linear keeps, hence free), rstd
+        (4 bytes per row), the gamma and beta of this call (8 bytes per channel, however many rows; RMSNorm 4) and, for
+        channels where weight is too small beside bias for y to carry the normalised x, that one column of it (x's
+        dtype; on a GPU also where a small change of the parameters would make it so, and an eighth more, in multiples
+        of eight). With keep="input" x, rstd and the mean (4 bytes per row each); weight and bias are parameters.
+    Error: with keep="input" at most twice torch's own in the same dtype, its sums in float32, plus one ulp of the
+        largest exact value, for any weight and bias. With keep="output" the gradients are those of the normalised x
+        that y, rounded to its dtype, carries: off by up to half an ulp of y divided by weight. That meets the same
+        bound unless the gradient of y follows y or the bound is finer than 16 bits: not where the exact gradient of x
+        cancels (RMSNorm with a gradient proportional to y), not for the gradient of a float32 weight beside a 16-bit
+        x (0.2 to 1 % of its maximum), not for rows whose variance is far below eps or channels far above all others.
+        For these keep="input", Megatron's "recompute".
+        If weight or bias changes between forward and backward, keep="output" differentiates at their old values.
+    Raises: ValueError for shapes or dtypes that do not fit; RuntimeError on a second derivative; on a GPU with
+        keep="output" RuntimeError where a CUDA graph is captured before the first ordinary call, and at the end of a
+        backward pass if parameters changed unseen by torch (`.data`, fused optimizers) so much at once that more
+        channels were lost than there was room for: the gradients that miss them are NaN, also in a graph's replays.
+    On a GPU with keep="output" the host waits for the GPU in the first forward after parameters changed, once for all
+        norms, and at the end of each backward pass, for what was queued before the pass began.
     """
     _check(x, weight, bias, keep)
-    return _FUNCTIONS[keep].apply(x, weight, bias, eps, zero_centered, True)
+    return _apply(x, weight, bias, eps, zero_centered, True, keep)
 
 
 def rms_norm(
@@ -52,29 +62,40 @@ def rms_norm(
 ) -> Tensor:
     """RMSNorm over the last dimension: x / sqrt(mean(x**2) + eps) * weight. See `layer_norm` for all else."""
     _check(x, weight, None, keep)
-    return _FUNCTIONS[keep].apply(x, weight, None, eps, zero_centered, False)
+    return _apply(x, weight, None, eps, zero_centered, False, keep)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
-    if keep not in _FUNCTIONS:
-        raise ValueError(f'keep is "{keep}"; "output" or "input" is wanted')
+    if keep not in ("output", "input"):
+        raise ValueError(f'keep is "{keep}"; "output" or "input" is expected')
     if x.dim() < 1 or not x.is_floating_point():
         raise ValueError(
-            f"x is {x.dtype} of shape {list(x.shape)}; a floating-point [..., h] tensor is wanted; cast it"
+            f"x is {x.dtype} of shape {list(x.shape)}; a floating-point [..., h] tensor is expected; cast it"
         )
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
         if parameter.shape != x.shape[-1:]:
             raise ValueError(
-                f"{name} has shape {list(parameter.shape)}; [{x.size(-1)}] is wanted, as x's last dimension; reshape it"
+                f"{name} has shape {list(parameter.shape)}; [{x.size(-1)}] is expected, as x's last size; reshape it"
             )
         if parameter.dtype not in (x.dtype, torch.float32):
-            raise ValueError(f"{name} is {parameter.dtype}; x's {x.dtype} or torch.float32 is wanted; cast it")
+            raise ValueError(f"{name} is {parameter.dtype}; x's {x.dtype} or torch.float32 is expected; cast it")
+
+
+def _apply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, subtracts_mean: bool, keep: str
+) -> Tensor:
+    form = (eps, zero_centered, subtracts_mean)
+    if keep == "input":
+        return _FromInput.apply(x, weight, bias, *form)
+    # What forward sees of its inputs does not tell whether gradients are on.
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    return _FromOutput.apply(x, weight, bias, *form, needs_grad)
 
 
 def _backend(x: Tensor) -> Any:
-    if x.is_cuda:
+    if x.is_cuda and not eager.has_no_data(x):
         from tempo_kernels.norm import kernel  # needs triton
 
         return kernel
@@ -84,19 +105,26 @@ def _backend(x: Tensor) -> Any:
 class _FromOutput(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, subtracts_mean: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        zero_centered: bool,
+        subtracts_mean: bool,
+        needs_grad: bool,
     ) -> Tensor:
-        y, rstd, lost, lost_xhat = _backend(x).forward(x, weight, bias, eps, subtracts_mean, zero_centered)
-        ctx.save_for_backward(y, rstd, weight, bias, lost, lost_xhat)
-        ctx.form = (subtracts_mean, zero_centered)
+        y, *kept = _backend(x).forward(x, weight, bias, eps, subtracts_mean, zero_centered, needs_grad)
+        ctx.save_for_backward(y, *kept)
+        ctx.form = (subtracts_mean, weight.dtype, None if bias is None else bias.dtype)
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("layer_norm or rms_norm", "norm")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        y, rstd, weight, bias, lost, lost_xhat = ctx.saved_tensors
-        grads = _backend(y).backward(grad_y, y, rstd, weight, bias, lost, lost_xhat, *ctx.form)
-        return (*_needed(ctx, grads), None, None, None)
+        y, *kept = ctx.saved_tensors
+        grads = _backend(y).backward(grad_y, y, *kept, *ctx.form)
+        return (*_needed(ctx, grads), None, None, None, None)
 
 
 class _FromInput(torch.autograd.Function):
@@ -110,14 +138,11 @@ class _FromInput(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("layer_norm or rms_norm", "norm")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, mean, weight, bias = ctx.saved_tensors
         grads = _backend(x).backward_from_input(grad_y, x, rstd, mean, weight, bias, ctx.zero_centered)
         return (*_needed(ctx, grads), None, None, None)
-
-
-_FUNCTIONS = {"output": _FromOutput, "input": _FromInput}
 
 
 def _refill(ctx: Any, out: Tensor) -> None:

@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm on a GPU, in Triton; eager.py is the specification.
 
 Rows up to FORWARD_ROW_BYTES and BACKWARD_ROW_BYTES stay in registers (kernel_whole_rows.py); longer ones are read more
-than once (kernel_long_rows.py). Nothing here waits for the GPU but the first call with a weight; see
-reserve.py. Only where channels may be lost, kernels are compiled with the code that keeps them.
+than once (kernel_long_rows.py). When the host waits for the GPU, and why, is said in reserve.py. Only
+where channels may be lost, kernels are compiled with the code that keeps them.
 """
 
 from __future__ import annotations
@@ -15,29 +15,38 @@ from torch import Tensor
 
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
-from tempo_kernels.norm.kernel_lost_channels import DTYPES, RESOLUTION, SMALLEST, find_lost
+from tempo_kernels.norm.kernel_lost_channels import DTYPES, SMALLEST, find_lost
+from tempo_kernels.norm.reserve import check_after_backward
 
 FORWARD_ROW_BYTES = 32768
 BACKWARD_ROW_BYTES = 16384
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, subtracts_mean: bool, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y [..., h], rstd [rows] (float32), slots and lost_xhat as kernel_lost_channels.py describes them."""
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    subtracts_mean: bool,
+    zero_centered: bool,
+    needs_grad: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y [..., h], rstd [rows] (float32), affine, slots and lost_xhat as kernel_lost_channels.py describes them."""
     _check(x)
     num_rows = math.prod(x.shape[:-1])
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if x.numel() == 0:
-        return y, rstd, rstd.new_empty(0, dtype=torch.int32), x.new_empty(num_rows, 0)
+        affine = rstd.new_empty(1 + (bias is not None), x.size(-1))
+        return y, rstd, affine, rstd.new_empty(0, dtype=torch.int32), x.new_empty(num_rows, 0)
     with torch.cuda.device_of(x):
-        slots, capacity, counts = find_lost(x, weight, bias, zero_centered)
+        slots, capacity, counts, affine = find_lost(x, weight, bias, zero_centered, needs_grad)
         lost_xhat = torch.empty(num_rows, capacity, dtype=x.dtype, device=x.device)
         rows = long_rows if _is_long(x, capacity > 0, FORWARD_ROW_BYTES) else whole_rows
         rows.forward(
             x_ptr=x.contiguous(),
             y_ptr=y,
+            affine_ptr=affine,
             counts_ptr=counts,
             eps=eps,
             REFILLS=False,
@@ -45,26 +54,28 @@ def forward(
             **_from_output(rstd, slots, lost_xhat),
             **_shared(x, num_rows, weight, bias, subtracts_mean, zero_centered),
         )
-    return y, rstd, slots, lost_xhat
+    return y, rstd, affine, slots, lost_xhat
 
 
 def backward(
     grad_y: Tensor,
     y: Tensor,
     rstd: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    affine: Tensor,
     slots: Tensor,
     lost_xhat: Tensor,
     subtracts_mean: bool,
-    zero_centered: bool,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """grad_x [..., h] in y's dtype; grad_weight and, where there is a bias, grad_bias [h] in their parameters' dtypes.
+    """grad_x [..., h] in y's dtype; grad_weight and, where there is a bias, grad_bias [h] in these dtypes.
 
     The sums over rows have two stages, each in a fixed order: the same bits every time on the same GPU.
     """
-    kept = _from_output(rstd, slots, lost_xhat)
-    return _backward(grad_y, y, kept, weight, bias, subtracts_mean, zero_centered)
+    kept, parameters = _from_output(rstd, slots, lost_xhat), (affine[0], None if bias_dtype is None else affine[1])
+    with torch.cuda.device_of(y):
+        check_after_backward(y.device)
+    return _backward(grad_y, y, kept, *parameters, subtracts_mean, False, weight_dtype, bias_dtype)
 
 
 def forward_from_input(
@@ -96,7 +107,8 @@ def backward_from_input(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As backward, from what forward_from_input kept."""
-    return _backward(grad_y, x.contiguous(), _from_input(rstd, mean), weight, bias, mean is not None, zero_centered)
+    form = (mean is not None, zero_centered, weight.dtype, None if bias is None else bias.dtype)
+    return _backward(grad_y, x.contiguous(), _from_input(rstd, mean), weight, bias, *form)
 
 
 def _fill(
@@ -116,6 +128,7 @@ def _fill(
         rows.forward(
             x_ptr=x.contiguous(),
             y_ptr=y,
+            affine_ptr=None,
             counts_ptr=None,
             **mode,
             SMALLEST=SMALLEST[x.dtype],
@@ -132,26 +145,29 @@ def _backward(
     bias: Tensor | None,
     subtracts_mean: bool,
     zero_centered: bool,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     grad_x = torch.empty(source.shape, dtype=source.dtype, device=source.device)
     if source.numel() == 0:
-        return grad_x, torch.zeros_like(weight), None if bias is None else torch.zeros_like(bias)
+        grad_bias = None if bias_dtype is None else torch.zeros_like(weight, dtype=bias_dtype)
+        return grad_x, torch.zeros_like(weight, dtype=weight_dtype), grad_bias
     rows = long_rows if _is_long(source, kept["HAS_LOST"], BACKWARD_ROW_BYTES) else whole_rows
     with torch.cuda.device_of(source):
         partial = rows.backward(
             grad_y_ptr=grad_y.contiguous(),
             source_ptr=source,
             grad_x_ptr=grad_x,
-            **RESOLUTION[source.dtype],
+            SMALLEST=SMALLEST[source.dtype],
             **kept,
             **_shared(source, kept["rstd_ptr"].numel(), weight, bias, subtracts_mean, zero_centered),
         )
         sums = partial.sum(1)
-    if bias is None:
-        return grad_x, sums[0].to(weight.dtype), None
-    if bias.dtype == weight.dtype:
-        sums = sums.to(weight.dtype)  # one launch for both
-    return grad_x, sums[0].to(weight.dtype), sums[1].to(bias.dtype)
+    if bias_dtype is None:
+        return grad_x, sums[0].to(weight_dtype), None
+    if bias_dtype == weight_dtype:
+        sums = sums.to(weight_dtype)  # one launch for both
+    return grad_x, sums[0].to(weight_dtype), sums[1].to(bias_dtype)
 
 
 def _is_long(x: Tensor, has_lost: bool, limit: int) -> bool:

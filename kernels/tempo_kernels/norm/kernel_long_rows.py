@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.norm.kernel_lost_channels import (
+    divisor,
     find_channels,
-    marked,
     parameters,
-    recovered,
+    poisoned,
     restored,
     store_lost,
 )
@@ -26,7 +26,7 @@ SUMS_PROGRAMS = 1024
 
 @triton.jit(do_not_specialize=["capacity"])
 def _forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, mean_ptr, slots_ptr, lost_xhat_ptr, counts_ptr,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, mean_ptr, affine_ptr, slots_ptr, lost_xhat_ptr, counts_ptr,
     num_rows, column_units, capacity, eps,
     UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, REFILLS: tl.constexpr, COUNTS: tl.constexpr,
@@ -38,7 +38,7 @@ def _forward_kernel(
         # A program of its own, without a row.
         if tl.program_id(0) == num_rows:
             find_channels(
-                weight_ptr, bias_ptr, slots_ptr, counts_ptr, num_columns, 0,
+                weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, 0,
                 HAS_BIAS, ZERO_CENTERED, False, SMALLEST, BLOCK_COLUMNS,
             )  # fmt: skip
             return
@@ -79,12 +79,12 @@ def _forward_kernel(
 
 
 @triton.jit
-def _xhat(source, gamma, beta, mean, rstd, FROM_INPUT: tl.constexpr):
-    """xhat [m, n] from x or from y, without the lost channels that were kept; gamma and beta are marked."""
-    if FROM_INPUT:  # noqa: SIM108
+def _xhat(source, gamma, beta, mean, rstd, FROM_INPUT: tl.constexpr, HAS_LOST: tl.constexpr):
+    """xhat [m, n] from x or from y, NaN in the lost channels; gamma and beta are poisoned."""
+    if FROM_INPUT:
         xhat = (source - mean[:, None]) * rstd[:, None]
     else:
-        xhat = recovered(source, beta) * (1.0 / gamma)[None, :]
+        xhat = (source - beta[None, :]) * (1.0 / divisor(gamma, beta, HAS_LOST))[None, :]
     return xhat
 
 
@@ -93,7 +93,7 @@ def _backward_kernel(
     grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, grad_x_ptr,
     num_rows, column_units, capacity,
     UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, EPS: tl.constexpr, TINY: tl.constexpr,
+    HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: grad_x of one row, read twice."""
@@ -111,10 +111,10 @@ def _backward_kernel(
         inside = column < num_columns
         gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
         if not FROM_INPUT:
-            gamma, beta = marked(gamma, beta, EPS, TINY)
+            gamma, beta = poisoned(gamma, beta, HAS_LOST, SMALLEST)
         source = tl.load(source_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
         grad = tl.load(grad_y_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-        xhat = _xhat(source, gamma, beta, mean, rstd, FROM_INPUT)
+        xhat = _xhat(source, gamma, beta, mean, rstd, FROM_INPUT, HAS_LOST)
         if HAS_LOST:
             xhat = restored(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
         grad *= gamma[None, :]
@@ -125,10 +125,10 @@ def _backward_kernel(
         inside = column < num_columns
         gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
         if not FROM_INPUT:
-            gamma, beta = marked(gamma, beta, EPS, TINY)
+            gamma, beta = poisoned(gamma, beta, HAS_LOST, SMALLEST)
         source = tl.load(source_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
         grad = tl.load(grad_y_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-        xhat = _xhat(source, gamma, beta, mean, rstd, FROM_INPUT)
+        xhat = _xhat(source, gamma, beta, mean, rstd, FROM_INPUT, HAS_LOST)
         if HAS_LOST:
             xhat = restored(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
         grad_x = grad * gamma[None, :] - xhat * (along_xhat / num_columns)[:, None]
@@ -143,7 +143,7 @@ def _sums_kernel(
     grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, partial_ptr,
     num_rows, column_units, capacity, tiles_per_program,
     UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, EPS: tl.constexpr, TINY: tl.constexpr,
+    HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: sums over tiles_per_program tiles below one another, in one strip of columns."""
@@ -152,7 +152,7 @@ def _sums_kernel(
     inside = column < num_columns
     gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
     if not FROM_INPUT:
-        gamma, beta = marked(gamma, beta, EPS, TINY)
+        gamma, beta = poisoned(gamma, beta, HAS_LOST, SMALLEST)
     grad_gamma = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     grad_beta = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     first = tl.program_id(0) * tiles_per_program
@@ -168,7 +168,7 @@ def _sums_kernel(
             rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
             if SUBTRACTS_MEAN:
                 mean = tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)
-        xhat = _xhat(source, gamma, beta, mean, rstd, FROM_INPUT)
+        xhat = _xhat(source, gamma, beta, mean, rstd, FROM_INPUT, HAS_LOST)
         if HAS_LOST:
             xhat = restored(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
         grad_gamma += grad * xhat
@@ -195,7 +195,8 @@ def backward(hidden_size: int, grad_x_ptr: Tensor, **arguments: Any) -> Tensor:
     num_tiles = -(-num_rows // SUMS_OPTIONS["BLOCK_ROWS"])
     tiles_per_program = -(-num_tiles * num_strips // SUMS_PROGRAMS)
     num_programs = -(-num_tiles // tiles_per_program)
-    partial = torch.empty(1 + arguments["HAS_BIAS"], num_programs, hidden_size, device=grad_x_ptr.device)
+    num_sums = 1 + arguments["HAS_BIAS"]
+    partial = torch.empty(num_sums, num_programs, hidden_size, dtype=torch.float32, device=grad_x_ptr.device)
     _sums_kernel[(num_programs, num_strips)](
         partial_ptr=partial, tiles_per_program=tiles_per_program, **arguments, **SUMS_OPTIONS
     )

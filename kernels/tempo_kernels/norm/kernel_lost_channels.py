@@ -2,8 +2,11 @@
 
 slots (int32 [h]) is each channel's column in lost_xhat [rows, capacity] (x's dtype), or -1 where y carries it. Both are
 empty while capacity, the host's part (see reserve.py), is 0. Which channels are lost is decided here, in every forward,
-exactly as eager.lost_channels does. Lost channels beyond the capacity are recovered from y as well as it can be: xhat
-is then off by about 1 at most, which is its standard deviation.
+exactly as eager.lost_channels does. affine (float32 [2, h], or [1, h] without a bias) is the gamma and beta of that
+forward: backward does not ask the parameters, which may have changed.
+
+Lost channels beyond the capacity have no column. Backward decides anew, from affine, which channels are lost, and
+starts with NaN in all of them; only a column that was kept takes its place.
 
 counts (int32 [2]) is what the host is told: the candidates, and the most that were lost beyond the capacity so far.
 """
@@ -21,14 +24,10 @@ from tempo_kernels.norm import eager
 from tempo_kernels.norm.reserve import reserve_of
 
 MAX_OFFSET = tl.constexpr(eager.MAX_OFFSET)
-CLOSE_OFFSET = tl.constexpr(eager.CLOSE_OFFSET)
-SMALL_SHARE = tl.constexpr(eager.SMALL_SHARE)
-ALMOST_ZERO = tl.constexpr(2.0**-100)
-MARK = tl.constexpr(2.0**127)  # swallows any y but inf and NaN
-# The constants by which a kernel tells what a y of each type carries.
+SMALLEST_DRIFT = tl.constexpr(eager.SMALLEST_DRIFT)
+DRIFT_SHARE = tl.constexpr(eager.DRIFT_SHARE)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SMALLEST = {dtype: eager.smallest_carried(dtype) for dtype in DTYPES}
-RESOLUTION = {dtype: {"EPS": torch.finfo(dtype).eps, "TINY": torch.finfo(dtype).tiny} for dtype in DTYPES}
 OPTIONS: dict[str, Any] = {"BLOCK_COLUMNS": 4096, "num_warps": 8, "enable_fp_fusion": True}
 
 
@@ -36,6 +35,7 @@ class Lost(NamedTuple):
     slots: Tensor
     capacity: int
     counts: Tensor
+    affine: Tensor
 
 
 @triton.jit
@@ -52,28 +52,39 @@ def parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS: tl.constexpr, ZER
 
 
 @triton.jit
+def is_lost(gamma, beta, SMALLEST: tl.constexpr):
+    """Whether y, rounded, does not carry xhat; so too where gamma is NaN."""
+    return ~(gamma > SMALLEST) | (beta > MAX_OFFSET * gamma)
+
+
+@triton.jit
 def find_channels(
-    weight_ptr, bias_ptr, slots_ptr, counts_ptr, num_columns, capacity,
+    weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, capacity,
     HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_LOST: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fills counts and, where HAS_LOST, slots, in the order of the channels; for one program alone."""
+    """Fills affine, counts and, where HAS_LOST, slots, in the order of the channels; for one program alone.
+
+    Candidates are what would be lost if gamma and beta each moved by `drift` in the wrong direction.
+    """
     total = 0.0
     for block in range(0, num_columns, BLOCK_COLUMNS):
         column = block + tl.arange(0, BLOCK_COLUMNS)
         inside = column < num_columns
-        gamma, _ = parameters(weight_ptr, bias_ptr, column, inside, False, ZERO_CENTERED)
+        gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
+        tl.store(affine_ptr + column, gamma, mask=inside)
+        if HAS_BIAS:
+            tl.store(affine_ptr + num_columns + column, beta, mask=inside)
         total += tl.sum(tl.where(inside, tl.abs(gamma), 0.0), axis=0)
+    drift = tl.maximum(total / num_columns * DRIFT_SHARE, SMALLEST_DRIFT)
     found, candidates = 0, 0
     for block in range(0, num_columns, BLOCK_COLUMNS):
         column = block + tl.arange(0, BLOCK_COLUMNS)
         inside = column < num_columns
         gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
-        # Neither is true outside, where gamma is 1 and beta 0.
-        lost = ~(tl.abs(gamma) > SMALLEST) | (tl.abs(beta) > MAX_OFFSET * tl.abs(gamma))
-        is_close = (tl.abs(beta) > CLOSE_OFFSET * tl.abs(gamma)) & inside
-        is_small = (tl.abs(gamma) < total / num_columns * SMALL_SHARE) & inside
-        candidates += tl.sum((lost | is_close | is_small).to(tl.int32), axis=0)
+        gamma, beta = tl.abs(gamma), tl.abs(beta)
+        candidates += tl.sum((is_lost(gamma - drift, beta + drift, SMALLEST) & inside).to(tl.int32), axis=0)
+        lost = is_lost(gamma, beta, SMALLEST) & inside
         if HAS_LOST:
             slot = found + tl.cumsum(lost.to(tl.int32), axis=0) - 1
             tl.store(slots_ptr + column, tl.where(lost & (slot < capacity), slot, -1), mask=inside)
@@ -83,20 +94,27 @@ def find_channels(
 
 
 @triton.jit
-def marked(gamma, beta, EPS: tl.constexpr, TINY: tl.constexpr):
-    """gamma without zeros, and beta with MARK where y, rounded, says no more of xhat than that it is about 0.
+def poisoned(gamma, beta, HAS_LOST: tl.constexpr, SMALLEST: tl.constexpr):
+    """gamma and beta with NaN in the lost channels: in beta where columns were kept, otherwise in gamma.
 
-    A mark inside beta, because a vector of flags would take registers that backward does not have.
+    Where beta is NaN, so is y - beta and whatever is computed from it, until a column that was kept takes its place;
+    and `beta != beta` is how a kernel tells the lost channels. Where gamma is, xhat and the gradients are NaN at once.
+    Flags beside gamma and beta would take registers that backward does not have.
     """
-    readable = tl.abs(gamma) > EPS * (tl.abs(beta) + TINY)
-    return tl.where(gamma == 0.0, ALMOST_ZERO, gamma), tl.where(readable, beta, MARK)
+    lost = is_lost(tl.abs(gamma), tl.abs(beta), SMALLEST)
+    if HAS_LOST:
+        beta = tl.where(lost, float("nan"), beta)
+    else:
+        gamma = tl.where(lost, float("nan"), gamma)
+    return gamma, beta
 
 
 @triton.jit
-def recovered(y, beta):
-    """gamma * xhat [m, n] from y, with 0 in the channels that `marked` marked."""
-    scaled = y - beta[None, :]
-    return tl.where(scaled == -MARK, 0.0, scaled)
+def divisor(gamma, beta, HAS_LOST: tl.constexpr):
+    """What to divide y - beta by for xhat: gamma, and 1 in the lost channels, of which xhat itself was kept."""
+    if HAS_LOST:
+        gamma = tl.where(beta == beta, gamma, 1.0)
+    return gamma
 
 
 @triton.jit
@@ -118,37 +136,40 @@ def restored(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capa
 
 @triton.jit(do_not_specialize=["capacity"])
 def _slots_kernel(
-    weight_ptr, bias_ptr, slots_ptr, counts_ptr, num_columns, capacity,
+    weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, capacity,
     HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, SMALLEST: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A single program: the slots of all channels."""
     find_channels(
-        weight_ptr, bias_ptr, slots_ptr, counts_ptr, num_columns, capacity,
+        weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, capacity,
         HAS_BIAS, ZERO_CENTERED, True, SMALLEST, BLOCK_COLUMNS,
     )  # fmt: skip
 
 
-def find_lost(x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool) -> Lost:
-    """What a forward of x needs to keep its lost channels; without waiting for the GPU, see reserve.py.
+def find_lost(x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool, needs_grad: bool) -> Lost:
+    """What a forward of x needs to keep its lost channels; see reserve.py for when it waits for the GPU.
 
     Where the capacity is 0, as with every common initialisation, nothing is launched: a program of the forward kernel
-    has to call find_channels then, for the counts.
+    has to call find_channels then, for affine and the counts.
     """
-    reserve = reserve_of(weight, bias, x.dtype, zero_centered)
-    capacity = reserve.capacity
+    reserve = reserve_of(weight, bias, x.dtype, zero_centered, needs_grad)
+    counts = reserve.counts if needs_grad else reserve.unread_counts
+    num_columns, capacity = weight.numel(), reserve.capacity
+    affine = torch.empty(1 + (bias is not None), num_columns, dtype=torch.float32, device=x.device)
     if not capacity:
-        return Lost(reserve.no_slots, 0, reserve.counts)
-    slots = torch.empty(weight.numel(), dtype=torch.int32, device=x.device)
+        return Lost(reserve.no_slots, 0, counts, affine)
+    slots = torch.empty(num_columns, dtype=torch.int32, device=x.device)
     _slots_kernel[(1,)](
         weight.contiguous(),
         None if bias is None else bias.contiguous(),
+        affine,
         slots,
-        reserve.counts,
-        num_columns=weight.numel(),
+        counts,
+        num_columns=num_columns,
         capacity=capacity,
         HAS_BIAS=bias is not None,
         ZERO_CENTERED=zero_centered,
         SMALLEST=SMALLEST[x.dtype],
         **OPTIONS,
     )
-    return Lost(slots, capacity, reserve.counts)
+    return Lost(slots, capacity, counts, affine)

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.norm.kernel_lost_channels import (
+    divisor,
     find_channels,
-    marked,
     parameters,
-    recovered,
+    poisoned,
     restored,
     store_lost,
 )
@@ -28,7 +28,7 @@ COUNTED_COLUMNS = tl.constexpr(4096)
 
 @triton.jit(do_not_specialize=["tiles_per_program", "capacity"])
 def _forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, mean_ptr, slots_ptr, lost_xhat_ptr, counts_ptr,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, mean_ptr, affine_ptr, slots_ptr, lost_xhat_ptr, counts_ptr,
     num_rows, column_units, capacity, eps, tiles_per_program,
     UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, REFILLS: tl.constexpr, COUNTS: tl.constexpr,
@@ -40,7 +40,7 @@ def _forward_kernel(
         # A program of its own, whose rows all lie outside: nobody waits for it.
         if tl.program_id(0) == tl.num_programs(0) - 1:
             find_channels(
-                weight_ptr, bias_ptr, slots_ptr, counts_ptr, num_columns, 0,
+                weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, 0,
                 HAS_BIAS, ZERO_CENTERED, False, SMALLEST, COUNTED_COLUMNS,
             )  # fmt: skip
     column = tl.arange(0, BLOCK_COLUMNS)
@@ -72,13 +72,11 @@ def _forward_kernel(
 
 
 @triton.jit
-def _divided(scaled, gamma, kept, FROM_INPUT: tl.constexpr, HAS_LOST: tl.constexpr):
-    """[m, n] divided by gamma where it comes from y."""
+def _divided(scaled, gamma, beta, FROM_INPUT: tl.constexpr, HAS_LOST: tl.constexpr):
+    """[m, n] divided by gamma where it comes from y; NaN stays NaN."""
     quotient = scaled
     if not FROM_INPUT:
-        quotient = scaled / gamma[None, :]
-    if HAS_LOST:
-        quotient = tl.where(kept, scaled, quotient)
+        quotient = scaled / divisor(gamma, beta, HAS_LOST)[None, :]
     return quotient
 
 
@@ -87,22 +85,19 @@ def _backward_kernel(
     grad_y_ptr, source_ptr, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr, grad_x_ptr, partial_ptr,
     num_rows, column_units, capacity, tiles_per_program,
     UNIT: tl.constexpr, SUBTRACTS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, EPS: tl.constexpr, TINY: tl.constexpr,
+    HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: tiles_per_program tiles of whole rows, and their sums over rows into its part of partial.
 
-    source is y, or x where FROM_INPUT.
+    source is y, and weight and bias are what its forward used; or it is x where FROM_INPUT.
     """
     num_columns = column_units * UNIT
     column = tl.arange(0, BLOCK_COLUMNS)
     inside = column < num_columns
     gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS and not FROM_INPUT, ZERO_CENTERED)
     if not FROM_INPUT:
-        gamma, beta = marked(gamma, beta, EPS, TINY)
-    kept = inside[None, :]
-    if HAS_LOST:
-        kept = tl.load(slots_ptr + column, mask=inside, other=-1)[None, :] >= 0
+        gamma, beta = poisoned(gamma, beta, HAS_LOST, SMALLEST)
     grad_gamma = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     grad_beta = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     first = tl.program_id(0) * tiles_per_program
@@ -119,8 +114,8 @@ def _backward_kernel(
                 scaled -= tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)[:, None]
             scaled *= rstd[:, None]
         else:
-            # Dividing by gamma late holds fewer numbers per channel in registers.
-            scaled = recovered(source, beta)
+            # gamma * xhat; dividing by gamma late holds fewer numbers per channel in registers.
+            scaled = source - beta[None, :]
         if HAS_LOST:
             scaled = restored(scaled, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
         product = grad * scaled
@@ -131,14 +126,14 @@ def _backward_kernel(
         if FROM_INPUT:
             product *= gamma[None, :]
         if HAS_LOST:
-            product = tl.where(kept, product * gamma[None, :], product)
+            product = tl.where((beta != beta)[None, :], product * gamma[None, :], product)
         along_xhat = tl.sum(product, axis=1) / num_columns
         if SUBTRACTS_MEAN:
             grad -= (tl.sum(grad, axis=1) / num_columns)[:, None]
-        xhat = _divided(scaled, gamma, kept, FROM_INPUT, HAS_LOST)
+        xhat = _divided(scaled, gamma, beta, FROM_INPUT, HAS_LOST)
         grad_x = (grad - xhat * along_xhat[:, None]) * rstd[:, None]
         tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
-    grad_gamma = _divided(grad_gamma, gamma, kept, FROM_INPUT, HAS_LOST)
+    grad_gamma = _divided(grad_gamma, gamma, beta, FROM_INPUT, HAS_LOST)
     partial = partial_ptr + tl.program_id(0).to(tl.int64) * num_columns + column
     tl.store(partial, tl.sum(grad_gamma, axis=0), mask=inside)
     if HAS_BIAS:
@@ -159,7 +154,8 @@ def backward(hidden_size: int, **arguments: Any) -> Tensor:
     grad_x = arguments["grad_x_ptr"]
     max_programs = _backward_programs(grad_x.device)
     num_programs, tiles = _tiles(arguments["num_rows"], hidden_size, arguments["HAS_LOST"], max_programs)
-    partial = torch.empty(1 + arguments["HAS_BIAS"], num_programs, hidden_size, device=grad_x.device)
+    num_sums = 1 + arguments["HAS_BIAS"]
+    partial = torch.empty(num_sums, num_programs, hidden_size, dtype=torch.float32, device=grad_x.device)
     _backward_kernel[(num_programs,)](partial_ptr=partial, **arguments, **tiles)
     return partial
 

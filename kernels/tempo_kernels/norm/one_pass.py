@@ -21,12 +21,12 @@ def forward(x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float) -> tuple[
     """y [n, h] of x's dtype, mean (LayerNorm only) and rstd [n] in float32. gamma is float32; RMSNorm has no beta."""
     x = x.contiguous()  # strides would be compiled in
     if beta is None:
-        y, rstd = _rms_norm(x, gamma, torch.tensor(eps, device=x.device))
+        y, rstd = _rms_norm(x, gamma, torch.tensor(eps, dtype=torch.float32, device=x.device))
         return y, None, rstd
     if x.dtype == torch.float32:
         y, mean, rstd = torch.native_layer_norm(x, x.shape[1:], gamma, beta.float(), eps)
         return y, mean.view(-1), rstd.view(-1)
-    y, mean, rstd = _layer_norm(x, gamma, beta, torch.tensor(eps, device=x.device))
+    y, mean, rstd = _layer_norm(x, gamma, beta, torch.tensor(eps, dtype=torch.float32, device=x.device))
     return y, mean, rstd
 
 

@@ -1,117 +1,158 @@
-"""How much room a norm reserves for lost channels: the host's part, which does not wait for the GPU.
+"""How much room a norm reserves for lost channels: the host's part, which seldom waits for the GPU.
 
-Every forward decides on the device which channels are lost, and counts the candidates: channels that could be lost
-within a few optimizer steps. The host needs a number of columns before it can launch anything, so it takes that of the
-candidates some calls ago, and some more. In every PERIOD-th call it starts to copy the counts to its own memory, and it
-reads them PERIOD calls later, at a fixed call rather than as soon as they are there: the capacity, and with it which
-kernels run, depends on the parameters alone and never on timing. What it goes by is up to 2 * PERIOD calls old: a gamma
-that is no candidate would have to move by 0.8 % of the mean |gamma| in every call to reach 0 before there is room.
+A forward needs a number of columns before it launches anything: its capacity. Two sources keep it right.
 
-The first call with a weight counts at once and waits for it, as does the first after `recount`.
+What the host can see. torch counts what is written into a parameter. Where a parameter changed since its channels were
+counted, as after an optimizer's step, `load_state_dict` or pruning, the next forward that needs gradients counts the
+channels of every norm that changed, in one batch, and waits for that one result.
+
+What the host cannot see: writes by `.data`, by fused optimizers and by collectives. Every forward decides on the device
+which channels are lost and counts them, and the candidates: channels that a small move of the parameters would lose.
+The first norm of a backward pass starts to copy these counts to the host, and at the end of that pass the host reads
+them. It waits for the copy alone, which the GPU made at the beginning of the pass. The next forward has room for all
+candidates. Where more channels were lost than there was room for, the backward pass raises, and its kernels have
+written NaN wherever something was missing.
+
+The capacity depends on the parameters alone and never on timing.
 """
 
 from __future__ import annotations
 
-import warnings
+import functools
+import itertools
 import weakref
-from collections.abc import Hashable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tempo_kernels.norm import eager
 
-PERIOD = 8
+MAX_MOVES = 2
+"""So often a parameter's memory may move before the host takes it that it always does, as under FSDP and ZeRO-3."""
 
+_numbers = itertools.count(1)
 _reserves: dict[Hashable, Reserve] = {}
+# Of each device, the reserves whose counts a forward wrote and nobody copied yet, and how often the host had counted
+# by itself until then.
+_written: defaultdict[torch.device, dict[Reserve, int]] = defaultdict(dict)
+_copies: defaultdict[torch.device, list[_Copy]] = defaultdict(list)
 
 
-def reserve_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> Reserve:
-    """The reserve of one norm, up to date for a forward to come.
+def reserve_of(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, zero_centered: bool, needs_grad: bool
+) -> Reserve:
+    """The reserve of one norm, up to date for a forward to come; where no gradient is needed it may be out of date.
 
     It belongs to the tensor objects weight and bias (or what they are views of) and goes when they do. A weight that
     is a new tensor in every call is counted, and waited for, in every call.
 
-    Raises: RuntimeError if it is unknown while a CUDA graph is captured.
+    Raises: RuntimeError if the channels were never counted and a CUDA graph is captured.
     """
-    key = (_identity(weight), None if bias is None else _identity(bias), dtype, zero_centered)
+    parameters = [weight] if bias is None else [weight, bias]
+    key = (*map(_identity, parameters), dtype, zero_centered, weight.device)
+    captures = _is_capturing(weight.device)
     reserve = _reserves.get(key)
+    if captures and (reserve is None or (needs_grad and reserve.stamp is None)):
+        raise RuntimeError(
+            "norm: a CUDA graph is being captured and this norm's channels have not been counted yet; run it once "
+            "before the capture"
+        )
     if reserve is None:
-        _refuse_capture(weight)
-        reserve = Reserve(weight)
-        for tensor in (weight, bias):
-            if tensor is not None:
-                reserve.owners.append(weakref.ref(_owner(tensor), lambda _: _reserves.pop(key, None)))
-        _reserves[key] = reserve
-    reserve.calls_left -= 1
-    if reserve.calls_left < 0:
-        reserve.update(weight, bias, dtype, zero_centered)
+        reserve = _reserves[key] = Reserve(parameters, dtype, zero_centered, functools.partial(_forget, key))
+    if needs_grad and not captures:
+        if reserve.is_stale(parameters):
+            _count(reserve, parameters)
+        _written[weight.device][reserve] = reserve.times_counted
     return reserve
 
 
-def recount() -> None:
-    """Forgets how many channels of each norm are about to be lost: the next call of each norm counts, and waits for it.
+def check_after_backward(device: torch.device) -> None:
+    """Has the counts of all forwards so far read at the end of the backward pass that is running, if one is.
 
-    To be called after parameters were replaced other than by an optimizer, as when a checkpoint was loaded. Without it
-    the first few forwards may have too little room; they say so in a RuntimeWarning. A CUDA graph keeps the room it was
-    captured with, and what it counts is read, and warned of, in ordinary calls only: capture it anew.
+    To be called by the backward of each norm: only the first of a pass finds something to copy, unless the pass also
+    runs forwards again. Nothing is read while a CUDA graph is captured: of its replays only the NaN tells.
+
+    Raises, at the end of that pass: RuntimeError where a forward had too little room.
     """
-    for reserve in _reserves.values():
-        reserve.is_counted, reserve.calls_left = False, 0
+    if not _written[device] or _is_capturing(device) or torch._C._current_graph_task_id() == -1:
+        return
+    written, _written[device] = _written[device], {}
+    counts, copied = torch.stack([reserve.counts for reserve in written]), None
+    if device.type == "cuda":
+        pinned = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        counts, copied = pinned.copy_(counts, non_blocking=True), torch.cuda.Event()
+        copied.record()
+    _copies[device].append(_Copy(written, counts, copied))
+    torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_read_copies, device))
 
 
 class Reserve:
-    """What the host knows of one norm: `capacity`, and `counts`, where the device tells it more; see kernel.py."""
+    """What the host knows of one norm: `capacity`; and `counts`, where the device tells it more; see kernel.py."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.capacity = 0
-        self.calls_left = 0
-        self.is_counted = False
-        self.owners: list[weakref.ref[Tensor]] = []
-        # Kernels in a captured graph write here as long as the graph lives, recount() or not.
-        self.counts = torch.zeros(2, dtype=torch.int32, device=weight.device)
-        self.no_slots = self.counts[:0]
-        self._beyond = self.counts[1:]
-        self._copy = torch.zeros(2, dtype=torch.int32, pin_memory=weight.is_cuda)
-        self._copied = torch.cuda.Event() if weight.is_cuda else None
-        self._is_copying = False
+    def __init__(
+        self, parameters: Sequence[Tensor], dtype: torch.dtype, zero_centered: bool, forget: Callable[[object], None]
+    ) -> None:
+        self.number = next(_numbers)
+        self.places = [_Place(tensor, forget) for tensor in parameters]
+        self.hidden_size, self.device = parameters[0].numel(), parameters[0].device
+        self.dtype, self.zero_centered = dtype, zero_centered
+        self.capacity = self.times_counted = self.moves = 0
+        self.stamp: tuple[Hashable, ...] | None = None
+        with torch.inference_mode(False):  # training may follow an inference, and writes here in place
+            self.counts, self.unread_counts = torch.zeros(2, 2, dtype=torch.int32, device=self.device)
+            self.no_slots = torch.empty(0, dtype=torch.int32, device=self.device)
 
-    def update(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> None:
-        """Reads the last copy of the counts and starts the next; counts at once where nothing is known."""
-        beyond = 0
-        if not self.is_counted:
-            _refuse_capture(weight)
-            candidates = int(eager.candidate_channels(weight, bias, dtype, zero_centered).sum())
-            self.capacity = capacity_for(candidates, weight.numel())
-            self.is_counted, self._is_copying = True, False
-        elif not _is_captured(weight):
-            beyond = self._read(weight.numel()) if self._is_copying else 0
-            self._start_copy(beyond)
-        self.calls_left = PERIOD - 1
-        if beyond:
-            warnings.warn(
-                f"norm: in some of the last calls {beyond} of {weight.numel()} channels, their weight too small beside "
-                "their bias, had no room for their normalised input, so that their gradients were less exact; there "
-                "is room from now on, and tempo_kernels.norm.recount() makes it at once when parameters are replaced",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    def is_stale(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether the parameters may have changed, as far as the host sees, since their channels were counted."""
+        stamp = _stamp(parameters)
+        if stamp == self.stamp:
+            return False
+        if self.stamp is not None and stamp[::2] == self.stamp[::2]:
+            self.moves += 1
+            if self.moves > MAX_MOVES:
+                self.stamp = stamp
+                return False
+        return True
 
-    def _read(self, hidden_size: int) -> int:
-        """Sets the capacity anew; returns how many channels had no room."""
-        if self._copied is not None:
-            self._copied.synchronize()  # PERIOD calls old: done, unless the GPU is as many calls behind
-        candidates, beyond = self._copy.tolist()
-        self.capacity = capacity_for(candidates, hidden_size)
-        return beyond
+    def parameters(self) -> list[Tensor] | None:
+        """weight and, where there is one, bias; None where one of them has no memory at present."""
+        found = [place.tensor() for place in self.places]
+        there = [tensor for tensor in found if tensor is not None and tensor.device == self.device]
+        return there if len(there) == len(found) else None
 
-    def _start_copy(self, beyond: int) -> None:
-        if beyond:
-            self._beyond.zero_()  # whatever came after that copy had too little room for the same reason
-        self._copy.copy_(self.counts, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-        self._is_copying = True
+    def set_capacity(self, candidates: int) -> None:
+        self.capacity = capacity_for(candidates, self.hidden_size)
+
+
+class _Copy(NamedTuple):
+    """Counts on their way to the host."""
+
+    written: dict[Reserve, int]
+    counts: Tensor
+    copied: torch.cuda.Event | None
+
+
+class _Place:
+    """Where a parameter is found again, without keeping it alive."""
+
+    def __init__(self, tensor: Tensor, forget: Callable[[object], None]) -> None:
+        self.owner = weakref.ref(_owner(tensor), forget)
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.view = None if tensor._base is None else (tensor.stride(), tensor.storage_offset())
+
+    def tensor(self) -> Tensor | None:
+        """The parameter; None where its memory is gone or lent to something else, as between two uses under FSDP."""
+        owner = self.owner()
+        if owner is None or owner.dtype != self.dtype or (self.view is None and owner.shape != self.shape):
+            return None
+        stride, offset = self.view or (owner.stride(), owner.storage_offset())
+        end = offset + (self.shape[0] - 1) * stride[0] + 1
+        if owner.untyped_storage().nbytes() < end * owner.element_size():
+            return None
+        return owner.detach().as_strided(self.shape, stride, offset)
 
 
 def capacity_for(candidates: int, hidden_size: int) -> int:
@@ -119,16 +160,75 @@ def capacity_for(candidates: int, hidden_size: int) -> int:
     return -(-min(candidates + candidates // 8, hidden_size) // 8) * 8
 
 
-def _is_captured(weight: Tensor) -> bool:
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+@torch.no_grad()
+def _count(first: Reserve, parameters: Sequence[Tensor]) -> None:
+    """Counts the candidates of `first` and of all norms on its device whose parameters changed; waits once."""
+    changed: dict[Reserve, Sequence[Tensor]] = {first: parameters}
+    for reserve in list(_reserves.values()):
+        if reserve is not first and reserve.device == first.device:
+            found = reserve.parameters()
+            if found is not None and reserve.stamp != _stamp(found):
+                changed[reserve] = found
+    groups: defaultdict[Hashable, list[tuple[Reserve, Sequence[Tensor]]]] = defaultdict(list)
+    for reserve, tensors in changed.items():
+        reserve.stamp = _stamp(tensors)
+        kind = (reserve.hidden_size, reserve.dtype, reserve.zero_centered, *(t.dtype for t in tensors))
+        groups[kind].append((reserve, tensors))
+    totals = []
+    for members in groups.values():
+        reserve = members[0][0]
+        stacked = [torch.stack(column) for column in zip(*(tensors for _, tensors in members), strict=True)]
+        weight, bias = stacked if len(stacked) == 2 else (stacked[0], None)
+        totals.append(eager.candidate_channels(weight, bias, reserve.dtype, reserve.zero_centered).sum(-1))
+    counted = [reserve for members in groups.values() for reserve, _ in members]
+    for reserve, candidates in zip(counted, _wait_for(torch.cat(totals)), strict=True):
+        reserve.set_capacity(candidates)
+        reserve.times_counted += 1
 
 
-def _refuse_capture(weight: Tensor) -> None:
-    if _is_captured(weight):
+def _read_copies(device: torch.device) -> None:
+    """Makes room for what the forwards counted; raises RuntimeError where one of them had too little."""
+    copies, _copies[device] = _copies[device], []
+    overflows = []
+    for copy in copies:
+        counts = _wait_for(copy.counts, copy.copied)
+        for (reserve, times_counted), (candidates, beyond) in zip(copy.written.items(), counts, strict=True):
+            if reserve.times_counted == times_counted:  # else the host has counted newer parameters meanwhile
+                reserve.set_capacity(candidates)
+            if beyond:
+                reserve.counts[1:].zero_()
+                overflows.append((reserve, beyond))
+    if overflows:
+        reserve, beyond = overflows[0]
         raise RuntimeError(
-            "norm: a CUDA graph is being captured and this norm's channels have not been counted yet; run it once "
-            "before the capture, after any recount()"
+            f"norm {reserve.number} in the order of first calls (hidden size {reserve.hidden_size}, {reserve.dtype}): "
+            f"{beyond} channels more than it had room for have a weight too small beside their bias for the output to "
+            "carry them, after a large change of the parameters that torch did not see, and their gradients are NaN; "
+            "expected are small steps, or changes that torch sees, as under torch.no_grad() without .data; change them "
+            'so, or set norm to "recompute" (keep="input")'
         )
+
+
+def _wait_for(counts: Tensor, copied: torch.cuda.Event | None = None) -> list[Any]:
+    """The numbers in counts, once `copied` has happened. Nowhere else does a norm wait for the GPU."""
+    if copied is not None:
+        copied.synchronize()
+    return counts.tolist()
+
+
+def _forget(key: Hashable, _: object) -> None:
+    reserve = _reserves.pop(key, None)
+    if reserve is not None:
+        _written[reserve.device].pop(reserve, None)
+
+
+def _stamp(parameters: Sequence[Tensor]) -> tuple[Hashable, ...]:
+    """Of each parameter, how often torch saw it change, and its address."""
+    return tuple(n for t in parameters for n in (0 if t.is_inference() else t._version, t.data_ptr()))
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _owner(tensor: Tensor) -> Tensor:
@@ -138,4 +238,6 @@ def _owner(tensor: Tensor) -> Tensor:
 def _identity(tensor: Tensor) -> Hashable:
     """A view is made anew for each call where parameters lie in one flat buffer; the place that it shows is not."""
     base = tensor._base
-    return id(tensor) if base is None else (id(base), tensor.storage_offset(), tensor.shape, tensor.stride())
+    if base is None:
+        return id(tensor)
+    return (id(base), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,0 +1,107 @@
+"""What 16 bits of a norm's output can say of its normalised input, and what only its input can."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from test_norm import PARAMETERS, float32_layer_norm, float32_rms_norm
+from torch import Tensor
+from witness import assert_within_rule, ulp
+
+from tempo_kernels.norm import layer_norm, rms_norm
+
+ROWS, HIDDEN, EPS = 256, 512, 1e-5
+DTYPES = [torch.bfloat16, torch.float16]
+NAMES = ["y", "grad_x", "grad_weight", "grad_bias"]
+
+
+def ordinary(x, weight, bias, dtype):
+    return [x, weight.to(dtype), bias.to(dtype)], torch.randn(ROWS, HIDDEN)
+
+
+def float32_parameters(x, weight, bias, dtype):
+    return [x, weight, bias], torch.randn(ROWS, HIDDEN)
+
+
+def gradient_along_the_output(x, weight, bias, dtype):
+    tensors = [x, torch.ones(HIDDEN).to(dtype)]
+    return tensors, float32_rms_norm(*tensors)
+
+
+def rows_of_a_variance_far_below_eps(x, weight, bias, dtype):
+    return [(x.float() * 1e-4).to(dtype), weight.to(dtype), bias.to(dtype)], torch.randn(ROWS, HIDDEN)
+
+
+def an_outlier_channel(x, weight, bias, dtype):
+    x = x.clone()
+    x[:, 7] += 200
+    return [x, weight.to(dtype), bias.to(dtype)], torch.randn(ROWS, HIDDEN)
+
+
+HARD = [float32_parameters, gradient_along_the_output, rows_of_a_variance_far_below_eps, an_outlier_channel]
+
+
+def inputs(case, dtype) -> tuple[list[Tensor], Tensor]:
+    """x, weight and perhaps bias, and the gradient of y."""
+    weight, bias = PARAMETERS["trained"](HIDDEN)
+    # Of no channel a column of its own is kept.
+    tensors, grad = case((torch.randn(ROWS, HIDDEN) * 3).to(dtype), weight.clamp(min=0.5), bias, dtype)
+    return tensors, grad.to(dtype)
+
+
+def results(norm, tensors, grad) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    y = norm(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+
+
+def witnesses(tensors, grad) -> tuple[list[Tensor], list[Tensor]]:
+    """In the same dtype as GPUs compute, with sums in float32; and exact."""
+    plain = float32_layer_norm if len(tensors) == 3 else float32_rms_norm
+    return results(plain, tensors, grad), results(plain, [t.double() for t in tensors], grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [ordinary, *HARD])
+def test_what_keeps_its_input_obeys_the_rule_with_sums_in_float32(case, dtype):
+    tensors, grad = inputs(case, dtype)
+    norm = layer_norm if len(tensors) == 3 else rms_norm
+    found = results(partial(norm, keep="input"), tensors, grad)
+    for name, *three in zip(NAMES, found, *witnesses(tensors, grad), strict=False):
+        assert_within_rule(name, *three)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_keeps_its_output_obeys_the_rule_with_sums_in_float32_where_the_gradient_does_not_follow_it(dtype):
+    tensors, grad = inputs(ordinary, dtype)
+    for norm, count in ((layer_norm, 3), (rms_norm, 2)):
+        found = results(norm, tensors[:count], grad)
+        for name, *three in zip(NAMES, found, *witnesses(tensors[:count], grad), strict=False):
+            assert_within_rule(name, *three)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", HARD)
+def test_what_keeps_its_output_is_off_by_what_rounding_the_output_loses_and_by_no_more(case, dtype):
+    tensors, grad = inputs(case, dtype)
+    norm = layer_norm if len(tensors) == 3 else rms_norm
+    y, *found = results(norm, tensors, grad)
+    same, exact = witnesses(tensors, grad)
+    x, weight, *bias = (t.double() for t in tensors)
+    # The gradients, exactly, of the normalised input that the rounded y still carries.
+    xhat = (y.double() - (bias[0] if bias else 0)) / weight
+    true_xhat = (exact[0] - (bias[0] if bias else 0)) / weight
+    assert ((xhat - true_xhat).abs() <= torch.finfo(dtype).eps / 2 * (1.01 * y.double() / weight).abs() + 1e-6).all()
+    centred = x - x.mean(-1, keepdim=True) if bias else x
+    g = grad.double() * weight
+    grad_x = g - xhat * (g * xhat).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if bias else 0)
+    grad_x *= (centred.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    carried = [grad_x, (grad.double() * xhat).sum(0), grad.double().sum(0)]
+    for name, ours, theirs, truth, limit in zip(NAMES[1:], found, same[1:], exact[1:], carried, strict=False):
+        # What torch's own arithmetic loses, and, where gradients cancel, float32's rounding of what they cancel from.
+        allowed = 2 * (theirs.double() - truth).abs().max() + ulp(limit.abs().max(), ours.dtype)
+        assert (ours.double() - limit).abs().max() <= allowed + 1e-5 * grad.double().abs().max(), name
+    if case is gradient_along_the_output:
+        assert (found[0].double() - exact[1]).abs().max() > 0.5 * exact[1].abs().max(), "for which the input is kept"

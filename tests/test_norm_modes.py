@@ -1,0 +1,75 @@
+"""The norms in inference mode, without data, under another default dtype, and asked for a second derivative."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from test_norm import DTYPES, FORMS, PARAMETERS
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tempo_kernels.norm import layer_norm, rms_norm
+
+
+@pytest.mark.parametrize("keep", FORMS)
+@pytest.mark.parametrize("shape", [(4, 8), (1024, 512)], ids=str)
+def test_what_ran_in_inference_mode_first_can_be_trained(shape, keep):
+    leaves = [torch.randn(shape), *PARAMETERS["trained"](shape[-1])]
+    with torch.inference_mode():
+        layer_norm(*leaves, keep=keep), rms_norm(*leaves[:2], keep=keep)
+    leaves = [t.requires_grad_() for t in leaves]
+    (layer_norm(*leaves, keep=keep) + rms_norm(*leaves[:2], keep=keep)).sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+@pytest.mark.parametrize("mode", ["fake", "meta"])
+@pytest.mark.parametrize("keep", FORMS)
+@pytest.mark.parametrize("function", [layer_norm, rms_norm])
+@pytest.mark.parametrize("shape", [(6, 2, 16), (2048, 2, 4096)], ids=str)
+def test_shapes_and_kept_bytes_are_known_without_data(shape, function, keep, mode):
+    with contextlib.nullcontext() if mode == "meta" else FakeTensorMode():
+        device = {"fake": "cpu", "meta": "meta"}[mode]
+        x = torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
+        parameters = [torch.ones(shape[-1], dtype=torch.float32, device=device, requires_grad=True) for _ in range(2)]
+        parameters = parameters[: 2 if function is layer_norm else 1]
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = function(x, *parameters, keep=keep)
+        y.sum().backward()
+        for tensor, like in zip([y, x.grad, *(p.grad for p in parameters)], [x, x, *parameters], strict=True):
+            assert (tensor.shape, tensor.dtype, tensor.device) == (like.shape, like.dtype, like.device)
+    rows = shape[0] * shape[1]
+    if keep == "output":
+        found = sorted(t.numel() * t.element_size() for t in kept if t.numel())
+        assert found == sorted([2 * rows * shape[-1], 4 * rows, 4 * len(parameters) * shape[-1]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_default_dtype_changes_nothing(dtype):
+    def results():
+        torch.manual_seed(0)
+        leaves = [t.to(dtype).requires_grad_() for t in (torch.randn(1024, 320, dtype=torch.float32),)]
+        leaves += [t.to(dtype).requires_grad_() for t in (torch.ones(320, dtype=torch.float32), torch.zeros(320))]
+        outputs = [
+            function(*leaves[:n], keep=keep) for function, n in ((layer_norm, 3), (rms_norm, 2)) for keep in FORMS
+        ]
+        return [*outputs, *torch.autograd.grad([y.float().square().sum() for y in outputs], leaves)]
+
+    wanted = results()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("keep", FORMS)
+def test_a_second_derivative_raises(keep, linear):
+    x = torch.randn(4, 8, requires_grad=True)
+    y = layer_norm(x, torch.ones(8), torch.zeros(8), keep=keep)
+    (grad,) = torch.autograd.grad(y.sum() if linear else y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match='not twice differentiable.* setting tempo.norm to "off"'):
+        (y.sum() + grad.square().sum()).backward()
