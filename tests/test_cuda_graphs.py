@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.dropout_add import bias_dropout_add
-from tempo_kernels.dropout_add_norm import bias_dropout_add_layer_norm, bias_dropout_add_rms_norm
 from tempo_kernels.recompute import drop
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -31,8 +30,6 @@ FORMS = [
 REFILLED = [param for param in FORMS if param.values[1].refill is not None]
 DRAWING = {
     "bias_dropout_add": bias_dropout_add,
-    "bias_dropout_add_layer_norm": bias_dropout_add_layer_norm,
-    "bias_dropout_add_rms_norm": bias_dropout_add_rms_norm,
 }
 ON_ANY_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 CALLS = 8

@@ -186,7 +186,7 @@ def test_a_profile_has_a_table_for_each_implementation(monkeypatch):
 
 def test_the_tests_that_run_first_need_neither_megatron_nor_deepspeed():
     files = [path.name for path in kernel_tests.files(ROOT)]
-    for name in ("gelu", "norm", "glu", "squared_relu", "dropout_add_norm"):
+    for name in ("gelu", "norm", "glu", "squared_relu"):
         assert f"test_{name}_kernels.py" in files
     assert {"test_kernels_interpreted.py", "test_cuda_graphs.py"} <= set(files)
     assert "megatron" in kernel_tests.imported(ROOT / "tests" / "test_layer_spec.py")

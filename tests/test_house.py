@@ -22,8 +22,6 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {"kernels/tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "tests": 3, "benchmarks": 3, "examples": 3}
 FLOOR_OF_IMPORT = {"tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "kernels": 2, "tests": 3, "benchmarks": 3}
 FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
-# A room that is two others in one pass, and those two: its eager.py is made of theirs, its kernel.py of their kernels.
-COMPOSED_OF = {"dropout_add_norm": ("dropout_add", "norm")}
 SHARED_ROOMS = ("philox", "pointwise")
 SHARED_MODULES = ("compiled", "derivative", "opaque")
 FILE_LINES, FUNCTION_LINES = 330, 66
@@ -54,14 +52,13 @@ def misplaced(where: str, name: str, module: str) -> str | None:
         return "tempo_kernels works without megatron"
     if floor == 0 and top == "tempo_kernels":
         own, room = where.split("/")[2], module.partition(".")[2].partition(".")[0]
-        allowed = (own, *SHARED_ROOMS, *SHARED_MODULES, *COMPOSED_OF.get(own, ()))
+        allowed = (own, *SHARED_ROOMS, *SHARED_MODULES)
         if room not in allowed and len(where.split("/")) > 3:
             return "only the rooms philox and pointwise are shared"
     if top == "tempo_kernels" and floor < 3 and behind_the_door(module):
         room = module.split(".")[1]
         # Device functions have no other way in: a door must not import triton.
         shares_device_functions = is_kernel(name) and room in SHARED_ROOMS and is_kernel(module.split(".")[2] + ".py")
-        shares_device_functions |= is_composed(where, name, module)
         if not where.startswith(f"kernels/tempo_kernels/{room}/") and not shares_device_functions:
             return "a room is entered by its door"
     return None
@@ -69,15 +66,6 @@ def misplaced(where: str, name: str, module: str) -> str | None:
 
 def is_kernel(name: str) -> bool:
     return fnmatch.fnmatch(name, "kernel*.py")
-
-
-def is_composed(where: str, name: str, module: str) -> bool:
-    """Whether `where` is eager.py or kernel.py of a composed room, and `module` an equally named file of its parts."""
-    room, inside = module.split(".")[1:3]
-    enters_its_twin = is_kernel(inside + ".py") if name == "kernel.py" else name == inside + ".py" == "eager.py"
-    return enters_its_twin and any(
-        where == f"kernels/tempo_kernels/{own}/{name}" and room in parts for own, parts in COMPOSED_OF.items()
-    )
 
 
 def behind_the_door(module: str) -> bool:
@@ -112,11 +100,6 @@ def test_files_and_functions_stay_short(path: Path) -> None:
         ("kernels/tempo_kernels/gelu/eager.py", "tempo_kernels.norm.eager.forward"),
         ("kernels/tempo_kernels/gelu/kernel.py", "tempo_kernels.norm.kernel.forward"),
         ("kernels/tempo_kernels/norm/kernel.py", "tempo_kernels.dropout_add.kernel.forward"),
-        ("kernels/tempo_kernels/dropout_add_norm/function.py", "tempo_kernels.norm.eager.forward"),
-        ("kernels/tempo_kernels/dropout_add_norm/eager.py", "tempo_kernels.norm.function.layer_norm"),
-        ("kernels/tempo_kernels/dropout_add_norm/eager.py", "tempo_kernels.norm.kernel.forward"),
-        ("kernels/tempo_kernels/dropout_add_norm/kernel.py", "tempo_kernels.norm.reserve.reserve_of"),
-        ("kernels/tempo_kernels/dropout_add_norm/kernel.py", "tempo_kernels.gelu.kernel.forward"),
         ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.pointwise.kernel_activations"),
         ("kernels/tempo_kernels/gelu/eager.py", "triton"),
         ("kernels/tempo_kernels/gelu/eager.py", "megatron.core.parallel_state"),

@@ -23,9 +23,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
-from tempo_kernels.dropout_add_norm import kernel as dropout_add_norm
 from tempo_kernels.gelu import kernel as gelu
 from tempo_kernels.glu import kernel as glu
 from tempo_kernels.norm import kernel as norm
@@ -34,7 +32,7 @@ from tempo_kernels.norm import kernel_lost_channels as norm_lost_channels
 from tempo_kernels.norm import kernel_whole_rows as norm_whole_rows
 from tempo_kernels.squared_relu import kernel as squared_relu
 
-MODULES = [dropout_add, dropout_add_norm, norm_whole_rows, norm_long_rows, norm_lost_channels]
+MODULES = [dropout_add, norm_whole_rows, norm_long_rows, norm_lost_channels]
 MODULES += [gelu, glu, squared_relu]
 
 TABLE = Path(__file__).with_name("kernel_resources.json")
@@ -116,25 +114,6 @@ def dropout_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str
     yield "dropout_add backward from device data", from_device_data
 
 
-def dropout_add_norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
-    x = torch.empty(ROWS // BATCH, BATCH, hidden_size, dtype=dtype)
-    draw, zeros = Draw(0.1, 2**64 - 1, 5, 7), torch.zeros(hidden_size, dtype=dtype)
-    for name, weight, bias in [
-        ("dropout_add_layer_norm", zeros + 1, zeros),
-        ("dropout_add_rms_norm", zeros + 1, None),
-        ("dropout_add_layer_norm with lost channels", zeros, zeros),
-    ]:
-        form = (bias is not None, False)
-
-        def run(weight: Tensor = weight, bias: Tensor | None = bias, form: tuple[bool, bool] = form) -> None:
-            _, *kept = dropout_add_norm.forward(x, bias, x, weight, bias, 1e-5, *form, draw)
-            dropout_add_norm.backward(x, x, *kept, draw, dtype, dtype, None if bias is None else dtype)
-
-        for launch in launches_of(run):
-            if launch[0].__module__ == dropout_add_norm.__name__:
-                yield f"{name} {launch[0].__name__.strip('_').removesuffix('_kernel')}", launch
-
-
 def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
     x = torch.empty(ROWS, hidden_size, dtype=dtype)
     for name, gamma, bias in [
@@ -192,8 +171,6 @@ def cases() -> Iterator[tuple[str, Launch]]:
     shapes += [(dropout_launches, torch.float32, 4096), (norm_launches, torch.float32, 4096)]
     shapes += [(norm_launches, torch.bfloat16, hidden_size) for hidden_size in (1000, 4096, 8192, 12288, 20480)]
     shapes += [(activation_launches, torch.bfloat16, 16384), (activation_launches, torch.float32, 4096)]
-    shapes += [(dropout_add_norm_launches, torch.bfloat16, hidden_size) for hidden_size in (1000, 2048, 4096, 8192)]
-    shapes += [(dropout_add_norm_launches, torch.float32, 4096)]
     for launches, dtype, hidden_size in shapes:
         for name, launch in launches(dtype, hidden_size):
             yield f"{name}, {str(dtype).removeprefix('torch.')}, h {hidden_size}", launch
@@ -266,7 +243,7 @@ def test_a_tensor_that_is_not_aligned_is_read_narrowly_and_found_to_be():
 
 
 def test_new_keys_probabilities_and_positions_compile_nothing_anew():
-    x, weight = torch.ones(8, 2, 64), torch.ones(64)
+    x = torch.ones(8, 2, 64)
     draws = [(0.1, 0, 0, 0), (0.5, 2**64 - 1, 1, 1), (0.3, 2**31, 16, 2**20), (0.25, 2**63, 2**31 - 1, 16)]
     numbers = torch.arange(5)  # of which every second one is aligned to 16 bytes
     loaded = [(0.1, numbers[0], numbers[1], 0), (0.5, numbers[1], numbers[2], 1), (0.3, numbers[4], numbers[3], 16)]
@@ -274,12 +251,10 @@ def test_new_keys_probabilities_and_positions_compile_nothing_anew():
     def run(draw: tuple[Any, ...]) -> None:
         dropout_add.forward(x, None, None, *draw)
         dropout_add.backward(x, *draw, needs_grad_bias=True)
-        _, *kept = dropout_add_norm.forward(x, None, x, weight, None, 1e-5, False, False, Draw(*draw))
-        dropout_add_norm.backward(x, x, *kept, Draw(*draw), None, weight.dtype, None)
 
     for forms in (draws, loaded):
         launches = launches_of(lambda forms=forms: [run(draw) for draw in forms])
-        assert len({source_of(launch).hash() for launch in launches}) == 4
+        assert len({source_of(launch).hash() for launch in launches}) == 2
 
 
 def write_table() -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from witness import assert_within_rule
 
 from tempo_kernels.dropout_add import bias_dropout_add
-from tempo_kernels.dropout_add_norm import bias_dropout_add_layer_norm, bias_dropout_add_rms_norm
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 operation_types = importlib.import_module("gpu.operation")
@@ -26,11 +25,7 @@ operations = importlib.import_module("gpu.operations")
 
 WIDTH = 4096
 ROWS = 3  # before and after each place
-DRAWING = {
-    "bias_dropout_add": bias_dropout_add,
-    "bias_dropout_add_layer_norm": bias_dropout_add_layer_norm,
-    "bias_dropout_add_rms_norm": bias_dropout_add_rms_norm,
-}
+DRAWING = {"bias_dropout_add": bias_dropout_add}
 FORMS = [
     pytest.param(operation, form, id=f"{operation.name}, keeping {form.keeps}")
     for operation in operations.OPERATIONS

@@ -37,12 +37,14 @@ class Traffic(NamedTuple):
     """[width] of the operation's dtype."""
     row_bytes: int = 0
     bits_per_element: int = 0
+    column_bytes: int = 0
 
     def num_bytes(self, sizes: Sizes, width: int) -> int:
         elements = sizes.tokens * width
         return (
             (self.tensors * elements + self.vectors * width) * sizes.dtype.itemsize
             + self.row_bytes * sizes.tokens
+            + self.column_bytes * width
             + (self.bits_per_element * elements + 7) // 8
         )
 

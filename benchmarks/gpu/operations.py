@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gpu.operation import Factory, Form, Liger, Operation, Traffic
 from tempo_kernels.dropout_add import bias_dropout_add
-from tempo_kernels.dropout_add_norm import bias_dropout_add_layer_norm, bias_dropout_add_rms_norm
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, swiglu
 from tempo_kernels.norm import layer_norm, rms_norm
@@ -85,32 +84,8 @@ def _tempo_bias_dropout_add(p: float) -> Callable[..., Any]:
     return lambda x, bias, residual: bias_dropout_add(x, bias, residual, p=p, key=KEY)
 
 
-def _tempo_bias_dropout_add_layer_norm(p: float) -> Callable[..., Any]:
-    return lambda *tensors: bias_dropout_add_layer_norm(*tensors, p=p, key=KEY)
-
-
-def _tempo_bias_dropout_add_rms_norm(p: float) -> Callable[..., Any]:
-    return lambda *tensors: bias_dropout_add_rms_norm(*tensors, p=p, key=KEY)
-
-
 def _plain_bias_dropout_add(p: float) -> Callable[..., Any]:
     return lambda x, bias, residual: residual + F.dropout(x + bias, p)
-
-
-def _plain_bias_dropout_add_layer_norm(p: float) -> Callable[..., Any]:
-    def formula(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Tensor) -> tuple[Tensor, Tensor]:
-        out = residual + F.dropout(x + bias, p)
-        return out, F.layer_norm(out, weight.shape, weight, norm_bias)
-
-    return formula
-
-
-def _plain_bias_dropout_add_rms_norm(p: float) -> Callable[..., Any]:
-    def formula(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        out = residual + F.dropout(x + bias, p)
-        return out, F.rms_norm(out, weight.shape, weight, 1e-5)
-
-    return formula
 
 
 OPERATIONS = [
@@ -127,29 +102,17 @@ OPERATIONS = [
         draws=True,
     ),
     Operation(
-        "bias_dropout_add_layer_norm",
-        ("x", "bias", "residual", "weight", "norm_bias"),
-        "h",
-        (Form("output", _tempo_bias_dropout_add_layer_norm, Traffic(4, 3, 4), Traffic(5, 5, 4)),),
-        _plain_bias_dropout_add_layer_norm,
-        kept_output=1,
-        draws=True,
-    ),
-    Operation(
-        "bias_dropout_add_rms_norm",
-        ("x", "bias", "residual", "weight"),
-        "h",
-        (Form("output", _tempo_bias_dropout_add_rms_norm, Traffic(4, 2, 4), Traffic(5, 3, 4)),),
-        _plain_bias_dropout_add_rms_norm,
-        kept_output=1,
-        draws=True,
-    ),
-    Operation(
         "layer_norm",
         ("x", "weight", "bias"),
         "h",
         (
-            Form("output", _layer_norm_keeping("output"), Traffic(2, 2, 4), Traffic(3, 4, 4)),
+            # gamma and beta are kept in float32.
+            Form(
+                "output",
+                _layer_norm_keeping("output"),
+                Traffic(2, 2, row_bytes=4, column_bytes=8),
+                Traffic(3, 2, row_bytes=4, column_bytes=8),
+            ),
             Form("input", _layer_norm_keeping("input"), Traffic(2, 2, 8), Traffic(3, 3, 8), refill=Traffic(2, 2, 8)),
         ),
         _always(lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias)),
@@ -160,7 +123,12 @@ OPERATIONS = [
         ("x", "weight"),
         "h",
         (
-            Form("output", _rms_norm_keeping("output"), Traffic(2, 1, 4), Traffic(3, 2, 4)),
+            Form(
+                "output",
+                _rms_norm_keeping("output"),
+                Traffic(2, 1, row_bytes=4, column_bytes=4),
+                Traffic(3, 1, row_bytes=4, column_bytes=4),
+            ),
             Form("input", _rms_norm_keeping("input"), Traffic(2, 1, 4), Traffic(3, 2, 4), refill=Traffic(2, 1, 4)),
         ),
         _always(lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5)),

@@ -41,14 +41,24 @@ def forward(
     subtracts_mean: bool,
     zero_centered: bool,
     needs_grad: bool = True,
+    keeps_lost: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y [..., h], rstd [rows], affine [2, h] or [1, h] (gamma and beta), and the channels [k] that y cannot carry with
-    their xhat [rows, k]; rstd and affine are float32. Without data no channel counts as lost."""
+    their xhat [rows, k]; rstd and affine are float32. Without data no channel counts as lost.
+
+    Raises RuntimeError where a channel is lost that is needed and, without keeps_lost, has no room.
+    """
     rows, gamma = _rows(x), _gamma(weight, x.dtype, zero_centered)
     affine = torch.stack([gamma] if bias is None else [gamma, bias.to(gamma.dtype)])
     lost = torch.empty(0, dtype=torch.int64, device=x.device)
     if needs_grad and not has_no_data(weight):
         lost = lost_channels(weight, bias, x.dtype, zero_centered).nonzero().squeeze(-1)
+    if lost.numel() and not keeps_lost:
+        raise RuntimeError(
+            f"norm: the weight of {lost.numel()} of {weight.numel()} channels is too small beside its bias for the "
+            'output to carry the normalised input, for which a compiled graph has no room; use keep="input", in '
+            'Megatron tempo.norm "recompute"'
+        )
     lost_xhat = torch.empty(rows.size(0), lost.numel(), dtype=x.dtype, device=x.device)
     if one_pass.pays_for(rows):
         y_rows, mean, rstd = one_pass.forward(rows, gamma, bias, eps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.norm import eager
+from tempo_kernels.opaque import is_traced, opaque
 
 
 def layer_norm(
@@ -50,6 +53,7 @@ def layer_norm(
         keep="output" RuntimeError where a CUDA graph is captured before the first ordinary call, and at the end of a
         backward pass if parameters changed unseen by torch (`.data`, fused optimizers) so much at once that more
         channels were lost than there was room for: the gradients that miss them are NaN, also in a graph's replays.
+        A graph of torch.compile has room for none.
     On a GPU with keep="output" the host waits for the GPU in the first forward after parameters changed, once for all
         norms, and at the end of each backward pass, for what was queued before the pass began.
     """
@@ -102,6 +106,98 @@ def _backend(x: Tensor) -> Any:
     return eager
 
 
+def shapes_kept(y: Tensor, bias: Tensor | None) -> list[Tensor]:
+    """rstd, affine and no lost channels of a y [..., h] without data, as the backends keep them."""
+    dtype, rows = torch.promote_types(y.dtype, torch.float32), math.prod(y.shape[:-1])
+    rstd = y.new_empty(rows, dtype=dtype)
+    affine = y.new_empty(1 if bias is None else 2, y.size(-1), dtype=dtype)
+    return [rstd, affine, y.new_empty(0, dtype=torch.int32 if y.is_cuda else torch.int64), y.new_empty(rows, 0)]
+
+
+def _shapes(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> list[Tensor]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return [y, *shapes_kept(y, bias)]
+
+
+@opaque(
+    "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool zero_centered, bool needs_grad, "
+    "bool keeps_lost) -> Tensor[]",
+    _shapes,
+)
+def _forward(x: Tensor, *arguments: Any) -> Sequence[Tensor]:
+    """y and what is kept beside it."""
+    return _backend(x).forward(x, *arguments)
+
+
+def _gradient_shapes(
+    grad_y: Tensor,
+    y: Tensor,
+    rstd: Tensor,
+    affine: Tensor,
+    lost: Tensor,
+    lost_xhat: Tensor,
+    subtracts_mean: bool,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+) -> list[Tensor]:
+    return _shapes_of_gradients(y, weight_dtype, bias_dtype)
+
+
+def _shapes_of_gradients(y: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None) -> list[Tensor]:
+    grad_x = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    dtypes = [weight_dtype] if bias_dtype is None else [weight_dtype, bias_dtype]
+    return [grad_x, *(y.new_empty(y.shape[-1:], dtype=dtype) for dtype in dtypes)]
+
+
+@opaque(
+    "norm_backward(Tensor grad_y, Tensor y, Tensor rstd, Tensor affine, Tensor lost, Tensor lost_xhat, "
+    "bool subtracts_mean, ScalarType weight_dtype, ScalarType? bias_dtype) -> Tensor[]",
+    _gradient_shapes,
+)
+def _backward(grad_y: Tensor, *arguments: Any) -> list[Tensor]:
+    """grad_x, grad_weight and, where there is a bias, grad_bias."""
+    return [grad for grad in _backend(grad_y).backward(grad_y, *arguments) if grad is not None]
+
+
+def _shapes_from_input(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, subtracts_mean: bool, zero_centered: bool
+) -> list[Tensor]:
+    y, rstd, *_ = _shapes(x, weight, bias)
+    return [y, rstd, torch.empty_like(rstd)] if subtracts_mean else [y, rstd]
+
+
+@opaque(
+    "norm_from_input(Tensor x, Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool zero_centered) "
+    "-> Tensor[]",
+    _shapes_from_input,
+)
+def _forward_from_input(x: Tensor, *arguments: Any) -> list[Tensor]:
+    """y, rstd and, where it is subtracted, the mean."""
+    return [found for found in _backend(x).forward_from_input(x, *arguments) if found is not None]
+
+
+def _gradient_shapes_from_input(
+    grad_y: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    mean: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    zero_centered: bool,
+) -> list[Tensor]:
+    return _shapes_of_gradients(x, weight.dtype, None if bias is None else bias.dtype)
+
+
+@opaque(
+    "norm_backward_from_input(Tensor grad_y, Tensor x, Tensor rstd, Tensor? mean, Tensor weight, Tensor? bias, "
+    "bool zero_centered) -> Tensor[]",
+    _gradient_shapes_from_input,
+)
+def _backward_from_input(grad_y: Tensor, *arguments: Any) -> list[Tensor]:
+    """As _backward, from what the other form keeps."""
+    return [grad for grad in _backend(grad_y).backward_from_input(grad_y, *arguments) if grad is not None]
+
+
 class _FromOutput(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -114,7 +210,9 @@ class _FromOutput(torch.autograd.Function):
         subtracts_mean: bool,
         needs_grad: bool,
     ) -> Tensor:
-        y, *kept = _backend(x).forward(x, weight, bias, eps, subtracts_mean, zero_centered, needs_grad)
+        # How many channels are lost is data: a compiled graph, whose shapes must be known before, has room for none.
+        keeps_lost = not is_traced(x)
+        y, *kept = _forward(x, weight, bias, eps, subtracts_mean, zero_centered, needs_grad, keeps_lost)
         ctx.save_for_backward(y, *kept)
         ctx.form = (subtracts_mean, weight.dtype, None if bias is None else bias.dtype)
         return y
@@ -123,7 +221,7 @@ class _FromOutput(torch.autograd.Function):
     @first_derivative_only("layer_norm or rms_norm", "norm")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         y, *kept = ctx.saved_tensors
-        grads = _backend(y).backward(grad_y, y, *kept, *ctx.form)
+        grads = _backward(grad_y, y, *kept, *ctx.form)
         return (*_needed(ctx, grads), None, None, None, None)
 
 
@@ -132,8 +230,8 @@ class _FromInput(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, subtracts_mean: bool
     ) -> Tensor:
-        y, rstd, mean = _backend(x).forward_from_input(x, weight, bias, eps, subtracts_mean, zero_centered)
-        ctx.save_for_backward(x, rstd, mean, weight, bias)
+        y, rstd, *mean = _forward_from_input(x, weight, bias, eps, subtracts_mean, zero_centered)
+        ctx.save_for_backward(x, rstd, mean[0] if mean else None, weight, bias)
         ctx.zero_centered, ctx.refill = zero_centered, _refill
         return y
 
@@ -141,7 +239,7 @@ class _FromInput(torch.autograd.Function):
     @first_derivative_only("layer_norm or rms_norm", "norm")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, mean, weight, bias = ctx.saved_tensors
-        grads = _backend(x).backward_from_input(grad_y, x, rstd, mean, weight, bias, ctx.zero_centered)
+        grads = _backward_from_input(grad_y, x, rstd, mean, weight, bias, ctx.zero_centered)
         return (*_needed(ctx, grads), None, None, None)
 
 
@@ -152,5 +250,7 @@ def _refill(ctx: Any, out: Tensor) -> None:
         _backend(x).refill(out, x, rstd, mean, weight, bias, ctx.zero_centered)
 
 
-def _needed(ctx: Any, grads: tuple[Tensor, Tensor, Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
+def _needed(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias that somebody asked for; an RMSNorm has no bias."""
+    gradients = [*grads, *[None] * (3 - len(grads))]
+    return tuple(grad if needed else None for grad, needed in zip(gradients, ctx.needs_input_grad, strict=False))

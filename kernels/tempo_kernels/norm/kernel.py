@@ -30,8 +30,12 @@ def forward(
     subtracts_mean: bool,
     zero_centered: bool,
     needs_grad: bool = True,
+    keeps_lost: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [..., h], rstd [rows] (float32), affine, slots and lost_xhat as kernel_lost_channels.py describes them."""
+    """y [..., h], rstd [rows] (float32), affine, slots and lost_xhat as kernel_lost_channels.py describes them.
+
+    Without keeps_lost there is no room for lost channels; the backward of one that was needed raises.
+    """
     _check(x)
     num_rows = math.prod(x.shape[:-1])
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -40,7 +44,7 @@ def forward(
         affine = rstd.new_empty(1 + (bias is not None), x.size(-1))
         return y, rstd, affine, rstd.new_empty(0, dtype=torch.int32), x.new_empty(num_rows, 0)
     with torch.cuda.device_of(x):
-        slots, capacity, counts, affine = find_lost(x, weight, bias, zero_centered, needs_grad)
+        slots, capacity, counts, affine = find_lost(x, weight, bias, zero_centered, needs_grad, keeps_lost)
         lost_xhat = torch.empty(num_rows, capacity, dtype=x.dtype, device=x.device)
         rows = long_rows if _is_long(x, capacity > 0, FORWARD_ROW_BYTES) else whole_rows
         rows.forward(

@@ -146,7 +146,9 @@ def _slots_kernel(
     )  # fmt: skip
 
 
-def find_lost(x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool, needs_grad: bool) -> Lost:
+def find_lost(
+    x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool, needs_grad: bool, keeps_lost: bool = True
+) -> Lost:
     """What a forward of x needs to keep its lost channels; see reserve.py for when it waits for the GPU.
 
     Where the capacity is 0, as with every common initialisation, nothing is launched: a program of the forward kernel
@@ -154,7 +156,7 @@ def find_lost(x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: boo
     """
     reserve = reserve_of(weight, bias, x.dtype, zero_centered, needs_grad)
     counts = reserve.counts if needs_grad else reserve.unread_counts
-    num_columns, capacity = weight.numel(), reserve.capacity
+    num_columns, capacity = weight.numel(), reserve.capacity if keeps_lost else 0
     affine = torch.empty(1 + (bias is not None), num_columns, dtype=torch.float32, device=x.device)
     if not capacity:
         return Lost(reserve.no_slots, 0, counts, affine)
