@@ -117,6 +117,11 @@ install_torch() {
     fi
 }
 
+write_torchrun() {
+    printf '#!/bin/sh\nexec "%s/bin/python" -m torch.distributed.run "$@"\n' "$VENV" >"$VENV/bin/torchrun"
+    chmod +x "$VENV/bin/torchrun"
+}
+
 install_repository() {
     local version
     version=$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
@@ -124,9 +129,10 @@ install_repository() {
     echo "Installing tempo-megatron[$1] beside torch $version (log: $LOG)."
     pip_install -c "$VENV/constraints.txt" -e "${ROOT}[$1]" ||
         die "The installation of tempo-megatron failed; pip's words are in $LOG"
-    # A DeepSpeed that came along with the user's torch has its launcher elsewhere, bound to that Python.
+    # A torch or DeepSpeed that is the user's has its launcher elsewhere, bound to that Python.
     [ -x "$VENV/bin/deepspeed" ] || pip_install --no-deps --ignore-installed deepspeed ||
         die "The installation of deepspeed failed; pip's words are in $LOG"
+    [ -x "$VENV/bin/torchrun" ] || write_torchrun
     "$VENV/bin/python" -c 'import torch, megatron.core' >>"$LOG" 2>&1 ||
         die "Something was installed that cannot be imported; the traceback is in $LOG"
 }

@@ -100,6 +100,12 @@ def test_the_users_torch_is_shared_instead_of_installed(tmp_path: Path, machine:
     assert (target / "torch.pth").read_text() == f"{site}\n"
 
 
+def test_a_shared_torch_gets_a_launcher_of_this_environment(tmp_path: Path, machine: dict) -> None:
+    write_command(tmp_path / "venv" / "bin", "python", 'echo "python: $*"')
+    done = source_and('write_torchrun; "$VENV/bin/torchrun" --nproc_per_node 2 "a b"', **machine)
+    assert done.stdout == "python: -m torch.distributed.run --nproc_per_node 2 a b\n", done.stderr
+
+
 def test_a_failed_installation_is_one_sentence_with_the_logs_path(tmp_path: Path, machine: dict) -> None:
     write_command(tmp_path / "venv" / "bin", "python", 'echo "pip says why"; exit 1')
     done = source_and("install_torch", TORCH_INDEX_URL="file:///builds", **machine)
