@@ -15,6 +15,7 @@ from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, reglu, swiglu
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.squared_relu import squared_relu
 
 pytestmark = [
@@ -51,6 +52,10 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "swiglu": lambda x, b, *_: swiglu(x, b),
     "geglu": lambda x, b, *_: geglu(x, b),
     "reglu": lambda x, b, *_: reglu(x, b),
+    "layer_norm": lambda x, b, *_: layer_norm(x, 2 + b.tanh(), b.tanh()),
+    "layer_norm of its input": lambda x, b, *_: layer_norm(x, b, x[0, 0], keep="input"),
+    "rms_norm": lambda x, b, *_: rms_norm(x, b),
+    "rms_norm of its input": lambda x, b, *_: rms_norm(x, b, zero_centered=True, keep="input"),
     "bias_dropout_add": lambda x, b, c, w, key, first: bias_dropout_add(
         x, b, x * 2, p=0.1, key=key, first_sample=first
     ),
@@ -173,3 +178,14 @@ def test_export_has_the_operations_as_nodes() -> None:
     assert torch.equal(program.module()(x), Block()(x))
     targets = {str(node.target) for node in program.graph.nodes}
     assert {"tempo_kernels.gelu.default", "tempo_kernels.glu.default"} <= targets
+
+
+def test_a_compiled_norm_has_no_room_for_lost_channels_and_says_so() -> None:
+    x, weight, bias = torch.randn(S, H, requires_grad=True), torch.ones(H), torch.zeros(H)
+    compiled = torch.compile(layer_norm, fullgraph=True, backend="aot_eager")
+    assert_same([compiled(x, weight, bias)], [layer_norm(x, weight, bias)])
+    weight[3:5] = 0
+    with pytest.raises(RuntimeError, match='weight of 2 of 32 channels is too small .* keep="input"'):
+        compiled(x, weight, bias)
+    with torch.no_grad():
+        assert_same([compiled(x, weight, bias)], [layer_norm(x, weight, bias)])
