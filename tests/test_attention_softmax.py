@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_attention import CASES, DTYPES, ours, reference, settings
+from attention_cases import CASES, DTYPES, ours, reference, settings
 from witness import assert_three_witnesses, kept_storages
 
 from tempo_kernels.attention import attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_gelu import DTYPES, FORMS, inputs
+from gelu_inputs import DTYPES, FORMS, inputs
 from witness import assert_three_witnesses, kept_storages, outputs_and_gradients
 
 from tempo_kernels.gelu import eager, gelu

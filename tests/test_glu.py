@@ -2,18 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
+from glu_inputs import ACTIVATIONS, over_the_range
 from witness import assert_three_witnesses, kept_storages, outputs_and_gradients
 
 from tempo_kernels.glu import eager, geglu, reglu, swiglu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ACTIVATIONS = {
-    "silu": (swiglu, F.silu),
-    "gelu": (geglu, F.gelu),
-    "gelu_tanh": (lambda x, bias=None: geglu(x, bias, "tanh"), lambda x: F.gelu(x, approximate="tanh")),
-    "relu": (reglu, F.relu),
-}
 every_activation = pytest.mark.parametrize(("ours", "activation"), ACTIVATIONS.values(), ids=ACTIVATIONS)
 
 
@@ -25,12 +19,6 @@ def stock(activation):
         return activation(gate) * up
 
     return function
-
-
-def over_the_range(columns):
-    """Gates in [-8, 8] beside random ups."""
-    gate = torch.linspace(-8, 8, 101 * columns, dtype=torch.float64).view(101, columns)
-    return torch.cat([gate, torch.randn(101, columns)], dim=1)
 
 
 @every_activation

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from squared_relu_inputs import every_number
 from witness import assert_three_witnesses, kept_storages, outputs_and_gradients
 
 from tempo_kernels.squared_relu import squared_relu
@@ -17,13 +18,6 @@ def ours(keep):
 
 def stock(x, bias=None):
     return F.relu(x if bias is None else x + bias).pow(2)
-
-
-def every_number(dtype):
-    """Every 16-bit number whose square is in the normal range, and as many negative ones."""
-    numbers = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
-    limits = torch.finfo(dtype)
-    return numbers[(numbers.double() ** 2 >= limits.tiny) & (numbers.double() ** 2 <= limits.max)]
 
 
 @pytest.mark.parametrize("keep", KEEPS)
