@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from witness import assert_three_witnesses
 
 from tempo_kernels.attention import attention
 from tempo_kernels.attention.eager import MASKED_SCORE, Settings
@@ -78,3 +79,13 @@ CASES = {
     "a mask on top of causal": (20, 20, 2, 4, 2, 16, True, torch.rand(2, 1, 20, 20, generator=_random).tril() > 0.7),
     "wide heads": (17, 17, 1, 2, 1, 256, True, None),
 }
+
+
+def assert_case_obeys_the_rule(function, case, p, dtype):
+    """`function`, of the arguments of `ours`, by the rule of three witnesses in one of CASES."""
+    sq, sk, b, a, g, d, causal, mask = case
+    q, k, v, grad = (torch.randn(s, b, heads, d) for s, heads in ((sq, a), (sk, g), (sk, g), (sq, a)))
+    chosen = settings(causal, p)
+    assert_three_witnesses(
+        lambda *t: function(*t, chosen, mask), lambda *t: reference(*t, chosen, mask), [q, k, v], grad, dtype
+    )

@@ -2,7 +2,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import CASES, DTYPES, FIRST_SAMPLE, KEY, SCALE, ours, reference, settings
+from attention_cases import (
+    CASES,
+    DTYPES,
+    FIRST_SAMPLE,
+    KEY,
+    SCALE,
+    assert_case_obeys_the_rule,
+    ours,
+    reference,
+    settings,
+)
 from witness import assert_three_witnesses, kept_storages
 
 from tempo_kernels.attention import attention, backend
@@ -12,15 +22,7 @@ from tempo_kernels.attention import attention, backend
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_forward_and_backward_obey_the_rule(case, p, dtype, nan_poison):
-    sq, sk, b, a, g, d, causal, mask = case
-    q, k, v, grad = (torch.randn(s, b, heads, d) for s, heads in ((sq, a), (sk, g), (sk, g), (sq, a)))
-    assert_three_witnesses(
-        lambda *t: ours(*t, settings(causal, p), mask),
-        lambda *t: reference(*t, settings(causal, p), mask),
-        [q, k, v],
-        grad,
-        dtype,
-    )
+    assert_case_obeys_the_rule(ours, case, p, dtype)
 
 
 WINDOWS = [(5, 0), (200, 0), (3, 4), (-1, 2), (7, -1), (0, 0), (-1, -1)]
