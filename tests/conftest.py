@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+# So that what these modules assert is told with its values, as in a test file.
+pytest.register_assert_rewrite("gpt", "gpt_loss_head", "prepared_data")
+
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read once, when deepspeed is imported
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

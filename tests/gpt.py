@@ -1,9 +1,10 @@
-"""A small GPT for tests, in whatever layout the process is in."""
+"""A small GPT for tests, in whatever layout the process is in, and what its gradients are held against."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -14,6 +15,7 @@ from tempo_megatron.slots import dropout_rng
 
 VOCAB_SIZE = 64
 SEQ_LENGTH = 16
+RECOMPUTE = TempoConfig(gelu="recompute", norm="recompute")
 
 
 def gpt_config(*, sequence_parallel: bool = False, dropout: float = 0.0, **overrides: Any) -> TransformerConfig:
@@ -68,3 +70,18 @@ def gradients(model: GPTModel) -> dict[str, torch.Tensor]:
             torch.distributed.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
         found[name] = grad
     return found
+
+
+def assert_equal_to_stock(
+    found: tuple[float, dict[str, torch.Tensor]], stock: tuple[float, dict[str, torch.Tensor]]
+) -> None:
+    """Each a loss, and gradients by name."""
+    assert found[0] == pytest.approx(stock[0], rel=1e-6)
+    assert found[1].keys() == stock[1].keys()
+    largest = max(grad.abs().max().item() for grad in stock[1].values())
+    for name, grad in stock[1].items():
+        # float32 round-off of a few hundred additions; some gradients, as that of a key's bias, are nothing else.
+        limit = 100 * torch.finfo(torch.float32).eps * max(grad.abs().max().item(), 1e-3 * largest)
+        torch.testing.assert_close(
+            found[1][name], grad, rtol=0, atol=limit, msg=lambda text, name=name: f"{name}: {text}"
+        )

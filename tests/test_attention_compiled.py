@@ -6,11 +6,7 @@ import re
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
-
-import test_kernels_compiled
-from test_kernels_compiled import compiled, launches_of, narrow_accesses, resources, source_of
+from ahead_of_time import compiled, narrow_accesses, record_launches, resources, source_of
 
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_columns as columns
@@ -21,11 +17,6 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def recorded_modules(monkeypatch):
-    monkeypatch.setattr(test_kernels_compiled, "MODULES", [rows, columns])
 
 
 def attention_launches(capability, head_dim, dtype=torch.bfloat16, mask=None, key_lengths=None, s=2048, **chosen):
@@ -41,7 +32,7 @@ def attention_launches(capability, head_dim, dtype=torch.bfloat16, mask=None, ke
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_kernel, "architecture", lambda device: capability)
-        return launches_of(run)
+        return record_launches(run, [rows, columns])
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])

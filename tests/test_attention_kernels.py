@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_cases import ours, reference
 from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, kernel_test
-from test_attention import ours, reference
 from witness import assert_within_rule
 
 from tempo_kernels.attention import backend, eager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_attention import CASES, DTYPES, ours, reference, settings
+from attention_cases import CASES, DTYPES, assert_case_obeys_the_rule, ours, reference, settings
 from witness import assert_three_witnesses, kept_storages
 
 from tempo_kernels.attention import attention
@@ -18,12 +18,7 @@ def softmax_form(q, k, v, chosen, mask=None, key_lengths=None):
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_forward_and_backward_obey_the_rule(case, p, dtype, nan_poison):
-    sq, sk, b, a, g, d, causal, mask = case
-    q, k, v, grad = (torch.randn(s, b, heads, d) for s, heads in ((sq, a), (sk, g), (sk, g), (sq, a)))
-    chosen = settings(causal, p)
-    assert_three_witnesses(
-        lambda *t: softmax_form(*t, chosen, mask), lambda *t: reference(*t, chosen, mask), [q, k, v], grad, dtype
-    )
+    assert_case_obeys_the_rule(softmax_form, case, p, dtype)
 
 
 def test_windows_and_lengths_obey_the_rule():

@@ -9,13 +9,12 @@ from unittest import mock
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config, gradients, losses
+from gpt import RECOMPUTE, SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, gpt_config, gradients, losses
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.moe import moe_utils
-from test_layer_spec import RECOMPUTE, assert_equal_to_stock
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding
 from tempo_megatron.slots.layer_spec import count_slots

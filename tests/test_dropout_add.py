@@ -2,24 +2,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dropout_masks import DRAW, mask_of
 from witness import assert_three_witnesses, kept_storages
 
 from tempo_kernels.dropout_add import bias_dropout_add, eager
-from tempo_kernels.philox import drop_mask, effective_probability
+from tempo_kernels.philox import effective_probability
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-DRAW = {"p": 0.1, "key": 0xFEDCBA9876543210, "first_sample": 11, "first_row": 5}
 
 
 def ours(x, bias, residual):
     return bias_dropout_add(x, bias, residual, **DRAW)
-
-
-def mask_of(x, p=0.1, key=DRAW["key"], first_sample=11, first_row=5):
-    """The mask from its definition, over the whole tensor at once: [s, b, h]."""
-    row = torch.arange(first_row, first_row + x.size(0)).unsqueeze(-1)
-    sample = torch.arange(first_sample, first_sample + x.size(1))
-    return drop_mask(key, p, sample=sample, head=torch.tensor(0), row=row, num_columns=x.size(2))
 
 
 def reference(x, bias, residual):

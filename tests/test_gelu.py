@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gelu_inputs import DTYPES, FORMS, exact_derivative, floor_of, inputs, minimum_of
 from torch import Tensor
-from witness import assert_within_rule, kept_storages, outputs_and_gradients, ulp
+from witness import assert_strides_do_not_show, assert_within_rule, kept_storages, outputs_and_gradients, ulp
 
 from tempo_kernels.gelu import eager, gelu, inverse
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-FORMS = ["none", "tanh"]
 # Largest error of GELU' over [-8, 8] where an exact inverse is given y rounded to the dtype: what no method can better.
 FLOORS = {
     ("none", torch.float32): 4.78e-5,
@@ -22,49 +21,12 @@ FLOORS = {
 }
 
 
-def exact_derivative(x: Tensor, form: str) -> Tensor:
-    x = x.double().detach().requires_grad_()
-    return torch.autograd.grad(F.gelu(x, approximate=form).sum(), x)[0]
-
-
-def bisect(is_below, low: Tensor, high: Tensor) -> Tensor:
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = is_below(middle)
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return high
-
-
-def minimum_of(form: str) -> float:
-    low, high = torch.tensor([[-1.0], [-0.5]], dtype=torch.float64)
-    return bisect(lambda x: exact_derivative(x, form) < 0, low, high).item()
-
-
-def exact_inverse(y: Tensor, is_right: Tensor, form: str) -> Tensor:
-    """The x right or left of the minimum whose exact GELU is y."""
-    y, x_min = y.double(), torch.tensor(minimum_of(form), dtype=torch.float64)
-    low, high = torch.where(is_right, x_min, -40.0), torch.where(is_right, y.clamp(min=0) + 0.2, x_min)
-    return bisect(lambda x: (F.gelu(x, approximate=form) < y) == is_right, low, high)
-
-
-def inputs(form: str, dtype: torch.dtype = torch.float64) -> Tensor:
-    """[-8, 8], dense about the minimum; few enough for one thread."""
-    ranges = [(0.0, 8.0), (minimum_of(form), 0.12), (minimum_of(form), 1e-3)]
-    return torch.cat([x + torch.linspace(-r, r, 10_001, dtype=torch.float64) for x, r in ranges]).to(dtype)
-
-
 def packed(flags: Tensor) -> Tensor:
     return torch.from_numpy(np.packbits(flags.numpy()))
 
 
 def slopes(y: Tensor, bits: Tensor, form: str) -> Tensor:
     return eager.backward(torch.ones_like(y), y, bits, form, False)[0]
-
-
-def floor_of(x: Tensor, y: Tensor, form: str) -> Tensor:
-    """The largest error of GELU'(x) if x is found again exactly, but from y."""
-    found = exact_inverse(y, x >= minimum_of(form), form)
-    return (exact_derivative(found, form) - exact_derivative(x, form)).abs().max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,10 +128,7 @@ def test_any_strides_give_the_contiguous_result(layout, dtype):
     x = (torch.randn(24, 26) * 2).to(dtype)
     x = {"transposed": x.t(), "every second": x[:, ::2], "expanded": x[:1].expand(9, 26), "sliced": x[3:, 5:]}[layout]
     grad = torch.randn(x.shape[::-1]).to(dtype).t()
-    strided = outputs_and_gradients(gelu, [x], grad, dtype)
-    contiguous = outputs_and_gradients(gelu, [x.contiguous()], grad.contiguous(), dtype)
-    for a, b in zip(strided, contiguous, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert_strides_do_not_show(gelu, [x], grad, dtype)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])

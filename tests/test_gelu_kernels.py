@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gelu_inputs import FORMS, exact_derivative, floor_of, inputs, minimum_of
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
-from test_gelu import FORMS, exact_derivative, floor_of, inputs, minimum_of
 from witness import ulp
 
 from tempo_kernels.gelu import eager, kernel

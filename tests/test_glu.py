@@ -2,18 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from witness import assert_three_witnesses, kept_storages, outputs_and_gradients
+from glu_inputs import ACTIVATIONS, over_the_range
+from witness import assert_strides_do_not_show, assert_three_witnesses, kept_storages, outputs_and_gradients
 
 from tempo_kernels.glu import eager, geglu, reglu, swiglu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ACTIVATIONS = {
-    "silu": (swiglu, F.silu),
-    "gelu": (geglu, F.gelu),
-    "gelu_tanh": (lambda x, bias=None: geglu(x, bias, "tanh"), lambda x: F.gelu(x, approximate="tanh")),
-    "relu": (reglu, F.relu),
-}
 every_activation = pytest.mark.parametrize(("ours", "activation"), ACTIVATIONS.values(), ids=ACTIVATIONS)
 
 
@@ -25,12 +19,6 @@ def stock(activation):
         return activation(gate) * up
 
     return function
-
-
-def over_the_range(columns):
-    """Gates in [-8, 8] beside random ups."""
-    gate = torch.linspace(-8, 8, 101 * columns, dtype=torch.float64).view(101, columns)
-    return torch.cat([gate, torch.randn(101, columns)], dim=1)
 
 
 @every_activation
@@ -66,10 +54,7 @@ def test_any_strides_give_the_contiguous_result():
     strided = [torch.randn(26, 24).t()[::2], torch.randn(52)[::2]]
     grad = torch.randn(13).expand(12, 13)
     for ours, _ in ACTIVATIONS.values():
-        found = outputs_and_gradients(ours, strided, grad, torch.float32)
-        wanted = outputs_and_gradients(ours, [t.contiguous() for t in strided], grad.contiguous(), torch.float32)
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        assert_strides_do_not_show(ours, strided, grad, torch.float32)
 
 
 @every_activation

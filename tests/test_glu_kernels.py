@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from glu_inputs import ACTIVATIONS, over_the_range
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
-from test_glu import ACTIVATIONS, over_the_range
 
 from tempo_kernels.glu import eager, kernel
 

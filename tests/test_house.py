@@ -6,6 +6,8 @@ Each rule has a reason. Where one makes code worse, change the rule, not the cod
   it is needed;
 - a room of tempo_kernels is entered by its __init__.py, so that what lies behind can change; `philox` and `pointwise`
   are shared inside kernels, because a device function has no other door;
+- no test file imports another: what tests share lies in a module that is named after it, so that a reader finds it
+  there, and a test that changes or goes takes nothing away from another;
 - a file or function that outgrows its limit usually does two things.
 """
 
@@ -24,6 +26,9 @@ FLOOR_OF_IMPORT = {"tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "kernel
 FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
 SHARED_ROOMS = ("philox", "pointwise")
 SHARED_MODULES = ("compiled", "derivative", "opaque")
+# What these share still lies in test_norm.py, test_norm_kernels.py, test_dropout_add.py and test_dropout_add_norm.py.
+IMPORT_TESTS = ["test_dropout_add_norm.py", "test_dropout_add_norm_kernels.py"]
+IMPORT_TESTS += ["test_norm_kernels.py", "test_norm_lost_channels_kernels.py"]
 FILE_LINES, FUNCTION_LINES = 330, 66
 KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 100
 
@@ -79,6 +84,17 @@ def test_imports_point_down_and_rooms_are_entered_by_the_door(path: Path) -> Non
     where = path.relative_to(ROOT).as_posix()
     wrong = {module: why for module in imports(path) if (why := misplaced(where, path.name, module))}
     assert not wrong
+
+
+def test_no_test_file_imports_another() -> None:
+    tests = [path for path in FILES if path.name.startswith("test_")]
+    names = {path.stem for path in tests}
+    found = {
+        path.name: shared
+        for path in tests
+        if path.name not in IMPORT_TESTS and (shared := {name.partition(".")[0] for name in imports(path)} & names)
+    }
+    assert not found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed; it is part of thi
 import triton
 import triton.language as tl
 from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, kernel_test
-from test_philox import KNOWN_ANSWERS
+from philox_vectors import KNOWN_ANSWERS
 
 from tempo_kernels.dropout_add import eager as dropout_eager
 from tempo_kernels.dropout_add import kernel as dropout_kernel

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from gpt import build_gpt, gpt_config, gradients, losses
+from gpt import RECOMPUTE, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -25,10 +25,9 @@ CONFIGS = {
     "gelu": TempoConfig(norm="off", dropout="off", attention="off"),
     "norm": TempoConfig(gelu="off", dropout="off", attention="off"),
     "attention": TempoConfig(gelu="off", norm="off", dropout="off"),
-    "recompute": TempoConfig(gelu="recompute", norm="recompute"),
+    "recompute": RECOMPUTE,
     "the paper's attention": TempoConfig(attention="softmax"),
 }
-RECOMPUTE = CONFIGS["recompute"]
 
 
 def loss_and_gradients(tempo_config, sequence_parallel, overrides):
@@ -40,18 +39,6 @@ def loss_and_gradients(tempo_config, sequence_parallel, overrides):
         (loss / 2).backward()
         total += loss.item() / 2
     return total, gradients(model)
-
-
-def assert_equal_to_stock(found, stock):
-    assert found[0] == pytest.approx(stock[0], rel=1e-6)
-    assert found[1].keys() == stock[1].keys()
-    largest = max(grad.abs().max().item() for grad in stock[1].values())
-    for name, grad in stock[1].items():
-        # float32 round-off of a few hundred additions; some gradients, as that of a key's bias, are nothing else.
-        limit = 100 * torch.finfo(torch.float32).eps * max(grad.abs().max().item(), 1e-3 * largest)
-        torch.testing.assert_close(
-            found[1][name], grad, rtol=0, atol=limit, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 @pytest.mark.parametrize("tempo_config", CONFIGS.values(), ids=CONFIGS)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
-
-import test_kernels_compiled
-from test_kernels_compiled import CAPABILITIES, Launch, compiled, launches_of, narrow_accesses, resources, source_of
+from ahead_of_time import CAPABILITIES, Launch, compiled, narrow_accesses, record_launches, resources, source_of
 
 from tempo_kernels.linear_cross_entropy import kernel
 
@@ -18,9 +14,8 @@ from tempo_kernels.linear_cross_entropy import kernel
 MOST_REGISTERS = 80
 
 
-@pytest.fixture(autouse=True)
-def record_the_loss_heads_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_kernels_compiled, "MODULES", [kernel])
+def launches_of(run: Callable[[], object]) -> list[Launch]:
+    return record_launches(run, [kernel])
 
 
 def run_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, first: int = 0) -> None:

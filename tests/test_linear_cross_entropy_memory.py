@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_linear_cross_entropy import B, H, S, V, head_inputs, random_labels, reference
+from loss_head_inputs import B, H, S, V, head_inputs, random_labels, reference
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode

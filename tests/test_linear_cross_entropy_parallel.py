@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from test_linear_cross_entropy import CASES, H, head_inputs, random_labels, reference
+from loss_head_inputs import CASES, H, head_inputs, random_labels, reference
 from witness import assert_within_rule
 
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy

@@ -7,11 +7,10 @@ import inspect
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from gpt import SEQ_LENGTH, VOCAB_SIZE, gradients, tokens_of
+from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, gradients, tokens_of
+from gpt_loss_head import FUSED, OFF, build, loss_and_gradients, loss_mask, run
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from test_layer_spec import assert_equal_to_stock
-from test_loss import FUSED, OFF, build, loss_and_gradients, loss_mask, run
 
 from tempo_megatron.slots.loss import _IS_MULTIPLE as IS_MULTIPLE
 from tempo_megatron.slots.loss import _LossesOfTotal, tempoize_loss

@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +15,11 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from prepared_data import prepare, read_documents
 
 from tempo_megatron.data import corpus, documents
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer
 from tempo_megatron.data.dataset_writer import DatasetWriter, token_dtype
-from tempo_megatron.data.prepare_data import main
 
 WORDS = ["the", "tensor", "keeps", "every", "naïve", "漢字", "value\n\n", "for", "", "backward\t1234", ""]
 FILES = (".bin", ".idx", ".json", "-vocab.json", "-merges.txt")
@@ -28,23 +28,6 @@ FILES = (".bin", ".idx", ".json", "-vocab.json", "-merges.txt")
 def random_text(seed: int, words: int) -> str:
     rng = random.Random(seed)
     return " ".join(rng.choice(WORDS) + str(rng.randrange(50)) for _ in range(words))
-
-
-def prepare(prefix: Path, *arguments: object) -> None:
-    command = [*map(str, arguments), "--output-prefix", str(prefix), "--workers", "1"]
-    assert main(command if "--vocab-file" in command else [*command, "--vocab-size", "300"]) == 0
-
-
-def read_documents(prefix: Path) -> list[str]:
-    """Every document as text, read by Megatron's own class; the end of document is checked and taken off."""
-    data, tokenizer = IndexedDataset(str(prefix)), load_dataset_tokenizer(str(prefix))
-    borders = data.document_indices
-    texts = []
-    for first, end in pairwise(borders):
-        ids = [int(token) for sequence in data[int(first) : int(end)] for token in sequence]
-        assert ids.count(tokenizer.eod) == 1 and ids[-1] == tokenizer.eod
-        texts.append(tokenizer.detokenize(ids[:-1]))
-    return texts
 
 
 def content(prefix: Path) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from test_prepare_data import prepare, read_documents
+from prepared_data import prepare, read_documents
 
 from tempo_megatron.data import corpus
 from tempo_megatron.data.dataset_files import Sidecar

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
-from test_squared_relu import every_number
+from squared_relu_inputs import every_number
 
 from tempo_kernels.squared_relu import eager, kernel
 

@@ -9,13 +9,22 @@ from unittest import mock
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config, gradients, losses, tokens_of
+from gpt import (
+    RECOMPUTE,
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    assert_equal_to_stock,
+    build_gpt,
+    gpt_config,
+    gradients,
+    losses,
+    tokens_of,
+)
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from test_layer_spec import RECOMPUTE, assert_equal_to_stock
 
 from tempo_kernels.philox import keep_bits
 from tempo_megatron import TempoConfig, tempoize, tempoize_embedding

@@ -58,6 +58,16 @@ def assert_three_witnesses(
         assert_within_rule("output" if index == 0 else f"gradient of input {index - 1}", a, b, c)
 
 
+def assert_strides_do_not_show(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, dtype: torch.dtype
+) -> None:
+    """Output and every gradient are those of contiguous inputs and a contiguous grad, bit for bit."""
+    found = outputs_and_gradients(function, inputs, grad, dtype)
+    expected = outputs_and_gradients(function, [t.contiguous() for t in inputs], grad.contiguous(), dtype)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 def kept_storages(function: Callable[..., Tensor], *inputs: Tensor | None) -> dict[int, int]:
     """{data_ptr: bytes} of the distinct storages that autograd holds after `function(*inputs)`."""
     kept: dict[int, int] = {}

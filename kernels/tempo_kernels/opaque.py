@@ -46,7 +46,8 @@ class Opaque:
     def __call__(self, first: Tensor, *others: Any) -> Sequence[Tensor]:
         """The function's results; `first` says on which device."""
         if is_traced(first):
-            return self._operator(first, *others)
+            results: Sequence[Tensor] = self._operator(first, *others)
+            return results
         return self.call(first, *others)
 
 

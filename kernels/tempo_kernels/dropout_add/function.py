@@ -48,7 +48,8 @@ def bias_dropout_add(
     """
     draw = Draw(p, key, first_sample, first_row)
     draw.check(x, bias, residual)
-    return _BiasDropoutAdd.apply(x, bias, *separate(residual), draw)
+    out: Tensor = _BiasDropoutAdd.apply(x, bias, *separate(residual), draw)
+    return out
 
 
 def _backend(x: Tensor) -> Any:

@@ -28,12 +28,15 @@ SAMPLES, HEADS, ROWS = 1 << 48, 1 << 16, 1 << 32
 DRAWS_BEFORE_COMPILING = 1 << 27
 """Calls of Philox that, not compiled, take about as long as the compiler."""
 
+Words = tuple[Any, Any, Any, Any]
+"""Four 32-bit words: ints or int64 tensors."""
+
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox4x32(counter: tuple[Any, Any, Any, Any], key: int, rounds: int = ROUNDS) -> tuple:
+def philox4x32(counter: Words, key: int, rounds: int = ROUNDS) -> Words:
     """Four random 32-bit words.
 
     Args:
@@ -48,7 +51,7 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: int, rounds: int = ROUND
     return _rounds(c0, c1, c2, c3, key & _WORD, key >> 32, rounds)
 
 
-def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, rounds: int) -> tuple:
+def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, rounds: int) -> Words:
     for _ in range(rounds):
         # The product wraps around in int64, but its bits are those of the unsigned one, and the masks drop the sign.
         # Tensors that do not depend on every coordinate stay small for the first rounds by broadcasting.
@@ -74,8 +77,9 @@ def derive_key(seed: int, *path: int) -> int:
     # The last word is one that no element's counter of a real run reaches, should seed and key ever coincide. It tells
     # paths of different lengths apart; that of two numbers is 2**32 - 1, as in every mask drawn so far.
     last = _WORD - (len(path) - 2) % 4
-    words = philox4x32((c0, c1, c2, last), seed % 2**64, rounds=10)
-    return words[0] | words[1] << 32
+    low, high, *_ = philox4x32((c0, c1, c2, last), seed % 2**64, rounds=10)
+    key: int = low | high << 32
+    return key
 
 
 def threshold(p: float) -> int:
@@ -179,7 +183,7 @@ def drop_(x: Tensor, bits: Tensor) -> Tensor:
     return x
 
 
-def _keep_bits(group: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Any, k1: Any, limit: Any) -> Tensor:
+def _keep_bits(group: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Any, k1: Any, limit: Tensor | int) -> Tensor:
     """int32 [n, 8 * groups] for the rows at c1, c2, c3 [n]."""
     words = _rounds(group, c1.unsqueeze(-1), c2.unsqueeze(-1), c3.unsqueeze(-1), k0, k1, ROUNDS)
     # [n, groups, 4], a quarter of the memory from here on

@@ -45,7 +45,8 @@ def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     call = _Call(function, args, kwargs)
-    return _Recomputed.apply(call, *call.take_tensors())
+    y: Tensor = _Recomputed.apply(call, *call.take_tensors())
+    return y
 
 
 class _Call:
@@ -198,7 +199,8 @@ def _leaf_not_among(leaves: list[Tensor], y: Tensor) -> Tensor | None:
             continue
         seen.add(node)
         if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in own:
-            return node.variable
+            leaf: Tensor = node.variable
+            return leaf
         pending.extend(parent for parent, _ in node.next_functions)
     return None
 

@@ -1,0 +1,91 @@
+"""What the tests of attention share: shapes and masks, settings, and unfused attention to hold results against."""
+
+from __future__ import annotations
+
+import torch
+from witness import assert_three_witnesses
+
+from tempo_kernels.attention import attention
+from tempo_kernels.attention.eager import MASKED_SCORE, Settings
+from tempo_kernels.philox import drop_mask, effective_probability
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+KEY, FIRST_SAMPLE, FIRST_HEAD, SCALE = 0xABCDEF0123456789, 3, 4, 0.125
+
+
+def settings(causal=True, p=0.1, key=KEY, first_sample=FIRST_SAMPLE, window_size=None):
+    return Settings(causal, SCALE, p, key, first_sample, FIRST_HEAD, window_size)
+
+
+def reference(q, k, v, chosen, mask=None, key_lengths=None):
+    """Unfused attention with Megatron's mask value and the mask of dropout from its definition."""
+    (sq, b, a, _), sk = q.shape, k.size(0)
+    k, v = (t.repeat_interleave(a // t.size(2), 2) for t in (k, v))
+    if key_lengths is not None:
+        seen = (torch.arange(sk).unsqueeze(-1) < key_lengths).view(sk, b, 1, 1)
+        k, v = (t.where(seen, torch.zeros((), dtype=t.dtype)) for t in (k, v))
+    scores = torch.einsum("sbad,tbad->bast", q, k) * chosen.softmax_scale
+    if mask is not None:
+        scores = scores.masked_fill(mask, MASKED_SCORE)
+    # Positions count from the end, where the last query sees the last key.
+    distance = torch.arange(sk) - (torch.arange(sq).unsqueeze(-1) + sk - sq)
+    left, right = chosen.window_size or (-1, -1)
+    hidden = torch.zeros(b, 1, sq, sk, dtype=torch.bool)
+    hidden |= (distance > (0 if chosen.causal else right)) & (chosen.causal or right >= 0)
+    hidden |= (distance < -left) & (left >= 0)
+    if key_lengths is not None:
+        hidden |= torch.arange(sk) >= key_lengths.view(-1, 1, 1, 1)
+    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    probabilities = probabilities.masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    if chosen.dropout_p:
+        dropped = drop_mask(
+            chosen.dropout_key,
+            chosen.dropout_p,
+            sample=torch.arange(chosen.first_sample, chosen.first_sample + b).view(-1, 1, 1),
+            head=torch.arange(chosen.first_head, chosen.first_head + a).unsqueeze(-1),
+            row=torch.arange(sq),
+            num_columns=sk,
+        )
+        probabilities = probabilities * (~dropped) / (1 - effective_probability(chosen.dropout_p))
+    return torch.einsum("bast,tbad->sbad", probabilities, v)
+
+
+def ours(q, k, v, chosen, mask=None, key_lengths=None):
+    return attention(q, k, v, mask=mask, key_lengths=key_lengths, **vars(chosen))
+
+
+def padding(b, sq, sk):
+    """Samples of different lengths; in the last one everything is hidden."""
+    lengths = torch.linspace(sk, 0, b).long()
+    return (torch.arange(sk) >= lengths.view(-1, 1)).view(b, 1, 1, sk).expand(b, 1, sq, sk)
+
+
+# Masks are made when the module is imported, before any test is seeded.
+_random = torch.Generator().manual_seed(1234)
+
+# sq, sk, b, heads, groups, d, causal, mask
+CASES = {
+    "causal": (65, 65, 2, 4, 4, 64, True, None),
+    "several blocks": (700, 700, 1, 3, 3, 16, True, None),
+    "full": (33, 33, 2, 2, 2, 32, False, None),
+    "grouped queries": (40, 40, 2, 6, 2, 16, True, None),
+    "one group": (24, 24, 1, 4, 1, 128, True, None),
+    "fewer queries than keys": (5, 37, 2, 2, 2, 16, True, None),
+    "cross attention": (37, 11, 2, 2, 2, 16, False, None),
+    "one token": (1, 1, 1, 1, 1, 8, True, None),
+    "padding": (20, 20, 3, 2, 2, 16, False, padding(3, 20, 20)),
+    "padding for all rows": (20, 20, 3, 4, 2, 16, False, padding(3, 1, 20)),
+    "a mask per head": (20, 20, 1, 4, 4, 16, False, torch.rand(1, 4, 20, 20, generator=_random) < 0.3),
+    "a mask on top of causal": (20, 20, 2, 4, 2, 16, True, torch.rand(2, 1, 20, 20, generator=_random).tril() > 0.7),
+    "wide heads": (17, 17, 1, 2, 1, 256, True, None),
+}
+
+
+def assert_case_obeys_the_rule(function, case, p, dtype):
+    """`function`, of the arguments of `ours`, by the rule of three witnesses in one of CASES."""
+    sq, sk, b, a, g, d, causal, mask = case
+    q, k, v, grad = (torch.randn(s, b, heads, d) for s, heads in ((sq, a), (sk, g), (sk, g), (sq, a)))
+    chosen = settings(causal, p)
+    assert_three_witnesses(
+        lambda *t: function(*t, chosen, mask), lambda *t: reference(*t, chosen, mask), [q, k, v], grad, dtype
+    )
