@@ -26,9 +26,6 @@ FLOOR_OF_IMPORT = {"tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "kernel
 FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
 SHARED_ROOMS = ("philox", "pointwise")
 SHARED_MODULES = ("compiled", "derivative", "opaque")
-# What these share still lies in test_norm.py, test_norm_kernels.py, test_dropout_add.py and test_dropout_add_norm.py.
-IMPORT_TESTS = ["test_dropout_add_norm.py", "test_dropout_add_norm_kernels.py"]
-IMPORT_TESTS += ["test_norm_kernels.py", "test_norm_lost_channels_kernels.py"]
 FILE_LINES, FUNCTION_LINES = 330, 66
 KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 100
 
@@ -90,9 +87,7 @@ def test_no_test_file_imports_another() -> None:
     tests = [path for path in FILES if path.name.startswith("test_")]
     names = {path.stem for path in tests}
     found = {
-        path.name: shared
-        for path in tests
-        if path.name not in IMPORT_TESTS and (shared := {name.partition(".")[0] for name in imports(path)} & names)
+        path.name: shared for path in tests if (shared := {name.partition(".")[0] for name in imports(path)} & names)
     }
     assert not found
 

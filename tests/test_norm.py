@@ -4,50 +4,18 @@ from functools import partial
 
 import pytest
 import torch
+from norm_inputs import (
+    DTYPES,
+    FORMS,
+    PARAMETERS,
+    reference_layer_norm,
+    reference_rms_norm,
+    zero_centered_layer_norm,
+)
 from torch.nn import functional as F
 from witness import assert_three_witnesses, assert_within_rule, kept_storages
 
 from tempo_kernels.norm import eager, layer_norm, rms_norm
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-FORMS = ["output", "input"]
-PARAMETERS = {
-    "initial": lambda h: (torch.ones(h), torch.zeros(h)),
-    "trained": lambda h: (torch.randn(h) * 0.3 + 1, torch.randn(h) * 0.2),
-    "one in a hundred gamma 0": lambda h: (
-        torch.ones(h).masked_fill(torch.arange(h) % 100 == 0, 0.0),
-        torch.randn(h) * 0.2,
-    ),
-    "gamma 0 and beta 0": lambda h: (torch.zeros(h), torch.zeros(h)),
-    "beta / gamma 100": lambda h: (torch.full((h,), 0.01), torch.ones(h)),
-    "beta / gamma about 2": lambda h: (torch.ones(h), torch.full((h,), 1.99)),
-    "tiny gamma": lambda h: (torch.full((h,), 1e-7), torch.zeros(h)),
-    "negative gamma": lambda h: (-torch.rand(h) - 0.1, torch.randn(h) * 0.1),
-}
-
-
-def reference_layer_norm(x, weight, bias):
-    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
-
-
-def reference_rms_norm(x, weight):
-    return F.rms_norm(x, x.shape[-1:], weight, 1e-5)
-
-
-def float32_layer_norm(x, weight, bias):
-    """As GPUs compute: in float32 and rounded at the end. torch's own on a CPU adds 16-bit gradients up in 16 bits."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return F.layer_norm(x.to(dtype), x.shape[-1:], weight.to(dtype), bias.to(dtype), 1e-5).to(x.dtype)
-
-
-def float32_rms_norm(x, weight):
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return F.rms_norm(x.to(dtype), x.shape[-1:], weight.to(dtype), 1e-5).to(x.dtype)
-
-
-def zero_centered_layer_norm(x, weight, bias):
-    """Megatron's: the sum is rounded to weight's dtype."""
-    return F.layer_norm(x, x.shape[-1:], weight + 1, bias, 1e-5)
 
 
 @pytest.mark.parametrize("keep", FORMS)

@@ -4,52 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
-from test_norm import PARAMETERS, reference_layer_norm
+from interpreted import DEVICE, DTYPES, kernel_test
+from norm_inputs import PARAMETERS, reference_layer_norm
+from norm_kernel_checks import check_both_forms, norm_forward_and_backward, norm_from_input, random_norm
 from witness import assert_three_witnesses
 
-from tempo_kernels.norm import eager as norm_eager
 from tempo_kernels.norm import kernel as norm_kernel
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
 from tempo_kernels.norm import layer_norm
-
-
-def norm_forward_and_backward(module, x, weight, bias, grad, zero_centered=False):
-    """y, grad_x, grad_weight and, where there is a bias, grad_bias; a norm without a bias is RMSNorm."""
-    y, *kept = module.forward(x, weight, bias, 1e-5, bias is not None, zero_centered)
-    bias_dtype = None if bias is None else bias.dtype
-    grads = module.backward(grad, y, *kept, bias is not None, weight.dtype, bias_dtype)
-    return [y, *grads[: 2 if bias is None else 3]]
-
-
-def norm_from_input(module, x, weight, bias, grad, zero_centered=False):
-    """The same with keep="input"; y is also filled in again."""
-    y, rstd, mean = module.forward_from_input(x, weight, bias, 1e-5, bias is not None, zero_centered)
-    refilled = torch.full_like(y, float("nan"))
-    module.refill(refilled, x, rstd, mean, weight, bias, zero_centered)
-    assert torch.equal(refilled.nan_to_num(), y.nan_to_num()) and torch.equal(refilled.isnan(), y.isnan())
-    grads = module.backward_from_input(grad, x, rstd, mean, weight, bias, zero_centered)
-    return [y, *grads[: 2 if bias is None else 3]]
-
-
-def check_norm(x, weight, bias, grad, forms=(norm_forward_and_backward,), zero_centered=False):
-    inputs = [x, weight, bias, grad]
-    for run in forms:
-        found = run(norm_kernel, *inputs, zero_centered)
-        names = ["y", "grad_x", "grad_weight", "grad_bias"][: len(found)]
-        assert_as_specified(found, inputs, lambda *t: run(norm_eager, *t, zero_centered), *names)  # noqa: B023
-
-
-def check_both_forms(x, weight, bias, grad, zero_centered=False):
-    check_norm(x, weight, bias, grad, (norm_forward_and_backward, norm_from_input), zero_centered)
-
-
-def random_norm(name, shape, dtype):
-    """x, weight, bias and grad of `dtype`, for the parameters that go by `name`."""
-    weight, bias = PARAMETERS[name](shape[-1])
-    tensors = [torch.randn(shape) * 3 + 1, weight, bias, torch.randn(shape)]
-    return [t.to(device=DEVICE, dtype=dtype) for t in tensors]
 
 
 @kernel_test

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_norm import PARAMETERS, float32_layer_norm, float32_rms_norm
+from norm_inputs import PARAMETERS, float32_layer_norm, float32_rms_norm
 from torch import Tensor
 from witness import assert_within_rule, ulp
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from interpreted import DEVICE, DTYPES, kernel_test
-from test_norm_kernels import check_norm, norm_forward_and_backward, random_norm
+from norm_kernel_checks import check_norm, norm_forward_and_backward, random_norm
 
 from tempo_kernels.norm import eager, layer_norm
 from tempo_kernels.norm import kernel as norm_kernel

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from test_norm import DTYPES, FORMS, PARAMETERS
+from norm_inputs import DTYPES, FORMS, PARAMETERS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tempo_kernels.norm import layer_norm, rms_norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from interpreted import DEVICE, DTYPES, kernel_test
-from test_norm import float32_layer_norm, float32_rms_norm
+from norm_inputs import float32_layer_norm, float32_rms_norm
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
