@@ -15,7 +15,7 @@ from test_kernels_compiled import compiled, launches_of, narrow_accesses, resour
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_rows as rows
-from tempo_kernels.attention.eager import Settings
+from tempo_kernels.attention.settings import Settings
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from witness import assert_within_rule, kept_storages, outputs_and_gradients, ulp
 
-from tempo_kernels.gelu import eager, gelu, inverse
+from tempo_kernels.gelu import cpu, gelu, inverse
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FORMS = ["none", "tanh"]
@@ -58,7 +58,7 @@ def packed(flags: Tensor) -> Tensor:
 
 
 def slopes(y: Tensor, bits: Tensor, form: str) -> Tensor:
-    return eager.backward(torch.ones_like(y), y, bits, form, False)[0]
+    return cpu.backward(torch.ones_like(y), y, bits, form, False)[0]
 
 
 def floor_of(x: Tensor, y: Tensor, form: str) -> Tensor:
@@ -180,7 +180,7 @@ def test_chunks_do_not_show(width, dtype, monkeypatch, nan_poison):
     for function in functions:
         monkeypatch.undo()
         whole = outputs_and_gradients(function, [x, bias], grad, dtype)
-        monkeypatch.setattr(eager, "_MAX_CHUNK", 128)
+        monkeypatch.setattr(cpu, "_MAX_CHUNK", 128)
         for a, b in zip(outputs_and_gradients(function, [x, bias], grad, dtype), whole, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
@@ -192,7 +192,7 @@ def test_bits_say_which_inputs_are_at_or_right_of_the_minimum(form, dtype):
     nearest = x_min.to(dtype).double()
     steps = torch.arange(-20, 21) * ulp(nearest, dtype)
     x = torch.cat([(nearest + steps).to(dtype), torch.randn(90).to(dtype)])
-    _, bits = eager.forward(x, None, form)
+    _, bits = cpu.forward(x, None, form)
     unpacked = torch.from_numpy(np.unpackbits(bits.numpy()))
     assert torch.equal(unpacked[: x.numel()] == 1, x.double() >= minimum_of(form))
     assert bits.numel() == (x.numel() + 7) // 8 and not unpacked[x.numel() :].any()

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from witness import assert_three_witnesses, kept_storages, outputs_and_gradients
 
-from tempo_kernels.glu import eager, geglu, reglu, swiglu
+from tempo_kernels.glu import cpu, geglu, reglu, swiglu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ACTIVATIONS = {
@@ -37,7 +37,7 @@ def over_the_range(columns):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
 def test_output_and_gradients_are_as_good_as_stocks(has_bias, dtype, ours, activation, monkeypatch, nan_poison):
-    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 7 * 2 * 200)
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 7 * 2 * 200)
     bias = torch.randn(400) * 0.1 if has_bias else None
     inputs = [over_the_range(200), bias][: 1 + has_bias]
     assert_three_witnesses(ours, stock(activation), inputs, torch.randn(101, 200), dtype)

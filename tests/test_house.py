@@ -25,7 +25,7 @@ FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py
 # A room that is two others in one pass, and those two: its eager.py is made of theirs, its kernel.py of their kernels.
 COMPOSED_OF = {"dropout_add_norm": ("dropout_add", "norm")}
 SHARED_ROOMS = ("philox", "pointwise")
-SHARED_MODULES = ("compiled", "derivative", "opaque")
+SHARED_MODULES = ("backend", "compiled", "derivative", "opaque")
 FILE_LINES, FUNCTION_LINES = 330, 66
 KERNEL_FILE_LINES, KERNEL_FUNCTION_LINES = 600, 100
 

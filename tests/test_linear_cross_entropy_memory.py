@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tempo_kernels.linear_cross_entropy import eager, linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import cpu, linear_cross_entropy
 
 
 class Allocations(TorchDispatchMode):
@@ -38,7 +38,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("has_weights", [False, True])
 def test_at_most_one_chunk_of_logits_is_alive(has_weights, dtype, monkeypatch):
     s, b, h, v, chunk_tokens = 64, 2, 8, 3000, 16
-    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 2 * v)
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 2 * v)
     hidden, weight = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((s, b, h), (v, h)))
     labels = torch.randint(v, (b, s))
     keywords = {"token_weights": torch.ones(b, s)} if has_weights else {}
@@ -46,7 +46,7 @@ def test_at_most_one_chunk_of_logits_is_alive(has_weights, dtype, monkeypatch):
         out = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens, **keywords)
         (out[0] if has_weights else out.sum()).backward()
     chunk_bytes, weight_bytes = chunk_tokens * v * dtype.itemsize, v * h * 4
-    block_bytes = 4 * eager.BLOCK_ELEMENTS
+    block_bytes = 4 * cpu.BLOCK_ELEMENTS
     assert seen.largest_bytes <= max(chunk_bytes, weight_bytes)
     # Of a 16-bit weight's gradient there is, beside the sum in float32, a part of it or the result.
     weight_bytes *= 1 if dtype == torch.float32 else 2

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention import eager
+from tempo_kernels.attention import cpu
+from tempo_kernels.attention.settings import OPERANDS, Settings
+from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import opaque, separate, without_autocast
 from tempo_kernels.philox import effective_probability
@@ -71,7 +73,7 @@ def attention(
     Raises: ValueError for shapes, dtypes or a probability that do not fit; RuntimeError on a second derivative.
     """
     _check(q, k, v, causal, mask)
-    settings = eager.Settings(causal, softmax_scale, dropout_p, dropout_key, first_sample, first_head, window_size)
+    settings = Settings(causal, softmax_scale, dropout_p, dropout_key, first_sample, first_head, window_size)
     _check_settings(q, settings, key_lengths, form)
     runs = backend(q, k, causal, mask, dropout_p, window_size, key_lengths, form)
     if runs == "sdpa":
@@ -152,7 +154,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -
             )
 
 
-def _check_settings(q: Tensor, settings: eager.Settings, key_lengths: Tensor | None, form: str) -> None:
+def _check_settings(q: Tensor, settings: Settings, key_lengths: Tensor | None, form: str) -> None:
     effective_probability(settings.dropout_p)
     if form not in FORMS:
         raise ValueError(f'form is {form!r}; "flash" or "softmax" is wanted')
@@ -178,14 +180,6 @@ def _check_settings(q: Tensor, settings: eager.Settings, key_lengths: Tensor | N
             )
 
 
-def _backend(q: Tensor) -> Any:
-    if q.is_cuda:
-        from tempo_kernels.attention import kernel  # needs triton
-
-        return kernel
-    return eager
-
-
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
     out = torch.empty(*q.shape[:-1], v.size(-1), dtype=q.dtype, device=q.device)
     statistics = q.new_empty(q.size(1), q.size(2), q.size(0), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -193,7 +187,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
 
 
 @opaque(
-    f"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_lengths, {eager.OPERANDS}, bool is_softmax) "
+    f"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_lengths, {OPERANDS}, bool is_softmax) "
     "-> Tensor[]",
     _shapes,
 )
@@ -202,11 +196,11 @@ def _forward(
 ) -> list[Tensor]:
     """out, and the logsumexp, or with is_softmax the probabilities."""
     *others, is_softmax = operands
-    settings = eager.Settings.of(*others)
+    settings = Settings.of(*others)
     if not is_softmax:
-        return list(_backend(q).forward(q, k, v, mask, key_lengths, settings))
+        return list(choose_backend(q, cpu).forward(q, k, v, mask, key_lengths, settings))
     kept = q.new_zeros(q.size(1), q.size(2), q.size(0), k.size(0))
-    return [eager.forward(q, k, v, mask, key_lengths, settings, kept)[0], kept]
+    return [cpu.forward(q, k, v, mask, key_lengths, settings, kept)[0], kept]
 
 
 def _gradient_shapes(grad_out: Tensor, *inputs: Any) -> list[Tensor]:
@@ -215,7 +209,7 @@ def _gradient_shapes(grad_out: Tensor, *inputs: Any) -> list[Tensor]:
 
 @opaque(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? out, Tensor kept, Tensor? mask, "
-    f"Tensor? key_lengths, {eager.OPERANDS}, bool is_softmax) -> Tensor[]",
+    f"Tensor? key_lengths, {OPERANDS}, bool is_softmax) -> Tensor[]",
     _gradient_shapes,
 )
 def _backward(
@@ -223,10 +217,10 @@ def _backward(
 ) -> list[Tensor]:
     """grad_q, grad_k and grad_v, from what forward kept."""
     mask, key_lengths, *operands, is_softmax = others
-    arguments = (mask, key_lengths, eager.Settings.of(*operands))
+    arguments = (mask, key_lengths, Settings.of(*operands))
     if is_softmax:
-        return list(eager.backward(grad_out, q, k, v, None, kept, *arguments, kept))
-    return list(_backend(q).backward(grad_out, q, k, v, out, kept, *arguments))
+        return list(cpu.backward(grad_out, q, k, v, None, kept, *arguments, kept))
+    return list(choose_backend(q, cpu).backward(grad_out, q, k, v, out, kept, *arguments))
 
 
 class _Attention(torch.autograd.Function):
@@ -238,7 +232,7 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         mask: Tensor | None,
         key_lengths: Tensor | None,
-        settings: eager.Settings,
+        settings: Settings,
         is_softmax: bool,
     ) -> Tensor:
         ctx.settings, tensors = settings.split()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_rows as rows
-from tempo_kernels.attention.eager import MASKED_SCORE, Settings
+from tempo_kernels.attention.settings import MASKED_SCORE, Settings
 from tempo_kernels.philox import effective_probability
 from tempo_kernels.philox.kernel import key_words
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.gelu import eager
+from tempo_kernels.gelu import cpu
 from tempo_kernels.opaque import opaque
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -52,14 +53,6 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, ke
     return (_GELU if keep == "output" else _GELUOfInput).apply(x, bias, approximate)
 
 
-def _backend(x: Tensor) -> Any:
-    if x.is_cuda:
-        from tempo_kernels.gelu import kernel  # needs triton
-
-        return kernel
-    return eager
-
-
 def _shapes(x: Tensor, bias: Tensor | None, approximate: str, has_bits: bool) -> list[Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return [y, torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)] if has_bits else [y]
@@ -68,7 +61,7 @@ def _shapes(x: Tensor, bias: Tensor | None, approximate: str, has_bits: bool) ->
 @opaque("gelu(Tensor x, Tensor? bias, str approximate, bool has_bits) -> Tensor[]", _shapes)
 def _forward(x: Tensor, bias: Tensor | None, approximate: str, has_bits: bool) -> list[Tensor]:
     """y and, where asked for, the bits."""
-    y, bits = _backend(x).forward(x, bias, approximate, has_bits)
+    y, bits = choose_backend(x, cpu).forward(x, bias, approximate, has_bits)
     return [y] if bits is None else [y, bits]
 
 
@@ -89,7 +82,7 @@ def _cast(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
 )
 def _backward(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str, has_grad_bias: bool) -> list[Tensor]:
     """grad_x and, where asked for, grad_bias."""
-    return _cast(*_backend(y).backward(grad_y, y, bits, approximate, has_grad_bias))
+    return _cast(*choose_backend(y, cpu).backward(grad_y, y, bits, approximate, has_grad_bias))
 
 
 @opaque(
@@ -99,7 +92,7 @@ def _backward(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str, has_gra
 def _backward_from_input(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, approximate: str, has_grad_bias: bool
 ) -> list[Tensor]:
-    return _cast(*_backend(x).backward_from_input(grad_y, x, bias, approximate, has_grad_bias))
+    return _cast(*choose_backend(x, cpu).backward_from_input(grad_y, x, bias, approximate, has_grad_bias))
 
 
 class _GELU(torch.autograd.Function):
@@ -139,4 +132,4 @@ class _GELUOfInput(torch.autograd.Function):
 def _refill(ctx: Any, out: Tensor) -> None:
     """Writes y, bit for bit as it was, to out."""
     x, bias = ctx.saved_tensors
-    _backend(x).forward(x, bias, ctx.approximate, has_bits=False, out=out)
+    choose_backend(x, cpu).forward(x, bias, ctx.approximate, has_bits=False, out=out)

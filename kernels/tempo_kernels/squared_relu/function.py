@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import opaque
 from tempo_kernels.squared_relu import eager
@@ -41,21 +42,13 @@ def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "output")
     return (_SquaredReLU if keep == "output" else _SquaredReLUOfInput).apply(x, bias)
 
 
-def _backend(x: Tensor) -> Any:
-    if x.is_cuda:
-        from tempo_kernels.squared_relu import kernel  # needs triton
-
-        return kernel
-    return eager
-
-
 def _shapes(x: Tensor, bias: Tensor | None) -> list[Tensor]:
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device)]
 
 
 @opaque("squared_relu(Tensor x, Tensor? bias) -> Tensor[]", _shapes)
 def _forward(x: Tensor, bias: Tensor | None) -> list[Tensor]:
-    return [_backend(x).forward(x, bias)]
+    return [choose_backend(x, eager).forward(x, bias)]
 
 
 def _gradient_shapes(grad_y: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
@@ -70,7 +63,7 @@ def _cast(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
 @opaque("squared_relu_backward(Tensor grad_y, Tensor y, bool has_grad_bias) -> Tensor[]", _gradient_shapes)
 def _backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> list[Tensor]:
     """grad_x and, where asked for, grad_bias."""
-    return _cast(*_backend(y).backward(grad_y, y, has_grad_bias))
+    return _cast(*choose_backend(y, eager).backward(grad_y, y, has_grad_bias))
 
 
 @opaque(
@@ -78,7 +71,7 @@ def _backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> list[Tensor]:
     _gradient_shapes,
 )
 def _backward_from_input(grad_y: Tensor, x: Tensor, bias: Tensor | None, has_grad_bias: bool) -> list[Tensor]:
-    return _cast(*_backend(x).backward_from_input(grad_y, x, bias, has_grad_bias))
+    return _cast(*choose_backend(x, eager).backward_from_input(grad_y, x, bias, has_grad_bias))
 
 
 class _SquaredReLU(torch.autograd.Function):
@@ -115,4 +108,4 @@ class _SquaredReLUOfInput(torch.autograd.Function):
 def _refill(ctx: Any, out: Tensor) -> None:
     """Writes y, bit for bit as it was, to out."""
     x, bias = ctx.saved_tensors
-    _backend(x).forward(x, bias, out)
+    choose_backend(x, eager).forward(x, bias, out)
