@@ -201,7 +201,7 @@ def test_gradients_are_the_same_bits_every_time():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_the_kernels_cannot_do_is_refused(dtype):
     q = torch.zeros(4, 1, 1, 264, dtype=dtype, device=DEVICE)
-    with pytest.raises(ValueError, match="head_dim 264; float32, float16 or bfloat16 with at most 256"):
+    with pytest.raises(ValueError, match="head_dim 264; expected float32, float16 or bfloat16 with at most 256"):
         attention_kernel.forward(q, q, q, None, None, settings())
 
 

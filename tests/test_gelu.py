@@ -286,8 +286,8 @@ def test_second_backward_and_a_changed_output_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.arange(4),), "x is torch.int64; float32, bfloat16, float16 or float64 is wanted"),
-        ((torch.ones(4), None, "fast"), 'approximate is \'fast\'; "none" \\(erf\\) or "tanh" is wanted'),
+        ((torch.arange(4),), "x is torch.int64; expected float32, bfloat16, float16 or float64"),
+        ((torch.ones(4), None, "fast"), 'approximate is \'fast\'; expected "none" \\(erf\\) or "tanh"'),
         ((torch.ones(2, 4), torch.ones(2)), "bias has shape \\[2\\] and x \\[2, 4\\]"),
         ((torch.ones(2, 4), torch.ones(1, 4)), "bias has shape \\[1, 4\\]"),
         ((torch.tensor(1.0), torch.ones(1)), "bias has shape \\[1\\] and x \\[\\]"),

@@ -93,5 +93,5 @@ def test_second_derivative_is_refused_by_name():
 
 
 def test_an_unknown_choice_is_named():
-    with pytest.raises(ValueError, match=r'gelu: keep is \'both\'; "output" or "input" is wanted'):
+    with pytest.raises(ValueError, match=r'gelu: keep is \'both\'; expected "output" or "input"'):
         gelu(torch.ones(4), keep="both")

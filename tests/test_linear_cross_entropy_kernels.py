@@ -156,6 +156,6 @@ def test_a_chunk_of_more_than_two_billion_logits_is_addressed():
 @kernel_test
 def test_float64_is_refused_where_kernels_run():
     logits = torch.zeros(1, 8, dtype=torch.float64, device=DEVICE)
-    with pytest.raises(ValueError, match="logits are torch.float64; float32, float16 or bfloat16"):
+    with pytest.raises(ValueError, match="logits are torch.float64; expected float32, float16 or bfloat16"):
         kernel.statistics(logits, torch.zeros(1, dtype=torch.int64, device=DEVICE), 8, False)
     assert INTERPRETED or logits.is_cuda

@@ -124,18 +124,16 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float) -
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> None:
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise ValueError(
-            f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; [s, b, heads, d] is wanted for each"
-        )
+        raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; expected [s, b, heads, d] for each")
     if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; one floating-point dtype is wanted; cast them")
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one floating-point dtype; cast them")
     if k.shape != v.shape or k.size(1) != q.size(1) or k.size(3) != q.size(3) or k.size(2) < 1 or q.size(2) % k.size(2):
         raise ValueError(
-            f"q, k, v have shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; [sq, b, a, d] and twice "
-            "[sk, b, g, d] with g a divisor of a are wanted"
+            f"q, k, v have shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; expected [sq, b, a, d] and twice "
+            "[sk, b, g, d] with g a divisor of a"
         )
     if k.size(0) == 0 and q.size(0) > 0:
-        raise ValueError("k and v are empty; at least one key is wanted")
+        raise ValueError("k and v are empty; expected at least one key")
     if causal and q.size(0) > k.size(0):
         raise ValueError(
             f"causal attention of {q.size(0)} queries over {k.size(0)} keys: the first queries would see no key; "
@@ -149,34 +147,35 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -
             or any(n not in w for n, w in zip(mask.shape, wanted, strict=True))
         ):
             raise ValueError(
-                f"mask is {mask.dtype} of shape {list(mask.shape)}; bool, True where hidden, broadcastable to "
-                f"{[q.size(1), q.size(2), q.size(0), k.size(0)]} with all keys is wanted"
+                f"mask is {mask.dtype} of shape {list(mask.shape)}; expected bool, True where hidden, broadcastable to "
+                f"{[q.size(1), q.size(2), q.size(0), k.size(0)]} with all keys"
             )
 
 
 def _check_settings(q: Tensor, settings: Settings, key_lengths: Tensor | None, form: str) -> None:
     effective_probability(settings.dropout_p)
     if form not in FORMS:
-        raise ValueError(f'form is {form!r}; "flash" or "softmax" is wanted')
+        raise ValueError(f'form is {form!r}; expected "flash" or "softmax"')
     if not 0.0 < settings.softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale is {settings.softmax_scale}; a positive number is wanted; negate q instead")
+        raise ValueError(f"softmax_scale is {settings.softmax_scale}; expected a positive number; negate q instead")
     window_size = settings.window_size
     if window_size is not None and (len(window_size) != 2 or any(size < -1 for size in window_size)):
-        raise ValueError(f"window_size is {window_size}; (left, right) is wanted, each at least 0, or -1 for no limit")
+        raise ValueError(f"window_size is {window_size}; expected (left, right), each at least 0, or -1 for no limit")
     if key_lengths is not None and (
         key_lengths.dtype not in (torch.int32, torch.int64)
         or key_lengths.shape != q.shape[1:2]
         or key_lengths.device != q.device
     ):
         raise ValueError(
-            f"key_lengths is {key_lengths.dtype} of shape {list(key_lengths.shape)} on {key_lengths.device}; "
-            f"torch.int32 or torch.int64 of shape [{q.size(1)}] on {q.device}, as q, is wanted; move it there"
+            f"key_lengths is {key_lengths.dtype} of shape {list(key_lengths.shape)} on {key_lengths.device}; expected "
+            f"torch.int32 or torch.int64 of shape [{q.size(1)}] on {q.device}, as q; move it there"
         )
     for name, number in (("dropout_key", settings.dropout_key), ("first_sample", settings.first_sample)):
         if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, q.device):
             raise ValueError(
-                f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; an int, or a 0-dim "
-                f"torch.int64 tensor on {q.device}, as q, is wanted; move it there"
+                f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; expected "
+                "an int, or a 0-dim "
+                f"torch.int64 tensor on {q.device}, as q; move it there"
             )
 
 

@@ -37,16 +37,16 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, ke
     Raises: ValueError for a dtype, shape, form or keep that does not fit; RuntimeError on a second derivative.
     """
     if x.dtype not in _DTYPES:
-        raise ValueError(f"gelu: x is {x.dtype}; float32, bfloat16, float16 or float64 is wanted; cast it")
+        raise ValueError(f"gelu: x is {x.dtype}; expected float32, bfloat16, float16 or float64; cast it")
     if approximate not in ("none", "tanh"):
-        raise ValueError(f'gelu: approximate is {approximate!r}; "none" (erf) or "tanh" is wanted')
+        raise ValueError(f'gelu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
     if keep not in ("output", "input"):
-        raise ValueError(f'gelu: keep is {keep!r}; "output" or "input" is wanted')
+        raise ValueError(f'gelu: keep is {keep!r}; expected "output" or "input"')
     if bias is not None:
         if bias.dim() != 1 or bias.shape != x.shape[-1:]:
             raise ValueError(
-                f"gelu: bias has shape {list(bias.shape)} and x {list(x.shape)}; "
-                "a bias as long as x's last dimension is wanted; reshape or shard it as x"
+                f"gelu: bias has shape {list(bias.shape)} and x {list(x.shape)}; expected "
+                "a bias as long as x's last dimension; reshape or shard it as x"
             )
         if bias.dtype != x.dtype:
             raise ValueError(f"gelu: bias is {bias.dtype} and x {x.dtype}; cast bias to {x.dtype}")

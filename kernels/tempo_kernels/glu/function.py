@@ -33,7 +33,7 @@ def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     """gelu(gate) * up, erf ("none") or "tanh" form. See `swiglu` for all else."""
     if approximate not in ("none", "tanh"):
-        raise ValueError(f'geglu: approximate is {approximate!r}; "none" (erf) or "tanh" is wanted')
+        raise ValueError(f'geglu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
     return _glu("geglu", x, bias, "gelu" if approximate == "none" else "gelu_tanh")
 
 
@@ -45,11 +45,11 @@ def reglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 def _glu(name: str, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     if x.dim() < 1 or not x.is_floating_point() or x.size(-1) % 2:
         raise ValueError(
-            f"{name}: x is {x.dtype} of shape {list(x.shape)}; floating-point [..., 2f], gate then up, is wanted"
+            f"{name}: x is {x.dtype} of shape {list(x.shape)}; expected floating-point [..., 2f], gate then up"
         )
     if bias is not None and (bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
         raise ValueError(
-            f"{name}: bias is {bias.dtype} of shape {list(bias.shape)}; {x.dtype} of shape [{x.size(-1)}] is wanted, "
+            f"{name}: bias is {bias.dtype} of shape {list(bias.shape)}; expected {x.dtype} of shape [{x.size(-1)}], "
             "as x's last dimension; cast or shard it as x"
         )
     return _GLU.apply(x, bias, activation)

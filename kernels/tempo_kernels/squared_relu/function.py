@@ -31,13 +31,13 @@ def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "output")
     Raises: ValueError for a dtype, shape or keep that does not fit; RuntimeError on a second derivative.
     """
     if not x.is_floating_point():
-        raise ValueError(f"squared_relu: x is {x.dtype}; a floating-point tensor is wanted; cast it")
+        raise ValueError(f"squared_relu: x is {x.dtype}; expected a floating-point tensor; cast it")
     if keep not in ("output", "input"):
-        raise ValueError(f'squared_relu: keep is {keep!r}; "output" or "input" is wanted')
+        raise ValueError(f'squared_relu: keep is {keep!r}; expected "output" or "input"')
     if bias is not None and (bias.dim() != 1 or bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
         raise ValueError(
             f"squared_relu: bias is {bias.dtype} of shape {list(bias.shape)} and x {x.dtype} of shape {list(x.shape)}; "
-            "a bias of x's dtype, as long as x's last dimension, is wanted; cast or shard it as x"
+            "expected a bias of x's dtype, as long as x's last dimension; cast or shard it as x"
         )
     return (_SquaredReLU if keep == "output" else _SquaredReLUOfInput).apply(x, bias)
 
