@@ -6,7 +6,7 @@ import torch
 from witness import assert_three_witnesses
 
 from tempo_kernels.attention import attention
-from tempo_kernels.attention.eager import MASKED_SCORE, Settings
+from tempo_kernels.attention.settings import MASKED_SCORE, Settings
 from tempo_kernels.philox import drop_mask, effective_probability
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -158,8 +158,8 @@ def test_what_does_not_fit_is_refused(tensors, causal, mask, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"form": "paper"}, 'form is .paper.; "flash" or "softmax"'),
-        ({"softmax_scale": 0.0}, "softmax_scale is 0.0; a positive number"),
+        ({"form": "paper"}, 'form is .paper.; expected "flash" or "softmax"'),
+        ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive number"),
         ({"window_size": (3, -2)}, r"window_size is \(3, -2\)"),
         ({"key_lengths": torch.ones(2, dtype=torch.int64)}, r"key_lengths is torch.int64 of shape \[2\]"),
         ({"key_lengths": torch.ones(1)}, "key_lengths is torch.float32"),

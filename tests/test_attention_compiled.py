@@ -11,7 +11,7 @@ from ahead_of_time import compiled, narrow_accesses, record_launches, resources,
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_rows as rows
-from tempo_kernels.attention.eager import Settings
+from tempo_kernels.attention.settings import Settings
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 

@@ -11,6 +11,7 @@ from witness import assert_within_rule
 from tempo_kernels.attention import backend, eager
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_tile as tile
+from tempo_kernels.attention.settings import Settings
 from tempo_kernels.philox import drop_mask, effective_probability
 
 KEY = 0xFEDCBA9876543210
@@ -34,7 +35,7 @@ if INTERPRETED:
 
 
 def settings(causal=True, p=0.1, key=KEY, first_sample=2**32 - 1, first_head=3, window_size=None, scale=0.125):
-    return eager.Settings(causal, scale, p, key, first_sample, first_head, window_size)
+    return Settings(causal, scale, p, key, first_sample, first_head, window_size)
 
 
 def run(module, q, k, v, grad, mask, key_lengths, chosen):
@@ -200,7 +201,7 @@ def test_gradients_are_the_same_bits_every_time():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_the_kernels_cannot_do_is_refused(dtype):
     q = torch.zeros(4, 1, 1, 264, dtype=dtype, device=DEVICE)
-    with pytest.raises(ValueError, match="head_dim 264; float32, float16 or bfloat16 with at most 256"):
+    with pytest.raises(ValueError, match="head_dim 264; expected float32, float16 or bfloat16 with at most 256"):
         attention_kernel.forward(q, q, q, None, None, settings())
 
 

@@ -10,11 +10,10 @@ from torch.nn import functional as F
 from witness import assert_three_witnesses
 
 from tempo_kernels import compiled
-from tempo_kernels.gelu import eager as gelu
+from tempo_kernels.gelu import cpu as gelu
 from tempo_kernels.gelu.inverse import INVERSES, derivative_float64
-from tempo_kernels.glu import eager as eager_glu
+from tempo_kernels.glu import cpu as cpu_glu
 from tempo_kernels.glu import geglu, reglu, swiglu
-from tempo_kernels.glu import one_pass as glu_pass
 from tempo_kernels.norm import eager as eager_norm
 from tempo_kernels.norm import layer_norm, one_pass, rms_norm
 from tempo_kernels.philox import drop_mask, eager
@@ -130,8 +129,8 @@ def test_gated_units_in_one_pass_obey_the_rule(ours, activation, has_bias, dtype
         return activation(gate) * up
 
     used = []
-    monkeypatch.setattr(glu_pass, "MIN_ELEMENTS", 64)
-    monkeypatch.setattr(eager_glu, "_blocks", lambda *_: used.append(1) or [])
+    monkeypatch.setattr(cpu_glu, "COMPILED_ELEMENTS", 64)
+    monkeypatch.setattr(cpu_glu, "_blocks", lambda *_: used.append(1) or [])
     x, bias, grad = torch.rand(50, 3, 40) * 16 - 8, torch.randn(40) if has_bias else None, torch.randn(50, 3, 20)
     assert_three_witnesses(ours, reference, [x, bias], grad, dtype)
     assert not used

@@ -8,7 +8,7 @@ from gelu_inputs import DTYPES, FORMS, exact_derivative, floor_of, inputs, minim
 from torch import Tensor
 from witness import assert_strides_do_not_show, assert_within_rule, kept_storages, outputs_and_gradients, ulp
 
-from tempo_kernels.gelu import eager, gelu, inverse
+from tempo_kernels.gelu import cpu, gelu, inverse
 
 # Largest error of GELU' over [-8, 8] where an exact inverse is given y rounded to the dtype: what no method can better.
 FLOORS = {
@@ -26,7 +26,7 @@ def packed(flags: Tensor) -> Tensor:
 
 
 def slopes(y: Tensor, bits: Tensor, form: str) -> Tensor:
-    return eager.backward(torch.ones_like(y), y, bits, form, False)[0]
+    return cpu.backward(torch.ones_like(y), y, bits, form, False)[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,7 +139,7 @@ def test_chunks_do_not_show(width, dtype, monkeypatch, nan_poison):
     for function in functions:
         monkeypatch.undo()
         whole = outputs_and_gradients(function, [x, bias], grad, dtype)
-        monkeypatch.setattr(eager, "_MAX_CHUNK", 128)
+        monkeypatch.setattr(cpu, "_MAX_CHUNK", 128)
         for a, b in zip(outputs_and_gradients(function, [x, bias], grad, dtype), whole, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
@@ -151,7 +151,7 @@ def test_bits_say_which_inputs_are_at_or_right_of_the_minimum(form, dtype):
     nearest = x_min.to(dtype).double()
     steps = torch.arange(-20, 21) * ulp(nearest, dtype)
     x = torch.cat([(nearest + steps).to(dtype), torch.randn(90).to(dtype)])
-    _, bits = eager.forward(x, None, form)
+    _, bits = cpu.forward(x, None, form)
     unpacked = torch.from_numpy(np.unpackbits(bits.numpy()))
     assert torch.equal(unpacked[: x.numel()] == 1, x.double() >= minimum_of(form))
     assert bits.numel() == (x.numel() + 7) // 8 and not unpacked[x.numel() :].any()
@@ -245,8 +245,8 @@ def test_second_backward_and_a_changed_output_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.arange(4),), "x is torch.int64; float32, bfloat16, float16 or float64 is wanted"),
-        ((torch.ones(4), None, "fast"), 'approximate is \'fast\'; "none" \\(erf\\) or "tanh" is wanted'),
+        ((torch.arange(4),), "x is torch.int64; expected float32, bfloat16, float16 or float64"),
+        ((torch.ones(4), None, "fast"), 'approximate is \'fast\'; expected "none" \\(erf\\) or "tanh"'),
         ((torch.ones(2, 4), torch.ones(2)), "bias has shape \\[2\\] and x \\[2, 4\\]"),
         ((torch.ones(2, 4), torch.ones(1, 4)), "bias has shape \\[1, 4\\]"),
         ((torch.tensor(1.0), torch.ones(1)), "bias has shape \\[1\\] and x \\[\\]"),

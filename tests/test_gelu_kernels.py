@@ -9,6 +9,7 @@ from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 from witness import ulp
 
 from tempo_kernels.gelu import eager, kernel
+from tempo_kernels.pointwise import kernel_tiles
 
 # The interpreter computes with NumPy, which warns where exp(-x) is infinite and its reciprocal, the result, is 0.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")
@@ -102,7 +103,7 @@ def test_gelu_is_right_at_zeros_infinity_nan_and_far_away(dtype, form):
 
 @kernel_test
 def test_gelus_bias_gradient_sums_many_tiles_in_a_fixed_order(monkeypatch):
-    monkeypatch.setattr(kernel, "BACKWARD_PROGRAMS", 3)
+    monkeypatch.setattr(kernel_tiles, "BACKWARD_PROGRAMS", 3)
     x, bias, grad = random_gelu((70, 264), torch.float32)
     check_gelu(x, bias, grad, "none")
     for name, tensors in (
@@ -126,5 +127,5 @@ def test_gelu_addresses_more_than_two_billion_elements():
 
 @kernel_test
 def test_gelu_refuses_float64_where_kernels_run():
-    with pytest.raises(ValueError, match="x is torch.float64; float32, float16 or bfloat16"):
+    with pytest.raises(ValueError, match="x is torch.float64; expected float32, float16 or bfloat16"):
         kernel.forward(torch.ones(8, dtype=torch.float64, device=DEVICE), None, "none")

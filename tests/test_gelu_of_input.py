@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from gelu_inputs import DTYPES, FORMS, inputs
 from witness import assert_strides_do_not_show, assert_three_witnesses, kept_storages
 
-from tempo_kernels.gelu import eager, gelu
+from tempo_kernels.gelu import cpu, gelu
 
 
 def ours(form):
@@ -41,7 +41,7 @@ def test_output_and_gradients_over_the_whole_range_are_as_good_as_torchs(form, d
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(0,), (1,), (9,), (4, 0, 8), (0, 3), (3, 0), (3, 1, 5), (65, 33)], ids=str)
 def test_odd_and_empty_shapes_give_torchs_output_and_gradients(shape, form, dtype, monkeypatch, nan_poison):
-    monkeypatch.setattr(eager, "_MAX_CHUNK", 128)
+    monkeypatch.setattr(cpu, "_MAX_CHUNK", 128)
     x, bias, grad = torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape)
     assert_three_witnesses(ours(form), reference(form), [x], grad, dtype)
     assert_three_witnesses(ours(form), reference(form), [x, bias], grad, dtype)
@@ -90,5 +90,5 @@ def test_second_derivative_is_refused_by_name():
 
 
 def test_an_unknown_choice_is_named():
-    with pytest.raises(ValueError, match=r'gelu: keep is \'both\'; "output" or "input" is wanted'):
+    with pytest.raises(ValueError, match=r'gelu: keep is \'both\'; expected "output" or "input"'):
         gelu(torch.ones(4), keep="both")

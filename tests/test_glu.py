@@ -5,7 +5,7 @@ import torch
 from glu_inputs import ACTIVATIONS, over_the_range
 from witness import assert_strides_do_not_show, assert_three_witnesses, kept_storages, outputs_and_gradients
 
-from tempo_kernels.glu import eager, geglu, reglu, swiglu
+from tempo_kernels.glu import cpu, geglu, reglu, swiglu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 every_activation = pytest.mark.parametrize(("ours", "activation"), ACTIVATIONS.values(), ids=ACTIVATIONS)
@@ -25,7 +25,7 @@ def stock(activation):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
 def test_output_and_gradients_are_as_good_as_stocks(has_bias, dtype, ours, activation, monkeypatch, nan_poison):
-    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 7 * 2 * 200)
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 7 * 2 * 200)
     bias = torch.randn(400) * 0.1 if has_bias else None
     inputs = [over_the_range(200), bias][: 1 + has_bias]
     assert_three_witnesses(ours, stock(activation), inputs, torch.randn(101, 200), dtype)
@@ -102,12 +102,20 @@ def test_second_derivative_is_refused(ours, activation):
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (swiglu, (torch.arange(4),), "swiglu: x is torch.int64 of shape \\[4\\]; floating-point"),
-        (reglu, (torch.ones(2, 5),), "reglu: x is torch.float32 of shape \\[2, 5\\]; floating-point \\[..., 2f\\]"),
+        (swiglu, (torch.arange(4),), "swiglu: x is torch.int64 of shape \\[4\\]; expected floating-point"),
+        (
+            reglu,
+            (torch.ones(2, 5),),
+            "reglu: x is torch.float32 of shape \\[2, 5\\]; expected floating-point \\[..., 2f\\]",
+        ),
         (swiglu, (torch.tensor(1.0),), "swiglu: x is torch.float32 of shape \\[\\]"),
-        (geglu, (torch.ones(4), None, "fast"), 'approximate is \'fast\'; "none" \\(erf\\) or "tanh" is wanted'),
+        (geglu, (torch.ones(4), None, "fast"), 'approximate is \'fast\'; expected "none" \\(erf\\) or "tanh"'),
         (geglu, (torch.ones(2, 4), torch.ones(2)), "geglu: bias is torch.float32 of shape \\[2\\]"),
-        (swiglu, (torch.ones(4), torch.ones(4).half()), "bias is torch.float16 of shape \\[4\\]; torch.float32"),
+        (
+            swiglu,
+            (torch.ones(4), torch.ones(4).half()),
+            "bias is torch.float16 of shape \\[4\\]; expected torch.float32",
+        ),
     ],
     ids=["integers", "odd", "scalar", "form", "bias too short", "bias of another dtype"],
 )

@@ -107,5 +107,5 @@ def test_glu_addresses_more_than_two_billion_elements():
 
 @kernel_test
 def test_glu_refuses_float64_where_kernels_run():
-    with pytest.raises(ValueError, match="x is torch.float64; float32, float16 or bfloat16"):
+    with pytest.raises(ValueError, match="x is torch.float64; expected float32, float16 or bfloat16"):
         kernel.forward(torch.ones(8, dtype=torch.float64, device=DEVICE), None, "silu")

@@ -26,10 +26,11 @@ from tempo_kernels.norm import kernel as norm
 from tempo_kernels.norm import kernel_long_rows as norm_long_rows
 from tempo_kernels.norm import kernel_lost_channels as norm_lost_channels
 from tempo_kernels.norm import kernel_whole_rows as norm_whole_rows
+from tempo_kernels.pointwise import kernel as pointwise
 from tempo_kernels.squared_relu import kernel as squared_relu
 
 MODULES = [dropout_add, norm_whole_rows, norm_long_rows, norm_lost_channels]
-MODULES += [gelu, glu, squared_relu]
+MODULES += [gelu, glu, squared_relu, pointwise]
 
 TABLE = Path(__file__).with_name("kernel_resources.json")
 ROWS, BATCH = 2048, 4

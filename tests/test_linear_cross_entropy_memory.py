@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tempo_kernels.linear_cross_entropy import eager, linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import cpu, linear_cross_entropy
 
 
 class Allocations(TorchDispatchMode):
@@ -38,7 +38,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("has_weights", [False, True])
 def test_at_most_one_chunk_of_logits_is_alive(has_weights, dtype, monkeypatch):
     s, b, h, v, chunk_tokens = 64, 2, 8, 3000, 16
-    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 2 * v)
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 2 * v)
     hidden, weight = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((s, b, h), (v, h)))
     labels = torch.randint(v, (b, s))
     keywords = {"token_weights": torch.ones(b, s)} if has_weights else {}
@@ -46,7 +46,7 @@ def test_at_most_one_chunk_of_logits_is_alive(has_weights, dtype, monkeypatch):
         out = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens, **keywords)
         (out[0] if has_weights else out.sum()).backward()
     chunk_bytes, weight_bytes = chunk_tokens * v * dtype.itemsize, v * h * 4
-    block_bytes = 4 * eager.BLOCK_ELEMENTS
+    block_bytes = 4 * cpu.BLOCK_ELEMENTS
     assert seen.largest_bytes <= max(chunk_bytes, weight_bytes)
     # Of a 16-bit weight's gradient there is, beside the sum in float32, a part of it or the result.
     weight_bytes *= 1 if dtype == torch.float32 else 2
@@ -178,17 +178,17 @@ def test_a_float32_main_grad_holds_the_sum_of_the_chunks_without_rounding_it():
 
 GOOD = {"hidden": torch.zeros(S, B, H), "weight": torch.zeros(V, H), "labels": torch.zeros(B, S, dtype=torch.int64)}
 BAD = {
-    "a matrix of hidden states": ({"hidden": torch.zeros(S, H)}, r"hidden is .* \[s, b, h\] tensor is wanted"),
+    "a matrix of hidden states": ({"hidden": torch.zeros(S, H)}, r"hidden is .* \[s, b, h\] tensor"),
     "integers": ({"hidden": torch.zeros(S, B, H, dtype=torch.int64)}, "hidden is torch.int64"),
-    "a weight of another width": ({"weight": torch.zeros(V, H + 1)}, "weight is .* of shape .*as hidden, is wanted"),
+    "a weight of another width": ({"weight": torch.zeros(V, H + 1)}, "weight is .* expected .*as hidden"),
     "a weight of another dtype": ({"weight": torch.zeros(V, H).half()}, "weight is torch.float16 .* cast it"),
-    "a bias of another length": ({"bias": torch.zeros(V + 1)}, "bias is .*as weight, is wanted"),
+    "a bias of another length": ({"bias": torch.zeros(V + 1)}, "bias is .*as weight"),
     "labels of the layout of hidden states": ({"labels": GOOD["labels"].t()}, r"labels are .*\[b, s\] of the whole"),
     "labels in 32 bits": ({"labels": GOOD["labels"].int()}, "labels are torch.int32"),
     "a vocabulary larger than the weight": ({"vocab_size": V + 1}, f"vocab_size is {V + 1} .* give 1 to {V}"),
     "smoothing of 1": ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
     "smoothing over one row": ({"label_smoothing": 0.1, "vocab_size": 1}, "label_smoothing is 0.1 over 1 rows"),
-    "a chunk of nothing": ({"chunk_tokens": 0}, "chunk_tokens is 0; a number from 1 on"),
+    "a chunk of nothing": ({"chunk_tokens": 0}, "chunk_tokens is 0; expected a number from 1 on"),
     "weights that want a gradient": ({"token_weights": torch.ones(B, S, requires_grad=True)}, "token_weights are"),
     "weights of another shape": ({"token_weights": torch.ones(S, B)}, "token_weights are .*as labels"),
 }

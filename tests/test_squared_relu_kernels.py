@@ -7,6 +7,7 @@ import torch
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 from squared_relu_inputs import every_number
 
+from tempo_kernels.pointwise import kernel_tiles
 from tempo_kernels.squared_relu import eager, kernel
 
 
@@ -72,7 +73,7 @@ def test_squared_relu_passes_infinity_and_nan():
 
 @kernel_test
 def test_squared_relus_bias_gradient_sums_many_tiles_in_a_fixed_order(monkeypatch):
-    monkeypatch.setattr(kernel, "BACKWARD_PROGRAMS", 3)
+    monkeypatch.setattr(kernel_tiles, "BACKWARD_PROGRAMS", 3)
     x, bias, grad = random_input((70, 264), torch.float32)
     check_squared_relu(x, bias, grad)
     assert torch.equal(*(kernel.backward(grad, x.abs(), True)[1] for _ in range(2)))
@@ -90,5 +91,5 @@ def test_squared_relu_addresses_more_than_two_billion_elements():
 
 @kernel_test
 def test_squared_relu_refuses_float64_where_kernels_run():
-    with pytest.raises(ValueError, match="x is torch.float64; float32, float16 or bfloat16"):
+    with pytest.raises(ValueError, match="x is torch.float64; expected float32, float16 or bfloat16"):
         kernel.forward(torch.ones(8, dtype=torch.float64, device=DEVICE), None)

@@ -120,7 +120,7 @@ def recorded_draws(model):
                     setattr(module, bda, scoped(f"{name}.{bda}", getattr(module, bda)))
     with (
         mock.patch("tempo_kernels.dropout_add.eager.keep_bits", record),
-        mock.patch("tempo_kernels.attention.eager.keep_bits", record),
+        mock.patch("tempo_kernels.attention.cpu.keep_bits", record),
     ):
         yield keys
 

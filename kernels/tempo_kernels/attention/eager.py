@@ -1,6 +1,5 @@
-"""Blockwise attention in plain torch: the specification.
+"""Attention with dropout in plain torch, its whole [b, a, sq, sk] scores at once: the specification.
 
-After FlashAttention-2 (Dao, arXiv 2307.08691), with a whole row of keys per block of queries:
     S = scale Q K^T,  P = exp(S - L),  L = logsumexp(S),  D = keep * P / (1 - p),  O = D V
     dV = D^T dO,  dP = keep * (dO V^T) / (1 - p),  dS = P * (dP - sum(P * dP)),  dQ = scale dS K,  dK = scale dS^T Q
 Matrix products run in the inputs' dtype, everything between them in float32 (float64 for float64 inputs).
@@ -9,82 +8,14 @@ A query head h reads key-value group h // (heads / groups), as in Megatron.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tempo_kernels.opaque import join_key, split_key
-from tempo_kernels.philox import drop_, effective_probability, keep_bits
+from tempo_kernels.attention.settings import MASKED_SCORE, Settings
+from tempo_kernels.philox import drop_mask, effective_probability
 
-BLOCK_ELEMENTS = 1 << 17
-GPU_BLOCK_ELEMENTS = 1 << 26
-MIN_BLOCK_ROWS = 64
-MASKED_SCORE = -10000.0
-"""What Megatron writes over masked scores; a row whose every key is masked attends to all of them equally."""
 _LOWEST = torch.finfo(torch.float32).min
-OPERANDS = (
-    "bool causal, float softmax_scale, float dropout_p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, "
-    "Tensor? first_sample, SymInt first_head, int[]? window_size"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is not a tensor."""
-
-    causal: bool
-    softmax_scale: float
-    dropout_p: float
-    dropout_key: int | Tensor | None
-    first_sample: int | Tensor | None
-    first_head: int
-    window_size: tuple[int, int] | None = None
-
-    @property
-    def operands(self) -> tuple[Any, ...]:
-        """What an operator takes in their place, by the schema OPERANDS."""
-        numbers, (key, first_sample) = self.split()
-        window = None if self.window_size is None else list(self.window_size)
-        drawn = (*split_key(numbers.dropout_key), key, numbers.first_sample or 0, first_sample, self.first_head)
-        return self.causal, self.softmax_scale, self.dropout_p, *drawn, window
-
-    @classmethod
-    def of(cls, *operands: Any) -> Settings:
-        """The settings that `operands` gave."""
-        causal, scale, p, low, high, key, number, first_sample, first_head, window = operands
-        key = join_key(low, high) if key is None else key
-        first_sample = number if first_sample is None else first_sample
-        return cls(causal, scale, p, key, first_sample, first_head, None if window is None else tuple(window))
-
-    def split(self) -> tuple[Settings, list[Tensor | None]]:
-        """The settings without their tensors, and those, which autograd is to keep: it notices when one is changed."""
-        numbers = (self.dropout_key, self.first_sample)
-        if not any(isinstance(number, Tensor) for number in numbers):
-            return self, [None, None]
-        tensors = [number if isinstance(number, Tensor) else None for number in numbers]
-        key, first_sample = (None if isinstance(number, Tensor) else number for number in numbers)
-        return dataclasses.replace(self, dropout_key=key, first_sample=first_sample), tensors
-
-    def joined(self, key: Tensor | None, first_sample: Tensor | None) -> Settings:
-        """The whole settings from what `split` made of them."""
-        if key is None and first_sample is None:
-            return self
-        return dataclasses.replace(
-            self,
-            dropout_key=self.dropout_key if key is None else key,
-            first_sample=self.first_sample if first_sample is None else first_sample,
-        )
-
-    def window(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
-        """(first, last) such that query i sees keys i + first to i + last; None where there is no limit."""
-        # With fewer queries than keys the last query sees the last key.
-        diagonal = num_keys - num_queries
-        left, right = self.window_size or (-1, -1)
-        if self.causal:
-            right = 0
-        return (None if left < 0 else diagonal - left, None if right < 0 else diagonal + right)
 
 
 def forward(
@@ -98,38 +29,20 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out [sq, b, a, d] and logsumexp [b, a, sq] (float32) of q [sq, b, a, d] and k, v [sk, b, g, d].
 
-    Where a query sees no key, out is 0 and the logsumexp infinite. The probabilities before dropout are added to
+    Where a query sees no key, out is 0 and the logsumexp infinite. The probabilities before dropout are written to
     `kept` [b, a, sq, sk], zeros, where one is given.
     """
-    num_rows, batch, heads, _ = q.shape
-    out = torch.empty(*q.shape[:-1], v.size(-1), dtype=q.dtype, device=q.device)
-    compute_dtype = torch.promote_types(q.dtype, torch.float32)
-    logsumexp = torch.empty(batch, heads, num_rows, dtype=compute_dtype, device=q.device)
-    keep_scale = 1.0 / (1.0 - effective_probability(settings.dropout_p))
-    for sample in range(batch):
-        # [a, sq, d] and [g, sk, d]
-        q_sample, k_sample, v_sample = (t[:, sample].transpose(0, 1).contiguous() for t in (q, k, v))
-        for start in range(0, num_rows, step := _rows_per_block(q, k)):
-            block = _Block(start, min(start + step, num_rows), sample, q_sample, k_sample, mask, key_lengths, settings)
-            if block.num_keys == 0:
-                out[block.rows, sample], logsumexp[sample, :, block.rows] = 0.0, float("inf")
-                continue
-            scores = block.scores(q_sample, k_sample)
-            top = scores.amax(-1, keepdim=True)
-            probabilities = scores.sub_(top.clamp_min_(_LOWEST)).exp_()
-            total = probabilities.sum(-1, keepdim=True)
-            # Infinite where there is nothing to normalise: it divides to 0, and backward finds probabilities of 0.
-            total.masked_fill_(total == 0.0, float("inf"))
-            logsumexp[sample, :, block.rows] = (top + total.log()).view(heads, -1)
-            if kept is not None:
-                kept[sample, :, block.rows, block.keys] = (probabilities / total).view(heads, -1, block.num_keys)
-            if settings.dropout_p > 0:
-                drop_(probabilities, block.keep_bits())
-            context = torch.bmm(probabilities.to(q.dtype), v_sample[:, block.keys])
-            context = context.to(compute_dtype).div_(total).mul_(keep_scale)
-            # [rows, a, d]
-            out[block.rows, sample] = context.view(heads, -1, v.size(-1)).transpose(0, 1).to(q.dtype)
-    return out, logsumexp
+    heads_v = _order(v, q.size(2), key_lengths)
+    scores = _find_scores(q, k, mask, key_lengths, settings)
+    top = F.pad(scores, (0, 1), value=_LOWEST).amax(-1, keepdim=True)
+    powers = (scores - top).exp()
+    total = powers.sum(-1, keepdim=True)
+    # Infinite where there is nothing to normalise: it divides to 0, and backward finds probabilities of 0.
+    total = total.masked_fill(total == 0.0, float("inf"))
+    if kept is not None:
+        kept.copy_(powers / total)
+    context = (_drop(powers, settings).to(q.dtype) @ heads_v).to(total.dtype) / total * _keep_scale(settings)
+    return context.to(q.dtype).permute(2, 0, 1, 3).contiguous(), (top + total.log()).squeeze(-1)
 
 
 def backward(
@@ -144,154 +57,78 @@ def backward(
     settings: Settings,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """grad_q, grad_k, grad_v in the shapes of q, k, v.
-
-    `out` is not needed: whole rows are computed again, or read from `kept` as forward left it.
-    """
-    num_rows, batch, heads, _ = q.shape
-    compute_dtype = torch.promote_types(q.dtype, torch.float32)
-    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    keep_scale = 1.0 / (1.0 - effective_probability(settings.dropout_p))
-    for sample in range(batch):
-        # [a, sq, d] and [g, sk, d]
-        q_sample, k_sample, v_sample, grad_sample = (
-            t[:, sample].transpose(0, 1).contiguous() for t in (q, k, v, grad_out)
-        )
-        grad_q = torch.empty_like(q_sample)
-        # Per query head; summed over the heads of a group at the end, as torch does, which is also more precise.
-        grad_k, grad_v = (t.new_zeros(heads, *t.shape[1:], dtype=compute_dtype) for t in (k_sample, v_sample))
-        for start in range(0, num_rows, step := _rows_per_block(q, k)):
-            block = _Block(start, min(start + step, num_rows), sample, q_sample, k_sample, mask, key_lengths, settings)
-            if block.num_keys == 0:
-                grad_q[:, block.rows] = 0.0
-                continue
-            if kept is None:
-                probabilities = block.probabilities(q_sample, k_sample, logsumexp[sample])
-            else:
-                probabilities = kept[sample, :, block.rows, block.keys].to(compute_dtype)
-                probabilities = probabilities.reshape(block.groups, -1, block.num_keys)
-            # [g, a/g * rows, d]
-            grad_block = block.of(grad_sample)
-            grad_probabilities = torch.bmm(grad_block, v_sample[:, block.keys].transpose(1, 2)).to(compute_dtype)
-            survivors = probabilities
-            if settings.dropout_p > 0:
-                bits = block.keep_bits()
-                survivors = drop_(probabilities.clone(), bits)
-                drop_(grad_probabilities, bits)
-            block.accumulate(grad_v, survivors.to(q.dtype), grad_block, keep_scale)
-            grad_probabilities.mul_(keep_scale)
-            grad_scores = grad_probabilities.mul_(probabilities)
-            grad_scores.addcmul_(probabilities, grad_scores.sum(-1, keepdim=True), value=-1.0)
-            if block.mask is not None:
-                grad_scores.masked_fill_(block.mask, 0.0)
-            grad_scores = grad_scores.to(q.dtype)
-            grad_block_q = torch.bmm(grad_scores, k_sample[:, block.keys]).mul_(settings.softmax_scale)
-            grad_q[:, block.rows] = grad_block_q.view(heads, -1, q.size(-1))
-            block.accumulate(grad_k, grad_scores, block.of(q_sample), settings.softmax_scale)
-        for grad, grad_of_sample in zip(grads, (grad_q, grad_k, grad_v), strict=True):
-            grouped = grad_of_sample.view(grad.size(2), -1, *grad_of_sample.shape[1:]).sum(1)
-            grad[:, sample] = grouped.transpose(0, 1)
+    """grad_q, grad_k, grad_v in the shapes of q, k, v. Whole rows are here, and `out` is not needed."""
+    heads_q, heads_k, heads_v, grad = (_order(t, q.size(2), None) for t in (q, k, v, grad_out))
+    if key_lengths is not None:
+        heads_k, heads_v = (_order(t, q.size(2), key_lengths) for t in (k, v))
+    if kept is None:
+        powers = (_find_scores(q, k, mask, key_lengths, settings) - logsumexp.unsqueeze(-1)).exp()
+        # Normalised again: the rounding of a logsumexp counts where scores are around 1e8.
+        total = powers.sum(-1, keepdim=True)
+        probabilities = powers / total.masked_fill(total == 0.0, float("inf"))
+    else:
+        probabilities = kept.to(torch.promote_types(q.dtype, torch.float32))
+    grad_v = (_drop(probabilities, settings).to(q.dtype).mT @ grad).to(probabilities.dtype) * _keep_scale(settings)
+    grad_probabilities = _drop((grad @ heads_v.mT).to(probabilities.dtype), settings) * _keep_scale(settings)
+    grad_scores = probabilities * grad_probabilities
+    grad_scores = grad_scores - probabilities * grad_scores.sum(-1, keepdim=True)
+    if mask is not None:
+        grad_scores = grad_scores.masked_fill(mask, 0.0)
+    grad_scores = grad_scores.to(q.dtype)
+    grad_q = (grad_scores @ heads_k) * settings.softmax_scale
+    grad_k = (grad_scores.mT @ heads_q).to(probabilities.dtype) * settings.softmax_scale
+    # Summed over the heads of a group, [b, g, a/g, s, d], and back to the inputs' layout.
+    found = zip((grad_q, grad_k, grad_v), (q, k, v), strict=True)
+    grads = [g.unflatten(1, (t.size(2), -1)).sum(2).to(t.dtype).permute(2, 0, 1, 3).contiguous() for g, t in found]
     return grads[0], grads[1], grads[2]
 
 
-def _rows_per_block(q: Tensor, k: Tensor) -> int:
-    """Queries per block: few, for scores to stay in the cache and causal blocks to end early; enough for a product."""
-    elements = BLOCK_ELEMENTS if q.device.type == "cpu" else GPU_BLOCK_ELEMENTS
-    return max(MIN_BLOCK_ROWS, elements // max(1, q.size(2) * k.size(0)) // 16 * 16)
+def _order(t: Tensor, num_heads: int, key_lengths: Tensor | None) -> Tensor:
+    """[b, a, s, d] of [s, b, g, d]: each group once per head that reads it; 0 behind key_lengths, whatever is there."""
+    t = t.permute(1, 2, 0, 3).repeat_interleave(num_heads // t.size(2), dim=1)
+    if key_lengths is None:
+        return t
+    column = torch.arange(t.size(2), dtype=torch.int64, device=t.device)
+    return t.masked_fill((column >= key_lengths.unsqueeze(-1))[:, None, :, None], 0.0)
 
 
-class _Block:
-    """Queries [start, stop) of every head of one sample, and the keys that they can see."""
-
-    def __init__(
-        self,
-        start: int,
-        stop: int,
-        sample: int,
-        q: Tensor,
-        k: Tensor,
-        mask: Tensor | None,
-        key_lengths: Tensor | None,
-        settings: Settings,
-    ) -> None:
-        self.rows = slice(start, stop)
-        self.sample = sample
-        self.heads, self.groups = q.size(0), k.size(0)
-        self.settings = settings
-        self.device = q.device
-        self.first, self.last = settings.window(q.size(1), k.size(1))
-        seen = k.size(1) if key_lengths is None else max(0, min(k.size(1), int(key_lengths[sample])))
-        last = seen if self.last is None else max(0, min(seen, stop + self.last))
-        self.keys = slice(0 if self.first is None else max(0, min(last, start + self.first)), last)
-        self.num_keys = self.keys.stop - self.keys.start
-        self.mask = None if mask is None else self._mask_of(mask)
-
-    def _mask_of(self, mask: Tensor) -> Tensor:
-        """[g or 1, rows or a/g * rows, keys] of mask [b or 1, a or 1, sq or 1, sk]."""
-        part = mask[self.sample if mask.size(0) > 1 else 0]
-        part = (part[:, self.rows] if part.size(1) > 1 else part)[..., self.keys]
-        if part.size(0) == 1 and self.groups == self.heads:
-            return part
-        return part.expand(self.heads, self.rows.stop - self.rows.start, -1).reshape(self.groups, -1, self.num_keys)
-
-    def of(self, t: Tensor) -> Tensor:
-        """[g, a/g * rows, d] of t [a, sq, d]."""
-        return t[:, self.rows].reshape(self.groups, -1, t.size(-1))
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """[g, a/g * rows, keys] in the dtype of computation."""
-        scores = torch.bmm(self.of(q), k[:, self.keys].transpose(1, 2))
-        scores = scores.to(torch.promote_types(q.dtype, torch.float32)).mul_(self.settings.softmax_scale)
-        if self.mask is not None:
-            scores.masked_fill_(self.mask, MASKED_SCORE)
-        self._hide_outside_of_the_window(scores.view(self.heads, -1, self.num_keys))
-        if self.mask is not None:
-            # A logsumexp near MASKED_SCORE would have no digits left for the differences between scores.
-            top = scores.amax(-1, keepdim=True)
-            scores.sub_(top.masked_fill_(top != MASKED_SCORE, 0.0))
+def _find_scores(q: Tensor, k: Tensor, mask: Tensor | None, key_lengths: Tensor | None, settings: Settings) -> Tensor:
+    """[b, a, sq, sk] in the dtype of computation; minus infinity where window and key_lengths hide a key."""
+    scores = _order(q, q.size(2), None) @ _order(k, q.size(2), key_lengths).mT
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * settings.softmax_scale
+    if mask is not None:
+        scores = scores.masked_fill(mask, MASKED_SCORE)
+    row = torch.arange(q.size(0), dtype=torch.int64, device=q.device).unsqueeze(-1)
+    column = torch.arange(k.size(0), dtype=torch.int64, device=q.device)
+    first, last = settings.window(q.size(0), k.size(0))
+    if first is not None:
+        scores = scores.masked_fill(column < row + first, float("-inf"))
+    if last is not None:
+        scores = scores.masked_fill(column > row + last, float("-inf"))
+    if key_lengths is not None:
+        scores = scores.masked_fill(column >= key_lengths.view(-1, 1, 1, 1), float("-inf"))
+    if mask is None or k.size(0) == 0:
         return scores
+    # A logsumexp near MASKED_SCORE would have no digits left for the differences between scores.
+    top = scores.amax(-1, keepdim=True)
+    return scores - top.masked_fill(top != MASKED_SCORE, 0.0)
 
-    def probabilities(self, q: Tensor, k: Tensor, logsumexp: Tensor) -> Tensor:
-        """[g, a/g * rows, keys], from logsumexp [a, sq]."""
-        row_sum = logsumexp[:, self.rows].reshape(self.groups, -1, 1)
-        probabilities = self.scores(q, k).sub_(row_sum).exp_()
-        # The whole row is here: normalising it again takes the rounding of its logsumexp out, which for scores around
-        # 1e8 is as large as the logarithm of how many are equal. Of none it stays 0.
-        total = probabilities.sum(-1, keepdim=True)
-        return probabilities.div_(total.masked_fill_(total == 0.0, float("inf")))
 
-    def _hide_outside_of_the_window(self, scores: Tensor) -> None:
-        """Minus infinity in scores [a, rows, keys]; only columns at either end hold keys that some rows do not see."""
-        rows, keys = self.rows, self.keys
-        row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=self.device).unsqueeze(-1)
-        if self.last is not None:
-            first = max(keys.start, min(keys.stop, rows.start + self.last + 1))
-            hidden = torch.arange(first, keys.stop, dtype=torch.int64, device=self.device) > row + self.last
-            scores[..., first - keys.start :].masked_fill_(hidden, float("-inf"))
-        if self.first is not None:
-            stop = max(keys.start, min(keys.stop, rows.stop - 1 + self.first))
-            hidden = torch.arange(keys.start, stop, dtype=torch.int64, device=self.device) < row + self.first
-            scores[..., : stop - keys.start].masked_fill_(hidden, float("-inf"))
+def _drop(weights: Tensor, settings: Settings) -> Tensor:
+    """weights [b, a, sq, sk], 0 where dropout drops."""
+    if settings.dropout_p == 0:
+        return weights
+    sample, head, row = (torch.arange(n, dtype=torch.int64, device=weights.device) for n in weights.shape[:3])
+    dropped = drop_mask(
+        int(settings.dropout_key or 0) % 2**64,
+        settings.dropout_p,
+        sample=(sample + int(settings.first_sample or 0)).view(-1, 1, 1),
+        head=(head + settings.first_head).view(-1, 1),
+        row=row,
+        num_columns=weights.size(-1),
+    )
+    return weights.masked_fill(dropped, 0.0)
 
-    def accumulate(self, total: Tensor, weights: Tensor, values: Tensor, scale: float) -> None:
-        """total [a, keys, d] += scale * weights^T values of [g, a/g * rows, keys] and [g, a/g * rows, d]."""
-        weights = weights.view(self.heads, -1, self.num_keys).transpose(1, 2)
-        values = values.view(self.heads, -1, values.size(-1))
-        part = total[:, self.keys]
-        if part.dtype == weights.dtype:
-            part.baddbmm_(weights, values, alpha=scale)
-        else:
-            part.add_(torch.bmm(weights, values), alpha=scale)
 
-    def keep_bits(self) -> Tensor:
-        """What dropout keeps, [g, a/g * rows, keys]."""
-        settings, first_head, device = self.settings, self.settings.first_head, self.device
-        bits = keep_bits(
-            int(settings.dropout_key or 0) % 2**64,
-            settings.dropout_p,
-            sample=torch.tensor(int(settings.first_sample or 0) + self.sample, dtype=torch.int64, device=device),
-            head=torch.arange(first_head, first_head + self.heads, dtype=torch.int64, device=device).unsqueeze(-1),
-            row=torch.arange(self.rows.start, self.rows.stop, dtype=torch.int64, device=device),
-            num_columns=self.keys.stop,
-        )
-        return bits[..., self.keys].reshape(self.groups, -1, self.num_keys)
+def _keep_scale(settings: Settings) -> float:
+    return 1.0 / (1.0 - effective_probability(settings.dropout_p))

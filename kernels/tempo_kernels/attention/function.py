@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention import eager
+from tempo_kernels.attention import cpu
+from tempo_kernels.attention.settings import OPERANDS, Settings
+from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import opaque, separate, without_autocast
 from tempo_kernels.philox import effective_probability
@@ -71,7 +73,7 @@ def attention(
     Raises: ValueError for shapes, dtypes or a probability that do not fit; RuntimeError on a second derivative.
     """
     _check(q, k, v, causal, mask)
-    settings = eager.Settings(causal, softmax_scale, dropout_p, dropout_key, first_sample, first_head, window_size)
+    settings = Settings(causal, softmax_scale, dropout_p, dropout_key, first_sample, first_head, window_size)
     _check_settings(q, settings, key_lengths, form)
     runs = backend(q, k, causal, mask, dropout_p, window_size, key_lengths, form)
     if runs == "sdpa":
@@ -122,18 +124,16 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float) -
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> None:
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise ValueError(
-            f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; [s, b, heads, d] is wanted for each"
-        )
+        raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; expected [s, b, heads, d] for each")
     if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; one floating-point dtype is wanted; cast them")
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one floating-point dtype; cast them")
     if k.shape != v.shape or k.size(1) != q.size(1) or k.size(3) != q.size(3) or k.size(2) < 1 or q.size(2) % k.size(2):
         raise ValueError(
-            f"q, k, v have shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; [sq, b, a, d] and twice "
-            "[sk, b, g, d] with g a divisor of a are wanted"
+            f"q, k, v have shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; expected [sq, b, a, d] and twice "
+            "[sk, b, g, d] with g a divisor of a"
         )
     if k.size(0) == 0 and q.size(0) > 0:
-        raise ValueError("k and v are empty; at least one key is wanted")
+        raise ValueError("k and v are empty; expected at least one key")
     if causal and q.size(0) > k.size(0):
         raise ValueError(
             f"causal attention of {q.size(0)} queries over {k.size(0)} keys: the first queries would see no key; "
@@ -147,43 +147,36 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -
             or any(n not in w for n, w in zip(mask.shape, wanted, strict=True))
         ):
             raise ValueError(
-                f"mask is {mask.dtype} of shape {list(mask.shape)}; bool, True where hidden, broadcastable to "
-                f"{[q.size(1), q.size(2), q.size(0), k.size(0)]} with all keys is wanted"
+                f"mask is {mask.dtype} of shape {list(mask.shape)}; expected bool, True where hidden, broadcastable to "
+                f"{[q.size(1), q.size(2), q.size(0), k.size(0)]} with all keys"
             )
 
 
-def _check_settings(q: Tensor, settings: eager.Settings, key_lengths: Tensor | None, form: str) -> None:
+def _check_settings(q: Tensor, settings: Settings, key_lengths: Tensor | None, form: str) -> None:
     effective_probability(settings.dropout_p)
     if form not in FORMS:
-        raise ValueError(f'form is {form!r}; "flash" or "softmax" is wanted')
+        raise ValueError(f'form is {form!r}; expected "flash" or "softmax"')
     if not 0.0 < settings.softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale is {settings.softmax_scale}; a positive number is wanted; negate q instead")
+        raise ValueError(f"softmax_scale is {settings.softmax_scale}; expected a positive number; negate q instead")
     window_size = settings.window_size
     if window_size is not None and (len(window_size) != 2 or any(size < -1 for size in window_size)):
-        raise ValueError(f"window_size is {window_size}; (left, right) is wanted, each at least 0, or -1 for no limit")
+        raise ValueError(f"window_size is {window_size}; expected (left, right), each at least 0, or -1 for no limit")
     if key_lengths is not None and (
         key_lengths.dtype not in (torch.int32, torch.int64)
         or key_lengths.shape != q.shape[1:2]
         or key_lengths.device != q.device
     ):
         raise ValueError(
-            f"key_lengths is {key_lengths.dtype} of shape {list(key_lengths.shape)} on {key_lengths.device}; "
-            f"torch.int32 or torch.int64 of shape [{q.size(1)}] on {q.device}, as q, is wanted; move it there"
+            f"key_lengths is {key_lengths.dtype} of shape {list(key_lengths.shape)} on {key_lengths.device}; expected "
+            f"torch.int32 or torch.int64 of shape [{q.size(1)}] on {q.device}, as q; move it there"
         )
     for name, number in (("dropout_key", settings.dropout_key), ("first_sample", settings.first_sample)):
         if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, q.device):
             raise ValueError(
-                f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; an int, or a 0-dim "
-                f"torch.int64 tensor on {q.device}, as q, is wanted; move it there"
+                f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; expected "
+                "an int, or a 0-dim "
+                f"torch.int64 tensor on {q.device}, as q; move it there"
             )
-
-
-def _backend(q: Tensor) -> Any:
-    if q.is_cuda:
-        from tempo_kernels.attention import kernel  # needs triton
-
-        return kernel
-    return eager
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
@@ -193,7 +186,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
 
 
 @opaque(
-    f"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_lengths, {eager.OPERANDS}, bool is_softmax) "
+    f"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_lengths, {OPERANDS}, bool is_softmax) "
     "-> Tensor[]",
     _shapes,
 )
@@ -202,11 +195,11 @@ def _forward(
 ) -> list[Tensor]:
     """out, and the logsumexp, or with is_softmax the probabilities."""
     *others, is_softmax = operands
-    settings = eager.Settings.of(*others)
+    settings = Settings.of(*others)
     if not is_softmax:
-        return list(_backend(q).forward(q, k, v, mask, key_lengths, settings))
+        return list(choose_backend(q, cpu).forward(q, k, v, mask, key_lengths, settings))
     kept = q.new_zeros(q.size(1), q.size(2), q.size(0), k.size(0))
-    return [eager.forward(q, k, v, mask, key_lengths, settings, kept)[0], kept]
+    return [cpu.forward(q, k, v, mask, key_lengths, settings, kept)[0], kept]
 
 
 def _gradient_shapes(grad_out: Tensor, *inputs: Any) -> list[Tensor]:
@@ -215,7 +208,7 @@ def _gradient_shapes(grad_out: Tensor, *inputs: Any) -> list[Tensor]:
 
 @opaque(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? out, Tensor kept, Tensor? mask, "
-    f"Tensor? key_lengths, {eager.OPERANDS}, bool is_softmax) -> Tensor[]",
+    f"Tensor? key_lengths, {OPERANDS}, bool is_softmax) -> Tensor[]",
     _gradient_shapes,
 )
 def _backward(
@@ -223,10 +216,10 @@ def _backward(
 ) -> list[Tensor]:
     """grad_q, grad_k and grad_v, from what forward kept."""
     mask, key_lengths, *operands, is_softmax = others
-    arguments = (mask, key_lengths, eager.Settings.of(*operands))
+    arguments = (mask, key_lengths, Settings.of(*operands))
     if is_softmax:
-        return list(eager.backward(grad_out, q, k, v, None, kept, *arguments, kept))
-    return list(_backend(q).backward(grad_out, q, k, v, out, kept, *arguments))
+        return list(cpu.backward(grad_out, q, k, v, None, kept, *arguments, kept))
+    return list(choose_backend(q, cpu).backward(grad_out, q, k, v, out, kept, *arguments))
 
 
 class _Attention(torch.autograd.Function):
@@ -238,7 +231,7 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         mask: Tensor | None,
         key_lengths: Tensor | None,
-        settings: eager.Settings,
+        settings: Settings,
         is_softmax: bool,
     ) -> Tensor:
         ctx.settings, tensors = settings.split()

@@ -1,4 +1,10 @@
-"""Attention on a GPU, in Triton; eager.py is the specification. rows/ and columns/ hold the kernels."""
+"""Attention on a GPU, in Triton; eager.py is the specification.
+
+FlashAttention-2 (Dao, arXiv 2307.08691): forward and the gradient of q walk over keys in kernel_rows.py, the gradients
+of k and v over queries in kernel_columns.py, and kernel_tile.py is what they do with one tile. Scores and masks live
+in registers only: from the logsumexp, backward computes the probabilities again, and Philox draws the same bits again.
+Here are the launches, and the tile sizes for each architecture and head dimension.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,7 @@ from torch import Tensor
 
 from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_rows as rows
-from tempo_kernels.attention.eager import MASKED_SCORE, Settings
+from tempo_kernels.attention.settings import MASKED_SCORE, Settings
 from tempo_kernels.philox import effective_probability
 from tempo_kernels.philox.kernel import key_words
 
@@ -226,11 +232,11 @@ def _is_readable(t: Tensor) -> bool:
 def _check(q: Tensor) -> None:
     if q.dtype not in DTYPES or q.size(-1) > MAX_HEAD_DIM:
         raise ValueError(
-            f"attention: q is {q.dtype} with head_dim {q.size(-1)}; float32, float16 or bfloat16 with at most "
-            f"{MAX_HEAD_DIM} is wanted on a GPU; cast it"
+            f"attention: q is {q.dtype} with head_dim {q.size(-1)}; expected float32, float16 or bfloat16 with at most "
+            f"{MAX_HEAD_DIM} on a GPU; cast it"
         )
     if q[0:1].numel() >= MAX_ROW_ELEMENTS:
         raise ValueError(
-            f"attention: q is {list(q.shape)}; fewer than {MAX_ROW_ELEMENTS} numbers per position are wanted; "
+            f"attention: q is {list(q.shape)}; expected fewer than {MAX_ROW_ELEMENTS} numbers per position; "
             "split the micro batch"
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.dropout_add import eager
 from tempo_kernels.dropout_add.draw import OPERANDS, Draw
@@ -52,21 +53,13 @@ def bias_dropout_add(
     return out
 
 
-def _backend(x: Tensor) -> Any:
-    if x.is_cuda:
-        from tempo_kernels.dropout_add import kernel  # needs triton
-
-        return kernel
-    return eager
-
-
 def _shapes(x: Tensor, *others: Any) -> list[Tensor]:
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device)]
 
 
 @opaque(f"bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, {OPERANDS}) -> Tensor[]", _shapes)
 def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, *operands: Any) -> list[Tensor]:
-    return [_backend(x).forward(x, bias, residual, *Draw.of(*operands))]
+    return [choose_backend(x, eager).forward(x, bias, residual, *Draw.of(*operands))]
 
 
 def _gradient_shapes(grad_out: Tensor, bias_dtype: torch.dtype | None, *operands: Any) -> list[Tensor]:
@@ -77,7 +70,7 @@ def _gradient_shapes(grad_out: Tensor, bias_dtype: torch.dtype | None, *operands
 @opaque(f"bias_dropout_add_backward(Tensor grad_out, ScalarType? bias_dtype, {OPERANDS}) -> Tensor[]", _gradient_shapes)
 def _backward(grad_out: Tensor, bias_dtype: torch.dtype | None, *operands: Any) -> list[Tensor]:
     """grad_x and, where its dtype is given, grad_bias."""
-    grad_x, grad_bias = _backend(grad_out).backward(grad_out, *Draw.of(*operands), bias_dtype is not None)
+    grad_x, grad_bias = choose_backend(grad_out, eager).backward(grad_out, *Draw.of(*operands), bias_dtype is not None)
     return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(bias_dtype)]
 
 

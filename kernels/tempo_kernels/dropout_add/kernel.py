@@ -1,7 +1,10 @@
 """residual + dropout(x + bias) in Triton; eager.py is the specification.
 
-Tensors are read as [s * b, h] in tiles of a few rows by a strip of columns. A thread holds eight neighbours of a row:
-16 bytes of a 16-bit type, and one call of Philox.
+Tensors are read as [s * b, h] in tiles of a few rows by a strip of columns. The mask is drawn where it is needed, in
+forward and again in backward, by Philox4x32 (Salmon et al., SC 2011), whose counter is the element's position: nothing
+is stored, and no tiling changes a mask. One call gives 8 x 16 bits, and a thread holds eight neighbours of a row, so
+that it draws what it needs, once, beside loads of 16 bytes. The bias gradient is summed over rows in two stages of
+fixed order: in registers over a program's tiles, then by torch over the programs.
 """
 
 from __future__ import annotations

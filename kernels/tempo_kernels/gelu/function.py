@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.gelu import eager
+from tempo_kernels.gelu import cpu
 from tempo_kernels.opaque import opaque
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -36,28 +37,20 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, ke
     Raises: ValueError for a dtype, shape, form or keep that does not fit; RuntimeError on a second derivative.
     """
     if x.dtype not in _DTYPES:
-        raise ValueError(f"gelu: x is {x.dtype}; float32, bfloat16, float16 or float64 is wanted; cast it")
+        raise ValueError(f"gelu: x is {x.dtype}; expected float32, bfloat16, float16 or float64; cast it")
     if approximate not in ("none", "tanh"):
-        raise ValueError(f'gelu: approximate is {approximate!r}; "none" (erf) or "tanh" is wanted')
+        raise ValueError(f'gelu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
     if keep not in ("output", "input"):
-        raise ValueError(f'gelu: keep is {keep!r}; "output" or "input" is wanted')
+        raise ValueError(f'gelu: keep is {keep!r}; expected "output" or "input"')
     if bias is not None:
         if bias.dim() != 1 or bias.shape != x.shape[-1:]:
             raise ValueError(
-                f"gelu: bias has shape {list(bias.shape)} and x {list(x.shape)}; "
-                "a bias as long as x's last dimension is wanted; reshape or shard it as x"
+                f"gelu: bias has shape {list(bias.shape)} and x {list(x.shape)}; expected "
+                "a bias as long as x's last dimension; reshape or shard it as x"
             )
         if bias.dtype != x.dtype:
             raise ValueError(f"gelu: bias is {bias.dtype} and x {x.dtype}; cast bias to {x.dtype}")
     return (_GELU if keep == "output" else _GELUOfInput).apply(x, bias, approximate)
-
-
-def _backend(x: Tensor) -> Any:
-    if x.is_cuda:
-        from tempo_kernels.gelu import kernel  # needs triton
-
-        return kernel
-    return eager
 
 
 def _shapes(x: Tensor, bias: Tensor | None, approximate: str, has_bits: bool) -> list[Tensor]:
@@ -68,7 +61,7 @@ def _shapes(x: Tensor, bias: Tensor | None, approximate: str, has_bits: bool) ->
 @opaque("gelu(Tensor x, Tensor? bias, str approximate, bool has_bits) -> Tensor[]", _shapes)
 def _forward(x: Tensor, bias: Tensor | None, approximate: str, has_bits: bool) -> list[Tensor]:
     """y and, where asked for, the bits."""
-    y, bits = _backend(x).forward(x, bias, approximate, has_bits)
+    y, bits = choose_backend(x, cpu).forward(x, bias, approximate, has_bits)
     return [y] if bits is None else [y, bits]
 
 
@@ -89,7 +82,7 @@ def _cast(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
 )
 def _backward(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str, has_grad_bias: bool) -> list[Tensor]:
     """grad_x and, where asked for, grad_bias."""
-    return _cast(*_backend(y).backward(grad_y, y, bits, approximate, has_grad_bias))
+    return _cast(*choose_backend(y, cpu).backward(grad_y, y, bits, approximate, has_grad_bias))
 
 
 @opaque(
@@ -99,7 +92,7 @@ def _backward(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str, has_gra
 def _backward_from_input(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, approximate: str, has_grad_bias: bool
 ) -> list[Tensor]:
-    return _cast(*_backend(x).backward_from_input(grad_y, x, bias, approximate, has_grad_bias))
+    return _cast(*choose_backend(x, cpu).backward_from_input(grad_y, x, bias, approximate, has_grad_bias))
 
 
 class _GELU(torch.autograd.Function):
@@ -139,4 +132,4 @@ class _GELUOfInput(torch.autograd.Function):
 def _refill(ctx: Any, out: Tensor) -> None:
     """Writes y, bit for bit as it was, to out."""
     x, bias = ctx.saved_tensors
-    _backend(x).forward(x, bias, ctx.approximate, has_bits=False, out=out)
+    choose_backend(x, cpu).forward(x, bias, ctx.approximate, has_bits=False, out=out)

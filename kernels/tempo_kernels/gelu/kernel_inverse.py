@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tempo_kernels.gelu.eager import smallest_at_least
-from tempo_kernels.gelu.inverse import INVERSES, Y_MAX
+from tempo_kernels.gelu.inverse import INVERSES, Y_MAX, smallest_at_least
 
 X_MIN = {form: smallest_at_least(inverse.x_min, torch.float32) for form, inverse in INVERSES.items()}
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.glu import eager
+from tempo_kernels.glu import cpu
 from tempo_kernels.opaque import opaque
 
 
@@ -32,7 +33,7 @@ def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     """gelu(gate) * up, erf ("none") or "tanh" form. See `swiglu` for all else."""
     if approximate not in ("none", "tanh"):
-        raise ValueError(f'geglu: approximate is {approximate!r}; "none" (erf) or "tanh" is wanted')
+        raise ValueError(f'geglu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
     return _glu("geglu", x, bias, "gelu" if approximate == "none" else "gelu_tanh")
 
 
@@ -44,22 +45,14 @@ def reglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 def _glu(name: str, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     if x.dim() < 1 or not x.is_floating_point() or x.size(-1) % 2:
         raise ValueError(
-            f"{name}: x is {x.dtype} of shape {list(x.shape)}; floating-point [..., 2f], gate then up, is wanted"
+            f"{name}: x is {x.dtype} of shape {list(x.shape)}; expected floating-point [..., 2f], gate then up"
         )
     if bias is not None and (bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
         raise ValueError(
-            f"{name}: bias is {bias.dtype} of shape {list(bias.shape)}; {x.dtype} of shape [{x.size(-1)}] is wanted, "
+            f"{name}: bias is {bias.dtype} of shape {list(bias.shape)}; expected {x.dtype} of shape [{x.size(-1)}], "
             "as x's last dimension; cast or shard it as x"
         )
     return _GLU.apply(x, bias, activation)
-
-
-def _backend(x: Tensor) -> Any:
-    if x.is_cuda:
-        from tempo_kernels.glu import kernel  # needs triton
-
-        return kernel
-    return eager
 
 
 def _shapes(x: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
@@ -68,7 +61,7 @@ def _shapes(x: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
 
 @opaque("glu(Tensor x, Tensor? bias, str activation) -> Tensor[]", _shapes)
 def _forward(x: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
-    return [_backend(x).forward(x, bias, activation)]
+    return [choose_backend(x, cpu).forward(x, bias, activation)]
 
 
 def _gradient_shapes(
@@ -84,7 +77,7 @@ def _gradient_shapes(
 )
 def _backward(grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool) -> list[Tensor]:
     """grad_x and, where asked for, grad_bias."""
-    grad_x, grad_bias = _backend(x).backward(grad_y, x, bias, activation, has_grad_bias)
+    grad_x, grad_bias = choose_backend(x, cpu).backward(grad_y, x, bias, activation, has_grad_bias)
     return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(x.dtype)]
 
 
@@ -108,4 +101,4 @@ class _GLU(torch.autograd.Function):
 def _refill(ctx: Any, out: Tensor) -> None:
     """Writes y, bit for bit as it was, to out."""
     x, bias = ctx.saved_tensors
-    _backend(x).forward(x, bias, ctx.activation, out)
+    choose_backend(x, cpu).forward(x, bias, ctx.activation, out)

@@ -1,7 +1,9 @@
-"""Gated linear units in Triton; eager.py is the specification.
+"""Gated linear units (Shazeer, "GLU Variants Improve Transformer", 2020) in Triton; eager.py is the specification.
 
-Tensors are read in tiles of a few rows by a strip of columns of y, of which the gates and their ups lie f columns apart
-in x. A thread holds eight neighbours of each: 16 bytes of a 16-bit type.
+A tile is a few rows by a strip of columns of y. The gates and their ups lie f columns apart in x, and one program reads
+both: x is read once and y or grad_x written once, nothing between them is. A thread holds eight neighbours of each, 16
+bytes of a 16-bit type. Backward computes the activation and its derivative again from the gate, together, since they
+share their exponential, and sums grad_x over rows in two stages of fixed order, as in pointwise/kernel_tiles.py.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def _backward_kernel(
     grad_y_ptr, x_ptr, bias_ptr, grad_x_ptr, partial_ptr,
     num_rows, half_units, tiles_per_program,
     UNIT: tl.constexpr, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, HAS_BIAS: tl.constexpr,
-    NEEDS_SUMS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    HAS_GRAD_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: tiles_per_program tiles below one another, and their sums over rows into its row of partial."""
     half = half_units * UNIT
@@ -93,10 +95,10 @@ def _backward_kernel(
         grad_x = grad_x_ptr + 2 * first
         tl.store(grad_x + elements, grad_gate.to(grad_x_ptr.dtype.element_ty), mask=inside)
         tl.store(grad_x + half + elements, grad_up.to(grad_x_ptr.dtype.element_ty), mask=inside)
-        if NEEDS_SUMS:
+        if HAS_GRAD_BIAS:
             gate_total += grad_gate
             up_total += grad_up
-    if NEEDS_SUMS:
+    if HAS_GRAD_BIAS:
         column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         partial = partial_ptr + chunk * (2 * half) + column
         tl.store(partial, tl.sum(gate_total, axis=0), mask=column < half)
@@ -145,7 +147,7 @@ def backward(
             partial,
             **_arguments(x, bias, activation, tiling),
             tiles_per_program=tiles_per_program,
-            NEEDS_SUMS=has_grad_bias,
+            HAS_GRAD_BIAS=has_grad_bias,
             **OPTIONS,
         )
     return grad_x, None if partial is None else partial.sum(0)
@@ -184,4 +186,4 @@ def _arguments(x: Tensor, bias: Tensor | None, activation: str, tiling: _Tiling)
 
 def _check(x: Tensor) -> None:
     if x.dtype not in DTYPES:
-        raise ValueError(f"glu: x is {x.dtype}; float32, float16 or bfloat16 is wanted on a GPU; cast it")
+        raise ValueError(f"glu: x is {x.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it")

@@ -19,31 +19,33 @@ def check_tensors(
     """Raises ValueError where the tensors do not fit one another."""
     if hidden.dim() != 3 or not hidden.is_floating_point():
         raise ValueError(
-            f"hidden is {hidden.dtype} of shape {list(hidden.shape)}; a floating-point [s, b, h] tensor is wanted"
+            f"hidden is {hidden.dtype} of shape {list(hidden.shape)}; expected a floating-point [s, b, h] tensor"
         )
     if weight.dim() != 2 or weight.size(1) != hidden.size(2) or weight.size(0) < 1 or weight.dtype != hidden.dtype:
         raise ValueError(
-            f"weight is {weight.dtype} of shape {list(weight.shape)}; {hidden.dtype} of shape [v, {hidden.size(2)}], "
-            "as hidden, is wanted; cast it"
+            f"weight is {weight.dtype} of shape {list(weight.shape)}; expected "
+            f"{hidden.dtype} of shape [v, {hidden.size(2)}], "
+            "as hidden; cast it"
         )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != hidden.dtype):
         raise ValueError(
-            f"bias is {bias.dtype} of shape {list(bias.shape)}; {hidden.dtype} of shape {[weight.size(0)]}, as weight, "
-            "is wanted"
+            f"bias is {bias.dtype} of shape {list(bias.shape)}; expected "
+            f"{hidden.dtype} of shape {[weight.size(0)]}, as weight"
         )
     tokens = [hidden.size(1), hidden.size(0) * shards.num_segments]
     if labels.dtype != torch.int64 or list(labels.shape) != tokens:
         raise ValueError(
-            f"labels are {labels.dtype} of shape {list(labels.shape)}; torch.int64 of shape {tokens}, [b, s] of the "
-            "whole sequence, is wanted"
+            f"labels are {labels.dtype} of shape {list(labels.shape)}; expected "
+            f"torch.int64 of shape {tokens}, [b, s] of the "
+            "whole sequence"
         )
     if token_weights is not None and (
         token_weights.shape != labels.shape or not token_weights.is_floating_point() or token_weights.requires_grad
     ):
         raise ValueError(
             f"token_weights are {token_weights.dtype} of shape {list(token_weights.shape)}, requires_grad "
-            f"{token_weights.requires_grad}; floating point of shape {list(labels.shape)}, as labels, without gradient "
-            "is wanted"
+            f"{token_weights.requires_grad}; expected "
+            f"floating point of shape {list(labels.shape)}, as labels, without gradient"
         )
 
 
@@ -66,13 +68,15 @@ def checked_settings(
         )
     if not 0.0 <= label_smoothing < 1.0 or (label_smoothing and (vocab_size or num_rows) < 2):
         raise ValueError(
-            f"label_smoothing is {label_smoothing} over {vocab_size or num_rows} rows; a number in [0, 1), and 0 where "
-            "there is one row only, is wanted"
+            f"label_smoothing is {label_smoothing} over {vocab_size or num_rows} rows; expected "
+            "a number in [0, 1), and 0 where "
+            "there is one row only"
         )
     if shards.group is not None and vocab_start != shards.rank * weight.size(0):
         raise ValueError(
-            f"vocab_start is {vocab_start} on rank {shards.rank} of the group; {shards.rank * weight.size(0)}, rank "
-            "times the rows of weight, is wanted"
+            f"vocab_start is {vocab_start} on rank {shards.rank} of the group; expected "
+            f"{shards.rank * weight.size(0)}, rank "
+            "times the rows of weight"
         )
     return Settings(
         shards=shards,
@@ -104,5 +108,5 @@ def _chunk_rows(chunk_tokens: int | None, hidden: Tensor, weight: Tensor, shards
         # Products like their sizes even.
         chunk_tokens = max(16, chunk_tokens // 16 * 16)
     elif chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; a number from 1 on, or None, is wanted")
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; expected a number from 1 on, or None")
     return max(1, chunk_tokens // shards.num_segments)

@@ -1,6 +1,6 @@
 """The loss head chunk by chunk of tokens: products, statistics over the shards, and gradients.
 
-A chunk's logits are one matrix product; backend (eager.py or kernel.py) turns them into statistics, or, over
+A chunk's logits are one matrix product; backend (cpu.py or kernel.py) turns them into statistics, or, over
 themselves, into their gradient, and two more products bring that to the hidden states and to the weight.
 """
 

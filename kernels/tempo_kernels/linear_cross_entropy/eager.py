@@ -7,17 +7,13 @@ Of a token with logits l over the K real rows of the vocabulary, target y and la
     other_share = a / (K - 1),  target_share = 1 - K other_share
     grad_l = grad ((1 + 2 z logsumexp) exp(l - top) / total - target_share [y] - other_share [real])
 l holds the columns of one shard of the vocabulary; rows that pad it are in the softmax, as in Megatron, but take no
-part in the smoothing. Arithmetic is float32 (float64 for float64 logits), in blocks of rows that stay in the cache.
+part in the smoothing. Arithmetic is float32 (float64 for float64 logits).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
-
-BLOCK_ELEMENTS = 1 << 18
 
 
 def statistics(logits: Tensor, columns: Tensor, num_real: int, needs_sum: bool) -> Tensor:
@@ -26,19 +22,13 @@ def statistics(logits: Tensor, columns: Tensor, num_real: int, needs_sum: bool) 
     columns [n] are the targets as columns of this shard: outside of it their logit is -inf. The first num_real columns
     are real.
     """
-    found = torch.empty(
-        3 + needs_sum, logits.size(0), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device
-    )
-    for block, memory in _blocks(logits, found.dtype):
-        top = found[0, block] = logits[block].amax(-1).to(found.dtype)
-        column, is_here = _clamped(columns[block], logits.size(1))
-        target = logits[block].gather(1, column).squeeze(1)
-        found[2, block] = target.masked_fill_(~is_here, float("-inf")).to(found.dtype)
-        values = torch.sub(logits[block], top.unsqueeze(1), out=memory)
-        if needs_sum:
-            found[3, block] = values[:, :num_real].sum(1)
-        found[1, block] = values.exp_().sum(1)
-    return found
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    top = logits.amax(-1)
+    above = logits - top.unsqueeze(1)
+    column, is_here = find_columns(columns, logits.size(1))
+    target = logits.gather(1, column).squeeze(1).masked_fill(~is_here, float("-inf"))
+    sums = [above[:, :num_real].sum(1)] if needs_sum else []
+    return torch.stack([top, above.exp().sum(1), target, *sums])
 
 
 def gradient_(
@@ -55,29 +45,16 @@ def gradient_(
 
     top, scale and grad are [n]: the maximum over all shards, grad (1 + 2 z logsumexp) / total, and the loss's gradient.
     """
-    for block, memory in _blocks(logits, top.dtype):
-        values = logits[block] if logits.dtype == top.dtype else memory
-        torch.sub(logits[block], top[block].unsqueeze(1), out=values).exp_().mul_(scale[block].unsqueeze(1))
-        of_target = grad[block].unsqueeze(1)
-        values.index_fill_(0, (grad[block] == 0).nonzero().squeeze(1), 0.0)
-        if other_share:
-            values[:, :num_real].sub_(of_target * other_share)
-        column, is_here = _clamped(columns[block], logits.size(1))
-        values.scatter_add_(1, column, (of_target * -target_share).masked_fill_(~is_here.unsqueeze(1), 0.0))
-        if values is memory:
-            logits[block] = values
+    grad = grad.unsqueeze(1)
+    values = (logits.to(top.dtype) - top.unsqueeze(1)).exp() * scale.unsqueeze(1)
+    values = values.masked_fill(grad == 0, 0.0)
+    if other_share:
+        values[:, :num_real] -= grad * other_share
+    column, is_here = find_columns(columns, logits.size(1))
+    values.scatter_add_(1, column, (grad * -target_share).masked_fill(~is_here.unsqueeze(1), 0.0))
+    logits.copy_(values)
 
 
-def _clamped(columns: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+def find_columns(columns: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
     """Columns that exist [n, 1], and whether they are those asked for [n]."""
     return columns.clamp(0, num_columns - 1).unsqueeze(1), (columns >= 0) & (columns < num_columns)
-
-
-def _blocks(logits: Tensor, compute_dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of rows, and memory to compute in for each."""
-    num_rows, num_columns = logits.shape
-    step = min(num_rows, max(1, BLOCK_ELEMENTS // num_columns))
-    memory = torch.empty(step, num_columns, dtype=compute_dtype, device=logits.device)
-    for start in range(0, num_rows, max(1, step)):
-        stop = min(start + step, num_rows)
-        yield slice(start, stop), memory[: stop - start]

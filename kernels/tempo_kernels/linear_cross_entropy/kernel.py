@@ -1,7 +1,9 @@
 """Cross entropy of one chunk of logits in Triton; eager.py is the specification.
 
-A row is read in strips of BLOCK columns, of which a thread holds eight neighbours at a time: 16 bytes of a 16-bit type.
-Arithmetic is float32.
+One program per row, in strips of BLOCK columns, of which a thread holds eight neighbours at a time: 16 bytes of a
+16-bit type. The statistics take one read: the running maximum and the sum scaled to it of the online softmax (Milakov
+and Gimelshein, arXiv 1805.02867), one sum per lane, added up at the end. The gradient takes one read and one write,
+over the logits themselves. Arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -143,6 +145,6 @@ def _sizes(logits: Tensor) -> dict[str, Any]:
 def _check(logits: Tensor) -> None:
     if logits.dtype not in DTYPES:
         raise ValueError(
-            f"linear_cross_entropy: logits are {logits.dtype}; float32, float16 or bfloat16 is wanted on a GPU; cast "
+            f"linear_cross_entropy: logits are {logits.dtype}; expected float32, float16 or bfloat16 on a GPU; cast "
             "hidden and weight"
         )

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from tempo_kernels.linear_cross_entropy import chunks, eager
+from tempo_kernels.backend import choose_backend
+from tempo_kernels.linear_cross_entropy import chunks, cpu
 from tempo_kernels.linear_cross_entropy.chunks import Head, Settings
 from tempo_kernels.linear_cross_entropy.shards import Shards
 from tempo_kernels.opaque import opaque
@@ -45,14 +46,6 @@ def _settings_of(group: Any, sequence_parallel: bool, *numbers: Any) -> Settings
     return Settings(Shards(found, sequence_parallel), *numbers)
 
 
-def _backend(x: Tensor) -> Any:
-    if x.is_cuda:
-        from tempo_kernels.linear_cross_entropy import kernel  # needs triton
-
-        return kernel
-    return eager
-
-
 def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings) -> Head:
     rows = hidden.reshape(hidden.size(0) * hidden.size(1), hidden.size(2))
     return Head(rows, weight, bias, order_rows(labels, settings))
@@ -76,7 +69,7 @@ def find_losses(
 ) -> tuple[Tensor, Tensor]:
     """losses [t, m], and what backward needs of each token [2, t, m]."""
     settings = _settings_of(*operands)
-    return chunks.forward(_head(hidden, weight, bias, labels, settings), settings, _backend(hidden))
+    return chunks.forward(_head(hidden, weight, bias, labels, settings), settings, choose_backend(hidden, cpu))
 
 
 def _gradient_shapes(
@@ -115,7 +108,7 @@ def find_gradients(
     """
     settings, needs = _settings_of(*operands), (needs_hidden, needs_weight, needs_bias)
     head = _head(hidden, weight, bias, labels, settings)
-    found = chunks.backward(grad, kept, head, needs, total, settings, _backend(hidden))
+    found = chunks.backward(grad, kept, head, needs, total, settings, choose_backend(hidden, cpu))
     return [t for t in (found.hidden, found.weight, found.bias) if t is not None]
 
 
@@ -141,5 +134,5 @@ def find_losses_and_gradients(
     """losses [t, m], and the gradients of sum(token_weights * losses) as in `find_gradients`."""
     settings, needs = _settings_of(*operands), (needs_hidden, needs_weight, needs_bias)
     head = _head(hidden, weight, bias, labels, settings)
-    losses, found = chunks.forward_with_gradients(token_weights, head, needs, settings, _backend(hidden))
+    losses, found = chunks.forward_with_gradients(token_weights, head, needs, settings, choose_backend(hidden, cpu))
     return [losses, *(t for t in (found.hidden, found.weight, found.bias) if t is not None)]

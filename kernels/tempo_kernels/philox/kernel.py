@@ -1,5 +1,9 @@
-"""Philox4x32 and the dropout mask in Triton: device functions for the kernels of other rooms; see eager.py for the
-layout of the counter."""
+"""Philox4x32 and the dropout mask in Triton: device functions for the kernels of other rooms.
+
+Philox4x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) maps a counter and a key to four
+words by rounds of two 32 x 32 -> 64 bit products. The counter is an element's position (eager.py has its layout): a
+mask is a function of positions and can be drawn anywhere, any number of times. A word serves two columns of 16 bits.
+"""
 
 from __future__ import annotations
 

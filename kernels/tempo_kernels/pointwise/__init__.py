@@ -1,1 +1,5 @@
-"""What the kernels of several pointwise operations share: formulas of activations."""
+"""What several pointwise operations share: formulas of activations, here in torch and inside kernels in Triton."""
+
+from tempo_kernels.pointwise.activations import ACTIVATIONS, Activation
+
+__all__ = ["ACTIVATIONS", "Activation"]

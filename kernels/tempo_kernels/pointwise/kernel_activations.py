@@ -51,21 +51,6 @@ def gelu_gate(x, IS_TANH: tl.constexpr, IS_NARROW: tl.constexpr):
 
 
 @triton.jit
-def gelu_slope(x, IS_TANH: tl.constexpr, IS_NARROW: tl.constexpr):
-    """GELU'(x)."""
-    if IS_TANH:
-        # Beyond, GELU' is 0 or 1, but the factors overflow.
-        x = tl.maximum(x, -9.5, propagate_nan=tl.PropagateNan.ALL)
-        x = tl.minimum(x, 9.5, propagate_nan=tl.PropagateNan.ALL)
-        square = x * x
-        decay = tl.exp2(x * (-2.302208198 - 0.1029432397 * square))
-        root = tl.rsqrt(1.0 + decay)
-        gate = root * root
-        return gate + gate * (decay * gate * x * (1.595769122 + 0.2140644488 * square))
-    return gelu_gate(x, IS_TANH, IS_NARROW) + x * 0.3989422804 * tl.exp2(-0.7213475204 * x * x)
-
-
-@triton.jit
 def activate(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
     """The activation of x and its derivative. Beyond the limits both are those of relu to float32, but the factors that
     they are made of overflow."""
@@ -81,6 +66,10 @@ def activate(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
         square = near * near
         gate, rest = sigmoid(near * (-2.302208198 - 0.1029432397 * square))
         value, slope = tl.maximum(x, near) * gate, gate + gate * (rest * near * (1.595769122 + 0.2140644488 * square))
+    elif ACTIVATION == "squared_relu":
+        rectified = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        value, slope = rectified * rectified, 2.0 * rectified
     else:
+        tl.static_assert(ACTIVATION == "relu")
         value, slope = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x > 0.0, 1.0, 0.0)
     return value, slope

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import opaque
 from tempo_kernels.squared_relu import eager
@@ -30,23 +31,15 @@ def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "output")
     Raises: ValueError for a dtype, shape or keep that does not fit; RuntimeError on a second derivative.
     """
     if not x.is_floating_point():
-        raise ValueError(f"squared_relu: x is {x.dtype}; a floating-point tensor is wanted; cast it")
+        raise ValueError(f"squared_relu: x is {x.dtype}; expected a floating-point tensor; cast it")
     if keep not in ("output", "input"):
-        raise ValueError(f'squared_relu: keep is {keep!r}; "output" or "input" is wanted')
+        raise ValueError(f'squared_relu: keep is {keep!r}; expected "output" or "input"')
     if bias is not None and (bias.dim() != 1 or bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
         raise ValueError(
             f"squared_relu: bias is {bias.dtype} of shape {list(bias.shape)} and x {x.dtype} of shape {list(x.shape)}; "
-            "a bias of x's dtype, as long as x's last dimension, is wanted; cast or shard it as x"
+            "expected a bias of x's dtype, as long as x's last dimension; cast or shard it as x"
         )
     return (_SquaredReLU if keep == "output" else _SquaredReLUOfInput).apply(x, bias)
-
-
-def _backend(x: Tensor) -> Any:
-    if x.is_cuda:
-        from tempo_kernels.squared_relu import kernel  # needs triton
-
-        return kernel
-    return eager
 
 
 def _shapes(x: Tensor, bias: Tensor | None) -> list[Tensor]:
@@ -55,7 +48,7 @@ def _shapes(x: Tensor, bias: Tensor | None) -> list[Tensor]:
 
 @opaque("squared_relu(Tensor x, Tensor? bias) -> Tensor[]", _shapes)
 def _forward(x: Tensor, bias: Tensor | None) -> list[Tensor]:
-    return [_backend(x).forward(x, bias)]
+    return [choose_backend(x, eager).forward(x, bias)]
 
 
 def _gradient_shapes(grad_y: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
@@ -70,7 +63,7 @@ def _cast(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
 @opaque("squared_relu_backward(Tensor grad_y, Tensor y, bool has_grad_bias) -> Tensor[]", _gradient_shapes)
 def _backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> list[Tensor]:
     """grad_x and, where asked for, grad_bias."""
-    return _cast(*_backend(y).backward(grad_y, y, has_grad_bias))
+    return _cast(*choose_backend(y, eager).backward(grad_y, y, has_grad_bias))
 
 
 @opaque(
@@ -78,7 +71,7 @@ def _backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> list[Tensor]:
     _gradient_shapes,
 )
 def _backward_from_input(grad_y: Tensor, x: Tensor, bias: Tensor | None, has_grad_bias: bool) -> list[Tensor]:
-    return _cast(*_backend(x).backward_from_input(grad_y, x, bias, has_grad_bias))
+    return _cast(*choose_backend(x, eager).backward_from_input(grad_y, x, bias, has_grad_bias))
 
 
 class _SquaredReLU(torch.autograd.Function):
@@ -115,4 +108,4 @@ class _SquaredReLUOfInput(torch.autograd.Function):
 def _refill(ctx: Any, out: Tensor) -> None:
     """Writes y, bit for bit as it was, to out."""
     x, bias = ctx.saved_tensors
-    _backend(x).forward(x, bias, out)
+    choose_backend(x, eager).forward(x, bias, out)

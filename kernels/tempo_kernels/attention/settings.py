@@ -1,0 +1,74 @@
+"""What an attention is told beside its tensors, and how that travels through an operator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from tempo_kernels.opaque import join_key, split_key
+
+MASKED_SCORE = -10000.0
+"""What Megatron writes over masked scores; a row whose every key is masked attends to all of them equally."""
+OPERANDS = (
+    "bool causal, float softmax_scale, float dropout_p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, "
+    "Tensor? first_sample, SymInt first_head, int[]? window_size"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is not a tensor."""
+
+    causal: bool
+    softmax_scale: float
+    dropout_p: float
+    dropout_key: int | Tensor | None
+    first_sample: int | Tensor | None
+    first_head: int
+    window_size: tuple[int, int] | None = None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """What an operator takes in their place, by the schema OPERANDS."""
+        numbers, (key, first_sample) = self.split()
+        window = None if self.window_size is None else list(self.window_size)
+        drawn = (*split_key(numbers.dropout_key), key, numbers.first_sample or 0, first_sample, self.first_head)
+        return self.causal, self.softmax_scale, self.dropout_p, *drawn, window
+
+    @classmethod
+    def of(cls, *operands: Any) -> Settings:
+        """The settings that `operands` gave."""
+        causal, scale, p, low, high, key, number, first_sample, first_head, window = operands
+        key = join_key(low, high) if key is None else key
+        first_sample = number if first_sample is None else first_sample
+        return cls(causal, scale, p, key, first_sample, first_head, None if window is None else tuple(window))
+
+    def split(self) -> tuple[Settings, list[Tensor | None]]:
+        """The settings without their tensors, and those, which autograd is to keep: it notices when one is changed."""
+        numbers = (self.dropout_key, self.first_sample)
+        if not any(isinstance(number, Tensor) for number in numbers):
+            return self, [None, None]
+        tensors = [number if isinstance(number, Tensor) else None for number in numbers]
+        key, first_sample = (None if isinstance(number, Tensor) else number for number in numbers)
+        return dataclasses.replace(self, dropout_key=key, first_sample=first_sample), tensors
+
+    def joined(self, key: Tensor | None, first_sample: Tensor | None) -> Settings:
+        """The whole settings from what `split` made of them."""
+        if key is None and first_sample is None:
+            return self
+        return dataclasses.replace(
+            self,
+            dropout_key=self.dropout_key if key is None else key,
+            first_sample=self.first_sample if first_sample is None else first_sample,
+        )
+
+    def window(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+        """(first, last) such that query i sees keys i + first to i + last; None where there is no limit."""
+        # With fewer queries than keys the last query sees the last key.
+        diagonal = num_keys - num_queries
+        left, right = self.window_size or (-1, -1)
+        if self.causal:
+            right = 0
+        return (None if left < 0 else diagonal - left, None if right < 0 else diagonal + right)

@@ -1,0 +1,14 @@
+"""Which file of a room computes: kernel.py on a GPU; elsewhere cpu.py, or eager.py in a room that has no cpu.py."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+
+def choose_backend(x: Tensor, cpu: ModuleType) -> Any:
+    """The kernel.py beside `cpu` where x is on a GPU, else `cpu` itself. Only a GPU's tensor imports triton."""
+    return import_module(f"{cpu.__package__}.kernel") if x.is_cuda else cpu

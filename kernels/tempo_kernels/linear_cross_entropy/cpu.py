@@ -1,0 +1,63 @@
+"""Cross entropy of one chunk of logits as in eager.py, on a CPU in blocks of rows that stay in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tempo_kernels.linear_cross_entropy.eager import find_columns
+
+BLOCK_ELEMENTS = 1 << 18
+
+
+def statistics(logits: Tensor, columns: Tensor, num_real: int, needs_sum: bool) -> Tensor:
+    """As in eager.py."""
+    found = torch.empty(
+        3 + needs_sum, logits.size(0), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device
+    )
+    for block, memory in _blocks(logits, found.dtype):
+        top = found[0, block] = logits[block].amax(-1).to(found.dtype)
+        column, is_here = find_columns(columns[block], logits.size(1))
+        target = logits[block].gather(1, column).squeeze(1)
+        found[2, block] = target.masked_fill_(~is_here, float("-inf")).to(found.dtype)
+        values = torch.sub(logits[block], top.unsqueeze(1), out=memory)
+        if needs_sum:
+            found[3, block] = values[:, :num_real].sum(1)
+        found[1, block] = values.exp_().sum(1)
+    return found
+
+
+def gradient_(
+    logits: Tensor,
+    columns: Tensor,
+    top: Tensor,
+    scale: Tensor,
+    grad: Tensor,
+    target_share: float,
+    other_share: float,
+    num_real: int,
+) -> None:
+    """As in eager.py."""
+    for block, memory in _blocks(logits, top.dtype):
+        values = logits[block] if logits.dtype == top.dtype else memory
+        torch.sub(logits[block], top[block].unsqueeze(1), out=values).exp_().mul_(scale[block].unsqueeze(1))
+        of_target = grad[block].unsqueeze(1)
+        values.index_fill_(0, (grad[block] == 0).nonzero().squeeze(1), 0.0)
+        if other_share:
+            values[:, :num_real].sub_(of_target * other_share)
+        column, is_here = find_columns(columns[block], logits.size(1))
+        values.scatter_add_(1, column, (of_target * -target_share).masked_fill_(~is_here.unsqueeze(1), 0.0))
+        if values is memory:
+            logits[block] = values
+
+
+def _blocks(logits: Tensor, compute_dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of rows, and memory to compute in for each."""
+    num_rows, num_columns = logits.shape
+    step = min(num_rows, max(1, BLOCK_ELEMENTS // num_columns))
+    memory = torch.empty(step, num_columns, dtype=compute_dtype, device=logits.device)
+    for start in range(0, num_rows, max(1, step)):
+        stop = min(start + step, num_rows)
+        yield slice(start, stop), memory[: stop - start]

@@ -1,0 +1,161 @@
+"""What is fast on a CPU (cpu.py) against its specification (eager.py), whole tensors at once, in the same room."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from witness import assert_within_rule
+
+from tempo_kernels.attention import cpu as attention_cpu
+from tempo_kernels.attention import eager as attention_eager
+from tempo_kernels.attention.settings import Settings
+from tempo_kernels.gelu import cpu as gelu_cpu
+from tempo_kernels.gelu import eager as gelu_eager
+from tempo_kernels.gelu.inverse import INVERSES, derivative_float64
+from tempo_kernels.glu import cpu as glu_cpu
+from tempo_kernels.glu import eager as glu_eager
+from tempo_kernels.linear_cross_entropy import cpu as loss_cpu
+from tempo_kernels.linear_cross_entropy import eager as loss_eager
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+SHAPES = [(37, 3, 48), (5, 33), (1, 1), (0, 16), (3, 0), (1024,)]
+
+
+def assert_same(found, expected):
+    assert (found is None) == (expected is None)
+    if found is not None:
+        assert found.dtype == expected.dtype and found.is_contiguous() and expected.is_contiguous()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several blocks of every tensor."""
+    monkeypatch.setattr(gelu_cpu, "_MAX_CHUNK", 128)
+    monkeypatch.setattr(glu_cpu, "BLOCK_ELEMENTS", 7 * 96)
+    monkeypatch.setattr(loss_cpu, "BLOCK_ELEMENTS", 5 * 130)
+    monkeypatch.setattr(attention_cpu, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(attention_cpu, "MIN_BLOCK_ROWS", 16)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("form", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gelu_in_chunks_is_the_specification_bit_for_bit(shape, dtype, form):
+    torch.manual_seed(0)
+    x, grad = (torch.rand(shape) * 16 - 8).to(dtype), torch.randn(shape).to(dtype)
+    for bias in (None, torch.randn(shape[-1]).to(dtype)):
+        y, bits = gelu_cpu.forward(x, bias, form)
+        for found, expected in zip((y, bits), gelu_eager.forward(x, bias, form), strict=True):
+            assert_same(found, expected)
+        again = torch.empty_like(y)
+        assert gelu_eager.forward(x, bias, form, has_bits=False, out=again) == (again, None)
+        assert_same(again, y)
+        for name, tensors in (("backward", (grad, y, bits)), ("backward_from_input", (grad, x, bias))):
+            found, expected = (getattr(module, name)(*tensors, form, True) for module in (gelu_cpu, gelu_eager))
+            if name == "backward" and dtype != torch.float64:
+                # P and Q are fused multiply-adds in one and not in the other.
+                is_right = gelu_eager.add_bias(x, bias, form).double() >= INVERSES[form].x_min
+                slope = derivative_float64(y.double(), is_right, form)
+                assert_within_rule("grad_x", found[0], expected[0], slope * grad.double())
+                assert_same(found[1], gelu_eager.sum_of_rows(found[0]))
+            else:
+                assert_same(found[0], expected[0])
+                assert_same(found[1], expected[1])
+
+
+@pytest.mark.parametrize("form", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gelus_table_is_as_exact_as_the_specification_for_every_number(dtype, form):
+    numbers = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    numbers = numbers[(numbers >= INVERSES[form].y_min) & numbers.isfinite()]
+    for is_right, y in ((True, numbers), (False, numbers[numbers <= 0])):
+        bits = torch.full(((y.numel() + 7) // 8,), 255 if is_right else 0, dtype=torch.uint8)
+        found, same = (m.backward(torch.ones_like(y), y, bits, form, False)[0] for m in (gelu_cpu, gelu_eager))
+        exact = derivative_float64(y.double(), torch.full(y.shape, is_right), form)
+        assert_within_rule("grad_x", found, same, exact)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(37, 3, 48), (5, 34), (1, 2), (0, 16), (3, 0), (1024,)], ids=str)
+def test_gated_units_in_blocks_are_the_specification(shape, dtype, activation):
+    torch.manual_seed(0)
+    x = (torch.rand(shape) * 16 - 8).to(dtype)
+    grad = torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
+    for bias in (None, torch.randn(shape[-1]).to(dtype)):
+
+        def results(module, dtype, bias=bias):
+            tensors = [None if t is None else t.to(dtype) for t in (grad, x, bias)]
+            return module.forward(*tensors[1:], activation), *module.backward(*tensors, activation, True)
+
+        exact = results(glu_eager, torch.float64)
+        for name, *witnesses in zip(
+            ("y", "grad_x", "grad_bias"), results(glu_cpu, dtype), results(glu_eager, dtype), exact, strict=True
+        ):
+            if dtype == torch.float64:
+                torch.testing.assert_close(*witnesses[:2], rtol=1e-12, atol=1e-12)
+            else:
+                assert_within_rule(name, *witnesses)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("needs_sum", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_loss_in_blocks_is_the_specification(dtype, needs_sum):
+    torch.manual_seed(0)
+    logits, columns = (torch.randn(23, 130) * 5).to(dtype), torch.randint(-20, 150, (23,))
+    found, expected = (m.statistics(logits, columns, 120, needs_sum) for m in (loss_cpu, loss_eager))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    grad = torch.randn(23, dtype=found.dtype)
+    grad[::5] = 0
+    shares = (0.9, 0.001) if needs_sum else (1.0, 0.0)
+    results = [logits.clone(), logits.clone()]
+    for module, result in zip((loss_cpu, loss_eager), results, strict=True):
+        module.gradient_(result, columns, found[0], grad / found[1], grad, *shares, 120)
+    assert_same(*results)
+
+
+MASK = torch.zeros(2, 1, 40, 56, dtype=torch.bool)
+MASK[0, :, 3] = True  # a row whose every key is hidden
+MASK[1, :, :, 30:] = True
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("keeps_probabilities", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("causal", "window", "mask", "key_lengths"),
+    [(False, None, None, None), (True, None, None, None), (False, None, MASK, None), (True, (7, 0), None, None),
+     (False, (5, 9), None, torch.tensor([0, 41])), (True, None, MASK, torch.tensor([56, 20]))],
+    ids=["full", "causal", "mask", "window", "window and lengths", "causal, mask and lengths"],
+)  # fmt: skip
+def test_attention_in_blocks_is_the_specification(causal, window, mask, key_lengths, dtype, p, keeps_probabilities):
+    torch.manual_seed(0)
+    q, grad = (torch.randn(40, 2, 4, 16) for _ in range(2))
+    k, v = (torch.randn(56, 2, 2, 16) for _ in range(2))
+    settings = Settings(causal, 0.25, p, 0x123456789ABCDEF, 5, 3, window)
+
+    def results(module, dtype):
+        tensors = [t.to(dtype) for t in (q, k, v)]
+        kept = torch.zeros(2, 4, 40, 56, dtype=dtype) if keeps_probabilities else None
+        out, logsumexp = module.forward(*tensors, mask, key_lengths, settings, kept)
+        found = module.backward(grad.to(dtype), *tensors, out, logsumexp, mask, key_lengths, settings, kept)
+        kept = torch.zeros(()) if kept is None else kept
+        return dict(zip("out logsumexp kept grad_q grad_k grad_v".split(), (out, logsumexp, kept, *found), strict=True))
+
+    ours, specified, exact = results(attention_cpu, dtype), results(attention_eager, dtype), None
+    exact = results(attention_eager, torch.float64)
+    for name, found in ours.items():
+        assert found.dtype == specified[name].dtype or name == "kept"
+        is_finite = exact[name].isfinite()
+        assert torch.equal(found.isfinite(), is_finite) and torch.equal(specified[name].isfinite(), is_finite)
+        zero = torch.zeros((), dtype=torch.float64)
+        found, theirs, truth = (t.double().where(is_finite, zero) for t in (found, specified[name], exact[name]))
+        if dtype == torch.float64:
+            torch.testing.assert_close(found, theirs, rtol=1e-10, atol=1e-12)
+        else:
+            assert_within_rule(name, found.to(dtype), theirs.to(dtype), truth)
