@@ -76,6 +76,7 @@ def test_both_forms_of_attention_draw_the_same_masks():
         torch.testing.assert_close(softmax[1][name], grad, rtol=1e-4, atol=1e-6)
 
 
+NUM_TOKENS = 64
 FORMS = {"flash": 0.125, "softmax": 0.0}
 """logsumexp, 4 bytes per token and head, in sbh where a head has 32 columns."""
 
@@ -94,7 +95,7 @@ def kept_by_grouped_queries(num_query_groups, attention, **settings):
     tempo_config = TempoConfig(attention=attention, norm=settings.pop("norm", "inplace"))
     for name, value in settings.items():
         setattr(config, name, value)
-    return measure(config, tempo_config, vocab_size=64, seq_length=64).layer_sbh
+    return measure(config, tempo_config, vocab_size=64, seq_length=NUM_TOKENS).layer_sbh
 
 
 @pytest.mark.parametrize("attention", FORMS)
@@ -106,8 +107,8 @@ def test_attention_keeps_q_k_and_v_and_nothing_of_their_size_beside(num_query_gr
         found = kept_by_grouped_queries(num_query_groups, attention)
     # 16-bit q, k, v, context, two norms and gelu output; a bit per gelu element; rstd of two norms.
     per_rank = 2 + 2 * 2 * num_query_groups / 8 + 2 + 2 * 2 + 8 + 0.5 + FORMS[attention]
-    # Each rank of a sequence-parallel group holds its rows of a norm's output.
-    assert found == pytest.approx((per_rank + 2 * 4 / 256) / tp, abs=1e-9)
+    # Each rank of a sequence-parallel group holds its rows of a norm's output, and all of two norms' gamma and beta.
+    assert found == pytest.approx((per_rank + 2 * 4 / 256) / tp + 2 * 8 / NUM_TOKENS, abs=1e-9)
 
 
 # Bytes per head and token: rstd; mean and rstd; torch's of 16 bits on a CPU.
@@ -121,5 +122,7 @@ def test_copies_are_not_made_where_a_norm_of_q_or_k_keeps_the_projection(norm):
         found = kept_by_grouped_queries(8, "softmax", qk_layernorm=True, norm=norm)
         plain = kept_by_grouped_queries(8, "softmax", norm=norm)
     statistics = 2 * 8 * STATISTICS[norm] / 256
-    # In place the norms keep q and k themselves; otherwise the projection, and q and k are attention's.
-    assert found - plain == pytest.approx(statistics + (0 if norm == "inplace" else 4), abs=1e-9)
+    # In place the norms keep q and k themselves, with gamma and beta of a head's 32 columns; otherwise the projection,
+    # and q and k are attention's.
+    parameters = 2 * 8 * 32 / (NUM_TOKENS * 256)
+    assert found - plain == pytest.approx(statistics + (parameters if norm == "inplace" else 4), abs=1e-9)
