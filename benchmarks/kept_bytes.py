@@ -21,7 +21,7 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- kept bytes: begin -->", "<!-- kept bytes: end -->"
 MODEL = "configs/model/gpt2_124m.json"
 DROPOUT = 0.1
-CONFIGS = (TempoConfig.off(), TempoConfig(), TempoConfig(gelu="recompute", norm="recompute"))
+CONFIGS = (TempoConfig.off(), TempoConfig(), TempoConfig(activation="recompute", norm="recompute"))
 # Name, tensor parallel size, sequence parallelism, Megatron's recomputation.
 LAYOUTS: tuple[tuple[str, int, bool, tuple[str, ...]], ...] = (
     ("TP 1", 1, False, ()),

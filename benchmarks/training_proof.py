@@ -39,7 +39,7 @@ BATCH_SIZE, WARMUP_STEPS, HIGHEST_LR, LAST_STEPS = 8, 50, 1e-3, 20
 FORMS = {
     "stock": TempoConfig.off(),
     "inplace": TempoConfig(),
-    "recompute": TempoConfig(gelu="recompute", norm="recompute"),
+    "recompute": TempoConfig(activation="recompute", norm="recompute"),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -54,8 +54,8 @@ def test_too_few_processes_name_the_option_that_starts_more() -> None:
 def test_banner_and_doctor_have_one_wording_for_what_an_operation_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert banner.describe_implementation is doctor.describe_implementation
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for compiler, words in (("/usr/bin/c++", "plain torch, compiled where that pays"), (None, "plain torch")):
-        monkeypatch.setattr(doctor, "find_compiler", lambda found=compiler: found)
+    for obstacle, words in ((None, "plain torch, compiled where that pays"), ("no compiler", "plain torch")):
+        monkeypatch.setattr(doctor, "find_obstacle", lambda found=obstacle: found)
         rows = {line[:21].strip(): line[21:] for line in doctor.report().splitlines()}
         assert rows["tempo attention"] == rows["tempo norm"] == words
         assert doctor.describe_implementation("attention", "cpu") == words

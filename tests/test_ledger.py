@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from distributed import run_megatron_ranks
+from megatron.core.activations import squared_relu
+from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.cli import main
 from tempo_megatron.memory.layout import simulated
-from tempo_megatron.memory.ledger import SCORES, measure, transformer_config_of
+from tempo_megatron.memory.ledger import Ledger, Row, measure, transformer_config_of
+from tempo_megatron.memory.report import table
+from tempo_megatron.operations import SCORES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GPT2 = json.loads((CONFIGS / "model" / "gpt2_124m.json").read_text(encoding="utf-8"))
@@ -44,7 +49,7 @@ def test_a_tempo_layer_keeps_at_most_its_share_of_20_7_sbh_and_no_scores(tp, seq
     assert 20 / tp <= tempo.layer_sbh <= 20.7 / tp
 
 
-RECOMPUTE = TempoConfig(gelu="recompute", norm="recompute")
+RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
@@ -68,7 +73,7 @@ def test_every_byte_of_a_tempo_layer_is_accounted_for():
 
 
 @pytest.mark.parametrize(
-    ("off", "more_sbh"), [("gelu", 7.5), ("norm", 4), ("dropout", 4)], ids=["gelu", "norm", "dropout"]
+    ("off", "more_sbh"), [("activation", 7.5), ("norm", 4), ("dropout", 4)], ids=["activation", "norm", "dropout"]
 )
 def test_switching_an_operation_off_costs_what_stock_keeps(off, more_sbh):
     everything, without = ledger(SMALL, TempoConfig()), ledger(SMALL, TempoConfig(**{off: "off"}))
@@ -101,6 +106,37 @@ def test_the_command_prints_one_table_and_writes_the_same_figures(tmp_path, caps
     stock, tempo = figures["stock"], figures["tempo"]
     assert f"{stock['layer_bytes']:,}" in text and f"{tempo['layer_bytes']:,}" in text
     assert f"{tempo['layer_bytes'] / stock['layer_bytes']:.3f}" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "choice"),
+    [
+        ({}, "gelu", "inplace"),
+        ({"activation_func": F.silu, "gated_linear_unit": True}, "swiglu", "recompute"),
+        ({"activation_func": squared_relu}, "squared_relu", "inplace"),
+        ({"activation_func": F.relu}, "relu", "off"),
+    ],
+    ids=["gelu", "swiglu", "squared relu", "relu"],
+)
+def test_the_activations_row_has_the_name_of_the_activation_that_was_measured(changes, name, choice):
+    cpu.use_cpu()
+    ledgers = []
+    with simulated(1):
+        config = transformer_config_of(SMALL, sequence_parallel=False, dtype=torch.bfloat16, dropout=0.1, recompute=())
+        for tempo_config in (TempoConfig.off(), TempoConfig(activation=choice)):
+            changed = dataclasses.replace(config, **changes)
+            ledgers.append(measure(changed, tempo_config, vocab_size=512, seq_length=64))
+    text = table(*ledgers)
+    rows = [line.split()[0] for line in text.splitlines()]
+    assert rows.index("linear_fc1") + 1 == rows.index(name) == rows.index("linear_fc2") - 1
+
+
+def test_a_row_that_the_table_of_operations_does_not_know_stands_last():
+    known = ledger(SMALL, TempoConfig())
+    more = dataclasses.replace(known, rows=(Row("new operation", 640, 1), *known.rows))
+    assert isinstance(more, Ledger) and more.layer_bytes == known.layer_bytes + 640
+    lines = table(known, more).splitlines()
+    assert "640" in lines[[line.startswith("one layer without") for line in lines].index(True) - 2]
 
 
 @pytest.mark.parametrize(

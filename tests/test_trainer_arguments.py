@@ -91,7 +91,7 @@ WRONG_ARGUMENTS = {
     "override alone": (["--override-opt-param-scheduler"], "changes what --load brings"),
     "plot alone": (["--loss-plot", "a.png"], "--loss-plot is drawn from the metrics file"),
     "plot of another kind": (["--save", "s", "--loss-plot", "a.pdf"], "does not end in .png"),
-    "tempo off": (["--tempo-gelu", "inplace"], "--tempo-gelu is given but Tempo is off; add --use-tempo"),
+    "tempo off": (["--tempo-activation", "inplace"], "--tempo-activation is given but Tempo is off; add --use-tempo"),
 }
 
 
@@ -126,7 +126,7 @@ WRONG_CONFIGS = {
         "offload_optimizer needs ZeRO",
     ),
     "accumulated in bf16": ({"data_types": {"grad_accum_dtype": "bf16"}}, "without ZeRO gradients are fp32"),
-    "tempo block": ({"tempo": {"gelo": "off"}}, "tempo.gelo is unknown; the nearest known name is tempo.gelu"),
+    "tempo block": ({"tempo": {"activaton": "off"}}, "the nearest known name is tempo.activation"),
 }
 
 
@@ -215,7 +215,7 @@ def test_shipped_deepspeed_configurations_are_what_their_names_say(path: Path) -
     check_arguments(args, completed, on_gpu=True)
     assert path.stem == f"zero{completed['zero_optimization']['stage']}_{args.precision}"
     assert completed["tempo"] == {
-        "enabled": False, "gelu": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash",
+        "enabled": False, "activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash",
         "loss": "fused",
     }  # fmt: skip
 

@@ -14,15 +14,10 @@ from tempo_megatron import cpu
 from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.memory.layout import simulated
-from tempo_megatron.memory.ledger import SCORES, Ledger, Row, measure, transformer_config_of
+from tempo_megatron.memory.ledger import Ledger, Row, measure, transformer_config_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-_ORDER = (
-    "checkpoint (layer input)", "input_layernorm", "linear_qkv", "self_attention (q, k, v)", "core_attention", SCORES,
-    "linear_proj", "self_attn_bda", "pre_mlp_layernorm", "linear_fc1", "gelu", "linear_fc2", "mlp_bda",
-    "transformer layer", "embedding", "final_layernorm", "output_layer", "loss",
-)  # fmt: skip
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,11 +96,11 @@ def table(stock: Ledger, tempo: Ledger) -> str:
         )
 
     def rows(part: str) -> list[str]:
-        present = {row.operation for ledger in (stock, tempo) for row in getattr(ledger, part)}
+        places = {row.operation: row.place for ledger in (stock, tempo) for row in getattr(ledger, part)}
         none = Row("", 0, 0)
         return [
             line(name, *(rows_of.get(name, none).num_bytes for rows_of in by_operation))
-            for name in sorted(present, key=_ORDER.index)
+            for name in sorted(places, key=lambda name: (places[name], name))
         ]
 
     lines += [rule, *rows("layer_rows"), rule]

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
 from tempo_megatron.config import TempoConfig
+from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSoftmaxDotProductAttention
 from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
@@ -47,7 +48,7 @@ _EXPECTED_SPEC = (
     "expected a spec of TransformerLayer, or TransformerBlockSubmodules of such layers, as GPTModel, BertModel and "
     "T5Model take; leave Tempo off for other layers"
 )
-_NORM_SLOTS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm")
+_NORM_SLOTS = OPERATIONS["norm"].slots
 _QUERY_KEY_NORMS = ("q_layernorm", "k_layernorm")
 _NORMS = {
     ("LayerNorm", "inplace"): TempoLayerNorm,
@@ -62,15 +63,23 @@ _ATTENTIONS = {
 }
 # Linears that nothing but a norm feeds, and that alone read what it gives.
 _LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
-_BDA_SITES = {
-    "self_attn_bda": Site.SELF_ATTENTION_OUTPUT,
-    "cross_attn_bda": Site.CROSS_ATTENTION_OUTPUT,
-    "mlp_bda": Site.MLP_OUTPUT,
+_BDA_SITES = dict(
+    zip(
+        OPERATIONS["dropout"].slots,
+        (Site.SELF_ATTENTION_OUTPUT, Site.CROSS_ATTENTION_OUTPUT, Site.MLP_OUTPUT),
+        strict=True,
+    )
+)
+_TEMPO_CLASSES: dict[str, tuple[type, ...]] = {
+    "activation": (TempoMLP,),
+    "norm": (TempoLayerNorm, TempoRMSNorm),
+    "attention": (TempoDotProductAttention,),
 }
 
 
 class _DropUnknownMLP(logging.Filter):
-    """Megatron warns once a layer that it gives an MLP it does not know no process group; TempoMLP finds its own."""
+    """Megatron gives a process group to the MLP classes it knows, and warns in every layer about any other class.
+    TempoMLP takes its group from `pg_collection`, so that the warning does not apply."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "Unknown MLP type" not in record.getMessage()
@@ -188,27 +197,31 @@ def count_slots(spec: TransformerBlockSubmodules) -> dict[str, tuple[int, int]]:
 
     A slot that a layer leaves empty (no cross attention, an attention or MLP that is left out) is not counted.
     """
-    counts = dict.fromkeys(("norm", "attention", "dropout", "gelu"), (0, 0))
-
-    def count(operation: str, slot: Any, is_tempo: bool) -> None:
-        if _is_there(slot):
-            ours, total = counts[operation]
-            counts[operation] = (ours + is_tempo, total + 1)
-
-    count("norm", spec.layer_norm, _holds(spec.layer_norm, TempoLayerNorm, TempoRMSNorm))
-    for layer in spec.layer_specs or []:
-        slots: Any = layer.submodules
-        for name in _NORM_SLOTS:
-            slot = getattr(slots, name)
-            count("norm", slot, _holds(slot, TempoLayerNorm, TempoRMSNorm))
-        for name in ("self_attention", "cross_attention"):
-            slot = getattr(getattr(getattr(slots, name), "submodules", None), "core_attention", None)
-            count("attention", slot, _holds(slot, TempoDotProductAttention))
-        for name in _BDA_SITES:
-            slot = getattr(slots, name)
-            count("dropout", slot, getattr(slot, "__module__", "") == tempo_bias_dropout_add.__module__)
-        count("gelu", slots.mlp, _holds(_mlp_class(slots.mlp), TempoMLP))
+    counts = {}
+    for operation in OPERATIONS.values():
+        slots = [getattr(spec, name) for name in operation.block_slots]
+        slots += [_slot_at(layer, path) for layer in spec.layer_specs or [] for path in operation.slots]
+        filled = [slot for slot in slots if _is_there(slot)]
+        if operation.slots:
+            counts[operation.name] = (sum(_is_tempo(operation.name, slot) for slot in filled), len(filled))
     return counts
+
+
+def _slot_at(layer: Any, path: str) -> Any:
+    """What stands at a dotted path of a layer spec; None where a spec on the way has no submodules."""
+    slot = layer
+    for name in path.split("."):
+        slot = getattr(getattr(slot, "submodules", None), name, None)
+    return slot
+
+
+def _is_tempo(operation: str, slot: Any) -> bool:
+    if operation == "dropout":  # a function in the spec, as Megatron has it
+        return getattr(slot, "__module__", "") == tempo_bias_dropout_add.__module__
+    module = slot.module if isinstance(slot, ModuleSpec) else slot
+    if operation == "activation":
+        module = _mlp_class(slot)
+    return isinstance(module, type) and issubclass(module, _TEMPO_CLASSES[operation])
 
 
 def _tempoize_layer(
@@ -238,11 +251,6 @@ def _is_there(slot: Any) -> bool:
     return module is not None and module not in (IdentityOp, IdentityFuncOp)
 
 
-def _holds(slot: Any, *classes: type) -> bool:
-    module = slot.module if isinstance(slot, ModuleSpec) else slot
-    return isinstance(module, type) and issubclass(module, classes)
-
-
 def _norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
     if slot not in (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl):
         return slot
@@ -253,7 +261,9 @@ def _norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoC
 
 
 def _linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
-    """What changes in the submodules of attention or MLP, for their linears to drop what a norm can make again."""
+    """Replacements for the linears that read a norm's output: TempoColumnParallelLinear drops that output after use.
+
+    Empty unless the norm recomputes its output."""
     if tempo_config.norm != "recompute":
         return {}
     names = [name for name in _LINEARS_AFTER_NORMS if getattr(submodules, name, None) is ColumnParallelLinear]
@@ -285,7 +295,7 @@ def _mlp_class(slot: Any) -> Any:
 def _mlp(slot: Any, tempo_config: TempoConfig) -> Any:
     if _mlp_class(slot) is not MLP:
         return slot
-    module = {"off": MLP, "inplace": TempoMLP, "recompute": TempoRecomputeMLP}[tempo_config.gelu]
+    module = {"off": MLP, "inplace": TempoMLP, "recompute": TempoRecomputeMLP}[tempo_config.activation]
     if isinstance(slot, functools.partial):
         keywords = dict(slot.keywords)
         if "submodules" in keywords:

@@ -35,20 +35,24 @@ def activation_name(config: TransformerConfig) -> str | None:
     return _PLAIN.get(config.activation_func)
 
 
+def describe_activation(config: TransformerConfig) -> str:
+    """The activation's name, also of one that Tempo has no operation for."""
+    function = getattr(config.activation_func, "__name__", str(config.activation_func))
+    return activation_name(config) or ("gated " if config.gated_linear_unit else "") + function
+
+
 def refuse_activation(config: TransformerConfig, choice: str) -> None:
-    """Raise ValueError where the MLP's activation has no form for tempo.gelu = `choice`."""
+    """Raise ValueError where the MLP's activation has no form for tempo.activation = `choice`."""
     name = activation_name(config)
     if name is None:
-        function = getattr(config.activation_func, "__name__", str(config.activation_func))
-        gated = "gated " if config.gated_linear_unit else ""
         raise ValueError(
-            f"activation is {gated}{function}; gelu, squared relu, swiglu, geglu or reglu is wanted; "
-            'set tempo.gelu to "off"'
+            f"activation is {describe_activation(config)}; expected gelu, squared relu, swiglu, geglu or reglu; "
+            'set tempo.activation to "off"'
         )
     if choice == "inplace" and name not in _IN_PLACE:
         raise ValueError(
             f"activation is {name}, in-place applies to gelu and squared relu only; "
-            'set tempo.gelu to "recompute" or "off"'
+            'set tempo.activation to "recompute" or "off"'
         )
 
 

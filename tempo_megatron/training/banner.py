@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.config import CHOICES
 from tempo_megatron.doctor import describe_implementation
+from tempo_megatron.operations import CHOICES, OPERATIONS
 from tempo_megatron.training.deepspeed_config import offloads_optimizer, unknown_keys, zero_stage
 
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")
@@ -67,8 +67,10 @@ def run_banner(
         "data": " ".join(args.data_path),
         "tempo": _tempo_lines(args, config, tempo_config),
     }
-    if tempo_config.attention != "off":
-        rows["attention"] = describe_implementation("attention", device.type, tempo_config.attention)
+    for operation in OPERATIONS.values():
+        choice = getattr(tempo_config, operation.name)
+        if operation.has_banner_line and choice != "off":
+            rows[operation.name] = describe_implementation(operation.name, device.type, choice)
     if ignored := unknown_keys(config):
         rows["ignored"] = f"DeepSpeed does not read {', '.join(ignored)} of {args.deepspeed_config}"
     width = max(map(len, rows))
