@@ -14,7 +14,7 @@ from measurements import RESULTS, ROOT, append_records, describe_cpu_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.ledger import Ledger
-from tempo_megatron.memory.report import ledger_of
+from tempo_megatron.memory.ledger_command import ledger_of
 
 OUTPUT = RESULTS / "kept_bytes.jsonl"
 README = ROOT / "README.md"

@@ -37,6 +37,13 @@ def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     return parser
 
 
+def describe_tempo_arguments(args: argparse.Namespace) -> str:
+    """What was typed: `--use-tempo --tempo-norm off`; "none" where nothing was."""
+    words = {None: [], True: ["--use-tempo"], False: ["--no-use-tempo"]}[args.use_tempo]
+    given = {name: getattr(args, f"tempo_{name}") for name in CHOICES}
+    return " ".join(words + [f"--tempo-{name} {value}" for name, value in given.items() if value]) or "none"
+
+
 def tempo_config_from(args: argparse.Namespace, deepspeed_config: Mapping[str, Any] | None = None) -> TempoConfig:
     """The TempoConfig of a run: the `"tempo"` block of `deepspeed_config`, with each given argument on top.
 

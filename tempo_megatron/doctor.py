@@ -23,7 +23,7 @@ _PACKAGES = (
 )
 
 
-def report() -> str:
+def describe_installation() -> str:
     """Versions, devices, and which implementation each operation takes here, one line each."""
     lines = [f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"]
     for name, distribution in _PACKAGES:

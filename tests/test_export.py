@@ -46,7 +46,7 @@ def keep_live_weights() -> None:
                 )
                 for name, parameter in module.named_parameters()
             }
-        torch.save(weights, Path(self.args.save).parent / f"live_{self.rank}.pt")
+        torch.save(weights, Path(self.run.save).parent / f"live_{self.rank}.pt")
         return done
 
     Checkpoints.save = save_both  # type: ignore[method-assign]
@@ -129,15 +129,16 @@ def megatron_logits(run_json: dict[str, Any], weights: dict[str, torch.Tensor], 
     """[b, s, padded vocabulary] of a stock GPTModel with these weights."""
     from argparse import Namespace
 
-    from tempo_megatron.training.model import build_model, transformer_config
+    from tempo_megatron.training.model import build_model, build_transformer_config
 
-    args = Namespace(
+    run_config = Namespace(
         **run_json, init_method_std=0.02, use_cpu_initialization=True, no_bias_gelu_fusion=True,
         no_bias_dropout_fusion=True, no_masked_softmax_fusion=True, recompute_granularity=None, recompute_method=None,
-        recompute_num_layers=None, recompute_modules=None, sequence_parallel=False,
+        recompute_num_layers=None, recompute_modules=None, sequence_parallel=False, on_gpu=False,
+        tempo=TempoConfig.off(),
     )  # fmt: skip
-    config = transformer_config(args, on_gpu=False)
-    model = build_model(args, config, TempoConfig.off(), run_json["padded_vocab_size"]).eval()
+    config = build_transformer_config(run_config)
+    model = build_model(run_config, config, run_json["padded_vocab_size"]).eval()
     left = model.load_state_dict(weights, strict=False)
     assert not left.unexpected_keys and all(name.endswith("_extra_state") for name in left.missing_keys)
     length = tokens.size(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,12 +27,6 @@ _GPT2_LAYER = {
     "mlp.linear_fc2": "mlp.c_proj",
 }
 _GPT2_NORMS = ("ln_1", "ln_2")
-
-
-def describe_model_for_export(args: argparse.Namespace) -> dict[str, Any]:
-    """What run.json has to say beyond the sizes of the weights, from the trainer's arguments once the data is known."""
-    names = ("vocab_size", "end_of_document", "tokenizer_files", "attention_dropout", "hidden_dropout")
-    return {name: getattr(args, name) for name in names}
 
 
 def weight_shapes(run: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

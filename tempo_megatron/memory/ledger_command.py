@@ -130,8 +130,7 @@ def _tempo_config(args: argparse.Namespace) -> TempoConfig:
         block = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
         if "tempo" not in block:
             raise ValueError(f'{args.deepspeed_config} has no "tempo" block; add one or leave --deepspeed_config out')
-    args.use_tempo = True
-    return tempo_config_from(args, block)
+    return tempo_config_from(argparse.Namespace(**{**vars(args), "use_tempo": True}), block)
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, Any]:
