@@ -16,7 +16,7 @@ from training_job import Data, make_data, run, successful
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.training.weight_names import to_gpt2, weight_shapes
+from tempo_megatron.training.weight_names import convert_to_gpt2, list_weight_shapes
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
@@ -289,7 +289,7 @@ def test_gpt2_has_every_weight_under_another_name() -> None:
     sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 32, "num_attention_heads": 2, "vocab_size": 5}
     run_json = {**sizes, "padded_vocab_size": 5, "max_position_embeddings": 4}
     run_json["untie_embeddings_and_output_weights"] = True
-    weights = {name: torch.randn(shape) for name, shape in weight_shapes(run_json).items()}
-    renamed = to_gpt2(weights, run_json)
+    weights = {name: torch.randn(shape) for name, shape in list_weight_shapes(run_json).items()}
+    renamed = convert_to_gpt2(weights, run_json)
     assert len(renamed) == len(weights)
     assert sum(value.sum() for value in renamed.values()) == pytest.approx(sum(v.sum() for v in weights.values()))

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.cli import main
-from tempo_megatron.memory.layout import simulated
-from tempo_megatron.memory.ledger import Ledger, Row, measure, transformer_config_of
-from tempo_megatron.memory.ledger_command import table
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.ledger import Ledger, Row, build_transformer_config, measure
+from tempo_megatron.memory.ledger_command import format_table
 from tempo_megatron.operations import SCORES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -23,7 +23,7 @@ SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 512, "num_atten
 
 
 def ledger_in_this_layout(sizes, tempo_config, sequence_parallel, recompute=(), seq_length=64, dropout=0.1):
-    config = transformer_config_of(
+    config = build_transformer_config(
         sizes, sequence_parallel=sequence_parallel, dtype=torch.bfloat16, dropout=dropout, recompute=recompute
     )
     return measure(config, tempo_config, vocab_size=512, seq_length=seq_length)
@@ -31,7 +31,7 @@ def ledger_in_this_layout(sizes, tempo_config, sequence_parallel, recompute=(), 
 
 def ledger(sizes, tempo_config, tp=1, sequence_parallel=False, **settings):
     cpu.use_cpu()
-    with simulated(tp):
+    with simulate_layout(tp):
         return ledger_in_this_layout(sizes, tempo_config, sequence_parallel, **settings)
 
 
@@ -120,11 +120,13 @@ def test_the_command_prints_one_table_and_writes_the_same_figures(tmp_path, caps
 )
 def test_the_activations_row_has_the_name_of_the_activation_that_was_measured(changes, name, choice):
     cpu.use_cpu()
-    with simulated(1):
-        config = transformer_config_of(SMALL, sequence_parallel=False, dtype=torch.bfloat16, dropout=0.1, recompute=())
+    with simulate_layout(1):
+        config = build_transformer_config(
+            SMALL, sequence_parallel=False, dtype=torch.bfloat16, dropout=0.1, recompute=()
+        )
         changed = dataclasses.replace(config, **changes)
         found = measure(changed, TempoConfig(activation=choice), vocab_size=512, seq_length=64)
-    rows = [line.split()[0] for line in table(found, found).splitlines()]
+    rows = [line.split()[0] for line in format_table(found, found).splitlines()]
     assert rows.index("pre_mlp_layernorm") < rows.index(name) < rows.index("one")  # layer without s*s
 
 
@@ -132,7 +134,7 @@ def test_a_row_that_the_table_of_operations_does_not_know_stands_last():
     known = ledger(SMALL, TempoConfig())
     more = dataclasses.replace(known, rows=(Row("new operation", 640, 1), *known.rows))
     assert isinstance(more, Ledger) and more.layer_bytes == known.layer_bytes + 640
-    lines = table(known, more).splitlines()
+    lines = format_table(known, more).splitlines()
     assert "640" in lines[[line.startswith("one layer without") for line in lines].index(True) - 2]
 
 

@@ -18,7 +18,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 
 from tempo_megatron.data import corpus, documents
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer
-from tempo_megatron.data.dataset_writer import DatasetWriter, token_dtype
+from tempo_megatron.data.dataset_writer import DatasetWriter, choose_token_dtype
 from tempo_megatron.data.prepare_data import main
 
 WORDS = ["the", "tensor", "keeps", "every", "naïve", "漢字", "value\n\n", "for", "", "backward\t1234", ""]
@@ -276,7 +276,7 @@ def test_the_files_are_those_of_megatrons_own_builder(dtype: type, lengths: list
 
 def test_the_dtype_is_the_one_that_megatron_chooses() -> None:
     for vocab_size in (257, 50257, 65499, 65500, 65536, 200_000):
-        assert token_dtype(vocab_size) is DType.optimal_dtype(vocab_size)
+        assert choose_token_dtype(vocab_size) is DType.optimal_dtype(vocab_size)
 
 
 def test_a_run_imports_neither_torch_nor_megatron_and_prints_no_warning(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 128, "num_attent
 def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     """Gradients by name of every parameter marked sequence_parallel, on this rank."""
     from tempo_megatron.training.arguments import parse_arguments
-    from tempo_megatron.training.engine import gradient_norm, sum_sequence_parallel_gradients
+    from tempo_megatron.training.engine import compute_gradient_norm, sum_sequence_parallel_gradients
     from tempo_megatron.training.model import ForwardStep, build_model, build_transformer_config
     from tempo_megatron.training.run_config import complete_run
 
@@ -49,7 +49,7 @@ def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
         assert all(parameter.sequence_parallel for parameter in chosen.values())
     assert parallel_state.get_tensor_model_parallel_world_size() == world_size
     found = {name: parameter.grad.clone() for name, parameter in chosen.items() if parameter.grad is not None}
-    return {**found, "norm": gradient_norm(model)}
+    return {**found, "norm": compute_gradient_norm(model)}
 
 
 @pytest.fixture(scope="module")

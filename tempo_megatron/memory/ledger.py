@@ -100,7 +100,7 @@ def measure(
 
     Args:
         transformer_config: Megatron's; its `num_layers` is taken as 1 for the run. Model parallelism must be
-            initialised (see `tempo_megatron.memory.layout.simulated`) with its sizes.
+            initialised (see `tempo_megatron.memory.layout.simulate_layout`) with its sizes.
         tempo_config: `TempoConfig.off()` for stock.
         vocab_size: padded size of the vocabulary, divisible by the tensor parallel size.
         seq_length, micro_batch_size: s and b.
@@ -131,7 +131,7 @@ def measure(
     recorder = Recorder(model, exclude=(tokens, positions) if mask is None else (tokens, positions, mask))
     layer = model.decoder.layers[0]
     for name in _BDA:
-        setattr(layer, name, _scoped_bda(recorder, f"{LAYER}.{name}", getattr(layer, name)))
+        setattr(layer, name, _scope_bda(recorder, f"{LAYER}.{name}", getattr(layer, name)))
     with recorder.recording():
         loss = model(tokens, positions, mask, labels=tokens)
     rows = _sum_rows(recorder.saved(), seq_length, describe_activation(one_layer))
@@ -145,7 +145,7 @@ def measure(
     )
 
 
-def transformer_config_of(
+def build_transformer_config(
     sizes: dict[str, Any], *, sequence_parallel: bool, dtype: torch.dtype, dropout: float, recompute: tuple[str, ...]
 ) -> TransformerConfig:
     """A GPT's TransformerConfig from `configs/model` sizes, under the initialised model parallelism.
@@ -177,11 +177,11 @@ def transformer_config_of(
     )
 
 
-def _scoped_bda(recorder: Recorder, operation: str, get_function: Any) -> Any:
+def _scope_bda(recorder: Recorder, operation: str, get_function: Any) -> Any:
     return lambda training, fused: recorder.scoped(operation, get_function(training, fused))
 
 
-def _row_of(saved: SavedStorage, seq_length: int) -> LedgerRow:
+def _find_row(saved: SavedStorage, seq_length: int) -> LedgerRow:
     name = saved.operation
     while name not in _MODULES:
         name = name.rpartition(".")[0]
@@ -192,7 +192,7 @@ def _row_of(saved: SavedStorage, seq_length: int) -> LedgerRow:
 def _sum_rows(saved: list[SavedStorage], seq_length: int, activation: str) -> tuple[Row, ...]:
     totals: dict[LedgerRow, list[int]] = {}
     for storage in saved:
-        total = totals.setdefault(_row_of(storage, seq_length), [0, 0])
+        total = totals.setdefault(_find_row(storage, seq_length), [0, 0])
         total[0] += storage.num_bytes
         total[1] += 1
     return tuple(

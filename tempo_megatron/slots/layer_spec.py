@@ -148,21 +148,21 @@ def tempoize(
     `transformer_config` asks for.
     """
     check_against(transformer_config, tempo_config)
-    block = _block_of(spec, transformer_config, vp_stage)
+    block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
-    stack = _stack_of(layer_specs) if stack is None else stack
+    stack = _find_stack(layer_specs) if stack is None else stack
     offset = get_transformer_layer_offset(transformer_config, vp_stage)
     return TempoBlockSubmodules(
         layer_specs=[
             _tempoize_layer(layer, transformer_config, tempo_config, offset + index + 1, stack)
             for index, layer in enumerate(layer_specs)
         ],
-        layer_norm=_norm(block.layer_norm, transformer_config, tempo_config),
+        layer_norm=_replace_norm(block.layer_norm, transformer_config, tempo_config),
         submodules=block.submodules,
     )
 
 
-def _block_of(spec: Any, transformer_config: TransformerConfig, vp_stage: int | None) -> TempoBlockSubmodules:
+def _make_block(spec: Any, transformer_config: TransformerConfig, vp_stage: int | None) -> TempoBlockSubmodules:
     block = spec.submodules if isinstance(spec, ModuleSpec) else spec
     is_block = isinstance(block, TransformerBlockSubmodules)
     layer_specs = (block.layer_specs or []) if is_block else [spec]
@@ -179,7 +179,7 @@ def _block_of(spec: Any, transformer_config: TransformerConfig, vp_stage: int | 
     return TempoBlockSubmodules([spec] * num_layers, transformer_block.LayerNormImpl, submodules)
 
 
-def _stack_of(layer_specs: list[ModuleSpec]) -> Stack:
+def _find_stack(layer_specs: list[ModuleSpec]) -> Stack:
     masks = set()
     for layer in layer_specs:
         slots: Any = layer.submodules
@@ -200,14 +200,14 @@ def count_slots(spec: TransformerBlockSubmodules) -> dict[str, tuple[int, int]]:
     counts = {}
     for operation in OPERATIONS.values():
         slots = [getattr(spec, name) for name in operation.block_slots]
-        slots += [_slot_at(layer, path) for layer in spec.layer_specs or [] for path in operation.slots]
+        slots += [_find_slot(layer, path) for layer in spec.layer_specs or [] for path in operation.slots]
         filled = [slot for slot in slots if _is_there(slot)]
         if operation.slots:
             counts[operation.name] = (sum(_is_tempo(operation.name, slot) for slot in filled), len(filled))
     return counts
 
 
-def _slot_at(layer: Any, path: str) -> Any:
+def _find_slot(layer: Any, path: str) -> Any:
     """What stands at a dotted path of a layer spec; None where a spec on the way has no submodules."""
     slot = layer
     for name in path.split("."):
@@ -220,7 +220,7 @@ def _is_tempo(operation: str, slot: Any) -> bool:
         return getattr(slot, "__module__", "") == tempo_bias_dropout_add.__module__
     module = slot.module if isinstance(slot, ModuleSpec) else slot
     if operation == "activation":
-        module = _mlp_class(slot)
+        module = _find_mlp_class(slot)
     return isinstance(module, type) and issubclass(module, _TEMPO_CLASSES[operation])
 
 
@@ -234,14 +234,14 @@ def _tempoize_layer(
     changes: dict[str, Any] = {}
     slots: Any = layer.submodules
     for name in _NORM_SLOTS:
-        changes[name] = _norm(getattr(slots, name), transformer_config, tempo_config)
+        changes[name] = _replace_norm(getattr(slots, name), transformer_config, tempo_config)
     for name in ("self_attention", "cross_attention"):
-        changes[name] = _attention(getattr(slots, name), transformer_config, tempo_config, stack)
+        changes[name] = _replace_attention(getattr(slots, name), transformer_config, tempo_config, stack)
     if tempo_config.dropout == "recompute":
         for name, site in _BDA_SITES.items():
             if getattr(slots, name) is get_bias_dropout_add:
                 changes[name] = tempo_bias_dropout_add(transformer_config, layer_number, site, stack)
-    changes["mlp"] = _mlp(slots.mlp, tempo_config)
+    changes["mlp"] = _replace_mlp(slots.mlp, tempo_config)
     return dataclasses.replace(layer, submodules=dataclasses.replace(slots, **changes))
 
 
@@ -251,7 +251,7 @@ def _is_there(slot: Any) -> bool:
     return module is not None and module not in (IdentityOp, IdentityFuncOp)
 
 
-def _norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
+def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
     if slot not in (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl):
         return slot
     tempo_norm = _NORMS.get((transformer_config.normalization, tempo_config.norm))
@@ -260,7 +260,7 @@ def _norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoC
     return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(transformer_config.normalization, slot)
 
 
-def _linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
+def _replace_linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
     """Replacements for the linears that read a norm's output: TempoColumnParallelLinear drops that output after use.
 
     Empty unless the norm recomputes its output."""
@@ -270,12 +270,14 @@ def _linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
     return dict.fromkeys(names, TempoColumnParallelLinear)
 
 
-def _attention(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig, stack: Stack) -> Any:
+def _replace_attention(
+    slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig, stack: Stack
+) -> Any:
     submodules: Any = getattr(slot, "submodules", None)
-    changes = _linears(submodules, tempo_config)
+    changes = _replace_linears(submodules, tempo_config)
     for name in _QUERY_KEY_NORMS:
         if hasattr(submodules, name):
-            changes[name] = _norm(getattr(submodules, name), transformer_config, tempo_config)
+            changes[name] = _replace_norm(getattr(submodules, name), transformer_config, tempo_config)
     if getattr(submodules, "core_attention", None) is DotProductAttention:
         changes["core_attention"] = core_attention = _ATTENTIONS[tempo_config.attention]
         if tempo_config.attention != "off":
@@ -285,22 +287,22 @@ def _attention(slot: Any, transformer_config: TransformerConfig, tempo_config: T
     return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
 
 
-def _mlp_class(slot: Any) -> Any:
+def _find_mlp_class(slot: Any) -> Any:
     """The MLP class in a slot: a ModuleSpec's, or the class that `partial(MLP.as_mlp_submodule, ...)` is bound to."""
     return (
         getattr(slot.func, "__self__", None) if isinstance(slot, functools.partial) else getattr(slot, "module", None)
     )
 
 
-def _mlp(slot: Any, tempo_config: TempoConfig) -> Any:
-    if _mlp_class(slot) is not MLP:
+def _replace_mlp(slot: Any, tempo_config: TempoConfig) -> Any:
+    if _find_mlp_class(slot) is not MLP:
         return slot
     module = {"off": MLP, "inplace": TempoMLP, "recompute": TempoRecomputeMLP}[tempo_config.activation]
     if isinstance(slot, functools.partial):
         keywords = dict(slot.keywords)
         if "submodules" in keywords:
             submodules = keywords["submodules"]
-            keywords["submodules"] = dataclasses.replace(submodules, **_linears(submodules, tempo_config))
+            keywords["submodules"] = dataclasses.replace(submodules, **_replace_linears(submodules, tempo_config))
         return functools.partial(getattr(module, slot.func.__name__), *slot.args, **keywords)
-    submodules = dataclasses.replace(slot.submodules, **_linears(slot.submodules, tempo_config))
+    submodules = dataclasses.replace(slot.submodules, **_replace_linears(slot.submodules, tempo_config))
     return dataclasses.replace(slot, module=module, submodules=submodules)

@@ -12,7 +12,7 @@ import torch
 
 from tempo_megatron.doctor import describe_implementation
 from tempo_megatron.operations import OPERATIONS
-from tempo_megatron.training.deepspeed_config import offloads_optimizer, unknown_keys, zero_stage
+from tempo_megatron.training.deepspeed_config import find_unknown_keys, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run_config import RunConfig
 
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")
@@ -68,7 +68,7 @@ def write_banner(
         choice = getattr(run.tempo, operation.name)
         if operation.has_banner_line and choice != "off":
             rows[operation.name] = describe_implementation(operation.name, device.type, choice)
-    if ignored := unknown_keys(run.deepspeed):
+    if ignored := find_unknown_keys(run.deepspeed):
         rows["ignored"] = f"DeepSpeed does not read {', '.join(ignored)} of {run.deepspeed_config}"
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
@@ -79,7 +79,7 @@ def _deepspeed_line(run: RunConfig, optimizer_name: str) -> str:
     accumulated = config.get("data_types", {}).get("grad_accum_dtype") or run.precision
     offload = ", optimizer offloaded" if offloads_optimizer(config) else ""
     return (
-        f"{run.deepspeed_config}: ZeRO {zero_stage(config)}, {run.precision}, "
+        f"{run.deepspeed_config}: ZeRO {read_zero_stage(config)}, {run.precision}, "
         f"gradients accumulated in {accumulated}, {optimizer_name}{offload}"
     )
 

@@ -16,10 +16,15 @@ import torch.distributed as dist
 
 from tempo_megatron.training.agreement import differs_between_ranks, raise_on_all_ranks
 from tempo_megatron.training.checkpoint_files import fault_in_checkpoint, read_tensors, why_not_written
-from tempo_megatron.training.checkpoint_folder import CheckpointFolder, all_to_disk, iteration_of, unfinished_name
+from tempo_megatron.training.checkpoint_folder import (
+    CheckpointFolder,
+    flush_all_to_disk,
+    name_unfinished,
+    parse_iteration,
+)
 from tempo_megatron.training.engine import Engine
 from tempo_megatron.training.resume import RUN_FILE, check_same_run, select_settings
-from tempo_megatron.training.rng_state import rng_state, set_rng_state
+from tempo_megatron.training.rng_state import get_rng_state, set_rng_state
 from tempo_megatron.training.run_config import RunConfig
 
 
@@ -59,14 +64,14 @@ class Checkpoints:
         assert self.run.save is not None
         folder = CheckpointFolder(self.run.save)
         self._everywhere(progress, why_not_written(folder.begin, progress.iteration) if self.rank == 0 else None)
-        unfinished = folder.path / unfinished_name(progress.iteration)
+        unfinished = folder.path / name_unfinished(progress.iteration)
         self._everywhere(progress, self._write(unfinished, progress))
         if self.rank == 0:
             self._everywhere(progress, why_not_written(self._describe, unfinished, progress))
         else:
             self._everywhere(progress, None)
         flushes = int(os.environ["LOCAL_RANK"]) == 0
-        self._everywhere(progress, why_not_written(all_to_disk, unfinished) if flushes else None)
+        self._everywhere(progress, why_not_written(flush_all_to_disk, unfinished) if flushes else None)
         self._everywhere(progress, why_not_written(folder.commit, progress.iteration) if self.rank == 0 else None)
         if self.rank == 0 and self.run.keep_checkpoints:
             folder.remove_older_than_newest(self.run.keep_checkpoints)
@@ -120,7 +125,7 @@ class Checkpoints:
         self.engine.scheduler.load_state_dict(state["scheduler"])
         set_rng_state(state["rng"], self.run.on_gpu)
         progress = Progress(**state["progress"])
-        assert progress.iteration == iteration_of(saved["checkpoint"])
+        assert progress.iteration == parse_iteration(saved["checkpoint"])
         if self.run.save and Path(self.run.save).resolve() == checkpoint.parent.resolve():
             self.last_saved = progress.iteration
         return progress
@@ -129,7 +134,7 @@ class Checkpoints:
         return {
             "progress": dataclasses.asdict(progress),
             "scheduler": self.engine.scheduler.state_dict(),
-            "rng": rng_state(self.run.on_gpu),
+            "rng": get_rng_state(self.run.on_gpu),
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tempo_megatron.training.deepspeed_config import offloads_optimizer, zero_stage
+from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run_config import RunConfig
 
 _NEEDS_TRANSFORMER_ENGINE = "without Transformer Engine megatron-core stops in it with a NameError"
@@ -64,7 +64,7 @@ def _check_precision(run: RunConfig) -> None:
     config = run.deepspeed
     if run.precision == "fp16" and not run.on_gpu:
         raise ValueError("fp16 is asked for but there is no GPU and DeepSpeed has no fp16 on CPU; use bf16 or fp32")
-    stage = zero_stage(config)
+    stage = read_zero_stage(config)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage in the DeepSpeed JSON is {stage}; it must be 0, 1, 2 or 3")
     if stage == 0 and run.precision != "fp32":

@@ -17,7 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer, validate_dataset
-from tempo_megatron.data.tokenizer import GPT2Tokenizer, padded_vocab_size
+from tempo_megatron.data.tokenizer import GPT2Tokenizer, pad_vocab_size
 from tempo_megatron.training.run_config import RunConfig
 
 
@@ -62,7 +62,7 @@ def load_vocabulary(run: RunConfig) -> Vocabulary:
         raise ValueError(
             f"--vocab-size {vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens; raise it or remove it"
         )
-    padded = padded_vocab_size(vocab_size, run.make_vocab_size_divisible_by, run.tensor_model_parallel_size)
+    padded = pad_vocab_size(vocab_size, run.make_vocab_size_divisible_by, run.tensor_model_parallel_size)
     files = _describe_tokenizer_files(run, tokenizer)
     for prefix in prefixes:
         validate_dataset(prefix, vocab_size)

@@ -99,21 +99,21 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_names(path: str, config: Mapping[str, Any]) -> None:
-    for key in unknown_keys(config):
+    for key in find_unknown_keys(config):
         if near := difflib.get_close_matches(key, _KNOWN, n=1, cutoff=0.8):
             raise ValueError(f'--deepspeed_config {path}: "{key}" is unknown; the nearest known name is "{near[0]}"')
 
 
-def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+def find_unknown_keys(config: Mapping[str, Any]) -> list[str]:
     """Top-level keys that neither DeepSpeed nor the trainer reads: DeepSpeed accepts any name without a word."""
     return [key for key in config if key not in _KNOWN]
 
 
-def zero_stage(config: Mapping[str, Any]) -> int:
+def read_zero_stage(config: Mapping[str, Any]) -> int:
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
-def precision_of(config: Mapping[str, Any]) -> str:
+def read_precision(config: Mapping[str, Any]) -> str:
     """`fp32`, `bf16` or `fp16`. Raises ValueError where both are enabled."""
     enabled = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True]
     if len(enabled) == 2:
@@ -203,7 +203,7 @@ def _decide_precision(config: Mapping[str, Any], given: Mapping[str, Any]) -> di
             block["enabled"] = asked
         if block:
             blocks[name] = block
-    precision = precision_of({**config, **blocks})
+    precision = read_precision({**config, **blocks})
     for name in ("bf16", "fp16"):
         if given[name] and precision != name:
             raise ValueError(f"--{name} is given but the DeepSpeed JSON enables {precision}; make them agree")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tempo_kernels.norm import recount
 from tempo_megatron.training.checkpoint_files import CheckpointFiles
-from tempo_megatron.training.deepspeed_config import offloads_optimizer, zero_stage
+from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run_config import RunConfig
 
 # What a user whose model has diverged can do; the last checkpoint is one from before.
@@ -82,18 +82,18 @@ def initialize_distributed(run: RunConfig) -> torch.device:
     return device
 
 
-def construction_context(run: RunConfig) -> contextlib.AbstractContextManager[Any]:
+def choose_construction_context(run: RunConfig) -> contextlib.AbstractContextManager[Any]:
     """Where to build the model: ZeRO-3 partitions each module as soon as it exists, so none has to fit whole."""
     config = run.deepspeed
-    if zero_stage(config) < 3 or parallel_state.get_data_parallel_world_size() == 1:
+    if read_zero_stage(config) < 3 or parallel_state.get_data_parallel_world_size() == 1:
         return contextlib.nullcontext()
     return deepspeed.zero.Init(
         data_parallel_group=parallel_state.get_data_parallel_group(), config_dict_or_path=dict(config), mpu=MPU()
     )
 
 
-def also_for_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """`init_method` that also fills a weight which construction_context has partitioned already.
+def extend_to_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """`init_method` that also fills a weight which choose_construction_context has partitioned already.
 
     Megatron draws the learned positions after torch's Embedding exists; without this they would keep torch's values.
     """
@@ -127,7 +127,7 @@ def sum_sequence_parallel_gradients(model: torch.nn.Module) -> int:
     return len(marked)
 
 
-def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def group_by_decay(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Megatron's rule: biases and everything with one dimension (norms) do not decay."""
     decayed: list[torch.nn.Parameter] = []
     kept: list[torch.nn.Parameter] = []
@@ -141,8 +141,8 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
 
 
 def build_optimizer(model: torch.nn.Module, run: RunConfig) -> torch.optim.Optimizer:
-    """AdamW over decay_groups: torch's fused one, or DeepSpeed's CPU one where the JSON offloads its states."""
-    groups = decay_groups(model, run.weight_decay)
+    """AdamW over group_by_decay: torch's fused one, or DeepSpeed's CPU one where the JSON offloads its states."""
+    groups = group_by_decay(model, run.weight_decay)
     options: dict[str, Any] = {"lr": run.lr, "betas": (run.adam_beta1, run.adam_beta2), "eps": run.adam_eps}
     if offloads_optimizer(run.deepspeed):
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
@@ -174,13 +174,13 @@ class Engine:
     """DeepSpeed's engine and the schedule of one run.
 
     Args:
-        model: built inside construction_context(run).
+        model: built inside choose_construction_context(run).
         run: its settings.
     """
 
     def __init__(self, model: torch.nn.Module, run: RunConfig) -> None:
         config = run.deepspeed
-        self.zero_stage = zero_stage(config)
+        self.zero_stage = read_zero_stage(config)
         self._samples_per_step = run.global_batch_size
         self._computes_norm = self.zero_stage == 0 and run.precision == "fp32"
         self._grad_norm: Tensor | None = None
@@ -202,7 +202,7 @@ class Engine:
         self.deepspeed.backward(loss)
         is_last = self.deepspeed.is_gradient_accumulation_boundary()
         if is_last and self._computes_norm:
-            self._grad_norm = gradient_norm(self.deepspeed.module)
+            self._grad_norm = compute_gradient_norm(self.deepspeed.module)
         try:
             self.deepspeed.step()
         except Exception as error:
@@ -271,7 +271,7 @@ def take_scale(own: Any, saved: Any) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(model: torch.nn.Module) -> Tensor:
+def compute_gradient_norm(model: torch.nn.Module) -> Tensor:
     """2-norm of complete, not partitioned gradients over the tensor-parallel group, without waiting for the device."""
     is_first = parallel_state.get_tensor_model_parallel_rank() == 0
     grads = [

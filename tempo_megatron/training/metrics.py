@@ -24,7 +24,7 @@ from tempo_megatron.training.checks import check_metrics_file
 from tempo_megatron.training.run_config import RunConfig
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def measure_peak_memory(device: torch.device) -> int:
     """Most bytes this process has had: allocated on its GPU, else resident in memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

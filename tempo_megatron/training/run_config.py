@@ -18,7 +18,7 @@ from tempo_megatron.arguments import describe_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.training.argument_types import parse_blend, parse_split
 from tempo_megatron.training.arguments import DEFAULTS
-from tempo_megatron.training.deepspeed_config import complete_deepspeed_config, precision_of
+from tempo_megatron.training.deepspeed_config import complete_deepspeed_config, read_precision
 from tempo_megatron.training.resume import take_from_checkpoint
 
 
@@ -148,7 +148,7 @@ def complete_run(
         "global_batch_size": completed["train_batch_size"],
         "num_micro_batches": completed["gradient_accumulation_steps"],
         "clip_grad": completed["gradient_clipping"],
-        "precision": precision_of(completed),
+        "precision": read_precision(completed),
         "num_workers": (2 if on_gpu else 0) if args.num_workers is None else args.num_workers,
         "sample_parts": tuple(saved["sample_parts"]) if saved else (),
         "blend": parse_blend(args.data_path),
