@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from tempo_kernels.philox import eager as philox
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec, tempoize_embedding, tempoize_loss
-from tempo_megatron.memory.layout import simulated
-from tempo_megatron.memory.ledger import transformer_config_of
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.ledger import build_transformer_config
 from tempo_megatron.slots import dropout_rng
 
 
@@ -31,7 +31,7 @@ class Job:
     """One model, its optimizer and its batch."""
 
     def __init__(self, sizes: dict[str, Any], tempo_config: TempoConfig, args: argparse.Namespace) -> None:
-        config = transformer_config_of(
+        config = build_transformer_config(
             sizes, sequence_parallel=False, dtype=DTYPES[args.dtype], dropout=args.dropout, recompute=()
         )
         config.perform_initialization = True
@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sizes["num_layers"] = args.num_layers or sizes["num_layers"]
     cpu.use_cpu()
     philox.DRAWS_BEFORE_COMPILING = 0  # as in a run of more than a few steps
-    with simulated(1):
+    with simulate_layout(1):
         model_parallel_cuda_manual_seed(1234)
         jobs = {"stock": Job(sizes, TempoConfig.off(), args), "tempo": Job(sizes, TempoConfig(), args)}
         seconds: dict[str, list[float]] = {name: [] for name in jobs}

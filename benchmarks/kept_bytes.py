@@ -14,14 +14,14 @@ from measurements import RESULTS, ROOT, append_records, describe_cpu_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.ledger import Ledger
-from tempo_megatron.memory.report import ledger_of
+from tempo_megatron.memory.ledger_command import measure_ledger
 
 OUTPUT = RESULTS / "kept_bytes.jsonl"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- kept bytes: begin -->", "<!-- kept bytes: end -->"
 MODEL = "configs/model/gpt2_124m.json"
 DROPOUT = 0.1
-CONFIGS = (TempoConfig.off(), TempoConfig(), TempoConfig(gelu="recompute", norm="recompute"))
+CONFIGS = (TempoConfig.off(), TempoConfig(), TempoConfig(activation="recompute", norm="recompute"))
 # Name, tensor parallel size, sequence parallelism, Megatron's recomputation.
 LAYOUTS: tuple[tuple[str, int, bool, tuple[str, ...]], ...] = (
     ("TP 1", 1, False, ()),
@@ -39,7 +39,7 @@ def measure() -> Iterator[dict[str, Any]]:
             tp=tp, sequence_parallel=sequence_parallel, recompute=recomputed, dtype="bf16", dropout=DROPOUT,
             micro_batch_size=1,
         )  # fmt: skip
-        stock, tempo, recompute = (ledger_of(sizes, config, arguments) for config in CONFIGS)
+        stock, tempo, recompute = (measure_ledger(sizes, config, arguments) for config in CONFIGS)
         yield {
             "layout": name,
             "model": MODEL,

@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy
 from tempo_megatron import cpu
-from tempo_megatron.memory.layout import simulated
-from tempo_megatron.memory.ledger import transformer_config_of
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.ledger import build_transformer_config
 
 
 class PeakBytes(TorchDispatchMode):
@@ -58,7 +58,7 @@ class Heads:
     def __init__(self, args: argparse.Namespace) -> None:
         sizes = json.loads(Path(args.model).read_text(encoding="utf-8"))
         self.dtype = DTYPES[args.dtype]
-        config = transformer_config_of(sizes, sequence_parallel=False, dtype=self.dtype, dropout=0.0, recompute=())
+        config = build_transformer_config(sizes, sequence_parallel=False, dtype=self.dtype, dropout=0.0, recompute=())
         self.layer = ColumnParallelLinear(
             config.hidden_size, args.vocab_size, config=config, init_method=config.init_method, bias=False
         )
@@ -107,7 +107,7 @@ class Heads:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Medians of alternating steps; the runs that measure memory come first and warm up."""
     cpu.use_cpu()
-    with simulated(1):
+    with simulate_layout(1):
         heads = Heads(args)
         peaks = {form: heads.peak_bytes(form) for form in heads.forms}
         seconds: dict[str, list[float]] = {form: [] for form in heads.forms}

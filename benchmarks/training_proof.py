@@ -30,8 +30,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec
-from tempo_megatron.memory.layout import simulated
-from tempo_megatron.memory.ledger import transformer_config_of
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.ledger import build_transformer_config
 from tempo_megatron.training.plots import plot_losses
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512}
@@ -39,7 +39,7 @@ BATCH_SIZE, WARMUP_STEPS, HIGHEST_LR, LAST_STEPS = 8, 50, 1e-3, 20
 FORMS = {
     "stock": TempoConfig.off(),
     "inplace": TempoConfig(),
-    "recompute": TempoConfig(gelu="recompute", norm="recompute"),
+    "recompute": TempoConfig(activation="recompute", norm="recompute"),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -78,7 +78,7 @@ def batches(data: str, seed: int, steps: int) -> Tensor:
 
 
 def build(form: str, dtype: str, seed: int) -> GPTModel:
-    config = transformer_config_of(SIZES, sequence_parallel=False, dtype=DTYPES[dtype], dropout=0.0, recompute=())
+    config = build_transformer_config(SIZES, sequence_parallel=False, dtype=DTYPES[dtype], dropout=0.0, recompute=())
     config.perform_initialization = True
     model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
@@ -92,7 +92,7 @@ def train(job: tuple[str, str, int], data: str, metrics: Path, steps: int) -> No
     dtype, form, seed = job
     torch.set_num_threads(1)
     cpu.use_cpu()
-    with simulated(1):
+    with simulate_layout(1):
         model = build(form, dtype, seed)
         parameters = list(model.parameters())
         masters = [p.detach().float() for p in parameters]

@@ -111,7 +111,7 @@ python -m tempo_megatron ledger --model $model --vocab-size 4096 --tp $tp "${lay
 
 echo
 echo "== stock and Tempo: gpt2_tiny, $dtype, tensor parallel $tp${layout:+ with sequence parallelism}, dropout 0.1"
-python -m tempo_megatron.training.report --stock "$output/stock/metrics.jsonl" --tempo "$output/tempo/metrics.jsonl" \
+python -m tempo_megatron.training.comparison --stock "$output/stock/metrics.jsonl" --tempo "$output/tempo/metrics.jsonl" \
     --ledger "$output/ledger.json" --table "$output/table.txt" --loss-plot "$output/loss.png"
 echo
 echo "sbh: bytes per token and hidden unit on each rank, s*s tensors included$unit"

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
-from tempo_megatron.config import CHOICES, TempoConfig, check_block
+from tempo_megatron.config import TempoConfig, check_block
+from tempo_megatron.operations import CHOICES, OPERATIONS, RENAMED
 
-_HELP = {
-    "gelu": "the MLP's activation keeps, inplace, its output and one bit per element instead of its input; "
-    "recompute, its input only (gated ones too)",
-    "norm": "LayerNorm and RMSNorm keep, inplace, their output and rstd instead of their input; "
-    "recompute, their input only",
-    "dropout": "hidden and embedding dropout keep nothing; their masks are redrawn in backward",
-    "attention": "attention keeps, flash, q, k, v, output and logsumexp, no s*s tensor and no mask; "
-    "softmax, one s*s tensor",
-    "loss": "the loss head keeps hidden states instead of logits, of which one chunk of tokens is alive at a time",
-}
+
+class _RefuseRenamed(argparse.Action):
+    """An option that has another name now."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        old = self.option_strings[0]
+        new = f"--tempo-{RENAMED[old.removeprefix('--tempo-')]}"
+        raise argparse.ArgumentError(None, f"{old} is now {new}; write {new} instead of {old}")
 
 
 def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -29,9 +28,20 @@ def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         default=None,
         help='switch Tempo on or off; without it "enabled" of the "tempo" block decides, and without a block it is off',
     )
-    for name, choices in CHOICES.items():
-        group.add_argument(f"--tempo-{name}", choices=choices, default=None, help=_HELP[name])
+    for name, operation in OPERATIONS.items():
+        group.add_argument(f"--tempo-{name}", choices=operation.choices, default=None, help=operation.help)
+    for name in RENAMED:
+        group.add_argument(
+            f"--tempo-{name}", action=_RefuseRenamed, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
     return parser
+
+
+def describe_tempo_arguments(args: argparse.Namespace) -> str:
+    """What was typed: `--use-tempo --tempo-norm off`; "none" where nothing was."""
+    words = {None: [], True: ["--use-tempo"], False: ["--no-use-tempo"]}[args.use_tempo]
+    given = {name: getattr(args, f"tempo_{name}") for name in CHOICES}
+    return " ".join(words + [f"--tempo-{name} {value}" for name, value in given.items() if value]) or "none"
 
 
 def tempo_config_from(args: argparse.Namespace, deepspeed_config: Mapping[str, Any] | None = None) -> TempoConfig:

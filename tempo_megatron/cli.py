@@ -70,7 +70,7 @@ def _run(argv: list[str]) -> int:
     _quiet_imports()
     if command == "ledger":
         check_installed("it", "megatron", "megatron.core")
-        from tempo_megatron.memory.report import add_ledger_arguments, run_ledger
+        from tempo_megatron.memory.ledger_command import add_ledger_arguments, run_ledger
 
         add_ledger_arguments(ledger)
         return run_ledger(parser.parse_args(argv))
@@ -80,9 +80,9 @@ def _run(argv: list[str]) -> int:
         add_export_arguments(export)
         return run_export(parser.parse_args(argv))
     parser.parse_args(argv)
-    from tempo_megatron.doctor import report
+    from tempo_megatron.doctor import describe_installation
 
-    print(report())
+    print(describe_installation())
     return 0
 
 

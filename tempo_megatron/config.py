@@ -9,13 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "gelu": ("off", "inplace", "recompute"),
-    "norm": ("off", "inplace", "recompute"),
-    "dropout": ("off", "recompute"),
-    "attention": ("off", "flash", "softmax"),
-    "loss": ("off", "fused"),
-}
+from tempo_megatron.operations import CHOICES, RENAMED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +19,7 @@ class TempoConfig:
     Raises ValueError for a choice that does not exist.
     """
 
-    gelu: str = "inplace"
+    activation: str = "inplace"
     """The MLP's activation. "inplace", for gelu and squared relu: the output (which the next linear keeps anyway) and,
     for gelu, one bit per element instead of the input. "recompute", for gated ones too: the input instead of the
     output, which is made again in backward."""
@@ -81,24 +75,26 @@ class TempoConfig:
         except ValueError as error:
             raise ValueError(f"{path} is not valid JSON ({error}); correct it or give another file") from error
         if not isinstance(content, dict):
-            raise ValueError(f"{path} holds a {type(content).__name__}; a JSON object is wanted")
+            raise ValueError(f"{path} holds a {type(content).__name__}; expected a JSON object")
         if "tempo" in content:
             return cls.from_dict(content["tempo"])
-        if content and not set(content) & {*CHOICES, "enabled"}:
-            raise ValueError(f'{path} has no "tempo" block; add one, for example "tempo": {{"gelu": "inplace"}}')
+        if content and not set(content) & {*CHOICES, *RENAMED, "enabled"}:
+            raise ValueError(f'{path} has no "tempo" block; add one, for example "tempo": {{"activation": "inplace"}}')
         return cls.from_dict(content)
 
     def describe(self) -> str:
-        """One line: `gelu=inplace norm=inplace dropout=recompute attention=flash loss=fused`."""
+        """One line: `activation=inplace norm=inplace dropout=recompute attention=flash loss=fused`."""
         return " ".join(f"{name}={getattr(self, name)}" for name in CHOICES)
 
 
 def check_block(block: object) -> dict[str, Any]:
     """A copy of a `"tempo"` block whose keys are known and whose values exist; else ValueError."""
     if not isinstance(block, Mapping):
-        raise ValueError(f'"tempo" is {block!r}; a block such as {{"gelu": "inplace"}} is wanted')
+        raise ValueError(f'"tempo" is {block!r}; expected a block such as {{"activation": "inplace"}}')
     known = ("enabled", *CHOICES)
     for key, value in block.items():
+        if key in RENAMED:
+            raise ValueError(f"tempo.{key} is now tempo.{RENAMED[key]}; write {RENAMED[key]} instead of {key}")
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             raise ValueError(f"tempo.{key} is unknown; the nearest known name is tempo.{near}")

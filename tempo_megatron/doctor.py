@@ -10,6 +10,7 @@ import torch
 
 from tempo_kernels.attention import describe as attention_backend
 from tempo_kernels.compiled import find_compiler, find_obstacle
+from tempo_megatron.operations import OPERATIONS
 
 _PACKAGES = (
     ("torch", "torch"),
@@ -22,7 +23,7 @@ _PACKAGES = (
 )
 
 
-def report() -> str:
+def describe_installation() -> str:
     """Versions, devices, and which implementation each operation takes here, one line each."""
     lines = [f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"]
     for name, distribution in _PACKAGES:
@@ -38,8 +39,9 @@ def report() -> str:
     compiler = f"does not work: {obstacle}. Training runs without; on a CPU what it would compile is slower"
     lines.append(f"C++ compiler         {compiler if obstacle else find_compiler()}")
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    for operation in ("activation", "norm", "dropout", "attention", "loss head"):
-        lines.append(f"tempo {operation:<15}{describe_implementation(operation, device_type)}")
+    for operation in OPERATIONS.values():
+        title = operation.title or operation.name
+        lines.append(f"tempo {title:<15}{describe_implementation(operation.name, device_type)}")
     return "\n".join(lines)
 
 
@@ -47,13 +49,13 @@ def describe_implementation(operation: str, device_type: str, attention: str = "
     """What an operation of Tempo runs on, in the words of `doctor` and of a run's banner.
 
     Args:
-        operation: "activation", "norm", "dropout", "attention" or "loss head".
+        operation: its name in OPERATIONS.
         device_type: "cuda" or "cpu".
         attention: the TempoConfig's choice.
     """
     if device_type == "cuda":
         return attention_backend(device_type, attention) if operation == "attention" else "triton"
-    if operation == "loss head" or find_obstacle():
+    if operation == "loss" or find_obstacle():
         return "plain torch"
     return "plain torch, compiled where that pays"
 

@@ -15,7 +15,7 @@ from tempo_megatron.slots import dropout_rng
 
 VOCAB_SIZE = 64
 SEQ_LENGTH = 16
-RECOMPUTE = TempoConfig(gelu="recompute", norm="recompute")
+RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
 
 
 def gpt_config(*, sequence_parallel: bool = False, dropout: float = 0.0, **overrides: Any) -> TransformerConfig:

@@ -15,8 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from tempo_kernels.attention import describe
 from tempo_megatron import TempoConfig, cpu
-from tempo_megatron.memory.layout import simulated
-from tempo_megatron.memory.ledger import measure, transformer_config_of
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.ledger import build_transformer_config, measure
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.attention import TempoDotProductAttention
 
@@ -84,7 +84,7 @@ FORMS = {"flash": 0.125, "softmax": 0.0}
 def kept_by_grouped_queries(num_query_groups, attention, **settings):
     """sbh of a layer of 8 heads."""
     sizes = {"num_layers": 1, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 8}
-    config = transformer_config_of(
+    config = build_transformer_config(
         sizes,
         sequence_parallel=parallel_state.get_tensor_model_parallel_world_size() > 1,
         dtype=torch.bfloat16,
@@ -103,7 +103,7 @@ def kept_by_grouped_queries(num_query_groups, attention, **settings):
 @pytest.mark.parametrize("num_query_groups", [8, 4, 2])
 def test_attention_keeps_q_k_and_v_and_nothing_of_their_size_beside(num_query_groups, tp, attention):
     cpu.use_cpu()
-    with simulated(tp):
+    with simulate_layout(tp):
         found = kept_by_grouped_queries(num_query_groups, attention)
     # 16-bit q, k, v, context, two norms and gelu output; a bit per gelu element; rstd of two norms.
     per_rank = 2 + 2 * 2 * num_query_groups / 8 + 2 + 2 * 2 + 8 + 0.5 + FORMS[attention]
@@ -118,7 +118,7 @@ STATISTICS = {"inplace": 4, "recompute": 8, "off": 4}
 @pytest.mark.parametrize("norm", STATISTICS)
 def test_copies_are_not_made_where_a_norm_of_q_or_k_keeps_the_projection(norm):
     cpu.use_cpu()
-    with simulated(1):
+    with simulate_layout(1):
         found = kept_by_grouped_queries(8, "softmax", qk_layernorm=True, norm=norm)
         plain = kept_by_grouped_queries(8, "softmax", norm=norm)
     statistics = 2 * 8 * STATISTICS[norm] / 256

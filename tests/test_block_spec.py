@@ -95,7 +95,7 @@ def counts_of_heterogeneous():
 
 def test_a_slot_that_is_left_empty_is_not_counted():
     # Two layers, the second without attention and its norm and bias-dropout-add; and the final norm.
-    expected = {"norm": (4, 4), "attention": (1, 1), "dropout": (3, 3), "gelu": (2, 2)}
+    expected = {"norm": (4, 4), "attention": (1, 1), "dropout": (3, 3), "activation": (2, 2)}
     assert run_megatron_ranks(counts_of_heterogeneous, 1, 1) == [expected]
 
 

@@ -16,7 +16,7 @@ import pytest
 from training_job import SCRIPT, Data, Run, arguments, kill, launch, make_data, run, successful, wait_for
 
 from tempo_megatron.training import checkpoint_folder
-from tempo_megatron.training.checkpoint_folder import CheckpointFolder, checkpoint_name
+from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_checkpoint
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--global-batch-size", "4"]
@@ -105,7 +105,7 @@ class Crashed(BaseException):
 def write_checkpoint(folder: CheckpointFolder, iteration: int) -> None:
     unfinished = folder.path / folder.begin(iteration)
     (unfinished / "weights").write_text(f"weights of {iteration}")
-    checkpoint_folder.all_to_disk(unfinished)
+    checkpoint_folder.flush_all_to_disk(unfinished)
     folder.commit(iteration)
 
 
@@ -139,7 +139,7 @@ def test_a_crash_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
         folder = CheckpointFolder(tmp_path / name)
         write_checkpoint(folder, 5)
         if leftover:  # iter_0000010 is there, but `latest` does not name it
-            shutil.copytree(folder.path / checkpoint_name(5), folder.path / checkpoint_name(10))
+            shutil.copytree(folder.path / name_checkpoint(5), folder.path / name_checkpoint(10))
         return folder
 
     folder = prepare("counted")
@@ -153,11 +153,11 @@ def test_a_crash_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
             count_file_operations(patch, crash_at)
             write_checkpoint(folder, 10)
         name = folder.latest()
-        assert name in (checkpoint_name(5), checkpoint_name(10))
-        iteration = 5 if name == checkpoint_name(5) else 10
+        assert name in (name_checkpoint(5), name_checkpoint(10))
+        iteration = 5 if name == name_checkpoint(5) else 10
         assert (folder.path / name / "weights").read_text() == f"weights of {iteration}"
         write_checkpoint(folder, 15)
-        assert folder.latest() == checkpoint_name(15)
+        assert folder.latest() == name_checkpoint(15)
         assert not list(folder.path.glob("*.tmp"))
 
 
@@ -171,7 +171,7 @@ def test_kill_9_while_saving_leaves_the_previous_checkpoint_loadable(data: Data,
     stopped = tmp_path / "stopped"
     program = (
         "import pathlib, sys, time, tempo_megatron.training.checkpoint as c\n"
-        f"c.all_to_disk = lambda folder: (pathlib.Path({str(stopped)!r}).touch(), time.sleep(600))\n"
+        f"c.flush_all_to_disk = lambda folder: (pathlib.Path({str(stopped)!r}).touch(), time.sleep(600))\n"
         "from tempo_megatron.training.pretrain_gpt import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )

@@ -15,7 +15,7 @@ from training_job import Data, Run, make_data, run, successful
 
 from tempo_megatron.training.checkpoint import check_all_ranks_load, check_all_ranks_share
 from tempo_megatron.training.checkpoint_files import fault_in, read_tensors
-from tempo_megatron.training.checkpoint_folder import CheckpointFolder, checkpoint_name
+from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_checkpoint
 
 SIZES = ["--train-iters", "2", "--global-batch-size", "4"]
 
@@ -146,7 +146,7 @@ def test_what_came_after_the_latest_checkpoint_does_not_count(tmp_path: Path) ->
     (tmp_path / "latest").write_text("iter_0000010")  # a user goes on from there
     make(folder, 11)
     folder.remove_older_than_newest(2)
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [checkpoint_name(n) for n in (10, 11, 15)]
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [name_checkpoint(n) for n in (10, 11, 15)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from tempo_megatron import doctor
 from tempo_megatron.cli import main
 from tempo_megatron.training import banner
 from tempo_megatron.training.arguments import parse_arguments
-from tempo_megatron.training.checks import data_parallel_size_of
+from tempo_megatron.training.run_config import divide_processes
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,16 +45,15 @@ def test_without_the_environment_data_preparation_says_how_to_activate_it() -> N
 
 
 def test_too_few_processes_name_the_option_that_starts_more() -> None:
-    args = SimpleNamespace(tensor_model_parallel_size=2)
     with pytest.raises(ValueError, match="start a multiple of 2 processes .deepspeed --num_gpus 2, torchrun"):
-        data_parallel_size_of(args, 1)
+        divide_processes(1, tensor_model_parallel_size=2)
 
 
 def test_banner_and_doctor_have_one_wording_for_what_an_operation_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert banner.describe_implementation is doctor.describe_implementation
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for obstacle, words in ((None, "plain torch, compiled where that pays"), ("g++ is not found", "plain torch")):
+    for obstacle, words in ((None, "plain torch, compiled where that pays"), ("no compiler", "plain torch")):
         monkeypatch.setattr(doctor, "find_obstacle", lambda found=obstacle: found)
-        rows = {line[:21].strip(): line[21:] for line in doctor.report().splitlines()}
+        rows = {line[:21].strip(): line[21:] for line in doctor.describe_installation().splitlines()}
         assert rows["tempo attention"] == rows["tempo norm"] == words
         assert doctor.describe_implementation("attention", "cpu") == words

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 
 from tempo_megatron import TempoConfig, add_tempo_arguments
 from tempo_megatron.arguments import tempo_config_from
+from tempo_megatron.operations import LEDGER_ROWS, OPERATIONS
+from tempo_megatron.training.arguments import parse_arguments
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -17,14 +20,14 @@ def parsed(*argv):
 
 
 def test_an_unknown_key_names_the_nearest_known_one():
-    with pytest.raises(ValueError, match=r"tempo\.gleu is unknown; the nearest known name is tempo\.gelu"):
-        TempoConfig.from_dict({"gleu": "inplace"})
+    with pytest.raises(ValueError, match=r"tempo\.activaton is unknown; .* known name is tempo\.activation"):
+        TempoConfig.from_dict({"activaton": "inplace"})
 
 
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"gelu": "flash"}, r"tempo.gelu is 'flash'; it must be one of 'off', 'inplace', 'recompute'"),
+        ({"activation": "flash"}, r"tempo.activation is 'flash'; it must be one of 'off', 'inplace', 'recompute'"),
         ({"norm": True}, "tempo.norm is True"),
         ({"enabled": "yes"}, "tempo.enabled is 'yes'; it must be true or false"),
         ("on", "\"tempo\" is 'on'"),
@@ -50,8 +53,8 @@ def test_every_shipped_deepspeed_file_has_a_block_that_reads(path):
 
 def test_a_bare_block_reads_and_other_files_are_refused(tmp_path):
     path = tmp_path / "tempo.json"
-    path.write_text('{"gelu": "off"}')
-    assert TempoConfig.from_file(path) == TempoConfig(gelu="off")
+    path.write_text('{"activation": "off"}')
+    assert TempoConfig.from_file(path) == TempoConfig(activation="off")
     path.write_text('{"zero_optimization": {}}')
     with pytest.raises(ValueError, match='no "tempo" block'):
         TempoConfig.from_file(path)
@@ -59,7 +62,7 @@ def test_a_bare_block_reads_and_other_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="not valid JSON"):
         TempoConfig.from_file(path)
     path.write_text("[]")
-    with pytest.raises(ValueError, match="a JSON object is wanted"):
+    with pytest.raises(ValueError, match="expected a JSON object"):
         TempoConfig.from_file(path)
 
 
@@ -68,11 +71,15 @@ def test_a_bare_block_reads_and_other_files_are_refused(tmp_path):
     [
         ([], None, TempoConfig.off()),
         (["--use-tempo"], None, TempoConfig()),
-        (["--use-tempo"], {"enabled": False, "gelu": "off"}, TempoConfig(gelu="off")),
-        ([], {"gelu": "off"}, TempoConfig(gelu="off")),
+        (["--use-tempo"], {"enabled": False, "activation": "off"}, TempoConfig(activation="off")),
+        ([], {"activation": "off"}, TempoConfig(activation="off")),
         ([], {"enabled": False}, TempoConfig.off()),
         (["--no-use-tempo"], {"enabled": True}, TempoConfig.off()),
-        (["--use-tempo", "--tempo-gelu", "inplace"], {"gelu": "off", "norm": "off"}, TempoConfig(norm="off")),
+        (
+            ["--use-tempo", "--tempo-activation", "inplace"],
+            {"activation": "off", "norm": "off"},
+            TempoConfig(norm="off"),
+        ),
         (["--tempo-norm", "off"], {"enabled": True}, TempoConfig(norm="off")),
     ],
 )
@@ -82,7 +89,35 @@ def test_the_argument_wins_over_the_block_field_by_field(argv, block, expected):
 
 
 def test_an_operation_asked_for_while_tempo_is_off_is_refused():
-    with pytest.raises(ValueError, match="--tempo-gelu is given but Tempo is off"):
-        tempo_config_from(parsed("--tempo-gelu", "inplace"), {})
+    with pytest.raises(ValueError, match="--tempo-activation is given but Tempo is off"):
+        tempo_config_from(parsed("--tempo-activation", "inplace"), {})
     with pytest.raises(ValueError, match="--tempo-norm is given but Tempo is off"):
         tempo_config_from(parsed("--no-use-tempo", "--tempo-norm", "off"), {"tempo": {}})
+
+
+def test_the_former_name_of_the_activation_is_refused_with_the_new_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = r"tempo\.gelu is now tempo\.activation; write activation instead of gelu"
+    (tmp_path / "bare.json").write_text('{"gelu": "off"}')
+    with pytest.raises(ValueError, match=sentence):
+        TempoConfig.from_file(tmp_path / "bare.json")
+    with pytest.raises(ValueError, match=sentence):
+        tempo_config_from(parsed("--use-tempo"), {"tempo": {"gelu": "off"}})
+    sentence = "--tempo-gelu is now --tempo-activation; write --tempo-activation instead of --tempo-gelu"
+    for words in (["--tempo-gelu", "off"], ["--tempo-gelu=off"], ["--tempo-gelu"]):
+        with pytest.raises(ValueError, match=sentence):
+            parse_arguments(words)
+        with pytest.raises(SystemExit):
+            parsed(*words)
+        assert sentence in capsys.readouterr().err
+    assert (
+        "tempo_gelu" not in vars(parsed())
+        and "--tempo-gelu" not in add_tempo_arguments(argparse.ArgumentParser()).format_help()
+    )
+
+
+def test_the_table_of_operations_names_every_switch_and_no_other() -> None:
+    assert [field.name for field in dataclasses.fields(TempoConfig)] == list(OPERATIONS)
+    assert {row.operation for row in LEDGER_ROWS} - {None} == set(OPERATIONS)
+    assert len({(row.module, row.is_scores) for row in LEDGER_ROWS}) == len(LEDGER_ROWS)

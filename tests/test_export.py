@@ -16,7 +16,7 @@ from training_job import Data, make_data, run, successful
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.training.weight_names import to_gpt2, weight_shapes
+from tempo_megatron.training.weight_names import convert_to_gpt2, list_weight_shapes
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
@@ -46,7 +46,7 @@ def keep_live_weights() -> None:
                 )
                 for name, parameter in module.named_parameters()
             }
-        torch.save(weights, Path(self.args.save).parent / f"live_{self.rank}.pt")
+        torch.save(weights, Path(self.run.save).parent / f"live_{self.rank}.pt")
         return done
 
     Checkpoints.save = save_both  # type: ignore[method-assign]
@@ -129,15 +129,16 @@ def megatron_logits(run_json: dict[str, Any], weights: dict[str, torch.Tensor], 
     """[b, s, padded vocabulary] of a stock GPTModel with these weights."""
     from argparse import Namespace
 
-    from tempo_megatron.training.model import build_model, transformer_config
+    from tempo_megatron.training.model import build_model, build_transformer_config
 
-    args = Namespace(
+    run_config = Namespace(
         **run_json, init_method_std=0.02, use_cpu_initialization=True, no_bias_gelu_fusion=True,
         no_bias_dropout_fusion=True, no_masked_softmax_fusion=True, recompute_granularity=None, recompute_method=None,
-        recompute_num_layers=None, recompute_modules=None, sequence_parallel=False,
+        recompute_num_layers=None, recompute_modules=None, sequence_parallel=False, on_gpu=False,
+        tempo=TempoConfig.off(),
     )  # fmt: skip
-    config = transformer_config(args, on_gpu=False)
-    model = build_model(args, config, TempoConfig.off(), run_json["padded_vocab_size"]).eval()
+    config = build_transformer_config(run_config)
+    model = build_model(run_config, config, run_json["padded_vocab_size"]).eval()
     left = model.load_state_dict(weights, strict=False)
     assert not left.unexpected_keys and all(name.endswith("_extra_state") for name in left.missing_keys)
     length = tokens.size(1)
@@ -288,7 +289,7 @@ def test_gpt2_has_every_weight_under_another_name() -> None:
     sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 32, "num_attention_heads": 2, "vocab_size": 5}
     run_json = {**sizes, "padded_vocab_size": 5, "max_position_embeddings": 4}
     run_json["untie_embeddings_and_output_weights"] = True
-    weights = {name: torch.randn(shape) for name, shape in weight_shapes(run_json).items()}
-    renamed = to_gpt2(weights, run_json)
+    weights = {name: torch.randn(shape) for name, shape in list_weight_shapes(run_json).items()}
+    renamed = convert_to_gpt2(weights, run_json)
     assert len(renamed) == len(weights)
     assert sum(value.sum() for value in renamed.values()) == pytest.approx(sum(v.sum() for v in weights.values()))

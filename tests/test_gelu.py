@@ -226,7 +226,7 @@ def test_second_derivative_is_refused_by_name():
     weight = torch.ones(6, requires_grad=True)
     for loss in (gelu(x).sum(), (gelu(x) * weight).sum()):
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-        with pytest.raises(RuntimeError, match=r'gelu is not twice differentiable.* setting tempo.gelu to "off"'):
+        with pytest.raises(RuntimeError, match=r'gelu is not twice differentiable.* setting tempo.activation to "off"'):
             grad.sum().backward()
 
 

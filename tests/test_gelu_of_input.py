@@ -85,7 +85,7 @@ def test_second_derivative_is_refused_by_name():
     x = torch.randn(6, requires_grad=True)
     weight = torch.ones(6, requires_grad=True)
     (grad,) = torch.autograd.grad((gelu(x, keep="input") * weight).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r'gelu is not twice differentiable.* setting tempo.gelu to "off"'):
+    with pytest.raises(RuntimeError, match=r'gelu is not twice differentiable.* setting tempo.activation to "off"'):
         grad.sum().backward()
 
 

@@ -22,9 +22,9 @@ from tempo_megatron.slots.norm import TempoLayerNorm, TorchLayerNorm
 
 CONFIGS = {
     "everything": TempoConfig(),
-    "gelu": TempoConfig(norm="off", dropout="off", attention="off"),
-    "norm": TempoConfig(gelu="off", dropout="off", attention="off"),
-    "attention": TempoConfig(gelu="off", norm="off", dropout="off"),
+    "activation": TempoConfig(norm="off", dropout="off", attention="off"),
+    "norm": TempoConfig(activation="off", dropout="off", attention="off"),
+    "attention": TempoConfig(activation="off", norm="off", dropout="off"),
     "recompute": RECOMPUTE,
     "the paper's attention": TempoConfig(attention="softmax"),
 }
@@ -190,7 +190,7 @@ def specs_with(**overrides):
 
 def test_every_slot_is_filled_and_the_given_spec_stays_as_it_is():
     (found,) = run_megatron_ranks(specs_with, 1, 1)
-    everything = {"norm": (5, 5), "attention": (2, 2), "dropout": (4, 4), "gelu": (2, 2)}
+    everything = {"norm": (5, 5), "attention": (2, 2), "dropout": (4, 4), "activation": (2, 2)}
     assert found["counts"] == found["again"] == everything
     assert found["stock counts"] == {name: (0, total) for name, (_, total) in everything.items()}
     assert found["unchanged"] and found["key map"]
@@ -210,9 +210,9 @@ def refusal(overrides):
     [
         (
             {"activation_func": F.silu, "gated_linear_unit": True},
-            'activation is swiglu, in-place applies .*set tempo.gelu to "recompute" or "off"',
+            'activation is swiglu, in-place applies .*set tempo.activation to "recompute" or "off"',
         ),
-        ({"activation_func": F.relu}, 'activation is relu; .*set tempo.gelu to "off"'),
+        ({"activation_func": F.relu}, 'activation is relu; .*set tempo.activation to "off"'),
         ({"normalization": "L2Norm"}, 'normalization is L2Norm.*set tempo.norm to "off"'),
         ({"softmax_type": "off-by-one"}, "softmax_type is off-by-one"),
         ({"enable_autocast": True, "autocast_dtype": torch.bfloat16}, "autocast is on"),

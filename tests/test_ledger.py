@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from distributed import run_megatron_ranks
+from megatron.core.activations import squared_relu
+from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.cli import main
-from tempo_megatron.memory.layout import simulated
-from tempo_megatron.memory.ledger import SCORES, measure, transformer_config_of
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.ledger import Ledger, Row, build_transformer_config, measure
+from tempo_megatron.memory.ledger_command import format_table
+from tempo_megatron.operations import SCORES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GPT2 = json.loads((CONFIGS / "model" / "gpt2_124m.json").read_text(encoding="utf-8"))
@@ -18,7 +23,7 @@ SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 512, "num_atten
 
 
 def ledger_in_this_layout(sizes, tempo_config, sequence_parallel, recompute=(), seq_length=64, dropout=0.1):
-    config = transformer_config_of(
+    config = build_transformer_config(
         sizes, sequence_parallel=sequence_parallel, dtype=torch.bfloat16, dropout=dropout, recompute=recompute
     )
     return measure(config, tempo_config, vocab_size=512, seq_length=seq_length)
@@ -26,7 +31,7 @@ def ledger_in_this_layout(sizes, tempo_config, sequence_parallel, recompute=(), 
 
 def ledger(sizes, tempo_config, tp=1, sequence_parallel=False, **settings):
     cpu.use_cpu()
-    with simulated(tp):
+    with simulate_layout(tp):
         return ledger_in_this_layout(sizes, tempo_config, sequence_parallel, **settings)
 
 
@@ -44,7 +49,7 @@ def test_a_tempo_layer_keeps_at_most_its_share_of_20_7_sbh_and_no_scores(tp, seq
     assert 20 / tp <= tempo.layer_sbh <= 20.7 / tp
 
 
-RECOMPUTE = TempoConfig(gelu="recompute", norm="recompute")
+RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
@@ -70,7 +75,9 @@ def test_every_byte_of_a_tempo_layer_is_accounted_for():
 
 
 @pytest.mark.parametrize(
-    ("off", "more_sbh"), [("gelu", 7.5), ("norm", 4 - 2 * 2 * 4 / 64), ("dropout", 4)], ids=["gelu", "norm", "dropout"]
+    ("off", "more_sbh"),
+    [("activation", 7.5), ("norm", 4 - 2 * 2 * 4 / 64), ("dropout", 4)],
+    ids=["activation", "norm", "dropout"],
 )
 def test_switching_an_operation_off_costs_what_stock_keeps(off, more_sbh):
     everything, without = ledger(SMALL, TempoConfig()), ledger(SMALL, TempoConfig(**{off: "off"}))
@@ -104,6 +111,36 @@ def test_the_command_prints_one_table_and_writes_the_same_figures(tmp_path, caps
     stock, tempo = figures["stock"], figures["tempo"]
     assert f"{stock['layer_bytes']:,}" in text and f"{tempo['layer_bytes']:,}" in text
     assert f"{tempo['layer_bytes'] / stock['layer_bytes']:.3f}" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "choice"),
+    [
+        ({}, "gelu", "inplace"),
+        ({"activation_func": F.silu, "gated_linear_unit": True}, "swiglu", "recompute"),
+        ({"activation_func": squared_relu}, "squared_relu", "inplace"),
+        ({"activation_func": F.relu}, "relu", "off"),
+    ],
+    ids=["gelu", "swiglu", "squared relu", "relu"],
+)
+def test_the_activations_row_has_the_name_of_the_activation_that_was_measured(changes, name, choice):
+    cpu.use_cpu()
+    with simulate_layout(1):
+        config = build_transformer_config(
+            SMALL, sequence_parallel=False, dtype=torch.bfloat16, dropout=0.1, recompute=()
+        )
+        changed = dataclasses.replace(config, **changes)
+        found = measure(changed, TempoConfig(activation=choice), vocab_size=512, seq_length=64)
+    rows = [line.split()[0] for line in format_table(found, found).splitlines()]
+    assert rows.index("pre_mlp_layernorm") < rows.index(name) < rows.index("one")  # layer without s*s
+
+
+def test_a_row_that_the_table_of_operations_does_not_know_stands_last():
+    known = ledger(SMALL, TempoConfig())
+    more = dataclasses.replace(known, rows=(Row("new operation", 640, 1), *known.rows))
+    assert isinstance(more, Ledger) and more.layer_bytes == known.layer_bytes + 640
+    lines = format_table(known, more).splitlines()
+    assert "640" in lines[[line.startswith("one layer without") for line in lines].index(True) - 2]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from prepared_data import prepare, read_documents
 
 from tempo_megatron.data import corpus, documents
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer
-from tempo_megatron.data.dataset_writer import DatasetWriter, token_dtype
+from tempo_megatron.data.dataset_writer import DatasetWriter, choose_token_dtype
 
 WORDS = ["the", "tensor", "keeps", "every", "naïve", "漢字", "value\n\n", "for", "", "backward\t1234", ""]
 FILES = (".bin", ".idx", ".json", "-vocab.json", "-merges.txt")
@@ -259,7 +259,7 @@ def test_the_files_are_those_of_megatrons_own_builder(dtype: type, lengths: list
 
 def test_the_dtype_is_the_one_that_megatron_chooses() -> None:
     for vocab_size in (257, 50257, 65499, 65500, 65536, 200_000):
-        assert token_dtype(vocab_size) is DType.optimal_dtype(vocab_size)
+        assert choose_token_dtype(vocab_size) is DType.optimal_dtype(vocab_size)
 
 
 def test_a_run_imports_neither_torch_nor_megatron_and_prints_no_warning(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tempo_megatron.training.report import compare
+from tempo_megatron.training.comparison import compare
 
 ROOT = Path(__file__).parent.parent
 BASH = shutil.which("bash") or "/bin/bash"

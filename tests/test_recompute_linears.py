@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tempo_megatron import TempoConfig
 
-RECOMPUTE = TempoConfig(gelu="recompute", norm="recompute")
+RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
 LINEARS = ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_qkv")
 
 

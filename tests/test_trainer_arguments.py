@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
+import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from tempo_megatron.training.arguments import parse_arguments
-from tempo_megatron.training.checks import check_arguments, data_parallel_size_of
-from tempo_megatron.training.deepspeed_config import complete, read_deepspeed_config
+from tempo_megatron.training.checks import check_run
+from tempo_megatron.training.deepspeed_config import read_deepspeed_config
+from tempo_megatron.training.run_config import RunConfig, complete_run
 
 ROOT = Path(__file__).parent.parent
 SIZES = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
@@ -20,14 +22,25 @@ REST = ["--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3", "--dat
 
 def prepared(
     folder: Path, *extra: str, config: dict[str, Any] | str | None = None, world_size: int = 1, on_gpu: bool = False
-) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """What main() does before it starts: the checked arguments and the completed configuration."""
+) -> RunConfig:
+    """What main() does before it starts: the completed and checked run."""
     path = folder / "deepspeed.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config or {}), encoding="utf-8")
     args = parse_arguments(["--deepspeed_config", str(path), *SIZES, *REST, *extra])
-    completed = complete(read_deepspeed_config(str(path)), args, data_parallel_size_of(args, world_size))
-    check_arguments(args, completed, on_gpu)
-    return args, completed
+    typed, read = copy.deepcopy(vars(args)), read_deepspeed_config(str(path))
+    as_read = copy.deepcopy(read)
+    run = complete_run(args, read, None, world_size=world_size, on_gpu=on_gpu)
+    check_run(run)
+    assert vars(args) == typed and read == as_read
+    return run
+
+
+def test_a_run_is_only_read_once_it_is_built(tmp_path: Path) -> None:
+    run = prepared(tmp_path)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.lr = 1.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        run.deepspeed["train_batch_size"] = 1  # type: ignore[index]
 
 
 WRONG_ARGUMENTS = {
@@ -79,7 +92,7 @@ WRONG_ARGUMENTS = {
         "--recompute-num-layers 3 is more than the model's 2 layers",
     ),
     "odd blend": (["--data-path", "1", "a", "2"], "--data-path has 3 words"),
-    "blend weight": (["--data-path", "a", "b"], "'a' stands where a weight is wanted"),
+    "blend weight": (["--data-path", "a", "b"], "'a' stands where a weight is expected"),
     "negative weight": (["--data-path", "0", "b"], "weight 0 is not positive"),
     "split": (["--split", "9-1"], "--split '9-1' is not understood"),
     "split without training": (["--split", "0,1"], "--split '0,1' is not understood"),
@@ -91,7 +104,7 @@ WRONG_ARGUMENTS = {
     "override alone": (["--override-opt-param-scheduler"], "changes what --load brings"),
     "plot alone": (["--loss-plot", "a.png"], "--loss-plot is drawn from the metrics file"),
     "plot of another kind": (["--save", "s", "--loss-plot", "a.pdf"], "does not end in .png"),
-    "tempo off": (["--tempo-gelu", "inplace"], "--tempo-gelu is given but Tempo is off; add --use-tempo"),
+    "tempo off": (["--tempo-activation", "inplace"], "--tempo-activation is given but Tempo is off; add --use-tempo"),
 }
 
 
@@ -105,7 +118,7 @@ def test_a_wrong_argument_is_one_sentence(tmp_path: Path, extra: list[str], word
 
 WRONG_CONFIGS = {
     "not json": ("{", "is not valid JSON"),
-    "a list": ("[1]", "holds a list; a JSON object is wanted"),
+    "a list": ("[1]", "holds a list; expected a JSON object"),
     "twice": ('{"bf16": {}, "bf16": {}}', "bf16 appears twice"),
     "misspelt": (
         {"gradient_cliping": 1},
@@ -126,7 +139,7 @@ WRONG_CONFIGS = {
         "offload_optimizer needs ZeRO",
     ),
     "accumulated in bf16": ({"data_types": {"grad_accum_dtype": "bf16"}}, "without ZeRO gradients are fp32"),
-    "tempo block": ({"tempo": {"gelo": "off"}}, "tempo.gelo is unknown; the nearest known name is tempo.gelu"),
+    "tempo block": ({"tempo": {"activaton": "off"}}, "the nearest known name is tempo.activation"),
 }
 
 
@@ -165,25 +178,28 @@ def test_tensor_parallel_size_has_to_divide_the_processes(tmp_path: Path) -> Non
 
 def test_auto_and_absent_values_are_filled(tmp_path: Path) -> None:
     config = {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 1}}
-    args, completed = prepared(tmp_path, "--global-batch-size", "24", "--bf16", config=config, world_size=3)
+    run = prepared(tmp_path, "--global-batch-size", "24", "--bf16", config=config, world_size=3)
+    completed = run.deepspeed
     assert completed["train_batch_size"] == 24
     assert completed["train_micro_batch_size_per_gpu"] == 2
-    assert completed["gradient_accumulation_steps"] == args.num_micro_batches == 4
-    assert completed["gradient_clipping"] == args.clip_grad == 1.0
-    assert completed["bf16"] == {"enabled": True} and args.precision == "bf16"
-    assert args.lr_decay_iters == 10
+    assert completed["gradient_accumulation_steps"] == run.num_micro_batches == 4
+    assert completed["gradient_clipping"] == run.clip_grad == 1.0
+    assert completed["bf16"] == {"enabled": True} and run.precision == "bf16"
+    assert run.lr_decay_iters == 10
 
 
 def test_values_of_the_json_count_where_the_command_line_is_silent(tmp_path: Path) -> None:
     config = {"gradient_accumulation_steps": 5, "gradient_clipping": 0.25}
-    args, _ = prepared(tmp_path, config=config, world_size=2)
-    assert (args.global_batch_size, args.num_micro_batches, args.clip_grad) == (20, 5, 0.25)
+    run = prepared(tmp_path, config=config, world_size=2)
+    assert (run.global_batch_size, run.num_micro_batches, run.clip_grad) == (20, 5, 0.25)
 
 
 def test_sizes_come_from_a_file_and_an_argument_wins(tmp_path: Path) -> None:
     needed = ["--deepspeed_config", "-", *REST, "--model", str(ROOT / "configs/model/gpt2_124m.json")]
     args = parse_arguments([*needed, "--num-layers", "3"])
-    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size, args.vocab_size) == (3, 768, 3072, 50257)
+    assert (args.num_layers, args.hidden_size, args.vocab_size) == (3, 768, 50257)
+    run = complete_run(args, {}, None, world_size=1, on_gpu=False)
+    assert (run.ffn_hidden_size, run.max_position_embeddings) == (3072, 1024)
     wrong = tmp_path / "model.json"
     wrong.write_text('{"num_layer": 2}')
     with pytest.raises(ValueError, match="num_layer is unknown; the nearest known name is num_layers"):
@@ -211,11 +227,11 @@ def test_shipped_models_have_the_size_of_their_name(name: str, millions: int) ->
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "deepspeed").glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_deepspeed_configurations_are_what_their_names_say(path: Path) -> None:
     args = parse_arguments(["--deepspeed_config", str(path), *SIZES, *REST])
-    completed = complete(read_deepspeed_config(str(path)), args, 1)
-    check_arguments(args, completed, on_gpu=True)
-    assert path.stem == f"zero{completed['zero_optimization']['stage']}_{args.precision}"
-    assert completed["tempo"] == {
-        "enabled": False, "gelu": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash",
+    run = complete_run(args, read_deepspeed_config(str(path)), None, world_size=1, on_gpu=True)
+    check_run(run)
+    assert path.stem == f"zero{run.deepspeed['zero_optimization']['stage']}_{run.precision}"
+    assert run.deepspeed["tempo"] == {
+        "enabled": False, "activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash",
         "loss": "fused",
     }  # fmt: skip
 
@@ -243,18 +259,18 @@ def test_booleans_of_the_json_are_read_as_deepspeed_reads_them(tmp_path: Path, v
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 
     config = {"bf16": {"enabled": value}, "zero_optimization": {"stage": 1}, "checkpoint": {"load_universal": "false"}}
-    args, completed = prepared(tmp_path, config=config)
-    assert args.precision == ("bf16" if enabled else "fp32")
-    assert completed["bf16"]["enabled"] is enabled is DeepSpeedBF16Config(**config["bf16"]).enabled
+    run = prepared(tmp_path, config=config)
+    assert run.precision == ("bf16" if enabled else "fp32")
+    assert run.deepspeed["bf16"]["enabled"] is enabled is DeepSpeedBF16Config(**config["bf16"]).enabled
 
 
 NONSENSE = {
-    "maybe": ({"bf16": {"enabled": "maybe"}}, "\"bf16.enabled\" is 'maybe'; true or false is expected"),
-    "two": ({"fp16": {"enabled": 2}}, '"fp16.enabled" is 2; true or false is expected'),
-    "no block": ({"bf16": True}, '"bf16" is True; an object {...} is expected'),
-    "null block": ({"zero_optimization": None}, '"zero_optimization" is None; an object {...} is expected'),
+    "maybe": ({"bf16": {"enabled": "maybe"}}, "\"bf16.enabled\" is 'maybe'; expected true or false"),
+    "two": ({"fp16": {"enabled": 2}}, '"fp16.enabled" is 2; expected true or false'),
+    "no block": ({"bf16": True}, '"bf16" is True; expected an object {...}'),
+    "null block": ({"zero_optimization": None}, '"zero_optimization" is None; expected an object {...}'),
     "stage in words": ({"zero_optimization": {"stage": "two"}}, "\"zero_optimization.stage\" is 'two'; it must be"),
-    "breakdown": ({"memory_breakdown": "perhaps"}, "\"memory_breakdown\" is 'perhaps'; true or false"),
+    "breakdown": ({"memory_breakdown": "perhaps"}, "\"memory_breakdown\" is 'perhaps'; expected true or false"),
     "universal": ({"checkpoint": {"load_universal": "yes"}}, '"checkpoint.load_universal" is not used here'),
 }
 
@@ -279,7 +295,7 @@ def test_the_learning_rate_is_needed(tmp_path: Path) -> None:
     path.write_text("{}")
     args = parse_arguments(["--deepspeed_config", str(path), *SIZES, *REST[:4], "--data-path", "text"])
     with pytest.raises(ValueError, match="--lr is missing; give the highest learning rate"):
-        check_arguments(args, complete(read_deepspeed_config(str(path)), args, 1), on_gpu=False)
+        complete_run(args, read_deepspeed_config(str(path)), None, world_size=1, on_gpu=False)
 
 
 def test_a_file_that_is_not_one_of_metrics_is_never_written_over(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from distributed import run_megatron_ranks
 from training_job import Data, make_data
 
-from tempo_megatron.training.datasets import Collate, ShardedBatchSampler, build_datasets, load_tokenizer
+from tempo_megatron.training.datasets import Collate, ShardedBatchSampler, build_datasets, load_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def options(data: Data, **changes: object) -> argparse.Namespace:
         "vocab_size": None, "make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 1, "seq_length": 64,
         "split": "10,2", "split_weights": (10 / 12, 2 / 12, 0.0), "eval_iters": 2, "train_iters": 10,
         "global_batch_size": 4, "seed": 1234, "data_cache_path": None, "eod_mask_loss": False,
-        "sample_parts": None,
+        "sample_parts": (),
     }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
@@ -46,7 +46,8 @@ def test_every_sample_is_read_once_and_in_the_order_of_one_rank(micro_batch_size
 
 def samples(data: Data, cache: str) -> list[list[int]]:
     args = options(data, data_cache_path=cache)
-    train, valid = build_datasets(args, load_tokenizer(args))
+    built = build_datasets(args, load_vocabulary(args).tokenizer)
+    train, valid = built.train, built.valid
     return [train[0]["tokens"].tolist(), train[0]["labels"].tolist(), valid[0]["tokens"].tolist(), [len(valid)]]
 
 
@@ -71,7 +72,8 @@ def test_index_files_cut_off_by_a_kill_are_made_again(data: Data, tmp_path: Path
 
 def blended(data: Data, cache: str) -> int:
     args = options(data, blend=([data.prefix, data.prefix], [0.25, 0.75]), data_cache_path=cache)
-    train, valid = build_datasets(args, load_tokenizer(args))
+    built = build_datasets(args, load_vocabulary(args).tokenizer)
+    train, valid = built.train, built.valid
     assert len(train) == 40 and len(valid) == 8
     return sum(int(train[sample]["dataset_id"]) for sample in range(40))
 
@@ -82,27 +84,24 @@ def test_several_data_sets_are_blended_by_weight(data: Data, tmp_path: Path) -> 
 
 def test_the_vocabulary_is_padded_for_the_tensor_parallel_size(data: Data) -> None:
     args = options(data, tensor_model_parallel_size=3)
-    load_tokenizer(args)
-    assert args.padded_vocab_size == 768
-    args = options(data, vocab_size=50257)
-    load_tokenizer(args)
-    assert args.padded_vocab_size == 50304
+    assert load_vocabulary(args).padded_size == 768
+    assert load_vocabulary(options(data, vocab_size=50257)).padded_size == 50304
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(data: Data) -> None:
     with pytest.raises(ValueError, match="--vocab-size 300 is below the tokenizer's 512 tokens"):
-        load_tokenizer(options(data, vocab_size=300))
+        load_vocabulary(options(data, vocab_size=300))
 
 
 def test_a_split_without_a_whole_sample_is_refused(data: Data) -> None:
     with pytest.raises(ValueError, match="gives validation 0 of 12 documents with 0 tokens"):
-        load_tokenizer(options(data, split="99,1", split_weights=(0.99, 0.01, 0.0)))
-    load_tokenizer(options(data, split="99,1", split_weights=(0.99, 0.01, 0.0), eval_iters=0))
+        load_vocabulary(options(data, split="99,1", split_weights=(0.99, 0.01, 0.0)))
+    load_vocabulary(options(data, split="99,1", split_weights=(0.99, 0.01, 0.0), eval_iters=0))
 
 
 def test_data_that_is_not_there_is_an_error(data: Data, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not found; prepare the data, or check --data-path"):
-        load_tokenizer(options(data, blend=([str(tmp_path / "missing")], None)))
+        load_vocabulary(options(data, blend=([str(tmp_path / "missing")], None)))
 
 
 def test_a_cache_folder_that_cannot_be_written_is_an_error(data: Data, tmp_path: Path) -> None:
@@ -128,33 +127,34 @@ def test_a_misspelt_data_path_is_answered_with_the_data_that_is_there(data: Data
         with pytest.raises(
             ValueError, match=f"not found; prepare the data, or check --data-path: there is {data.prefix}"
         ):
-            load_tokenizer(options(data, blend=([typed], None), vocab_file=None, merge_file=None))
+            load_vocabulary(options(data, blend=([typed], None), vocab_file=None, merge_file=None))
 
 
 def first_samples(
-    data: Data, cache: str, train_iters: int, sample_parts: list[int] | None
+    data: Data, cache: str, train_iters: int, sample_parts: tuple[int, ...]
 ) -> tuple[list[int], int, Any]:
     args = options(data, data_cache_path=cache, train_iters=train_iters, sample_parts=sample_parts, eval_iters=0)
-    train, _ = build_datasets(args, load_tokenizer(args))
+    built = build_datasets(args, load_vocabulary(args).tokenizer)
+    train = built.train
     order = [hash(tuple(train[sample]["tokens"].tolist())) for sample in range(min(len(train), 1000))]
-    return order, len(train), args.sample_parts
+    return order, len(train), built.sample_parts
 
 
 def test_a_longer_run_keeps_the_order_of_its_first_samples(data: Data, tmp_path: Path) -> None:
-    def order(train_iters: int, parts: list[int] | None) -> tuple[list[int], int, Any]:
+    def order(train_iters: int, parts: tuple[int, ...]) -> tuple[list[int], int, Any]:
         return run_megatron_ranks(first_samples, 1, 1, data, str(tmp_path), train_iters, parts)[0]
 
-    planned, length, parts = order(10, None)
-    assert parts == [40] and 40 <= length < 4000
-    afresh, _, _ = order(1000, None)
+    planned, length, parts = order(10, ())
+    assert parts == (40,) and 40 <= length < 4000
+    afresh, _, _ = order(1000, ())
     assert afresh[:40] != planned[:40]  # what this is about
     longer, longer_length, grown = order(1000, parts)
     assert longer[: len(planned)] == planned[: len(longer)] and longer_length >= 4000
-    assert grown == [40, 4000 - length]
+    assert grown == (40, 4000 - length)
     assert order(1000, grown)[0] == longer and order(1000, grown)[2] == grown
     assert order(5, grown)[0][:20] == planned[:20]  # a shorter one is the beginning
     within = order(length // 4, parts)
-    assert within[2] == [40] and within[0] == planned
+    assert within[2] == (40,) and within[0] == planned
 
 
 def test_an_index_file_that_would_run_code_is_not_loaded(data: Data, tmp_path: Path) -> None:

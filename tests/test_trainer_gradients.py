@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 import torch
 from distributed import run_megatron_ranks
 from megatron.core import parallel_state
-
-from tempo_megatron import TempoConfig
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 128, "num_attention_heads": 4, "seq_length": 16}
 
 
 def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     """Gradients by name of every parameter marked sequence_parallel, on this rank."""
-    from tempo_megatron.training.arguments import build_parser
-    from tempo_megatron.training.engine import gradient_norm, sum_sequence_parallel_gradients
-    from tempo_megatron.training.model import ForwardStep, build_model, transformer_config
+    from tempo_megatron.training.arguments import parse_arguments
+    from tempo_megatron.training.engine import compute_gradient_norm, sum_sequence_parallel_gradients
+    from tempo_megatron.training.model import ForwardStep, build_model, build_transformer_config
+    from tempo_megatron.training.run_config import complete_run
 
-    args: argparse.Namespace = build_parser().parse_args(
-        ["--lr", "1", "--train-iters", "1", "--data-path", "-", "--deepspeed_config", "-"]
-    )
-    vars(args).update(SIZES, max_position_embeddings=16, precision="fp32", attention_dropout=0.0, hidden_dropout=0.0)
-    args.tensor_model_parallel_size, args.sequence_parallel = world_size, world_size > 1
-    config = transformer_config(args, on_gpu=False)
+    words = [
+        "--lr",
+        "1",
+        "--train-iters",
+        "1",
+        "--data-path",
+        "-",
+        "--deepspeed_config",
+        "-",
+        "--micro-batch-size",
+        "2",
+    ]
+    words += ["--attention-dropout", "0", "--hidden-dropout", "0"]
+    words += ["--tensor-model-parallel-size", str(world_size)]
+    words += [word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))]
+    args = parse_arguments([*words, "--sequence-parallel"] if world_size > 1 else words)
+    run = complete_run(args, {}, None, world_size=world_size, on_gpu=False)
+    config = build_transformer_config(run)
     torch.manual_seed(1)
-    model = build_model(args, config, TempoConfig.off(), padded_vocab_size=128)
+    model = build_model(run, config, padded_vocab_size=128)
     if summed:
         sum_sequence_parallel_gradients(model)
     # The names are those of a model on one device, where nothing is marked.
     marked = ("layernorm.weight", "layernorm.bias", "linear_proj.bias", "linear_fc2.bias")
     tokens = torch.randint(128, (2, 17), generator=torch.Generator().manual_seed(2))
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(2, 16)}
-    ForwardStep(config, TempoConfig.off(), 16, torch.device("cpu"))(model, batch).backward()
+    ForwardStep(run, torch.device("cpu"))(model, batch).backward()
     chosen = {name: p for name, p in model.named_parameters() if name.endswith(marked)}
-    if args.sequence_parallel:
+    if run.sequence_parallel:
         assert all(parameter.sequence_parallel for parameter in chosen.values())
     assert parallel_state.get_tensor_model_parallel_world_size() == world_size
     found = {name: parameter.grad.clone() for name, parameter in chosen.items() if parameter.grad is not None}
-    return {**found, "norm": gradient_norm(model)}
+    return {**found, "norm": compute_gradient_norm(model)}
 
 
 @pytest.fixture(scope="module")

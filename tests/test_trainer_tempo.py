@@ -13,7 +13,7 @@ NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
 TP2 = ["--tensor-model-parallel-size", "2"]
 SP = [*TP2, "--sequence-parallel"]
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-KEEP_INPUTS = ["--tempo-gelu", "recompute", "--tempo-norm", "recompute"]
+KEEP_INPUTS = ["--tempo-activation", "recompute", "--tempo-norm", "recompute"]
 BATCH_OF_8 = ["--global-batch-size", "8"]
 CURVE = [*BATCH_OF_8, "--train-iters", "50", "--use-tempo"]
 

@@ -1,1 +1,5 @@
 """From text to the token files that Megatron trains on: documents, tokenizer, `.bin` and `.idx`."""
+
+from tempo_megatron.extras import check_installed
+
+check_installed("data preparation", "train", "tokenizers", "tqdm")

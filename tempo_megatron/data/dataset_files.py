@@ -88,10 +88,10 @@ def is_inside(path: str, folder: str) -> bool:
     return os.path.commonpath([root, os.path.realpath(path)]) == root
 
 
-def foreign_files(prefix: str, suffixes: Iterable[str], published: Mapping[str, object]) -> list[str]:
+def find_foreign_files(prefix: str, suffixes: Iterable[str], published: Mapping[str, object]) -> list[str]:
     """The files PREFIX + suffix that are there and that prepare_data did not write.
 
-    Its own are those that PREFIX.json tells of, and what a killed run had published: suffix -> file_stamp(path).
+    Its own are those that PREFIX.json tells of, and what a killed run had published: suffix -> stamp_file(path).
 
     Raises: DataError (a ValueError) where PREFIX.json cannot be read.
     """
@@ -107,11 +107,11 @@ def foreign_files(prefix: str, suffixes: Iterable[str], published: Mapping[str, 
         for suffix in suffixes
         if os.path.lexists(prefix + suffix)
         and suffix not in own
-        and published.get(suffix) != file_stamp(prefix + suffix)
+        and published.get(suffix) != stamp_file(prefix + suffix)
     ]
 
 
-def file_stamp(path: str) -> list[int]:
+def stamp_file(path: str) -> list[int]:
     """What tells a file from another one of its name."""
     info = os.lstat(path)
     return [info.st_size, info.st_mtime_ns]

@@ -16,7 +16,7 @@ from tempo_megatron.data.dataset_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
 _FIRST_SIZE_IN_32_BITS = 65500  # megatron-core's own limit: its readers expect what it would have chosen
 
 
-def token_dtype(vocab_size: int) -> type[np.integer]:
+def choose_token_dtype(vocab_size: int) -> type[np.integer]:
     """The dtype in which megatron-core stores the tokens of such a vocabulary."""
     return np.uint16 if vocab_size < _FIRST_SIZE_IN_32_BITS else np.int32
 

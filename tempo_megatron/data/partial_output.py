@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from tempo_megatron.data.data_error import DataError
-from tempo_megatron.data.dataset_files import file_stamp, foreign_files
+from tempo_megatron.data.dataset_files import find_foreign_files, stamp_file
 
 # What a data set consists of, in the order in which the files get their names. Without .idx nothing loads, so it is
 # the first to go and the last to come.
@@ -83,7 +83,7 @@ class PartialOutput:
         self._check_is_free()  # once more: writing may have taken hours
         for suffix in written:
             _to_disk(self.path(suffix))
-        self._write_published({suffix: file_stamp(self.path(suffix)) for suffix in written})
+        self._write_published({suffix: stamp_file(self.path(suffix)) for suffix in written})
         parent = os.path.dirname(self.prefix) or "."
         if os.path.lexists(self.prefix + SUFFIXES[-1]):
             os.remove(self.prefix + SUFFIXES[-1])
@@ -94,7 +94,7 @@ class PartialOutput:
 
     def _check_is_free(self) -> None:
         """Raises: DataError where a file that would be replaced is not one that prepare_data made."""
-        foreign = foreign_files(self.prefix, self._suffixes, self._read_published())
+        foreign = find_foreign_files(self.prefix, self._suffixes, self._read_published())
         if foreign and not self._overwrite:
             raise DataError(
                 f"{foreign[0]} exists and was not made by prepare_data; choose another --output-prefix, or replace it "
@@ -156,7 +156,7 @@ class PartialOutput:
         """Of a killed run: what it wrote, and what it had given a name to where the index, the last one, has none."""
         if not os.path.lexists(self.prefix + SUFFIXES[-1]):
             for suffix, stamp in self._read_published().items():
-                if os.path.lexists(self.prefix + suffix) and file_stamp(self.prefix + suffix) == stamp:
+                if os.path.lexists(self.prefix + suffix) and stamp_file(self.prefix + suffix) == stamp:
                     os.remove(self.prefix + suffix)
         for name in sorted(_OWN_NAMES - {_LOCK, _PUBLISHED}):
             self._remove(os.path.join(self.folder, name))

@@ -25,7 +25,7 @@ from tempo_megatron.data.dataset_files import (
     load_dataset_tokenizer,
     validate_dataset,
 )
-from tempo_megatron.data.dataset_writer import DatasetWriter, token_dtype
+from tempo_megatron.data.dataset_writer import DatasetWriter, choose_token_dtype
 from tempo_megatron.data.documents import Encoded, encode, read_texts
 from tempo_megatron.data.partial_output import SUFFIXES, PartialOutput
 from tempo_megatron.data.prepare_arguments import parse_prepare_arguments
@@ -81,7 +81,7 @@ def prepare(options: argparse.Namespace) -> None:
     pieces = corpus.pieces(files)
     with PartialOutput(prefix, _suffixes(options), overwrite=options.overwrite) as output:
         tokenizer, vocab_file, merge_file = _tokenizer(options, pieces, output)
-        dtype = token_dtype(tokenizer.vocab_size)
+        dtype = choose_token_dtype(tokenizer.vocab_size)
         workers = max(1, min(options.workers, len(pieces)))
         encoded = encode(pieces, vocab_file, merge_file, options.json_key, dtype, workers, options.skip_bad_lines)
         progress = Progress(options.prog, "tokenizing", sum(file.size for file in files))

@@ -144,11 +144,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str) -> GPT2T
 def check_both_or_neither(vocab_file: str | None, merge_file: str | None) -> None:
     """Raises: DataError (a ValueError) where only one of GPT-2's two files is named."""
     if (vocab_file is None) != (merge_file is None):
-        given, wanted = ("--vocab-file", "--merge-file") if vocab_file else ("--merge-file", "--vocab-file")
-        raise DataError(f"{given} is given without {wanted}; a tokenizer needs both files")
+        given, missing = ("--vocab-file", "--merge-file") if vocab_file else ("--merge-file", "--vocab-file")
+        raise DataError(f"{given} is given without {missing}; a tokenizer needs both files")
 
 
-def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) -> int:
+def pad_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) -> int:
     """The smallest multiple of make_vocab_size_divisible_by * tp that holds vocab_size tokens.
 
     Raises: ValueError where one of the three is below 1.

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextlib.contextmanager
-def simulated(tensor_model_parallel_size: int) -> Iterator[None]:
+def simulate_layout(tensor_model_parallel_size: int) -> Iterator[None]:
     """Model parallelism initialised as rank 0 of `tensor_model_parallel_size`; undone at the end.
 
     Raises ValueError where torch.distributed is already initialised: a real layout is there to be measured.

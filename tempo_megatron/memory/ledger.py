@@ -20,36 +20,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tempo_megatron import cpu
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.memory.recorder import Recorder, SavedStorage
+from tempo_megatron.operations import ACTIVATION, LAYER, LEDGER_ROWS, OPERATIONS, SCORES, LedgerRow
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.embedding import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempo_block_spec
 from tempo_megatron.slots.loss import tempoize_loss
+from tempo_megatron.slots.mlp import describe_activation
 
-_LAYER = "decoder.layers.0."
-_BDA = ("self_attn_bda", "mlp_bda")
-_OPERATIONS = {
-    "embedding": "embedding",
-    "decoder": "checkpoint (layer input)",
-    _LAYER + "input_layernorm": "input_layernorm",
-    _LAYER + "self_attention.linear_qkv": "linear_qkv",
-    _LAYER + "self_attention.core_attention": "core_attention",
-    _LAYER + "self_attention.linear_proj": "linear_proj",
-    _LAYER + "self_attention": "self_attention (q, k, v)",
-    _LAYER + "self_attn_bda": "self_attn_bda",
-    _LAYER + "pre_mlp_layernorm": "pre_mlp_layernorm",
-    _LAYER + "mlp.linear_fc1": "linear_fc1",
-    _LAYER + "mlp.linear_fc2": "linear_fc2",
-    _LAYER + "mlp_bda": "mlp_bda",
-    _LAYER + "mlp": "gelu",
-    "decoder.layers.0": "transformer layer",
-    "decoder.final_layernorm": "final_layernorm",
-    "output_layer": "output_layer",
-    "": "loss",
-}
-"""Module name (the longest that matches) -> row. An activation runs in the MLP's own forward, between its linears."""
-
-SCORES = "core_attention (s*s)"
-_OUTSIDE = ("embedding", "final_layernorm", "output_layer", "loss")
+_BDA = tuple(name for name in OPERATIONS["dropout"].slots if name != "cross_attn_bda")  # a GPT's
+_ROWS = {(row.module, row.is_scores): row for row in LEDGER_ROWS}
+_MODULES = {row.module for row in LEDGER_ROWS}
+_OUTSIDE = {row.title for row in LEDGER_ROWS if not row.is_in_layer}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +40,8 @@ class Row:
     operation: str
     num_bytes: int
     num_storages: int
+    place: int = len(LEDGER_ROWS)
+    """Where it stands in the table; an operation that LEDGER_ROWS does not know stands last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +100,7 @@ def measure(
 
     Args:
         transformer_config: Megatron's; its `num_layers` is taken as 1 for the run. Model parallelism must be
-            initialised (see `tempo_megatron.memory.layout.simulated`) with its sizes.
+            initialised (see `tempo_megatron.memory.layout.simulate_layout`) with its sizes.
         tempo_config: `TempoConfig.off()` for stock.
         vocab_size: padded size of the vocabulary, divisible by the tensor parallel size.
         seq_length, micro_batch_size: s and b.
@@ -148,10 +131,10 @@ def measure(
     recorder = Recorder(model, exclude=(tokens, positions) if mask is None else (tokens, positions, mask))
     layer = model.decoder.layers[0]
     for name in _BDA:
-        setattr(layer, name, _scoped_bda(recorder, _LAYER + name, getattr(layer, name)))
+        setattr(layer, name, _scope_bda(recorder, f"{LAYER}.{name}", getattr(layer, name)))
     with recorder.recording():
         loss = model(tokens, positions, mask, labels=tokens)
-    rows = _rows(recorder.saved(), seq_length)
+    rows = _sum_rows(recorder.saved(), seq_length, describe_activation(one_layer))
     del loss
     return Ledger(
         rows=rows,
@@ -162,7 +145,7 @@ def measure(
     )
 
 
-def transformer_config_of(
+def build_transformer_config(
     sizes: dict[str, Any], *, sequence_parallel: bool, dtype: torch.dtype, dropout: float, recompute: tuple[str, ...]
 ) -> TransformerConfig:
     """A GPT's TransformerConfig from `configs/model` sizes, under the initialised model parallelism.
@@ -194,25 +177,26 @@ def transformer_config_of(
     )
 
 
-def _scoped_bda(recorder: Recorder, operation: str, get_function: Any) -> Any:
+def _scope_bda(recorder: Recorder, operation: str, get_function: Any) -> Any:
     return lambda training, fused: recorder.scoped(operation, get_function(training, fused))
 
 
-def _row_of(saved: SavedStorage, seq_length: int) -> str:
+def _find_row(saved: SavedStorage, seq_length: int) -> LedgerRow:
     name = saved.operation
-    while name not in _OPERATIONS:
+    while name not in _MODULES:
         name = name.rpartition(".")[0]
-    row = _OPERATIONS[name]
-    # Stock attention's tensors are [..., s, s].
-    if row == "core_attention" and saved.shape[-2:] == (seq_length, seq_length):
-        return SCORES
-    return row
+    is_scores = saved.shape[-2:] == (seq_length, seq_length)
+    return _ROWS.get((name, is_scores)) or _ROWS[name, False]
 
 
-def _rows(saved: list[SavedStorage], seq_length: int) -> tuple[Row, ...]:
-    totals: dict[str, list[int]] = {}
+def _sum_rows(saved: list[SavedStorage], seq_length: int, activation: str) -> tuple[Row, ...]:
+    totals: dict[LedgerRow, list[int]] = {}
     for storage in saved:
-        total = totals.setdefault(_row_of(storage, seq_length), [0, 0])
+        total = totals.setdefault(_find_row(storage, seq_length), [0, 0])
         total[0] += storage.num_bytes
         total[1] += 1
-    return tuple(Row(operation, *total) for operation, total in totals.items())
+    return tuple(
+        Row(activation if row.title == ACTIVATION else row.title, totals[row][0], totals[row][1], place)
+        for place, row in enumerate(LEDGER_ROWS)
+        if row in totals
+    )

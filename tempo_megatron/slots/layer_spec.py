@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
 from tempo_megatron.config import TempoConfig
+from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSoftmaxDotProductAttention
 from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
@@ -47,7 +48,7 @@ _EXPECTED_SPEC = (
     "expected a spec of TransformerLayer, or TransformerBlockSubmodules of such layers, as GPTModel, BertModel and "
     "T5Model take; leave Tempo off for other layers"
 )
-_NORM_SLOTS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm")
+_NORM_SLOTS = OPERATIONS["norm"].slots
 _QUERY_KEY_NORMS = ("q_layernorm", "k_layernorm")
 _NORMS = {
     ("LayerNorm", "inplace"): TempoLayerNorm,
@@ -62,15 +63,23 @@ _ATTENTIONS = {
 }
 # Linears that nothing but a norm feeds, and that alone read what it gives.
 _LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
-_BDA_SITES = {
-    "self_attn_bda": Site.SELF_ATTENTION_OUTPUT,
-    "cross_attn_bda": Site.CROSS_ATTENTION_OUTPUT,
-    "mlp_bda": Site.MLP_OUTPUT,
+_BDA_SITES = dict(
+    zip(
+        OPERATIONS["dropout"].slots,
+        (Site.SELF_ATTENTION_OUTPUT, Site.CROSS_ATTENTION_OUTPUT, Site.MLP_OUTPUT),
+        strict=True,
+    )
+)
+_TEMPO_CLASSES: dict[str, tuple[type, ...]] = {
+    "activation": (TempoMLP,),
+    "norm": (TempoLayerNorm, TempoRMSNorm),
+    "attention": (TempoDotProductAttention,),
 }
 
 
 class _DropUnknownMLP(logging.Filter):
-    """Megatron warns once a layer that it gives an MLP it does not know no process group; TempoMLP finds its own."""
+    """Megatron gives a process group to the MLP classes it knows, and warns in every layer about any other class.
+    TempoMLP takes its group from `pg_collection`, so that the warning does not apply."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "Unknown MLP type" not in record.getMessage()
@@ -139,21 +148,21 @@ def tempoize(
     `transformer_config` asks for.
     """
     check_against(transformer_config, tempo_config)
-    block = _block_of(spec, transformer_config, vp_stage)
+    block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
-    stack = _stack_of(layer_specs) if stack is None else stack
+    stack = _find_stack(layer_specs) if stack is None else stack
     offset = get_transformer_layer_offset(transformer_config, vp_stage)
     return TempoBlockSubmodules(
         layer_specs=[
             _tempoize_layer(layer, transformer_config, tempo_config, offset + index + 1, stack)
             for index, layer in enumerate(layer_specs)
         ],
-        layer_norm=_norm(block.layer_norm, transformer_config, tempo_config),
+        layer_norm=_replace_norm(block.layer_norm, transformer_config, tempo_config),
         submodules=block.submodules,
     )
 
 
-def _block_of(spec: Any, transformer_config: TransformerConfig, vp_stage: int | None) -> TempoBlockSubmodules:
+def _make_block(spec: Any, transformer_config: TransformerConfig, vp_stage: int | None) -> TempoBlockSubmodules:
     block = spec.submodules if isinstance(spec, ModuleSpec) else spec
     is_block = isinstance(block, TransformerBlockSubmodules)
     layer_specs = (block.layer_specs or []) if is_block else [spec]
@@ -170,7 +179,7 @@ def _block_of(spec: Any, transformer_config: TransformerConfig, vp_stage: int | 
     return TempoBlockSubmodules([spec] * num_layers, transformer_block.LayerNormImpl, submodules)
 
 
-def _stack_of(layer_specs: list[ModuleSpec]) -> Stack:
+def _find_stack(layer_specs: list[ModuleSpec]) -> Stack:
     masks = set()
     for layer in layer_specs:
         slots: Any = layer.submodules
@@ -188,27 +197,31 @@ def count_slots(spec: TransformerBlockSubmodules) -> dict[str, tuple[int, int]]:
 
     A slot that a layer leaves empty (no cross attention, an attention or MLP that is left out) is not counted.
     """
-    counts = dict.fromkeys(("norm", "attention", "dropout", "gelu"), (0, 0))
-
-    def count(operation: str, slot: Any, is_tempo: bool) -> None:
-        if _is_there(slot):
-            ours, total = counts[operation]
-            counts[operation] = (ours + is_tempo, total + 1)
-
-    count("norm", spec.layer_norm, _holds(spec.layer_norm, TempoLayerNorm, TempoRMSNorm))
-    for layer in spec.layer_specs or []:
-        slots: Any = layer.submodules
-        for name in _NORM_SLOTS:
-            slot = getattr(slots, name)
-            count("norm", slot, _holds(slot, TempoLayerNorm, TempoRMSNorm))
-        for name in ("self_attention", "cross_attention"):
-            slot = getattr(getattr(getattr(slots, name), "submodules", None), "core_attention", None)
-            count("attention", slot, _holds(slot, TempoDotProductAttention))
-        for name in _BDA_SITES:
-            slot = getattr(slots, name)
-            count("dropout", slot, getattr(slot, "__module__", "") == tempo_bias_dropout_add.__module__)
-        count("gelu", slots.mlp, _holds(_mlp_class(slots.mlp), TempoMLP))
+    counts = {}
+    for operation in OPERATIONS.values():
+        slots = [getattr(spec, name) for name in operation.block_slots]
+        slots += [_find_slot(layer, path) for layer in spec.layer_specs or [] for path in operation.slots]
+        filled = [slot for slot in slots if _is_there(slot)]
+        if operation.slots:
+            counts[operation.name] = (sum(_is_tempo(operation.name, slot) for slot in filled), len(filled))
     return counts
+
+
+def _find_slot(layer: Any, path: str) -> Any:
+    """What stands at a dotted path of a layer spec; None where a spec on the way has no submodules."""
+    slot = layer
+    for name in path.split("."):
+        slot = getattr(getattr(slot, "submodules", None), name, None)
+    return slot
+
+
+def _is_tempo(operation: str, slot: Any) -> bool:
+    if operation == "dropout":  # a function in the spec, as Megatron has it
+        return getattr(slot, "__module__", "") == tempo_bias_dropout_add.__module__
+    module = slot.module if isinstance(slot, ModuleSpec) else slot
+    if operation == "activation":
+        module = _find_mlp_class(slot)
+    return isinstance(module, type) and issubclass(module, _TEMPO_CLASSES[operation])
 
 
 def _tempoize_layer(
@@ -221,14 +234,14 @@ def _tempoize_layer(
     changes: dict[str, Any] = {}
     slots: Any = layer.submodules
     for name in _NORM_SLOTS:
-        changes[name] = _norm(getattr(slots, name), transformer_config, tempo_config)
+        changes[name] = _replace_norm(getattr(slots, name), transformer_config, tempo_config)
     for name in ("self_attention", "cross_attention"):
-        changes[name] = _attention(getattr(slots, name), transformer_config, tempo_config, stack)
+        changes[name] = _replace_attention(getattr(slots, name), transformer_config, tempo_config, stack)
     if tempo_config.dropout == "recompute":
         for name, site in _BDA_SITES.items():
             if getattr(slots, name) is get_bias_dropout_add:
                 changes[name] = tempo_bias_dropout_add(transformer_config, layer_number, site, stack)
-    changes["mlp"] = _mlp(slots.mlp, tempo_config)
+    changes["mlp"] = _replace_mlp(slots.mlp, tempo_config)
     return dataclasses.replace(layer, submodules=dataclasses.replace(slots, **changes))
 
 
@@ -238,12 +251,7 @@ def _is_there(slot: Any) -> bool:
     return module is not None and module not in (IdentityOp, IdentityFuncOp)
 
 
-def _holds(slot: Any, *classes: type) -> bool:
-    module = slot.module if isinstance(slot, ModuleSpec) else slot
-    return isinstance(module, type) and issubclass(module, classes)
-
-
-def _norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
+def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
     if slot not in (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl):
         return slot
     tempo_norm = _NORMS.get((transformer_config.normalization, tempo_config.norm))
@@ -252,20 +260,24 @@ def _norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoC
     return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(transformer_config.normalization, slot)
 
 
-def _linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
-    """What changes in the submodules of attention or MLP, for their linears to drop what a norm can make again."""
+def _replace_linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
+    """Replacements for the linears that read a norm's output: TempoColumnParallelLinear drops that output after use.
+
+    Empty unless the norm recomputes its output."""
     if tempo_config.norm != "recompute":
         return {}
     names = [name for name in _LINEARS_AFTER_NORMS if getattr(submodules, name, None) is ColumnParallelLinear]
     return dict.fromkeys(names, TempoColumnParallelLinear)
 
 
-def _attention(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig, stack: Stack) -> Any:
+def _replace_attention(
+    slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig, stack: Stack
+) -> Any:
     submodules: Any = getattr(slot, "submodules", None)
-    changes = _linears(submodules, tempo_config)
+    changes = _replace_linears(submodules, tempo_config)
     for name in _QUERY_KEY_NORMS:
         if hasattr(submodules, name):
-            changes[name] = _norm(getattr(submodules, name), transformer_config, tempo_config)
+            changes[name] = _replace_norm(getattr(submodules, name), transformer_config, tempo_config)
     if getattr(submodules, "core_attention", None) is DotProductAttention:
         changes["core_attention"] = core_attention = _ATTENTIONS[tempo_config.attention]
         if tempo_config.attention != "off":
@@ -275,22 +287,22 @@ def _attention(slot: Any, transformer_config: TransformerConfig, tempo_config: T
     return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
 
 
-def _mlp_class(slot: Any) -> Any:
+def _find_mlp_class(slot: Any) -> Any:
     """The MLP class in a slot: a ModuleSpec's, or the class that `partial(MLP.as_mlp_submodule, ...)` is bound to."""
     return (
         getattr(slot.func, "__self__", None) if isinstance(slot, functools.partial) else getattr(slot, "module", None)
     )
 
 
-def _mlp(slot: Any, tempo_config: TempoConfig) -> Any:
-    if _mlp_class(slot) is not MLP:
+def _replace_mlp(slot: Any, tempo_config: TempoConfig) -> Any:
+    if _find_mlp_class(slot) is not MLP:
         return slot
-    module = {"off": MLP, "inplace": TempoMLP, "recompute": TempoRecomputeMLP}[tempo_config.gelu]
+    module = {"off": MLP, "inplace": TempoMLP, "recompute": TempoRecomputeMLP}[tempo_config.activation]
     if isinstance(slot, functools.partial):
         keywords = dict(slot.keywords)
         if "submodules" in keywords:
             submodules = keywords["submodules"]
-            keywords["submodules"] = dataclasses.replace(submodules, **_linears(submodules, tempo_config))
+            keywords["submodules"] = dataclasses.replace(submodules, **_replace_linears(submodules, tempo_config))
         return functools.partial(getattr(module, slot.func.__name__), *slot.args, **keywords)
-    submodules = dataclasses.replace(slot.submodules, **_linears(slot.submodules, tempo_config))
+    submodules = dataclasses.replace(slot.submodules, **_replace_linears(slot.submodules, tempo_config))
     return dataclasses.replace(slot, module=module, submodules=submodules)

@@ -127,10 +127,10 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     if not model.post_process:
         return
     cls: Any = type(model)
-    logits_scale = _logits_scale(model)
+    logits_scale = _find_logits_scale(model)
     model.output_layer.__class__ = TempoOutputLayer
     model.output_layer.logits_scale = logits_scale
-    model.__class__ = _fused_class(cls)
+    model.__class__ = _make_fused_class(cls)
 
 
 def _refuse(model: Any) -> None:
@@ -153,7 +153,7 @@ def _refuse(model: Any) -> None:
             raise ValueError(f'{reason}; set tempo.loss to "off"')
 
 
-def _logits_scale(model: Any) -> float:
+def _find_logits_scale(model: Any) -> float:
     """The number that a model's logits are multiplied by; ValueError where it does something else with them."""
     if isinstance(model, _FusedLoss):
         return model.output_layer.logits_scale
@@ -171,7 +171,7 @@ def _logits_scale(model: Any) -> float:
 
 
 @functools.cache
-def _fused_class(cls: Any) -> Any:
+def _make_fused_class(cls: Any) -> Any:
     if issubclass(cls, _FusedLoss):
         return cls
     return TempoGPTModel if cls is GPTModel else type(f"Tempo{cls.__name__}", (_FusedLoss, cls), {})
@@ -191,8 +191,8 @@ class _LossesOfTotal(torch.autograd.Function):
         (token_weights,) = ctx.saved_tensors
         square = token_weights.square().sum()
         factor = (grad_losses * token_weights).sum() / torch.where(square > 0, square, 1.0)
-        wanted = factor * token_weights
-        error, largest = (grad_losses - wanted).abs().amax(), wanted.abs().amax()
+        expected = factor * token_weights
+        error, largest = (grad_losses - expected).abs().amax(), expected.abs().amax()
         is_another = error > _TOLERANCE * largest
         _IS_MULTIPLE.note(is_another)
         # On a GPU an exception here would wait for the device: NaN goes on, and words follow.

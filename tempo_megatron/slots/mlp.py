@@ -25,7 +25,7 @@ _GATED: dict[Any, str] = {F.silu: "swiglu", F.gelu: "geglu", F.relu: "reglu"}
 _PLAIN: dict[Any, str] = {F.gelu: "gelu", megatron_squared_relu: "squared_relu"}
 
 
-def activation_name(config: TransformerConfig) -> str | None:
+def name_activation(config: TransformerConfig) -> str | None:
     """The operation that computes the MLP's activation; None where there is none for it."""
     if config.gated_linear_unit:
         # Clamps and offsets of a gated unit are formulas of their own.
@@ -35,24 +35,28 @@ def activation_name(config: TransformerConfig) -> str | None:
     return _PLAIN.get(config.activation_func)
 
 
+def describe_activation(config: TransformerConfig) -> str:
+    """The activation's name, also of one that Tempo has no operation for."""
+    function = getattr(config.activation_func, "__name__", str(config.activation_func))
+    return name_activation(config) or ("gated " if config.gated_linear_unit else "") + function
+
+
 def refuse_activation(config: TransformerConfig, choice: str) -> None:
-    """Raise ValueError where the MLP's activation has no form for tempo.gelu = `choice`."""
-    name = activation_name(config)
+    """Raise ValueError where the MLP's activation has no form for tempo.activation = `choice`."""
+    name = name_activation(config)
     if name is None:
-        function = getattr(config.activation_func, "__name__", str(config.activation_func))
-        gated = "gated " if config.gated_linear_unit else ""
         raise ValueError(
-            f"activation is {gated}{function}; gelu, squared relu, swiglu, geglu or reglu is wanted; "
-            'set tempo.gelu to "off"'
+            f"activation is {describe_activation(config)}; expected gelu, squared relu, swiglu, geglu or reglu; "
+            'set tempo.activation to "off"'
         )
     if choice == "inplace" and name not in _IN_PLACE:
         raise ValueError(
             f"activation is {name}, in-place applies to gelu and squared relu only; "
-            'set tempo.gelu to "recompute" or "off"'
+            'set tempo.activation to "recompute" or "off"'
         )
 
 
-def _activation(config: TransformerConfig, keep: str) -> Callable[[Tensor, Tensor | None], Tensor]:
+def _choose_activation(config: TransformerConfig, keep: str) -> Callable[[Tensor, Tensor | None], Tensor]:
     """activation(x, bias) of the MLP; fused into one kernel, Megatron's GELU has its tanh form."""
     approximate = "tanh" if config.bias_activation_fusion else "none"
     functions: dict[str | None, Callable[[Tensor, Tensor | None], Tensor]] = {
@@ -62,7 +66,7 @@ def _activation(config: TransformerConfig, keep: str) -> Callable[[Tensor, Tenso
         "geglu": lambda x, bias: geglu(x, bias, approximate),
         "reglu": reglu,
     }
-    return functions[activation_name(config)]
+    return functions[name_activation(config)]
 
 
 class TempoMLP(MLP):
@@ -94,7 +98,7 @@ class TempoMLP(MLP):
         # Newer Megatrons pass more names than older ones take.
         accepted = {name: value for name, value in kwargs.items() if name in _MLP_ARGUMENTS}
         super().__init__(config, submodules, is_expert, input_size, ffn_hidden_size, tp_group, **accepted)
-        self._activation = _activation(config, self.keep)
+        self._activation = _choose_activation(config, self.keep)
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
         """(output [s, b, h], bias [h] or None) of hidden_states [s, b, h]."""

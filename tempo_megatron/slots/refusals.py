@@ -28,8 +28,8 @@ def check_against(transformer_config: TransformerConfig, tempo_config: TempoConf
             "use bf16 or fp16 parameters"
         )
     _refuse_recomputation(transformer_config)
-    if tempo_config.gelu != "off":
-        refuse_activation(transformer_config, tempo_config.gelu)
+    if tempo_config.activation != "off":
+        refuse_activation(transformer_config, tempo_config.activation)
     if tempo_config.norm != "off":
         _refuse_norm(transformer_config, tempo_config.norm)
     refuse_shared_masks(transformer_config, tempo_config)

@@ -1,4 +1,4 @@
-"""The training job: data preparation, the GPT trainer and its checkpoints."""
+"""The training job: the GPT trainer and its checkpoints."""
 
 from tempo_megatron.extras import check_installed
 

@@ -1,8 +1,9 @@
-"""Numbers on a command line, and one sentence for what is not one."""
+"""Words of a command line that mean more than text, and one sentence for what cannot be read."""
 
 from __future__ import annotations
 
 import argparse
+import math
 
 
 def whole(text: str) -> int:
@@ -47,3 +48,38 @@ def fraction(text: str) -> float:
     if not 0.0 <= (value := number(text)) < 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
     return value
+
+
+def parse_blend(words: list[str]) -> tuple[list[str], list[float] | None]:
+    """(prefixes, weights) of `--data-path PREFIX` or `--data-path WEIGHT PREFIX WEIGHT PREFIX ...`."""
+    if len(words) == 1:
+        return [words[0]], None
+    if len(words) % 2:
+        raise ValueError(f"--data-path has {len(words)} words; give one prefix, or pairs of a weight and a prefix")
+    weights = []
+    for word in words[0::2]:
+        try:
+            weight = float(word)
+        except ValueError:
+            raise ValueError(
+                f"--data-path: {word!r} stands where a weight is expected; give WEIGHT PREFIX pairs"
+            ) from None
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"--data-path: weight {word} is not positive; give positive weights")
+        weights.append(weight)
+    return words[1::2], weights
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """`969,30,1` -> the three fractions; missing ones are 0."""
+    try:
+        weights = [float(part) for part in split.split(",")]
+    except ValueError:
+        weights = []
+    if not 1 <= len(weights) <= 3 or any(not 0 <= weight < math.inf for weight in weights) or not weights[0]:
+        raise ValueError(
+            f"--split {split!r} is not understood; give up to three weights such as 969,30,1, train above 0"
+        )
+    total = sum(weights)
+    train, valid, test = (weight / total for weight in [*weights, 0.0, 0.0][:3])
+    return train, valid, test

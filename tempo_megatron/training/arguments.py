@@ -65,11 +65,12 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments with the sizes of `--model` filled in. Raises ValueError for what is unknown or malformed."""
+    """What was typed, and the sizes of `--model` where none was typed.
+
+    Raises ValueError for what is unknown or malformed.
+    """
     args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
-    _fill_sizes(args)
-    args.sample_parts = None  # of a run that starts: see datasets.build_datasets
-    return args
+    return argparse.Namespace(**{**vars(args), **_join_sizes(args)})
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -248,17 +249,15 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _fill_sizes(args: argparse.Namespace) -> None:
-    given = _read_sizes(args.model) if args.model else {}
-    for name in MODEL_SIZES:
-        if getattr(args, name) is None:
-            setattr(args, name, given.get(name))
+def _join_sizes(args: argparse.Namespace) -> dict[str, Any]:
+    in_file = _read_sizes(args.model) if args.model else {}
+    typed = {name: getattr(args, name) for name in MODEL_SIZES}
+    sizes = {name: in_file.get(name) if value is None else value for name, value in typed.items()}
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-        if getattr(args, name) is None:
+        if sizes[name] is None:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} is missing; give it, or --model with a file of configs/model")
-    args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
-    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    return sizes
 
 
 def _read_sizes(path: str) -> dict[str, Any]:
@@ -270,12 +269,12 @@ def _read_sizes(path: str) -> dict[str, Any]:
         raise ValueError(f"--model {path} is not valid JSON ({error}); correct it") from error
     if not isinstance(sizes, dict):
         raise ValueError(
-            f'--model {path} holds a {type(sizes).__name__}; an object such as {{"num_layers": 12}} is wanted'
+            f'--model {path} holds a {type(sizes).__name__}; expected an object such as {{"num_layers": 12}}'
         )
     for name, value in sizes.items():
         if name not in MODEL_SIZES:
             near = difflib.get_close_matches(name, MODEL_SIZES, n=1, cutoff=0.0)[0]
             raise ValueError(f"--model {path}: {name} is unknown; the nearest known name is {near}")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"--model {path}: {name} is {value!r}; a positive whole number is wanted")
+            raise ValueError(f"--model {path}: {name} is {value!r}; expected a positive whole number")
     return sizes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -17,10 +16,16 @@ import torch.distributed as dist
 
 from tempo_megatron.training.agreement import differs_between_ranks, raise_on_all_ranks
 from tempo_megatron.training.checkpoint_files import fault_in_checkpoint, read_tensors, why_not_written
-from tempo_megatron.training.checkpoint_folder import CheckpointFolder, all_to_disk, iteration_of, unfinished_name
+from tempo_megatron.training.checkpoint_folder import (
+    CheckpointFolder,
+    flush_all_to_disk,
+    name_unfinished,
+    parse_iteration,
+)
 from tempo_megatron.training.engine import Engine
-from tempo_megatron.training.resume import RUN_FILE, check_same_run, settings_of
-from tempo_megatron.training.rng_state import rng_state, set_rng_state
+from tempo_megatron.training.resume import RUN_FILE, check_same_run, select_settings
+from tempo_megatron.training.rng_state import get_rng_state, set_rng_state
+from tempo_megatron.training.run_config import RunConfig
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,16 +40,18 @@ class Checkpoints:
     """Saving to `--save` and resuming from `--load`, on every rank at once.
 
     Args:
-        args: save and load folders, and how many checkpoints stay.
+        run: save and load folders, and how many checkpoints stay.
         engine: whose state it is.
-        description: run_description of this run.
-        on_gpu: whether the random states include a GPU's.
+        description: describe_run of this run.
+        sample_parts: of its datasets, the order of the samples.
 
     `last_saved` is the newest step that --save holds of this run.
     """
 
-    def __init__(self, args: argparse.Namespace, engine: Engine, description: dict[str, Any], on_gpu: bool) -> None:
-        self.args, self.engine, self.description, self.on_gpu = args, engine, description, on_gpu
+    def __init__(
+        self, run: RunConfig, engine: Engine, description: dict[str, Any], sample_parts: tuple[int, ...]
+    ) -> None:
+        self.run, self.engine, self.description, self.sample_parts = run, engine, description, sample_parts
         self.rank = dist.get_rank()
         self.last_saved: int | None = None
 
@@ -54,33 +61,35 @@ class Checkpoints:
         Raises ValueError on every rank where one cannot write it, for want of space for example; the one before stays
         the latest, and nothing of the new one stays behind.
         """
-        folder = CheckpointFolder(self.args.save)
+        assert self.run.save is not None
+        folder = CheckpointFolder(self.run.save)
         self._everywhere(progress, why_not_written(folder.begin, progress.iteration) if self.rank == 0 else None)
-        unfinished = folder.path / unfinished_name(progress.iteration)
+        unfinished = folder.path / name_unfinished(progress.iteration)
         self._everywhere(progress, self._write(unfinished, progress))
         if self.rank == 0:
             self._everywhere(progress, why_not_written(self._describe, unfinished, progress))
         else:
             self._everywhere(progress, None)
         flushes = int(os.environ["LOCAL_RANK"]) == 0
-        self._everywhere(progress, why_not_written(all_to_disk, unfinished) if flushes else None)
+        self._everywhere(progress, why_not_written(flush_all_to_disk, unfinished) if flushes else None)
         self._everywhere(progress, why_not_written(folder.commit, progress.iteration) if self.rank == 0 else None)
-        if self.rank == 0 and self.args.keep_checkpoints:
-            folder.remove_older_than_newest(self.args.keep_checkpoints)
+        if self.rank == 0 and self.run.keep_checkpoints:
+            folder.remove_older_than_newest(self.run.keep_checkpoints)
         self.last_saved = progress.iteration
 
     def _everywhere(self, progress: Progress, reason: str | None) -> None:
         """Wait for every rank to be as far as this one. Where one has a reason to give up, clean up and raise."""
         sentence = reason and (
-            f"--save {self.args.save}: the checkpoint of step {progress.iteration} cannot be written ({reason}); "
+            f"--save {self.run.save}: the checkpoint of step {progress.iteration} cannot be written ({reason}); "
             "free some space and go on from the one before with --load"
         )
         try:
             raise_on_all_ranks(sentence)
         except ValueError:
             if self.rank == 0:
+                assert self.run.save is not None
                 with contextlib.suppress(OSError):
-                    CheckpointFolder(self.args.save).remove_unfinished()
+                    CheckpointFolder(self.run.save).remove_unfinished()
             raise
 
     def _write(self, unfinished: Path, progress: Progress) -> str | None:
@@ -93,8 +102,8 @@ class Checkpoints:
         content = {
             **self.description,
             **dataclasses.asdict(progress),
-            "settings": settings_of(self.args),
-            "sample_parts": self.args.sample_parts,
+            "settings": select_settings(self.run),
+            "sample_parts": self.sample_parts,
             "files": sorted(path.relative_to(unfinished).as_posix() for path in unfinished.rglob("*.pt")),
         }
         (unfinished / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -105,18 +114,19 @@ class Checkpoints:
         Raises ValueError on every rank where the checkpoint belongs to another run, is damaged, or holds anything
         that would have to be executed.
         """
-        check_same_run(saved, self.description, self.args.load)
-        checkpoint = Path(self.args.load) / saved["checkpoint"]
+        assert self.run.load is not None
+        check_same_run(saved, self.description, self.run.load)
+        checkpoint = Path(self.run.load) / saved["checkpoint"]
         missing = [name for name in saved["files"] if not (checkpoint / name).is_file()]
         raise_on_all_ranks(f"{checkpoint} lacks {', '.join(missing)}; give another checkpoint" if missing else None)
         raise_on_all_ranks(fault_in_checkpoint(checkpoint))
-        self.engine.load(checkpoint, self.args)
+        self.engine.load(checkpoint, self.run)
         state = read_tensors(checkpoint / _rank_file(self.rank))
         self.engine.scheduler.load_state_dict(state["scheduler"])
-        set_rng_state(state["rng"], self.on_gpu)
+        set_rng_state(state["rng"], self.run.on_gpu)
         progress = Progress(**state["progress"])
-        assert progress.iteration == iteration_of(saved["checkpoint"])
-        if self.args.save and Path(self.args.save).resolve() == checkpoint.parent.resolve():
+        assert progress.iteration == parse_iteration(saved["checkpoint"])
+        if self.run.save and Path(self.run.save).resolve() == checkpoint.parent.resolve():
             self.last_saved = progress.iteration
         return progress
 
@@ -124,31 +134,31 @@ class Checkpoints:
         return {
             "progress": dataclasses.asdict(progress),
             "scheduler": self.engine.scheduler.state_dict(),
-            "rng": rng_state(self.on_gpu),
+            "rng": get_rng_state(self.run.on_gpu),
         }
 
 
-def claim_save_folder(args: argparse.Namespace) -> CheckpointFolder | None:
+def claim_save_folder(run: RunConfig) -> CheckpointFolder | None:
     """The folder of --save, which on rank 0 no other run can write to as long as the result is kept.
 
     Raises ValueError where another run writes to it, or where it holds checkpoints that this run neither continues
     nor may overwrite.
     """
-    if not args.save:
+    if not run.save:
         return None
-    folder = CheckpointFolder(args.save)
+    folder = CheckpointFolder(run.save)
     if int(os.environ["RANK"]) == 0:
         folder.lock()
-    resumes = args.load and Path(args.load).resolve() == Path(args.save).resolve()
+    resumes = run.load and Path(run.load).resolve() == Path(run.save).resolve()
     if not resumes and (name := folder.latest()) is not None:
         raise ValueError(
-            f"--save {args.save} already holds checkpoints up to {name}; add --load {args.save} to go on from there, "
+            f"--save {run.save} already holds checkpoints up to {name}; add --load {run.save} to go on from there, "
             "or give another folder"
         )
     return folder
 
 
-def check_all_ranks_load(saved: Mapping[str, Any] | None, load: str) -> None:
+def check_all_ranks_load(saved: Mapping[str, Any] | None, load: str | None) -> None:
     """Raise ValueError on every rank where --load gave some of them another checkpoint, or none."""
     if differs_between_ranks(saved and saved["checkpoint"]):
         raise ValueError(

@@ -38,7 +38,7 @@ class CheckpointFolder:
         try:
             name = (self.path / LATEST).read_text(encoding="utf-8").strip()
         except (FileNotFoundError, NotADirectoryError):
-            return max(self._present(), key=iteration_of, default=None)
+            return max(self._present(), key=parse_iteration, default=None)
         if not _NAME.fullmatch(name) or not (self.path / name).is_dir():
             present = self._present()
             choice = f"write one of {', '.join(present)} into it" if present else "remove it to start anew"
@@ -81,26 +81,26 @@ class CheckpointFolder:
         """An empty folder to write the checkpoint of `iteration` into; its name. Removes what killed runs left."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.remove_unfinished()
-        name = unfinished_name(iteration)
+        name = name_unfinished(iteration)
         (self.path / name).mkdir()
         return name
 
     def commit(self, iteration: int) -> None:
         """Make what was written after begin(iteration) the latest checkpoint. Call it when every file is on disk."""
-        name = checkpoint_name(iteration)
+        name = name_checkpoint(iteration)
         target, replaced = self.path / name, self.path / f"{name}.old.tmp"
         if target.exists():
             # Of a run that was killed before it could say so in `latest`, or that went on from an earlier checkpoint.
             if self.latest() == name:
                 raise ValueError(f"{target} is already the latest checkpoint")
             target.rename(replaced)
-        (self.path / unfinished_name(iteration)).rename(target)
-        to_disk(self.path)
+        (self.path / name_unfinished(iteration)).rename(target)
+        flush_to_disk(self.path)
         unfinished = self.path / f"{LATEST}.tmp"
         unfinished.write_text(f"{name}\n", encoding="utf-8")
-        to_disk(unfinished)
+        flush_to_disk(unfinished)
         unfinished.replace(self.path / LATEST)
-        to_disk(self.path)
+        flush_to_disk(self.path)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def remove_older_than_newest(self, number: int) -> None:
@@ -111,13 +111,13 @@ class CheckpointFolder:
         """
         latest = self.latest()
         assert latest is not None and number >= 1
-        steps = sorted(iteration_of(name) for name in self._present())
-        for iteration in [step for step in steps if step <= iteration_of(latest)][:-number]:
-            name = checkpoint_name(iteration)
+        steps = sorted(parse_iteration(name) for name in self._present())
+        for iteration in [step for step in steps if step <= parse_iteration(latest)][:-number]:
+            name = name_checkpoint(iteration)
             doomed = self.path / f"{name}.old.tmp"
             with contextlib.suppress(OSError):
                 (self.path / name).rename(doomed)
-                to_disk(self.path)
+                flush_to_disk(self.path)
                 shutil.rmtree(doomed)
 
     def remove_unfinished(self) -> None:
@@ -127,25 +127,25 @@ class CheckpointFolder:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-def checkpoint_name(iteration: int) -> str:
+def name_checkpoint(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def unfinished_name(iteration: int) -> str:
+def name_unfinished(iteration: int) -> str:
     """What the checkpoint is called while it is written."""
-    return f"{checkpoint_name(iteration)}.tmp"
+    return f"{name_checkpoint(iteration)}.tmp"
 
 
-def iteration_of(name: str) -> int:
+def parse_iteration(name: str) -> int:
     match = _NAME.fullmatch(name)
     assert match is not None, name
     return int(match[1])
 
 
-def all_to_disk(folder: Path) -> None:
+def flush_all_to_disk(folder: Path) -> None:
     """Flush every file below `folder`, and the folders themselves, from this machine's memory to disk."""
     for entry in _walk(folder):
-        to_disk(entry)
+        flush_to_disk(entry)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -157,7 +157,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     yield folder
 
 
-def to_disk(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

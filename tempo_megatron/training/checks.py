@@ -1,17 +1,12 @@
-"""Every cross-check of the command line in one place, before anything slow starts."""
+"""Every check of a completed run in one place, before anything slow starts."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from tempo_megatron.arguments import tempo_config_from
-from tempo_megatron.training.arguments import DEFAULTS
-from tempo_megatron.training.deepspeed_config import offloads_optimizer, zero_stage
+from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_zero_stage
+from tempo_megatron.training.run_config import RunConfig
 
 _NEEDS_TRANSFORMER_ENGINE = "without Transformer Engine megatron-core stops in it with a NameError"
 _NOT_DENSE = "the model has no such module: it is a dense GPT"
@@ -24,73 +19,57 @@ _REFUSED_MODULES = {
 }
 
 
-def data_parallel_size_of(args: argparse.Namespace, world_size: int) -> int:
-    """World size / tensor parallel size. Raises ValueError where it does not divide."""
-    tp = args.tensor_model_parallel_size
-    if world_size % tp:
-        raise ValueError(
-            f"--tensor-model-parallel-size {tp} does not divide the {world_size} processes; "
-            f"start a multiple of {tp} processes (deepspeed --num_gpus {tp}, torchrun --nproc_per_node {tp})"
-        )
-    return world_size // tp
+def check_run(run: RunConfig) -> None:
+    """Raise ValueError for the first combination that cannot train."""
+    _check_layout(run)
+    _check_precision(run)
+    _check_schedule(run)
+    _check_recompute(run)
+    _check_data(run)
+    _check_output(run)
 
 
-def check_arguments(args: argparse.Namespace, config: Mapping[str, Any], on_gpu: bool) -> None:
-    """Raise ValueError for the first combination that cannot train. Fills what follows from other arguments.
-
-    `config` is the completed DeepSpeed configuration, so batch sizes and precision are decided.
-    """
-    _check_layout(args)
-    _check_precision(args, config, on_gpu)
-    _check_schedule(args)
-    _check_recompute(args)
-    tempo_config_from(args, config)
-    _check_data(args)
-    _check_output(args)
-    if args.num_workers is None:
-        args.num_workers = 2 if on_gpu else 0
-
-
-def _check_layout(args: argparse.Namespace) -> None:
-    tp = args.tensor_model_parallel_size
+def _check_layout(run: RunConfig) -> None:
+    tp = run.tensor_model_parallel_size
     for name in ("num_attention_heads", "ffn_hidden_size"):
-        if (value := getattr(args, name)) % tp:
+        if (value := getattr(run, name)) % tp:
             option = "--" + name.replace("_", "-")
             raise ValueError(
                 f"{option} {value} is not a multiple of --tensor-model-parallel-size {tp}; change one of them"
             )
-    if args.hidden_size % args.num_attention_heads:
+    if run.hidden_size % run.num_attention_heads:
         raise ValueError(
-            f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads {args.num_attention_heads}; "
+            f"--hidden-size {run.hidden_size} is not a multiple of --num-attention-heads {run.num_attention_heads}; "
             "change one of them"
         )
-    if args.seq_length > args.max_position_embeddings:
+    if run.seq_length > run.max_position_embeddings:
         raise ValueError(
-            f"--seq-length {args.seq_length} is more than the {args.max_position_embeddings} learned positions; "
+            f"--seq-length {run.seq_length} is more than the {run.max_position_embeddings} learned positions; "
             "shorten it or give --max-position-embeddings"
         )
-    if not args.sequence_parallel:
+    if not run.sequence_parallel:
         return
     if tp == 1:
         raise ValueError(
             "--sequence-parallel needs --tensor-model-parallel-size of at least 2; remove it or raise that"
         )
-    if args.seq_length % tp:
+    if run.seq_length % tp:
         raise ValueError(
-            f"--seq-length {args.seq_length} is not a multiple of --tensor-model-parallel-size {tp}, "
+            f"--seq-length {run.seq_length} is not a multiple of --tensor-model-parallel-size {tp}, "
             "as --sequence-parallel needs; change one of them"
         )
 
 
-def _check_precision(args: argparse.Namespace, config: Mapping[str, Any], on_gpu: bool) -> None:
-    if args.precision == "fp16" and not on_gpu:
+def _check_precision(run: RunConfig) -> None:
+    config = run.deepspeed
+    if run.precision == "fp16" and not run.on_gpu:
         raise ValueError("fp16 is asked for but there is no GPU and DeepSpeed has no fp16 on CPU; use bf16 or fp32")
-    stage = zero_stage(config)
+    stage = read_zero_stage(config)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage in the DeepSpeed JSON is {stage}; it must be 0, 1, 2 or 3")
-    if stage == 0 and args.precision != "fp32":
+    if stage == 0 and run.precision != "fp32":
         raise ValueError(
-            f"{args.precision} without ZeRO is asked for, but DeepSpeed's optimizer for it takes a step of its own at "
+            f"{run.precision} without ZeRO is asked for, but DeepSpeed's optimizer for it takes a step of its own at "
             "the start and clips by the norm of one tensor-parallel rank; set zero_optimization.stage to 1, 2 or 3"
         )
     accumulated = config.get("data_types", {}).get("grad_accum_dtype")
@@ -103,115 +82,60 @@ def _check_precision(args: argparse.Namespace, config: Mapping[str, Any], on_gpu
         raise ValueError("zero_optimization.offload_optimizer needs ZeRO; set zero_optimization.stage to 1, 2 or 3")
 
 
-def _check_schedule(args: argparse.Namespace) -> None:
-    if args.lr is None:
-        raise ValueError("--lr is missing; give the highest learning rate")
-    for name, value in DEFAULTS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.lr_decay_iters is None:
-        args.lr_decay_iters = args.train_iters
-    if args.min_lr > args.lr:
-        raise ValueError(f"--min-lr {args.min_lr} is above --lr {args.lr}; lower it")
-    if args.lr_warmup_iters >= args.lr_decay_iters:
+def _check_schedule(run: RunConfig) -> None:
+    if run.min_lr > run.lr:
+        raise ValueError(f"--min-lr {run.min_lr} is above --lr {run.lr}; lower it")
+    if run.lr_warmup_iters >= run.lr_decay_iters:
         raise ValueError(
-            f"--lr-warmup-iters {args.lr_warmup_iters} is not below the {args.lr_decay_iters} steps of decay "
+            f"--lr-warmup-iters {run.lr_warmup_iters} is not below the {run.lr_decay_iters} steps of decay "
             "(--lr-decay-iters, else --train-iters); shorten the warm-up"
         )
 
 
-def _check_recompute(args: argparse.Namespace) -> None:
-    if args.recompute_activations:
-        if args.recompute_granularity == "full":
-            raise ValueError(
-                "--recompute-activations is selective but --recompute-granularity is full; give one of them"
-            )
-        args.recompute_granularity = "selective"
-    granularity = args.recompute_granularity
+def _check_recompute(run: RunConfig) -> None:
+    granularity = run.recompute_granularity
     for option in ("method", "num_layers"):
-        if getattr(args, f"recompute_{option}") is not None and granularity != "full":
+        if getattr(run, f"recompute_{option}") is not None and granularity != "full":
             name = option.replace("_", "-")
             raise ValueError(f"--recompute-{name} is for full recomputation; add --recompute-granularity full")
-    if granularity == "full" and args.recompute_method is None:
+    if granularity == "full" and run.recompute_method is None:
         raise ValueError("--recompute-granularity full needs --recompute-method; give uniform or block")
-    if granularity == "full":
-        args.recompute_num_layers = args.recompute_num_layers or 1
-        if args.recompute_num_layers > args.num_layers:
-            raise ValueError(
-                f"--recompute-num-layers {args.recompute_num_layers} is more than the model's {args.num_layers} layers"
-            )
-    if args.recompute_modules is not None and granularity != "selective":
+    if run.recompute_num_layers is not None and run.recompute_num_layers > run.num_layers:
+        raise ValueError(
+            f"--recompute-num-layers {run.recompute_num_layers} is more than the model's {run.num_layers} layers"
+        )
+    if run.recompute_modules is not None and granularity != "selective":
         raise ValueError("--recompute-modules is for selective recomputation; add --recompute-granularity selective")
-    for module in args.recompute_modules or ():
+    for module in run.recompute_modules or ():
         if reason := _REFUSED_MODULES.get(module):
             raise ValueError(f"--recompute-modules {module} cannot be used: {reason}; use core_attn or mlp")
 
 
-def _check_data(args: argparse.Namespace) -> None:
-    args.blend = parse_blend(args.data_path)
-    args.split_weights = parse_split(args.split)
-    if args.eval_iters and not args.split_weights[1]:
-        raise ValueError(f"--split {args.split} leaves nothing for validation; add --eval-iters 0 or change the split")
-    if bool(args.vocab_file) != bool(args.merge_file):
-        given, missing = ("vocab", "merge") if args.vocab_file else ("merge", "vocab")
+def _check_data(run: RunConfig) -> None:
+    if run.eval_iters and not run.split_weights[1]:
+        raise ValueError(f"--split {run.split} leaves nothing for validation; add --eval-iters 0 or change the split")
+    if bool(run.vocab_file) != bool(run.merge_file):
+        given, missing = ("vocab", "merge") if run.vocab_file else ("merge", "vocab")
         raise ValueError(f"--{given}-file is given without --{missing}-file; give both or none")
 
 
-def parse_blend(words: list[str]) -> tuple[list[str], list[float] | None]:
-    """(prefixes, weights) of `--data-path PREFIX` or `--data-path WEIGHT PREFIX WEIGHT PREFIX ...`."""
-    if len(words) == 1:
-        return [words[0]], None
-    if len(words) % 2:
-        raise ValueError(f"--data-path has {len(words)} words; give one prefix, or pairs of a weight and a prefix")
-    weights = []
-    for word in words[0::2]:
-        try:
-            weight = float(word)
-        except ValueError:
-            raise ValueError(
-                f"--data-path: {word!r} stands where a weight is wanted; give WEIGHT PREFIX pairs"
-            ) from None
-        if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"--data-path: weight {word} is not positive; give positive weights")
-        weights.append(weight)
-    return words[1::2], weights
-
-
-def parse_split(split: str) -> tuple[float, float, float]:
-    """`969,30,1` -> the three fractions; missing ones are 0."""
-    try:
-        weights = [float(part) for part in split.split(",")]
-    except ValueError:
-        weights = []
-    if not 1 <= len(weights) <= 3 or any(not 0 <= weight < math.inf for weight in weights) or not weights[0]:
-        raise ValueError(
-            f"--split {split!r} is not understood; give up to three weights such as 969,30,1, train above 0"
-        )
-    total = sum(weights)
-    train, valid, test = (weight / total for weight in [*weights, 0.0, 0.0][:3])
-    return train, valid, test
-
-
-def _check_output(args: argparse.Namespace) -> None:
-    if args.save_interval is not None and not args.save:
+def _check_output(run: RunConfig) -> None:
+    if run.save_interval is not None and not run.save:
         raise ValueError("--save-interval is given without --save; give the folder for the checkpoints")
-    if args.keep_checkpoints is not None and not args.save:
+    if run.keep_checkpoints is not None and not run.save:
         raise ValueError("--keep-checkpoints is given without --save; give the folder for the checkpoints")
-    if args.override_opt_param_scheduler and not args.load:
+    if run.override_opt_param_scheduler and not run.load:
         raise ValueError("--override-opt-param-scheduler changes what --load brings; give --load or remove it")
     for option in ("save", "load"):
-        folder = getattr(args, option)
+        folder = getattr(run, option)
         if folder and Path(folder).exists() and not Path(folder).is_dir():
             raise ValueError(f"--{option} {folder} is a file; give a folder")
-    if args.save:
-        args.metrics_file = args.metrics_file or str(Path(args.save) / "metrics.jsonl")
-        args.loss_plot = args.loss_plot or str(Path(args.save) / "loss.png")
-    if args.metrics_file:
-        check_metrics_file(args.metrics_file)
-    if args.loss_plot and not args.metrics_file:
+    if run.metrics_file:
+        check_metrics_file(run.metrics_file)
+    if run.loss_plot and not run.metrics_file:
         raise ValueError("--loss-plot is drawn from the metrics file; give --metrics-file or --save")
-    if args.loss_plot and Path(args.loss_plot).suffix != ".png":
-        raise ValueError(f"--loss-plot {args.loss_plot} does not end in .png; give the name of a PNG file")
+    if run.loss_plot and Path(run.loss_plot).suffix != ".png":
+        raise ValueError(f"--loss-plot {run.loss_plot} does not end in .png; give the name of a PNG file")
 
 
 def check_metrics_file(path: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 from typing import Any
@@ -10,16 +9,17 @@ from typing import Any
 import torch.distributed as dist
 
 from tempo_megatron.data.tokenizer import GPT2Tokenizer
+from tempo_megatron.training.run_config import RunConfig
 
 _BLOCK = 1 << 16
 _BLOCKS = 64
 
 
-def data_identity(args: argparse.Namespace, tokenizer: GPT2Tokenizer) -> dict[str, Any]:
+def identify_data(run: RunConfig, tokenizer: GPT2Tokenizer) -> dict[str, Any]:
     """`data`: share and checksum of each data set in order; `tokenizer`: checksum. Rank 0 reads, all ranks call it."""
     identity: list[Any] = [None]
     if dist.get_rank() == 0:
-        prefixes, weights = args.blend
+        prefixes, weights = run.blend
         weights = weights or [1.0]
         shares = [weight / sum(weights) for weight in weights]
         identity = [[[share, checksum(prefix)] for share, prefix in zip(shares, prefixes, strict=True)]]

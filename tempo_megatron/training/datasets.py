@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import difflib
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,40 +17,57 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer, validate_dataset
-from tempo_megatron.data.tokenizer import GPT2Tokenizer, padded_vocab_size
+from tempo_megatron.data.tokenizer import GPT2Tokenizer, pad_vocab_size
+from tempo_megatron.training.run_config import RunConfig
 
 
-def load_tokenizer(args: argparse.Namespace) -> GPT2Tokenizer:
-    """The tokenizer all data sets of `--data-path` were made with.
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer of a run's data, and the rows of the embedding."""
 
-    Sets what a checkpoint says of it: args.vocab_size, padded_vocab_size, end_of_document and tokenizer_files.
+    tokenizer: GPT2Tokenizer
+    size: int
+    padded_size: int
+    """`size` on the next multiple that tensor parallelism divides."""
+    files: Mapping[str, Mapping[str, str]]
+    """Path and sha256 of "vocab_file" and "merge_file", so that they can go along with exported weights."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint says of it."""
+        return {
+            "vocab_size": self.size,
+            "padded_vocab_size": self.padded_size,
+            "end_of_document": self.tokenizer.eod,
+            "tokenizer_files": self.files,
+        }
+
+
+def load_vocabulary(run: RunConfig) -> Vocabulary:
+    """The tokenizer all data sets of `--data-path` were made with, and the size of its vocabulary.
 
     Raises ValueError where a data set is broken, has another tokenizer, or does not fit the vocabulary.
     """
-    prefixes = args.blend[0]
+    prefixes = run.blend[0]
     for prefix in prefixes:
         _check_presence(prefix)
-    tokenizer = load_dataset_tokenizer(prefixes[0], args.vocab_file, args.merge_file)
+    tokenizer = load_dataset_tokenizer(prefixes[0], run.vocab_file, run.merge_file)
     for prefix in prefixes[1:]:
-        other = load_dataset_tokenizer(prefix, args.vocab_file, args.merge_file)
+        other = load_dataset_tokenizer(prefix, run.vocab_file, run.merge_file)
         if other.unique_identifiers != tokenizer.unique_identifiers:
             raise ValueError(
                 f"{prefix} was made with another tokenizer than {prefixes[0]}; prepare both with the same one"
             )
-    vocab_size = args.vocab_size or tokenizer.vocab_size
+    vocab_size = run.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"--vocab-size {vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens; raise it or remove it"
         )
-    args.padded_vocab_size = padded_vocab_size(
-        vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
-    )
-    args.vocab_size, args.end_of_document = vocab_size, tokenizer.eod
-    args.tokenizer_files = _describe_tokenizer_files(args, tokenizer)
+    padded = pad_vocab_size(vocab_size, run.make_vocab_size_divisible_by, run.tensor_model_parallel_size)
+    files = _describe_tokenizer_files(run, tokenizer)
     for prefix in prefixes:
         validate_dataset(prefix, vocab_size)
-        _check_split(prefix, args)
-    return tokenizer
+        _check_split(prefix, run)
+    return Vocabulary(tokenizer, vocab_size, padded, files)
 
 
 def _check_presence(prefix: str) -> None:
@@ -68,62 +85,74 @@ def _check_presence(prefix: str) -> None:
     )
 
 
-def _check_split(prefix: str, args: argparse.Namespace) -> None:
+def _check_split(prefix: str, run: RunConfig) -> None:
     """Megatron splits by documents, each part of which must hold at least one sample."""
     dataset = IndexedDataset(prefix)  # has to live as long as its lengths are read: it unmaps their memory
     lengths = dataset.sequence_lengths
-    train, valid, _ = args.split_weights
+    train, valid, _ = run.split_weights
     borders = [round(fraction * len(lengths)) for fraction in (0.0, train, train + valid)]
     parts = [("training", borders[0], borders[1])]
-    if args.eval_iters:
+    if run.eval_iters:
         parts.append(("validation", borders[1], borders[2]))
     for name, first, last in parts:
         tokens = int(np.sum(lengths[first:last], dtype=np.int64))
-        if tokens < args.seq_length + 1:
+        if tokens < run.seq_length + 1:
             raise ValueError(
-                f"{prefix}: --split {args.split} gives {name} {last - first} of {len(lengths)} documents with {tokens} "
-                f"tokens, fewer than one sample of {args.seq_length} + 1; change --split or prepare more data"
+                f"{prefix}: --split {run.split} gives {name} {last - first} of {len(lengths)} documents with {tokens} "
+                f"tokens, fewer than one sample of {run.seq_length} + 1; change --split or prepare more data"
             )
 
 
-def build_datasets(args: argparse.Namespace, tokenizer: GPT2Tokenizer) -> tuple[Any, Any]:
-    """(training, validation or None), built on rank 0 first, then read from its index files by the other ranks.
+@dataclasses.dataclass(frozen=True)
+class Datasets:
+    """The samples of a run."""
+
+    train: Any
+    valid: Any
+    """None without validation."""
+    sample_parts: tuple[int, ...]
+    """The samples asked for in each part of `train`: what a run that goes on needs for the same order."""
+
+
+def build_datasets(run: RunConfig, tokenizer: GPT2Tokenizer) -> Datasets:
+    """The samples, built on rank 0 first, then read from its index files by the other ranks.
 
     Megatron shuffles the epochs of a run together, so that a data set built for more samples has another order from
     the first sample on. A run that goes on for longer than it was planned keeps the order it began with and appends a
-    part with an order of its own: args.sample_parts, the samples asked for in each part, comes from the checkpoint
-    and is completed here.
+    part with an order of its own: run.sample_parts, the samples asked for in each part, comes from the checkpoint,
+    and sample_parts of the result has the new part as well.
 
     Raises ValueError where the folder for the index files cannot be written.
     """
     if int(os.environ["RANK"]) == 0:
-        _remove_cut_off_indices(args)
-    needed, valid_samples = args.train_iters * args.global_batch_size, args.eval_iters * args.global_batch_size
-    args.sample_parts = args.sample_parts or [needed]
-    first, valid = _build_part(args, tokenizer, args.seed, args.sample_parts[0], valid_samples)
+        _remove_cut_off_indices(run)
+    needed, valid_samples = run.train_iters * run.global_batch_size, run.eval_iters * run.global_batch_size
+    sample_parts = run.sample_parts or (needed,)
+    first, valid = _build_part(run, tokenizer, run.seed, sample_parts[0], valid_samples)
     parts = [first]
-    for number, samples in enumerate(args.sample_parts[1:], start=1):
-        parts.append(_build_part(args, tokenizer, args.seed + number, samples, 0)[0])
+    for number, samples in enumerate(sample_parts[1:], start=1):
+        parts.append(_build_part(run, tokenizer, run.seed + number, samples, 0)[0])
     missing = needed - sum(len(part) for part in parts)
     if missing > 0:
-        parts.append(_build_part(args, tokenizer, args.seed + len(parts), missing, 0)[0])
-        args.sample_parts = [*args.sample_parts, missing]
-    return (first if len(parts) == 1 else torch.utils.data.ConcatDataset(parts)), valid
+        parts.append(_build_part(run, tokenizer, run.seed + len(parts), missing, 0)[0])
+        sample_parts = (*sample_parts, missing)
+    train = first if len(parts) == 1 else torch.utils.data.ConcatDataset(parts)
+    return Datasets(train, valid, sample_parts)
 
 
 def _build_part(
-    args: argparse.Namespace, tokenizer: GPT2Tokenizer, seed: int, train_samples: int, valid_samples: int
+    run: RunConfig, tokenizer: GPT2Tokenizer, seed: int, train_samples: int, valid_samples: int
 ) -> tuple[Any, Any]:
     config = GPTDatasetConfig(
         random_seed=seed % 2**32,  # what numpy takes
-        sequence_length=args.seq_length,
-        blend=args.blend,
-        split=args.split,
-        path_to_cache=args.data_cache_path,
+        sequence_length=run.seq_length,
+        blend=run.blend,
+        split=run.split,
+        path_to_cache=run.data_cache_path,
         tokenizer=tokenizer,  # type: ignore[arg-type]
         reset_position_ids=False,
         reset_attention_mask=False,
-        eod_mask_loss=args.eod_mask_loss,
+        eod_mask_loss=run.eod_mask_loss,
         create_attention_mask=False,
     )
     assert config.split_matrix is not None
@@ -143,10 +172,10 @@ def _build_part(
     return train, valid
 
 
-def _remove_cut_off_indices(args: argparse.Namespace) -> None:
+def _remove_cut_off_indices(run: RunConfig) -> None:
     """Delete index files that a killed run wrote in part: megatron-core takes a file that exists for a whole one."""
-    for prefix in args.blend[0]:
-        folder = args.data_cache_path or os.path.join(prefix, "cache", f"{GPTDataset.__name__}_indices")
+    for prefix in run.blend[0]:
+        folder = run.data_cache_path or os.path.join(prefix, "cache", f"{GPTDataset.__name__}_indices")
         if not os.path.isdir(folder):
             continue
         for name in os.listdir(folder):
@@ -205,7 +234,8 @@ class BatchStream:
 
     Args:
         dataset: what build_datasets gave.
-        args: batch sizes, workers, vocabulary.
+        run: batch sizes and workers.
+        padded_vocab_size: rows of the embedding.
         consumed_samples: global samples already seen; the resumed run goes on after them.
         num_samples: global samples in all.
         rank, data_parallel_size: of the data-parallel group. Every rank of a tensor-parallel group reads the same.
@@ -214,7 +244,8 @@ class BatchStream:
     def __init__(
         self,
         dataset: Any,
-        args: argparse.Namespace,
+        run: RunConfig,
+        padded_vocab_size: int,
         device: torch.device,
         *,
         consumed_samples: int,
@@ -223,13 +254,13 @@ class BatchStream:
         data_parallel_size: int,
     ) -> None:
         self.device = device
-        self.micro_batch_size, self.rank, self.data_parallel_size = args.micro_batch_size, rank, data_parallel_size
+        self.micro_batch_size, self.rank, self.data_parallel_size = run.micro_batch_size, rank, data_parallel_size
         sampler = ShardedBatchSampler(consumed_samples, num_samples, self.micro_batch_size, rank, data_parallel_size)
         self._loader = torch.utils.data.DataLoader(
             dataset,
             batch_sampler=sampler,  # type: ignore[arg-type]
-            num_workers=args.num_workers,
-            collate_fn=Collate(args.padded_vocab_size),
+            num_workers=run.num_workers,
+            collate_fn=Collate(padded_vocab_size),
             pin_memory=device.type == "cuda",
             # A generator of its own: the loader draws from it, and the run's random states must not move.
             generator=torch.Generator(),
@@ -245,10 +276,12 @@ class BatchStream:
         return consumed_samples + (micro_batch * self.data_parallel_size + self.rank) * self.micro_batch_size
 
 
-def _describe_tokenizer_files(args: argparse.Namespace, tokenizer: GPT2Tokenizer) -> dict[str, dict[str, str]]:
+def _describe_tokenizer_files(run: RunConfig, tokenizer: GPT2Tokenizer) -> dict[str, dict[str, str]]:
     """Where the two files are and what is in them, so that they can go along with exported weights."""
-    prefix, paths = args.blend[0][0], (args.vocab_file, args.merge_file)
-    if args.vocab_file is None:
+    prefix = run.blend[0][0]
+    if run.vocab_file is not None and run.merge_file is not None:
+        paths = (run.vocab_file, run.merge_file)
+    else:
         sidecar = Sidecar.read(prefix)
         assert sidecar is not None  # load_dataset_tokenizer has read it
         paths = sidecar.tokenizer_files(prefix)

@@ -5,7 +5,6 @@ Nothing here imports deepspeed, so that a wrong configuration is reported before
 
 from __future__ import annotations
 
-import argparse
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,14 +59,14 @@ def read_deepspeed_config(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"--deepspeed_config {path} is not valid JSON ({error}); correct it") from error
     if not isinstance(config, dict):
-        raise ValueError(f"--deepspeed_config {path} holds a {type(config).__name__}; a JSON object is wanted")
+        raise ValueError(f"--deepspeed_config {path} holds a {type(config).__name__}; expected a JSON object")
     for key, reason in _REFUSED.items():
         if key in config:
             raise ValueError(f'--deepspeed_config {path}: "{key}" is not used here: {reason}')
     _check_names(path, config)
     for key in _BLOCKS:
         if not isinstance(config.get(key, {}), dict):
-            raise ValueError(f'--deepspeed_config {path}: "{key}" is {config[key]!r}; an object {{...}} is expected')
+            raise ValueError(f'--deepspeed_config {path}: "{key}" is {config[key]!r}; expected an object {{...}}')
     if "memory_breakdown" in config:
         config["memory_breakdown"] = _boolean(path, "memory_breakdown", config["memory_breakdown"])
     for name in ("bf16", "fp16"):
@@ -88,7 +87,7 @@ def _boolean(path: str, key: str, value: Any) -> bool:
     try:
         return TypeAdapter(bool).validate_python(value)
     except ValidationError:
-        raise ValueError(f'--deepspeed_config {path}: "{key}" is {value!r}; true or false is expected') from None
+        raise ValueError(f'--deepspeed_config {path}: "{key}" is {value!r}; expected true or false') from None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -100,21 +99,21 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_names(path: str, config: Mapping[str, Any]) -> None:
-    for key in unknown_keys(config):
+    for key in find_unknown_keys(config):
         if near := difflib.get_close_matches(key, _KNOWN, n=1, cutoff=0.8):
             raise ValueError(f'--deepspeed_config {path}: "{key}" is unknown; the nearest known name is "{near[0]}"')
 
 
-def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+def find_unknown_keys(config: Mapping[str, Any]) -> list[str]:
     """Top-level keys that neither DeepSpeed nor the trainer reads: DeepSpeed accepts any name without a word."""
     return [key for key in config if key not in _KNOWN]
 
 
-def zero_stage(config: Mapping[str, Any]) -> int:
+def read_zero_stage(config: Mapping[str, Any]) -> int:
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
-def precision_of(config: Mapping[str, Any]) -> str:
+def read_precision(config: Mapping[str, Any]) -> str:
     """`fp32`, `bf16` or `fp16`. Raises ValueError where both are enabled."""
     enabled = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True]
     if len(enabled) == 2:
@@ -127,16 +126,18 @@ def offloads_optimizer(config: Mapping[str, Any]) -> bool:
     return device in ("cpu", "nvme")
 
 
-def complete(config: Mapping[str, Any], args: argparse.Namespace, data_parallel_size: int) -> dict[str, Any]:
-    """A copy of `config` with batch sizes, clipping and precision decided, and the same decisions put into `args`.
+def complete_deepspeed_config(
+    config: Mapping[str, Any], given: Mapping[str, Any], data_parallel_size: int
+) -> dict[str, Any]:
+    """A copy of `config` with batch sizes, clipping and precision decided.
 
-    Sets args.micro_batch_size, global_batch_size, num_micro_batches, clip_grad and precision.
+    `given` holds micro_batch_size, global_batch_size and clip_grad of the command line or the checkpoint, None where
+    they say nothing, and bf16 and fp16.
     Raises ValueError where the command line and the JSON contradict each other or the sizes do not divide.
     """
-    filled = dict(config)
-    _fill_batch_sizes(filled, args, data_parallel_size)
-    _fill_clipping(filled, args)
-    _fill_precision(filled, args)
+    filled = {**config, **_decide_batch_sizes(config, given, data_parallel_size), **_decide_precision(config, given)}
+    clip = _agree("--clip-grad", given["clip_grad"], "gradient_clipping", _number(config, "gradient_clipping"))
+    filled["gradient_clipping"] = DEFAULTS["clip_grad"] if clip is None else float(clip)
     filled.setdefault("steps_per_print", 10**9)  # the trainer prints its own line
     zero = dict(filled.get("zero_optimization", {}))
     zero.setdefault("stage", 0)
@@ -152,7 +153,7 @@ def _number(config: Mapping[str, Any], key: str) -> Any:
     if value is None or value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f'"{key}" in the DeepSpeed JSON is {value!r}; a number or "auto" is wanted')
+        raise ValueError(f'"{key}" in the DeepSpeed JSON is {value!r}; expected a number or "auto"')
     return value
 
 
@@ -164,10 +165,10 @@ def _agree(option: str, given: Any, key: str, configured: Any) -> Any:
     return configured if given is None else given
 
 
-def _fill_batch_sizes(config: dict[str, Any], args: argparse.Namespace, data_parallel_size: int) -> None:
+def _decide_batch_sizes(config: Mapping[str, Any], given: Mapping[str, Any], data_parallel_size: int) -> dict[str, int]:
     total_key, micro_key, steps_key = _BATCH_KEYS
-    micro = _agree("--micro-batch-size", args.micro_batch_size, micro_key, _number(config, micro_key))
-    total = _agree("--global-batch-size", args.global_batch_size, total_key, _number(config, total_key))
+    micro = _agree("--micro-batch-size", given["micro_batch_size"], micro_key, _number(config, micro_key))
+    total = _agree("--global-batch-size", given["global_batch_size"], total_key, _number(config, total_key))
     steps = _number(config, steps_key)
     if micro is None:
         raise ValueError(f'--micro-batch-size is missing; give it, or "{micro_key}" in the DeepSpeed JSON')
@@ -184,21 +185,16 @@ def _fill_batch_sizes(config: dict[str, Any], args: argparse.Namespace, data_par
             f'"{steps_key}" in the DeepSpeed JSON is {steps}, but global batch {total} / (micro batch {micro} x data '
             f'parallel {data_parallel_size}) is {total // per_round}; set it to "auto"'
         )
-    args.micro_batch_size, args.global_batch_size, args.num_micro_batches = micro, total, total // per_round
-    config.update({total_key: total, micro_key: micro, steps_key: args.num_micro_batches})
+    return {total_key: total, micro_key: micro, steps_key: total // per_round}
 
 
-def _fill_clipping(config: dict[str, Any], args: argparse.Namespace) -> None:
-    clip = _agree("--clip-grad", args.clip_grad, "gradient_clipping", _number(config, "gradient_clipping"))
-    args.clip_grad = config["gradient_clipping"] = DEFAULTS["clip_grad"] if clip is None else float(clip)
-
-
-def _fill_precision(config: dict[str, Any], args: argparse.Namespace) -> None:
-    if args.bf16 and args.fp16:
+def _decide_precision(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    if given["bf16"] and given["fp16"]:
         raise ValueError("--bf16 and --fp16 are both given; give one of them")
+    blocks = {}
     for name in ("bf16", "fp16"):
         block = dict(config.get(name, {}))
-        asked = getattr(args, name)
+        asked = given[name]
         if block.get("enabled") is False and asked:
             raise ValueError(
                 f'--{name} is given but "{name}.enabled" in the DeepSpeed JSON is false; remove one of them'
@@ -206,8 +202,9 @@ def _fill_precision(config: dict[str, Any], args: argparse.Namespace) -> None:
         if block.get("enabled") in (None, "auto") and (block or asked):
             block["enabled"] = asked
         if block:
-            config[name] = block
-    args.precision = precision_of(config)
+            blocks[name] = block
+    precision = read_precision({**config, **blocks})
     for name in ("bf16", "fp16"):
-        if getattr(args, name) and args.precision != name:
-            raise ValueError(f"--{name} is given but the DeepSpeed JSON enables {args.precision}; make them agree")
+        if given[name] and precision != name:
+            raise ValueError(f"--{name} is given but the DeepSpeed JSON enables {precision}; make them agree")
+    return blocks

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import io
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from tempo_megatron.training.checkpoint_files import CheckpointFiles
-from tempo_megatron.training.deepspeed_config import offloads_optimizer, zero_stage
+from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_zero_stage
+from tempo_megatron.training.run_config import RunConfig
 
 # What a user whose model has diverged can do; the last checkpoint is one from before.
 REMEDY = (
@@ -45,13 +45,13 @@ class MPU:
         return dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
 
 
-def initialize_distributed(args: argparse.Namespace, on_gpu: bool) -> torch.device:
+def initialize_distributed(run: RunConfig) -> torch.device:
     """torch.distributed, DeepSpeed's communication and Megatron's groups; this rank's device.
 
     Raises ValueError where rank 0's port is taken or the ranks do not find one another.
     """
     device = torch.device("cpu")
-    if on_gpu:
+    if run.on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     # DeepSpeed compiles this extension, which only its inference uses, whenever it starts on a CPU.
@@ -59,9 +59,9 @@ def initialize_distributed(args: argparse.Namespace, on_gpu: bool) -> torch.devi
     deepspeed.utils.logger.setLevel(logging.WARNING)
     try:
         deepspeed.init_distributed(
-            dist_backend="nccl" if on_gpu else "gloo",
+            dist_backend="nccl" if run.on_gpu else "gloo",
             auto_mpi_discovery=False,
-            timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes),
+            timeout=datetime.timedelta(minutes=run.distributed_timeout_minutes),
             verbose=False,
         )
     except dist.DistNetworkError as error:
@@ -74,24 +74,25 @@ def initialize_distributed(args: argparse.Namespace, on_gpu: bool) -> torch.devi
             f"rank 0 at {address}:{port} was not reached ({error}); check that it runs and that no firewall is between"
         ) from error
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        tensor_model_parallel_size=run.tensor_model_parallel_size,
+        distributed_timeout_minutes=run.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
     return device
 
 
-def construction_context(config: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+def choose_construction_context(run: RunConfig) -> contextlib.AbstractContextManager[Any]:
     """Where to build the model: ZeRO-3 partitions each module as soon as it exists, so none has to fit whole."""
-    if zero_stage(config) < 3 or parallel_state.get_data_parallel_world_size() == 1:
+    config = run.deepspeed
+    if read_zero_stage(config) < 3 or parallel_state.get_data_parallel_world_size() == 1:
         return contextlib.nullcontext()
     return deepspeed.zero.Init(
         data_parallel_group=parallel_state.get_data_parallel_group(), config_dict_or_path=dict(config), mpu=MPU()
     )
 
 
-def also_for_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """`init_method` that also fills a weight which construction_context has partitioned already.
+def extend_to_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """`init_method` that also fills a weight which choose_construction_context has partitioned already.
 
     Megatron draws the learned positions after torch's Embedding exists; without this they would keep torch's values.
     """
@@ -125,7 +126,7 @@ def sum_sequence_parallel_gradients(model: torch.nn.Module) -> int:
     return len(marked)
 
 
-def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def group_by_decay(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Megatron's rule: biases and everything with one dimension (norms) do not decay."""
     decayed: list[torch.nn.Parameter] = []
     kept: list[torch.nn.Parameter] = []
@@ -138,34 +139,32 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
     ]
 
 
-def build_optimizer(
-    model: torch.nn.Module, args: argparse.Namespace, config: Mapping[str, Any]
-) -> torch.optim.Optimizer:
-    """AdamW over decay_groups: torch's fused one, or DeepSpeed's CPU one where the JSON offloads its states."""
-    groups = decay_groups(model, args.weight_decay)
-    options = {"lr": args.lr, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_eps}
-    if offloads_optimizer(config):
+def build_optimizer(model: torch.nn.Module, run: RunConfig) -> torch.optim.Optimizer:
+    """AdamW over group_by_decay: torch's fused one, or DeepSpeed's CPU one where the JSON offloads its states."""
+    groups = group_by_decay(model, run.weight_decay)
+    options: dict[str, Any] = {"lr": run.lr, "betas": (run.adam_beta1, run.adam_beta2), "eps": run.adam_eps}
+    if offloads_optimizer(run.deepspeed):
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> OptimizerParamScheduler:
+def build_scheduler(optimizer: torch.optim.Optimizer, run: RunConfig) -> OptimizerParamScheduler:
     """Megatron's learning rate schedule, counted in samples."""
-    samples = args.global_batch_size
+    samples = run.global_batch_size
     return OptimizerParamScheduler(
         optimizer,  # type: ignore[arg-type]
         init_lr=0.0,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=args.lr_warmup_iters * samples,
-        lr_decay_steps=args.lr_decay_iters * samples,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.weight_decay,
-        end_wd=args.weight_decay,
+        max_lr=run.lr,
+        min_lr=run.min_lr,
+        lr_warmup_steps=run.lr_warmup_iters * samples,
+        lr_decay_steps=run.lr_decay_iters * samples,
+        lr_decay_style=run.lr_decay_style,
+        start_wd=run.weight_decay,
+        end_wd=run.weight_decay,
         wd_incr_steps=0,  # the weight decay is constant
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        # `args` says what holds, after a look at the checkpoint; of that only the position is loaded.
+        # `run` has what holds of the checkpoint's settings; only the position is loaded from there.
         override_opt_param_scheduler=True,
     )
 
@@ -174,35 +173,35 @@ class Engine:
     """DeepSpeed's engine and the schedule of one run.
 
     Args:
-        model: built inside construction_context(config).
-        args: the checked arguments.
-        config: the completed DeepSpeed configuration.
+        model: built inside choose_construction_context(run).
+        run: its settings.
     """
 
-    def __init__(self, model: torch.nn.Module, args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-        self.zero_stage = zero_stage(config)
-        self._samples_per_step = args.global_batch_size
-        self._computes_norm = self.zero_stage == 0 and args.precision == "fp32"
+    def __init__(self, model: torch.nn.Module, run: RunConfig) -> None:
+        config = run.deepspeed
+        self.zero_stage = read_zero_stage(config)
+        self._samples_per_step = run.global_batch_size
+        self._computes_norm = self.zero_stage == 0 and run.precision == "fp32"
         self._grad_norm: Tensor | None = None
-        self.sequence_parallel_parameters = sum_sequence_parallel_gradients(model) if args.sequence_parallel else 0
+        self.sequence_parallel_parameters = sum_sequence_parallel_gradients(model) if run.sequence_parallel else 0
         # Its bf16 optimizer prints a page about memory whatever the log level says.
         quiet = (
             contextlib.nullcontext() if config.get("memory_breakdown") else contextlib.redirect_stdout(io.StringIO())
         )
         with quiet:
             self.deepspeed, optimizer, _, _ = deepspeed.initialize(
-                model=model, optimizer=build_optimizer(model, args, config), config=dict(config), mpu=MPU()
+                model=model, optimizer=build_optimizer(model, run), config=dict(config), mpu=MPU()
             )
         self.files = self.deepspeed.checkpoint_engine = CheckpointFiles()
         self.optimizer_name = type(optimizer).__name__
-        self.scheduler = build_scheduler(optimizer, args)
+        self.scheduler = build_scheduler(optimizer, run)
 
     def backward_and_step(self, loss: Tensor) -> None:
         """Backward of one micro batch; after the last one of a step the update and the schedule's move."""
         self.deepspeed.backward(loss)
         is_last = self.deepspeed.is_gradient_accumulation_boundary()
         if is_last and self._computes_norm:
-            self._grad_norm = gradient_norm(self.deepspeed.module)
+            self._grad_norm = compute_gradient_norm(self.deepspeed.module)
         try:
             self.deepspeed.step()
         except Exception as error:
@@ -215,15 +214,15 @@ class Engine:
         if is_last and self.deepspeed.was_step_applied():
             self.scheduler.step(self._samples_per_step)
 
-    def load(self, checkpoint: Path, args: argparse.Namespace) -> None:
-        """Put back model and optimizer from a folder that save_checkpoint wrote; the settings stay those of `args`."""
+    def load(self, checkpoint: Path, run: RunConfig) -> None:
+        """Put back model and optimizer from a folder that save_checkpoint wrote; the settings stay those of `run`."""
         optimizer = self.deepspeed.optimizer
         loss_scaler = getattr(optimizer, "loss_scaler", None)
         self.deepspeed.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, load_lr_scheduler_states=False)
         for group in self.scheduler.optimizer.param_groups:
-            group["betas"], group["eps"] = (args.adam_beta1, args.adam_beta2), args.adam_eps
+            group["betas"], group["eps"] = (run.adam_beta1, run.adam_beta2), run.adam_eps
         if hasattr(optimizer, "clip_grad"):
-            optimizer.clip_grad = args.clip_grad
+            optimizer.clip_grad = run.clip_grad
         if loss_scaler is not None:
             take_scale(loss_scaler, optimizer.loss_scaler)
             optimizer.loss_scaler, optimizer.dynamic_loss_scale = loss_scaler, loss_scaler.dynamic
@@ -270,7 +269,7 @@ def take_scale(own: Any, saved: Any) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(model: torch.nn.Module) -> Tensor:
+def compute_gradient_norm(model: torch.nn.Module) -> Tensor:
     """2-norm of complete, not partitioned gradients over the tensor-parallel group, without waiting for the device."""
     is_first = parallel_state.get_tensor_model_parallel_rank() == 0
     grads = [

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tempo_megatron.extras import check_installed
-from tempo_megatron.training.checkpoint_folder import CheckpointFolder, checkpoint_name, to_disk
-from tempo_megatron.training.weight_names import gpt2_config, join_ranks, to_gpt2, weight_shapes
+from tempo_megatron.training.checkpoint_folder import CheckpointFolder, flush_to_disk, name_checkpoint
+from tempo_megatron.training.weight_names import build_gpt2_config, convert_to_gpt2, join_ranks, list_weight_shapes
 from tempo_megatron.training.zero_files import read_rank
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -55,7 +55,7 @@ def run_export(args: argparse.Namespace) -> int:
     _check_output(output, args.format)
     weights = read_weights(checkpoint, run)
     if args.format == "huggingface":
-        weights = to_gpt2(weights, run)
+        weights = convert_to_gpt2(weights, run)
     weights = {name: value.to(_DTYPES[args.dtype]).contiguous() for name, value in weights.items()}
     num_bytes = sum(value.nbytes for value in weights.values())
     print(f"writing {len(weights)} tensors, {num_bytes / 2**20:,.1f} MiB in {args.dtype}, to {output}", flush=True)
@@ -81,7 +81,7 @@ def read_weights(checkpoint: Path, run: Mapping[str, Any]) -> dict[str, Tensor]:
     for rank in range(tp):
         print(f"reading {checkpoint}: tensor-parallel rank {rank + 1} of {tp}", flush=True)
         ranks.append(read_rank(checkpoint, rank, run["data_parallel_size"], run["zero_stage"]))
-    shapes = weight_shapes(run)
+    shapes = list_weight_shapes(run)
     if wrong := set(shapes).symmetric_difference(ranks[0]):
         name = sorted(wrong)[0]
         has, has_not = ("checkpoint", "model") if name in ranks[0] else ("model", "checkpoint")
@@ -106,7 +106,7 @@ def _find_checkpoint(load: str, iteration: int | None) -> Path:
     folder = CheckpointFolder(load)
     if (folder.path / _RUN_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint; give the folder around it, and --iteration to choose")
-    name = folder.latest() if iteration is None else checkpoint_name(iteration)
+    name = folder.latest() if iteration is None else name_checkpoint(iteration)
     if name is None:
         raise ValueError(f"--load {load} holds no checkpoint; give a folder that the trainer saved to")
     if not (folder.path / name).is_dir():
@@ -119,7 +119,7 @@ def _find_checkpoint(load: str, iteration: int | None) -> Path:
 def _read_run(checkpoint: Path, form: str) -> dict[str, Any]:
     try:
         run = json.loads((checkpoint / _RUN_FILE).read_text(encoding="utf-8"))
-        shapes, missing = weight_shapes(run), [name for name in _LAYOUT_FIELDS if name not in run]
+        shapes, missing = list_weight_shapes(run), [name for name in _LAYOUT_FIELDS if name not in run]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt, whose {_RUN_FILE} describes a GPT "
@@ -156,7 +156,7 @@ def _renamed_when_whole(output: Path) -> Iterator[Path]:
     unfinished = output.with_name(f"{output.name}.tmp")
     try:
         yield unfinished
-        to_disk(unfinished)
+        flush_to_disk(unfinished)
         unfinished.replace(output)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -175,7 +175,7 @@ def _save(weights: dict[str, Tensor], path: Path, run: Mapping[str, Any]) -> Non
 
 def _write_companions(folder: Path, run: Mapping[str, Any], dtype: str) -> None:
     """config.json and, where the checkpoint says where they are, the files of the tokenizer."""
-    (folder / "config.json").write_text(json.dumps(gpt2_config(run, dtype), indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(build_gpt2_config(run, dtype), indent=2) + "\n", encoding="utf-8")
     for file, name in (("vocab_file", "vocab.json"), ("merge_file", "merges.txt")):
         source = run.get("tokenizer_files", {}).get(file)
         content = Path(source["path"]).read_bytes() if source and Path(source["path"]).is_file() else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Iterable
@@ -15,10 +14,11 @@ from torch import Tensor
 from tempo_megatron.slots.dropout_rng import set_micro_batch
 from tempo_megatron.training.agreement import raise_on_all_ranks
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
-from tempo_megatron.training.datasets import BatchStream
+from tempo_megatron.training.datasets import BatchStream, Datasets
 from tempo_megatron.training.engine import REMEDY, Engine
-from tempo_megatron.training.metrics import Report, StepTimer, average_over, peak_memory_bytes
+from tempo_megatron.training.metrics import Report, StepTimer, average_over, measure_peak_memory
 from tempo_megatron.training.model import ForwardStep
+from tempo_megatron.training.run_config import RunConfig
 from tempo_megatron.training.stop_signal import StopSignal
 
 
@@ -26,9 +26,10 @@ class Trainer:
     """One run from `progress` to its end.
 
     Args:
-        args: the checked arguments.
+        run: its settings.
         engine, forward_step: what is trained.
-        datasets: (training, validation or None).
+        datasets: of build_datasets.
+        padded_vocab_size: rows of the embedding.
         progress: 0, or where the checkpoint was.
         checkpoints: used where --save is given.
         report: what the user sees.
@@ -37,19 +38,20 @@ class Trainer:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        run: RunConfig,
         engine: Engine,
         forward_step: ForwardStep,
-        datasets: tuple[Any, Any],
+        datasets: Datasets,
+        padded_vocab_size: int,
         progress: Progress,
         checkpoints: Checkpoints,
         report: Report,
         device: torch.device,
     ) -> None:
-        self.args, self.engine, self.forward_step = args, engine, forward_step
+        self.run, self.engine, self.forward_step = run, engine, forward_step
         self.progress, self.checkpoints, self.report, self.device = progress, checkpoints, report, device
-        self.valid_dataset = datasets[1]
-        self.stream = self._stream(datasets[0], progress.consumed_samples, args.train_iters)
+        self.valid_dataset, self.padded_vocab_size = datasets.valid, padded_vocab_size
+        self.stream = self._stream(datasets.train, progress.consumed_samples, run.train_iters)
         self.group = parallel_state.get_data_parallel_group()
         self._pending: list[dict[str, Any]] = []
         self._losses: list[Tensor] = []
@@ -58,28 +60,28 @@ class Trainer:
 
     def train(self) -> str:
         """Run to --train-iters, or until a reason to stop; why it ended."""
-        args, progress = self.args, self.progress
+        run, progress = self.run, self.progress
         self.engine.deepspeed.train()
         self.timer = StepTimer()
-        stop = StopSignal(self.device, args.exit_signal_handler)
+        stop = StopSignal(self.device, run.exit_signal_handler)
         reason = "finished"
         try:
-            while progress.iteration < args.train_iters and reason == "finished":
+            while progress.iteration < run.train_iters and reason == "finished":
                 self._step()
                 self.report.advance()
                 iteration = progress.iteration
-                if iteration % args.log_interval == 0:
+                if iteration % run.log_interval == 0:
                     self._flush()
-                if self.valid_dataset is not None and iteration % args.eval_interval == 0:
+                if self.valid_dataset is not None and iteration % run.eval_interval == 0:
                     self._validate()
-                if args.save_interval and iteration % args.save_interval == 0:
+                if run.save_interval and iteration % run.save_interval == 0:
                     self._save()
                 if stop.agreed():
                     reason = "stopped by SIGTERM"
-                elif args.exit_interval and iteration % args.exit_interval == 0:
+                elif run.exit_interval and iteration % run.exit_interval == 0:
                     reason = "stopped at --exit-interval"
             self._flush()
-            if reason == "finished" and self.valid_dataset is not None and progress.iteration % args.eval_interval:
+            if reason == "finished" and self.valid_dataset is not None and progress.iteration % run.eval_interval:
                 self._validate()
             self._save(is_last=True)
         finally:
@@ -89,28 +91,29 @@ class Trainer:
     def _stream(self, dataset: Any, consumed_samples: int, iterations: int) -> BatchStream:
         return BatchStream(
             dataset,
-            self.args,
+            self.run,
+            self.padded_vocab_size,
             self.device,
             consumed_samples=consumed_samples,
-            num_samples=iterations * self.args.global_batch_size,
+            num_samples=iterations * self.run.global_batch_size,
             rank=parallel_state.get_data_parallel_rank(),
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
         )
 
     def _step(self) -> None:
-        args, engine, progress = self.args, self.engine, self.progress
+        run, engine, progress = self.run, self.engine, self.progress
         learning_rate, skipped_before = engine.learning_rate, engine.skipped_steps
         total = torch.zeros((), dtype=torch.float32, device=self.device)
-        for micro_batch in range(args.num_micro_batches):
+        for micro_batch in range(run.num_micro_batches):
             batch = self.stream.next()
-            set_micro_batch(args.seed, self.stream.first_sample(progress.consumed_samples, micro_batch))
+            set_micro_batch(run.seed, self.stream.first_sample(progress.consumed_samples, micro_batch))
             self._last_batch = batch
             loss = self.forward_step(engine.deepspeed, batch)
             engine.backward_and_step(loss)
             total += loss.detach()
         progress.iteration += 1
-        progress.consumed_samples += args.global_batch_size
-        self._losses.append(total / args.num_micro_batches)
+        progress.consumed_samples += run.global_batch_size
+        self._losses.append(total / run.num_micro_batches)
         self._pending.append(
             {
                 "iteration": progress.iteration,
@@ -133,9 +136,9 @@ class Trainer:
         self.report.train(
             self._pending,
             {
-                "tokens_per_s": self.args.global_batch_size * self.args.seq_length / seconds,
+                "tokens_per_s": self.run.global_batch_size * self.run.seq_length / seconds,
                 "step_ms": seconds * 1e3,
-                "peak_memory_bytes": peak_memory_bytes(self.device),
+                "peak_memory_bytes": measure_peak_memory(self.device),
                 "loss_scale": self.engine.loss_scale,
             },
         )
@@ -156,8 +159,8 @@ class Trainer:
         """Mean loss over the same --eval-iters global batches each time, without dropout."""
         self._flush()
         start = time.perf_counter()
-        stream = self._stream(self.valid_dataset, 0, self.args.eval_iters)
-        batches = self.args.eval_iters * self.args.num_micro_batches
+        stream = self._stream(self.valid_dataset, 0, self.run.eval_iters)
+        batches = self.run.eval_iters * self.run.num_micro_batches
         mean = self._loss_without_dropout(stream.next() for _ in range(batches))
         self.report.validation(self.progress.iteration, self.progress.consumed_samples, mean)
         if not self.engine.scales_dynamically:
@@ -185,7 +188,7 @@ class Trainer:
     def _save(self, is_last: bool = False) -> None:
         """Save a model that still works: the last step may have been finite and its update all the same too much."""
         step = self.progress.iteration
-        if not self.args.save or self.checkpoints.last_saved == step:
+        if not self.run.save or self.checkpoints.last_saved == step:
             return
         self._flush()
         start = time.perf_counter()
@@ -196,5 +199,5 @@ class Trainer:
             self._raise_unless_finite(self._loss_without_dropout([self._last_batch]))
         self.checkpoints.save(self.progress)
         seconds = time.perf_counter() - start
-        self.report.say(f"saved the checkpoint of step {step} to {self.args.save} in {seconds:.1f} s")
+        self.report.say(f"saved the checkpoint of step {step} to {self.run.save} in {seconds:.1f} s")
         self.timer.exclude_since(start)

@@ -21,9 +21,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tempo_megatron.training.checks import check_metrics_file
+from tempo_megatron.training.run_config import RunConfig
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def measure_peak_memory(device: torch.device) -> int:
     """Most bytes this process has had: allocated on its GPU, else resident in memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -92,25 +93,25 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 class Report:
     """Everything the user sees of a run. On ranks other than 0 every method does nothing."""
 
-    def __init__(self, args: Any, *, is_first_rank: bool, first_iteration: int, resumes: bool) -> None:
+    def __init__(self, run: RunConfig, *, is_first_rank: bool, first_iteration: int, resumes: bool) -> None:
         self.is_on = is_first_rank
-        self.args = args
+        self.run = run
         self._file: MetricsFile | None = None
         self._board: Any = None
         self._bar: Any = None
         if not self.is_on:
             return
-        if args.metrics_file:
-            self._file = MetricsFile(args.metrics_file, first_iteration if resumes else None)
+        if run.metrics_file:
+            self._file = MetricsFile(run.metrics_file, first_iteration if resumes else None)
             if self._file.set_aside:
                 print(f"the metrics of an earlier run are now in {self._file.set_aside}", flush=True)
-        if args.tensorboard_dir:
+        if run.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(args.tensorboard_dir, purge_step=first_iteration + 1 if resumes else None)
+            self._board = SummaryWriter(run.tensorboard_dir, purge_step=first_iteration + 1 if resumes else None)
         # disable=None: no bar where the output is not a terminal, only lines.
         self._bar = tqdm(
-            total=args.train_iters,
+            total=run.train_iters,
             initial=first_iteration,
             unit="step",
             disable=None,
@@ -143,7 +144,7 @@ class Report:
         norm = "" if last["grad_norm"] is None else f" | grad norm {last['grad_norm']:.3f}"
         scale = f" | loss scale {interval['loss_scale']:g}" if interval.get("loss_scale") else ""
         self.say(
-            f"step {last['iteration']:>{len(str(self.args.train_iters))}}/{self.args.train_iters}"
+            f"step {last['iteration']:>{len(str(self.run.train_iters))}}/{self.run.train_iters}"
             f" | loss {sum(losses) / len(losses):.6f} | lr {last['learning_rate']:.3e}{norm}{scale}"
             f" | {interval['tokens_per_s']:,.0f} tokens/s | {interval['step_ms']:.1f} ms/step"
             f" | peak {interval['peak_memory_bytes'] / 2**20:,.0f} MiB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Mapping
 from typing import Any
@@ -13,44 +12,46 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from tempo_megatron import TempoConfig, tempo_block_spec, tempoize_embedding, tempoize_loss
+from tempo_megatron import tempo_block_spec, tempoize_embedding, tempoize_loss
+from tempo_megatron.training.run_config import RunConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FUSED_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
 
 
-def transformer_config(args: argparse.Namespace, on_gpu: bool) -> TransformerConfig:
+def build_transformer_config(run: RunConfig) -> TransformerConfig:
     """Megatron's configuration of the layers. Its fusions are on where a GPU and their extensions are there.
 
     As in Megatron-LM the fused GELU is the tanh form and the unfused one the erf form.
     """
+    on_gpu = run.on_gpu
     return TransformerConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        params_dtype=DTYPES[args.precision],
-        pipeline_dtype=DTYPES[args.precision],
-        bf16=args.precision == "bf16",
-        fp16=args.precision == "fp16",
-        attention_dropout=args.attention_dropout,
-        hidden_dropout=args.hidden_dropout,
-        init_method_std=args.init_method_std,
+        num_layers=run.num_layers,
+        hidden_size=run.hidden_size,
+        ffn_hidden_size=run.ffn_hidden_size,
+        num_attention_heads=run.num_attention_heads,
+        tensor_model_parallel_size=run.tensor_model_parallel_size,
+        sequence_parallel=run.sequence_parallel,
+        params_dtype=DTYPES[run.precision],
+        pipeline_dtype=DTYPES[run.precision],
+        bf16=run.precision == "bf16",
+        fp16=run.precision == "fp16",
+        attention_dropout=run.attention_dropout,
+        hidden_dropout=run.hidden_dropout,
+        init_method_std=run.init_method_std,
         activation_func=F.gelu,
         add_bias_linear=True,
-        use_cpu_initialization=args.use_cpu_initialization or not on_gpu,
-        bias_activation_fusion=on_gpu and not args.no_bias_gelu_fusion,
-        bias_dropout_fusion=on_gpu and not args.no_bias_dropout_fusion,
-        masked_softmax_fusion=on_gpu and not args.no_masked_softmax_fusion and has_fused_softmax(),
+        use_cpu_initialization=run.use_cpu_initialization or not on_gpu,
+        bias_activation_fusion=on_gpu and not run.no_bias_gelu_fusion,
+        bias_dropout_fusion=on_gpu and not run.no_bias_dropout_fusion,
+        masked_softmax_fusion=on_gpu and not run.no_masked_softmax_fusion and has_fused_softmax(),
         # Both want buffers of Megatron's own optimizer, or Apex.
         gradient_accumulation_fusion=False,
         persist_layer_norm=on_gpu and importlib.util.find_spec("apex") is not None,
-        recompute_granularity=args.recompute_granularity,
-        recompute_method=args.recompute_method,
-        recompute_num_layers=args.recompute_num_layers,
-        recompute_modules=args.recompute_modules,
+        recompute_granularity=run.recompute_granularity,
+        recompute_method=run.recompute_method,
+        recompute_num_layers=run.recompute_num_layers,
+        recompute_modules=run.recompute_modules,
     )
 
 
@@ -59,24 +60,22 @@ def has_fused_softmax() -> bool:
     return importlib.util.find_spec(_FUSED_SOFTMAX) is not None
 
 
-def build_model(
-    args: argparse.Namespace, config: TransformerConfig, tempo_config: TempoConfig, padded_vocab_size: int
-) -> GPTModel:
+def build_model(run: RunConfig, config: TransformerConfig, padded_vocab_size: int) -> GPTModel:
     """GPTModel with learned positions, as GPT-2, and this rank's part of the weights.
 
-    Raises ValueError where `tempo_config` asks for what its operations cannot do with `config`.
+    Raises ValueError where `run.tempo` asks for what its operations cannot do with `config`.
     """
     model = GPTModel(
         config=config,
-        transformer_layer_spec=tempo_block_spec(config, tempo_config),
+        transformer_layer_spec=tempo_block_spec(config, run.tempo),
         vocab_size=padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
+        max_sequence_length=run.max_position_embeddings,
         parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=not run.untie_embeddings_and_output_weights,
         position_embedding_type="learned_absolute",
     )
-    tempoize_embedding(model, tempo_config)
-    tempoize_loss(model, tempo_config)
+    tempoize_embedding(model, run.tempo)
+    tempoize_loss(model, run.tempo)
     if config.recompute_granularity == "selective" and "mlp" in config.recompute_modules:
         for layer in model.decoder.layers:
             layer.mlp.linear_fc2.register_forward_hook(_hand_out_a_view_of_the_bias)
@@ -102,18 +101,15 @@ class ForwardStep:
     """Micro batch -> mean loss of its tokens, with what does not change between micro batches made once.
 
     Args:
-        config: of the model.
-        tempo_config: with Tempo's attention no mask is needed.
-        seq_length: tokens per sample.
+        run: with Tempo's attention no mask is needed.
         device: where the model is.
     """
 
-    def __init__(
-        self, config: TransformerConfig, tempo_config: TempoConfig, seq_length: int, device: torch.device
-    ) -> None:
+    def __init__(self, run: RunConfig, device: torch.device) -> None:
+        seq_length = run.seq_length
         self.position_ids = torch.arange(seq_length, dtype=torch.int64, device=device).unsqueeze(0)
         self.attention_mask: Tensor | None = None
-        if tempo_config.attention == "off" and device.type == "cpu":
+        if run.tempo.attention == "off" and device.type == "cpu":
             # Megatron's own causal mask is made on the literal device "cuda". True = hidden.
             hidden = torch.ones(seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
             self.attention_mask = hidden.view(1, 1, seq_length, seq_length)

@@ -11,10 +11,13 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder
-from tempo_megatron.training.weight_names import describe_model_for_export
+
+if TYPE_CHECKING:
+    from tempo_megatron.training.datasets import Vocabulary
+    from tempo_megatron.training.run_config import RunConfig
 
 RUN_FILE = "run.json"
 FORMAT = 2
@@ -76,42 +79,46 @@ def read_saved_run(args: argparse.Namespace) -> dict[str, Any] | None:
     return {**saved, "checkpoint": name, "named": folder.is_named()}
 
 
-def take_from_checkpoint(args: argparse.Namespace, config: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Fill what was left out in `args` from the checkpoint; sets args.sample_parts, the order of its samples.
+def take_from_checkpoint(
+    args: argparse.Namespace, config: Mapping[str, Any], saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What holds of SCHEDULE and OPTIMIZER: what was typed in `args`, and what was left out as the checkpoint has it.
 
     Raises ValueError where the schedule that was typed is not the checkpoint's, or where the steps that are added
     would be made with a learning rate of 0.
     """
     settings = saved["settings"]
-    args.sample_parts = list(saved["sample_parts"])
+    values = {name: getattr(args, name) for name in (*SCHEDULE, *OPTIMIZER)}
     for name in OPTIMIZER:
         in_json = name == "clip_grad" and config.get("gradient_clipping", "auto") not in (None, "auto")
-        if getattr(args, name) is None and not in_json:
-            setattr(args, name, settings[name])
+        if values[name] is None and not in_json:
+            values[name] = settings[name]
     if args.override_opt_param_scheduler:
-        return
+        return values
     decay_was_left = args.lr_decay_iters is None
     for name in SCHEDULE:
-        ours, theirs = getattr(args, name), settings[name]
+        ours, theirs = values[name], settings[name]
         if ours is None:
-            setattr(args, name, theirs)
+            values[name] = theirs
         elif ours != theirs:
             option = "--" + name.replace("_", "-")
             raise ValueError(
                 f"{option} is {ours}, but the schedule of {args.load}/{saved['checkpoint']} has {theirs}; leave "
                 f"{option} out, or take this run's schedule with --override-opt-param-scheduler"
             )
-    decays_to_zero = args.lr_decay_style != "constant" and not args.min_lr
-    if decay_was_left and decays_to_zero and args.train_iters > max(args.lr_decay_iters, settings["train_iters"]):
+    decays_to_zero = values["lr_decay_style"] != "constant" and not values["min_lr"]
+    decay_iters = values["lr_decay_iters"]
+    if decay_was_left and decays_to_zero and args.train_iters > max(decay_iters, settings["train_iters"]):
         raise ValueError(
-            f"--train-iters {args.train_iters} goes beyond the {args.lr_decay_iters} steps of the checkpoint's "
+            f"--train-iters {args.train_iters} goes beyond the {decay_iters} steps of the checkpoint's "
             f"schedule, after which its learning rate is 0; give --lr-decay-iters {args.train_iters} with "
             "--override-opt-param-scheduler for a new schedule"
         )
+    return values
 
 
 def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], load: str) -> None:
-    """Raise ValueError for the first field of run_description in which the checkpoint is of another run."""
+    """Raise ValueError for the first field of describe_run in which the checkpoint is of another run."""
     where = f"--load {load}/{saved['checkpoint']}"
     for name, remedy in _REMEDIES.items():
         ours, theirs = description[name], saved.get(name)
@@ -127,16 +134,16 @@ def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], loa
         raise ValueError(f"{where}: its {name} is {theirs}, this run's is {ours}, so {what}; change {remedy}")
 
 
-def run_description(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
     """What a checkpoint belongs to; a run resumes only from one whose description is its own.
 
-    `more` holds the fields that the arguments do not know, such as the optimizer's name.
+    `more` holds what only the built run knows, such as the optimizer's name.
     """
-    described = {name: getattr(args, name) for name in _REMEDIES if hasattr(args, name)}
-    described |= describe_model_for_export(args)
-    return {**described, "format": FORMAT, "data_path": list(args.data_path), **more}
+    described = {name: getattr(run, name) for name in _REMEDIES if hasattr(run, name)}
+    described |= vocabulary.describe() | {name: getattr(run, name) for name in ("attention_dropout", "hidden_dropout")}
+    return {**described, "format": FORMAT, "data_path": list(run.data_path), **more}
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+def select_settings(run: RunConfig) -> dict[str, Any]:
     """What a resumed run takes over where its command line leaves it out."""
-    return {name: getattr(args, name) for name in (*SCHEDULE, *OPTIMIZER, "train_iters")}
+    return {name: getattr(run, name) for name in (*SCHEDULE, *OPTIMIZER, "train_iters")}

@@ -19,7 +19,7 @@ def seed_all(seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def rng_state(on_gpu: bool) -> dict[str, Any]:
+def get_rng_state(on_gpu: bool) -> dict[str, Any]:
     """The states of Python, numpy, torch's CPU and CUDA generators and Megatron's tracker."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,13 +29,7 @@ _GPT2_LAYER = {
 _GPT2_NORMS = ("ln_1", "ln_2")
 
 
-def describe_model_for_export(args: argparse.Namespace) -> dict[str, Any]:
-    """What run.json has to say beyond the sizes of the weights, from the trainer's arguments once the data is known."""
-    names = ("vocab_size", "end_of_document", "tokenizer_files", "attention_dropout", "hidden_dropout")
-    return {name: getattr(args, name) for name in names}
-
-
-def weight_shapes(run: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def list_weight_shapes(run: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name -> shape, not divided, of every weight of the model that run.json describes."""
     h, ffn, vocab = run["hidden_size"], run["ffn_hidden_size"], run["padded_vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -74,7 +67,7 @@ def join_ranks(parts: list[Tensor], name: str) -> tuple[Tensor, float]:
     return parts[0], max((part - parts[0]).abs().max().item() for part in parts)
 
 
-def to_gpt2(weights: Mapping[str, Tensor], run: Mapping[str, Any]) -> dict[str, Tensor]:
+def convert_to_gpt2(weights: Mapping[str, Tensor], run: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights under GPT-2's names in transformers, in its layout, without the vocabulary's padding.
 
     Megatron's linear_qkv has, per head, rows of q, k and v; GPT-2's c_attn has all of q, then of k, then of v, and
@@ -101,7 +94,7 @@ def to_gpt2(weights: Mapping[str, Tensor], run: Mapping[str, Any]) -> dict[str, 
     return renamed
 
 
-def gpt2_config(run: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def build_gpt2_config(run: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """config.json of the same model in transformers; what it leaves out is as GPT-2's defaults have it."""
     return {
         "model_type": "gpt2",

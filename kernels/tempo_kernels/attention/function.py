@@ -109,7 +109,7 @@ def describe(device_type: str, form: str = "flash") -> str:
     """What `attention` runs on a "cuda" or "cpu" device, in words for a banner; `backend` says it of one call."""
     if device_type != "cuda" or form == "softmax":
         return "plain torch"
-    return "triton; of 16 bits, without dropout and mask, torch's flash" if PREFERS_SDPA else "triton"
+    return "triton; torch's flash attention for 16-bit dtypes without dropout and mask" if PREFERS_SDPA else "triton"
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float) -> Tensor:

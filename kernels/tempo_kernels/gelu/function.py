@@ -104,7 +104,7 @@ class _GELU(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_derivative_only("gelu", "gelu")
+    @first_derivative_only("gelu", "activation")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         y, bits = ctx.saved_tensors
         grad_x, *grad_bias = _backward(grad_y, y, bits, ctx.approximate, ctx.needs_input_grad[1])
@@ -121,7 +121,7 @@ class _GELUOfInput(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_derivative_only("gelu", "gelu")
+    @first_derivative_only("gelu", "activation")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         grad_x, *grad_bias = _backward_from_input(grad_y, x, bias, ctx.approximate, ctx.needs_input_grad[1])

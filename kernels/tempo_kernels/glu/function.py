@@ -90,7 +90,7 @@ class _GLU(torch.autograd.Function):
         return _forward(x, bias, activation)[0]
 
     @staticmethod
-    @first_derivative_only("a gated linear unit", "gelu")
+    @first_derivative_only("a gated linear unit", "activation")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         grad_x, *grad_bias = _backward(grad_y, x, bias, ctx.activation, ctx.needs_input_grad[1])

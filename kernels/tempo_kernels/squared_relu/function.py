@@ -82,7 +82,7 @@ class _SquaredReLU(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_derivative_only("squared_relu", "gelu")
+    @first_derivative_only("squared_relu", "activation")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None]:
         (y,) = ctx.saved_tensors
         grad_x, *grad_bias = _backward(grad_y, y, ctx.needs_input_grad[1])
@@ -97,7 +97,7 @@ class _SquaredReLUOfInput(torch.autograd.Function):
         return _forward(x, bias)[0]
 
     @staticmethod
-    @first_derivative_only("squared_relu", "gelu")
+    @first_derivative_only("squared_relu", "activation")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None]:
         x, bias = ctx.saved_tensors
         grad_x, *grad_bias = _backward_from_input(grad_y, x, bias, ctx.needs_input_grad[1])

@@ -13,16 +13,11 @@ from megatron.core import parallel_state
 from tempo_megatron import cpu
 from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.memory.layout import simulated
-from tempo_megatron.memory.ledger import SCORES, Ledger, Row, measure, transformer_config_of
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.ledger import Ledger, Row, build_transformer_config, measure
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-_ORDER = (
-    "checkpoint (layer input)", "input_layernorm", "linear_qkv", "self_attention (q, k, v)", "core_attention", SCORES,
-    "linear_proj", "self_attn_bda", "pre_mlp_layernorm", "linear_fc1", "gelu", "linear_fc2", "mlp_bda",
-    "transformer layer", "embedding", "final_layernorm", "output_layer", "loss",
-)  # fmt: skip
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,28 +45,32 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_ledger(args: argparse.Namespace) -> int:
     """Measure stock and Tempo and print one table. Raises ValueError for what cannot be measured."""
-    tempo_config = _tempo_config(args)
-    sizes = _sizes(args)
-    stock, tempo = (ledger_of(sizes, config, args) for config in (TempoConfig.off(), tempo_config))
+    tempo_config = _read_tempo_config(args)
+    sizes = _read_sizes(args)
+    stock, tempo = (measure_ledger(sizes, config, args) for config in (TempoConfig.off(), tempo_config))
     print(f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, ", end="")
-    print(f"dropout {args.dropout:g}, {layout_text(args.tp, args.sequence_parallel)}", end="")
+    print(f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}", end="")
     print(f", recompute {' '.join(args.recompute)}" if args.recompute else "")
     print(f"tempo: {tempo_config.describe()}\n")
-    print(table(stock, tempo))
+    print(format_table(stock, tempo))
     if args.json:
-        figures = {"stock": _figures(stock), "tempo": _figures(tempo), "tempo_config": tempo_config.describe()}
+        figures = {
+            "stock": _list_figures(stock),
+            "tempo": _list_figures(tempo),
+            "tempo_config": tempo_config.describe(),
+        }
         Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def ledger_of(sizes: dict[str, Any], tempo_config: TempoConfig, args: argparse.Namespace) -> Ledger:
-    """The ledger of one configuration on rank 0 of a simulated tensor-parallel group, on the CPU.
+def measure_ledger(sizes: dict[str, Any], tempo_config: TempoConfig, args: argparse.Namespace) -> Ledger:
+    """The ledger of one configuration on rank 0 of a simulate_layout tensor-parallel group, on the CPU.
 
     `args` needs tp, sequence_parallel, recompute, dtype, dropout and micro_batch_size, as the command's arguments.
     """
     cpu.use_cpu()
-    with simulated(args.tp):
-        config = transformer_config_of(
+    with simulate_layout(args.tp):
+        config = build_transformer_config(
             sizes,
             sequence_parallel=args.sequence_parallel,
             dtype=_DTYPES[args.dtype],
@@ -88,7 +87,7 @@ def ledger_of(sizes: dict[str, Any], tempo_config: TempoConfig, args: argparse.N
         )
 
 
-def table(stock: Ledger, tempo: Ledger) -> str:
+def format_table(stock: Ledger, tempo: Ledger) -> str:
     """Operations down, stock and Tempo across, in bytes and sbh, with the layer's and the model's totals."""
     lines = [f"{'kept for backward by':<28}{'stock':>26}{'Tempo':>26}", f"{'':<28}" + f"{'bytes':>17}{'sbh':>9}" * 2]
     rule = "-" * len(lines[0])
@@ -101,11 +100,11 @@ def table(stock: Ledger, tempo: Ledger) -> str:
         )
 
     def rows(part: str) -> list[str]:
-        present = {row.operation for ledger in (stock, tempo) for row in getattr(ledger, part)}
+        places = {row.operation: row.place for ledger in (stock, tempo) for row in getattr(ledger, part)}
         none = Row("", 0, 0)
         return [
             line(name, *(rows_of.get(name, none).num_bytes for rows_of in by_operation))
-            for name in sorted(present, key=_ORDER.index)
+            for name in sorted(places, key=lambda name: (places[name], name))
         ]
 
     lines += [rule, *rows("layer_rows"), rule]
@@ -122,12 +121,12 @@ def table(stock: Ledger, tempo: Ledger) -> str:
     return "\n".join(lines)
 
 
-def layout_text(tp: int, sequence_parallel: bool) -> str:
+def format_layout(tp: int, sequence_parallel: bool) -> str:
     """`TP 2 + SP`."""
     return f"TP {tp}" + (" + SP" if sequence_parallel else "")
 
 
-def _tempo_config(args: argparse.Namespace) -> TempoConfig:
+def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
     if args.use_tempo is False:
         raise ValueError("--no-use-tempo is given, but the ledger's second column is Tempo; leave it out")
     block = {}
@@ -135,11 +134,10 @@ def _tempo_config(args: argparse.Namespace) -> TempoConfig:
         block = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
         if "tempo" not in block:
             raise ValueError(f'{args.deepspeed_config} has no "tempo" block; add one or leave --deepspeed_config out')
-    args.use_tempo = True
-    return tempo_config_from(args, block)
+    return tempo_config_from(argparse.Namespace(**{**vars(args), "use_tempo": True}), block)
 
 
-def _sizes(args: argparse.Namespace) -> dict[str, Any]:
+def _read_sizes(args: argparse.Namespace) -> dict[str, Any]:
     try:
         sizes = json.loads(Path(args.model).read_text(encoding="utf-8"))
     except OSError as error:
@@ -151,9 +149,9 @@ def _sizes(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--model {args.model} does not say {', '.join(missing)}; see configs/model/gpt2_124m.json")
     sizes["seq_length"] = args.seq_length or sizes["seq_length"]
     sizes["vocab_size"] = args.vocab_size or sizes.get("vocab_size", 50257)
-    for name, wanted in (("num_attention_heads", "heads"), ("hidden_size", "hidden size")):
+    for name, words in (("num_attention_heads", "heads"), ("hidden_size", "hidden size")):
         if sizes[name] % args.tp:
-            raise ValueError(f"--tp {args.tp} does not divide the model's {wanted} {sizes[name]}; choose a divisor")
+            raise ValueError(f"--tp {args.tp} does not divide the model's {words} {sizes[name]}; choose a divisor")
     if args.sequence_parallel and args.tp == 1:
         raise ValueError(
             "--sequence-parallel is given with --tp 1; it shards over the tensor-parallel group: give --tp 2"
@@ -167,7 +165,7 @@ def _sizes(args: argparse.Namespace) -> dict[str, Any]:
     return sizes
 
 
-def _figures(ledger: Ledger) -> dict[str, Any]:
+def _list_figures(ledger: Ledger) -> dict[str, Any]:
     return {
         "layer_bytes": ledger.layer_bytes,
         "layer_sbh_without_scores": ledger.layer_sbh,

@@ -76,7 +76,7 @@ def _kept(path: str | Path) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tempo_megatron.training.report", description="Compare a stock run with a run with Tempo."
+        prog="python -m tempo_megatron.training.comparison", description="Compare a stock run with a run with Tempo."
     )
     parser.add_argument("--stock", required=True, metavar="JSONL", help="metrics file of the stock run")
     parser.add_argument("--tempo", required=True, metavar="JSONL", help="metrics file of the run with Tempo")

@@ -1,0 +1,128 @@
+"""The operations that Tempo replaces: one table of what belongs together.
+
+TempoConfig, the arguments, the specs, the ledger, `doctor` and a run's banner all read it. A new operation is a row of
+OPERATIONS and a field of TempoConfig; what it keeps shows in the ledger under the rows that name it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One switch and everything that is named after it."""
+
+    name: str
+    """Field of TempoConfig, key of the "tempo" block, and `--tempo-NAME`."""
+
+    choices: tuple[str, ...]
+    """The switch's values; "off" is stock Megatron."""
+
+    help: str
+    """What `--help` says about the switch."""
+
+    slots: tuple[str, ...] = ()
+    """Attributes of a layer's submodules that hold the operation; a dot leads into the submodules of a slot."""
+
+    block_slots: tuple[str, ...] = ()
+    """Attributes of a block's submodules that hold it."""
+
+    title: str = ""
+    """What `doctor` calls it, where that is not its name."""
+
+    has_banner_line: bool = False
+    """Whether a run's banner says in a line of its own what the operation runs on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LedgerRow:
+    """One row of the ledger: what a module of a GPT with one layer is the first to save."""
+
+    title: str
+    module: str
+    """Qualified name in the GPTModel. A module without a row counts for the nearest one around it that has a row."""
+
+    operation: str | None = None
+    """The switch that decides what is kept here, if one does."""
+
+    is_scores: bool = False
+    """Whether the row holds the module's tensors of [..., s, s] only."""
+
+    is_in_layer: bool = True
+    """Whether each layer has it, or the model once."""
+
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation(
+            name="activation",
+            choices=("off", "inplace", "recompute"),
+            help="the MLP's activation keeps, inplace, its output and, for gelu, one bit per element instead of its "
+            "input; recompute, its input only (gated ones too)",
+            slots=("mlp",),
+        ),
+        Operation(
+            name="norm",
+            choices=("off", "inplace", "recompute"),
+            help="LayerNorm and RMSNorm keep, inplace, their output and rstd instead of their input; "
+            "recompute, their input only",
+            slots=("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"),
+            block_slots=("layer_norm",),
+        ),
+        Operation(
+            name="dropout",
+            choices=("off", "recompute"),
+            help="hidden and embedding dropout keep nothing; their masks are redrawn in backward",
+            slots=("self_attn_bda", "cross_attn_bda", "mlp_bda"),
+        ),
+        Operation(
+            name="attention",
+            choices=("off", "flash", "softmax"),
+            help="attention keeps, flash, q, k, v, output and logsumexp, no s*s tensor and no mask; "
+            "softmax, one s*s tensor",
+            slots=("self_attention.core_attention", "cross_attention.core_attention"),
+            has_banner_line=True,
+        ),
+        Operation(
+            name="loss",
+            choices=("off", "fused"),
+            help="the loss head keeps hidden states instead of logits, of which one chunk of tokens is alive at a time",
+            title="loss head",
+        ),
+    )
+}
+
+CHOICES = {name: operation.choices for name, operation in OPERATIONS.items()}
+
+RENAMED = {"gelu": "activation"}
+"""Former names of switches, which are refused with the new one."""
+
+LAYER = "decoder.layers.0"
+ACTIVATION = "activation"
+"""Stands in LEDGER_ROWS for the name of the activation that was measured: gelu, swiglu, ..."""
+SCORES = "core_attention (s*s)"
+
+# In the order of the table.
+LEDGER_ROWS = (
+    LedgerRow(title="checkpoint (layer input)", module="decoder"),
+    LedgerRow(title="input_layernorm", module=f"{LAYER}.input_layernorm", operation="norm"),
+    LedgerRow(title="linear_qkv", module=f"{LAYER}.self_attention.linear_qkv"),
+    LedgerRow(title="self_attention (q, k, v)", module=f"{LAYER}.self_attention"),
+    LedgerRow(title="core_attention", module=f"{LAYER}.self_attention.core_attention", operation="attention"),
+    LedgerRow(title=SCORES, module=f"{LAYER}.self_attention.core_attention", operation="attention", is_scores=True),
+    LedgerRow(title="linear_proj", module=f"{LAYER}.self_attention.linear_proj"),
+    LedgerRow(title="self_attn_bda", module=f"{LAYER}.self_attn_bda", operation="dropout"),
+    LedgerRow(title="pre_mlp_layernorm", module=f"{LAYER}.pre_mlp_layernorm", operation="norm"),
+    LedgerRow(title="linear_fc1", module=f"{LAYER}.mlp.linear_fc1"),
+    # The activation is no module: it runs in the MLP's own forward, between its linears.
+    LedgerRow(title=ACTIVATION, module=f"{LAYER}.mlp", operation="activation"),
+    LedgerRow(title="linear_fc2", module=f"{LAYER}.mlp.linear_fc2"),
+    LedgerRow(title="mlp_bda", module=f"{LAYER}.mlp_bda", operation="dropout"),
+    LedgerRow(title="transformer layer", module=LAYER),
+    LedgerRow(title="embedding", module="embedding", operation="dropout", is_in_layer=False),
+    LedgerRow(title="final_layernorm", module="decoder.final_layernorm", operation="norm", is_in_layer=False),
+    LedgerRow(title="output_layer", module="output_layer", operation="loss", is_in_layer=False),
+    LedgerRow(title="loss", module="", operation="loss", is_in_layer=False),
+)

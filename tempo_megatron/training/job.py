@@ -1,0 +1,125 @@
+"""One training run, put together from its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.distributed as dist
+
+from tempo_megatron.cpu import use_cpu
+from tempo_megatron.training import checkpoint, engine, metrics, model
+from tempo_megatron.training.banner import find_versions, write_banner
+from tempo_megatron.training.checkpoint_folder import LATEST
+from tempo_megatron.training.data_identity import identify_data
+from tempo_megatron.training.datasets import build_datasets, load_vocabulary
+from tempo_megatron.training.loop import Trainer
+from tempo_megatron.training.plots import plot_losses
+from tempo_megatron.training.resume import describe_run
+from tempo_megatron.training.rng_state import seed_all
+from tempo_megatron.training.run_config import RunConfig
+
+
+class Job:
+    """One training run, from its process groups to its plot.
+
+    Args:
+        run: checked.
+        saved: the description of the checkpoint to go on from, None for a run that starts.
+        launcher: for the banner.
+    """
+
+    def __init__(self, run: RunConfig, saved: dict[str, Any] | None, launcher: str) -> None:
+        self.run = run
+        self.save_folder = checkpoint.claim_save_folder(run)
+        self.vocabulary = load_vocabulary(run)
+        if not run.on_gpu:
+            use_cpu()
+        self.device = engine.initialize_distributed(run)
+        if self.save_folder is not None:
+            checkpoint.check_all_ranks_share(self.save_folder.path)
+        checkpoint.check_all_ranks_load(saved, run.load)
+        seed_all(run.seed)
+        transformer_config = model.build_transformer_config(run)
+        transformer_config.embedding_init_method = engine.extend_to_partitioned(
+            transformer_config.embedding_init_method
+        )
+        with engine.choose_construction_context(run):
+            gpt = model.build_model(run, transformer_config, self.vocabulary.padded_size)
+        self.datasets = build_datasets(run, self.vocabulary.tokenizer)
+        self.parameters = model.count_parameters(gpt, run.tensor_model_parallel_size)
+        self.engine = engine.Engine(gpt, run)
+        self.forward_step = model.ForwardStep(run, self.device)
+        self.description = describe_run(
+            run,
+            self.vocabulary,
+            zero_stage=self.engine.zero_stage,
+            optimizer=self.engine.optimizer_name,
+            gelu_form="tanh" if transformer_config.bias_activation_fusion else "erf",
+            **identify_data(run, self.vocabulary.tokenizer),
+        )
+        self.checkpoints = checkpoint.Checkpoints(run, self.engine, self.description, self.datasets.sample_parts)
+        self.progress = self.checkpoints.load(saved) if saved else checkpoint.Progress()
+        self.report = metrics.Report(
+            run,
+            is_first_rank=dist.get_rank() == 0,
+            first_iteration=self.progress.iteration,
+            resumes=saved is not None,
+        )
+        self._announce(saved, launcher)
+
+    def _announce(self, saved: dict[str, Any] | None, launcher: str) -> None:
+        run = self.run
+        banner = write_banner(
+            run,
+            launcher=launcher,
+            device=self.device,
+            padded_vocab_size=self.vocabulary.padded_size,
+            parameters=self.parameters,
+            optimizer_name=self.engine.optimizer_name,
+            settings=self.engine.settings(),
+            gelu_form=self.description["gelu_form"],
+        )
+        self.report.say(banner)
+        if saved is not None:
+            named = "" if saved["named"] else f", the newest checkpoint there: no file {LATEST} names one"
+            self.report.say(f"going on after step {self.progress.iteration} of {run.load}{named}")
+        elif run.load:
+            self.report.say(f"{run.load} holds no checkpoint yet; starting anew")
+        self.report.record(
+            "run",
+            after_iteration=self.progress.iteration,
+            versions=find_versions(),
+            device=self.device.type,
+            world_size=run.world_size,
+            parameters=self.parameters,
+            tempo=dataclasses.asdict(run.tempo),
+            settings=self.engine.settings(),
+            **self.description,
+        )
+
+    def train(self) -> None:
+        """Train to the end or to a reason to stop; draw the losses, and leave the process group."""
+        run = self.run
+        trainer = Trainer(
+            run,
+            self.engine,
+            self.forward_step,
+            self.datasets,
+            self.vocabulary.padded_size,
+            self.progress,
+            self.checkpoints,
+            self.report,
+            self.device,
+        )
+        reason = trainer.train()
+        self.report.say(f"{reason} after step {self.progress.iteration}")
+        self.report.close()
+        if run.loss_plot and dist.get_rank() == 0:
+            assert run.metrics_file is not None
+            plot_losses({"stock" if run.tempo.is_off else "tempo": run.metrics_file}, run.loss_plot)
+            print(f"loss curve in {run.loss_plot}", flush=True)
+        dist.barrier()
+        dist.destroy_process_group()
+        if self.save_folder is not None:
+            self.save_folder.unlock()

@@ -1,0 +1,205 @@
+"""RunConfig: everything that is decided about a run before it starts, in one object that is only read afterwards.
+
+Three steps lead there: `arguments.parse_arguments` says what was typed, `complete_run` adds what follows from the
+DeepSpeed JSON, the checkpoint, the number of processes and the defaults, and `checks.check_run` refuses what cannot
+train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tempo_megatron.arguments import describe_tempo_arguments, tempo_config_from
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.training.argument_types import parse_blend, parse_split
+from tempo_megatron.training.arguments import DEFAULTS
+from tempo_megatron.training.deepspeed_config import complete_deepspeed_config, read_precision
+from tempo_megatron.training.resume import take_from_checkpoint
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run. A field that has an argument of the same name means what `--help` says about that."""
+
+    # Model
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    max_position_embeddings: int
+    vocab_size: int | None
+    """As given; None leaves it to the tokenizer. See datasets.Vocabulary for what the model gets."""
+    make_vocab_size_divisible_by: int
+    init_method_std: float
+    untie_embeddings_and_output_weights: bool
+    attention_dropout: float
+    hidden_dropout: float
+
+    # Training
+    micro_batch_size: int
+    global_batch_size: int
+    num_micro_batches: int
+    """Micro batches of one rank in a step."""
+    train_iters: int
+    exit_interval: int | None
+    exit_signal_handler: bool
+    seed: int
+    precision: str
+    """fp32, bf16 or fp16."""
+
+    # Optimizer
+    lr: float
+    min_lr: float
+    lr_warmup_iters: int
+    lr_decay_style: str
+    lr_decay_iters: int
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    clip_grad: float
+    override_opt_param_scheduler: bool
+
+    # Data
+    data_path: list[str]
+    blend: tuple[list[str], list[float] | None]
+    """Prefixes and their weights, of --data-path."""
+    split: str
+    split_weights: tuple[float, float, float]
+    data_cache_path: str | None
+    vocab_file: str | None
+    merge_file: str | None
+    eod_mask_loss: bool
+    num_workers: int
+    eval_interval: int
+    eval_iters: int
+    sample_parts: tuple[int, ...]
+    """Of the checkpoint, the order of its samples: see datasets.build_datasets. Empty in a run that starts."""
+
+    # Recomputation and fusion
+    recompute_granularity: str | None
+    recompute_method: str | None
+    recompute_num_layers: int | None
+    recompute_modules: list[str] | None
+    no_bias_gelu_fusion: bool
+    no_bias_dropout_fusion: bool
+    no_masked_softmax_fusion: bool
+
+    # Output
+    save: str | None
+    load: str | None
+    save_interval: int | None
+    keep_checkpoints: int | None
+    log_interval: int
+    tensorboard_dir: str | None
+    metrics_file: str | None
+    loss_plot: str | None
+
+    # Distributed
+    world_size: int
+    data_parallel_size: int
+    tensor_model_parallel_size: int
+    sequence_parallel: bool
+    use_cpu_initialization: bool
+    distributed_timeout_minutes: int
+    on_gpu: bool
+    deepspeed_config: str
+    """Path of the JSON."""
+    deepspeed: Mapping[str, Any]
+    """Its content, completed: no value is "auto" that the trainer decides."""
+
+    tempo: TempoConfig
+    tempo_arguments: str
+    """What was typed about Tempo, for the banner."""
+
+
+def complete_run(
+    args: argparse.Namespace,
+    deepspeed_config: Mapping[str, Any],
+    saved: Mapping[str, Any] | None,
+    *,
+    world_size: int,
+    on_gpu: bool,
+) -> RunConfig:
+    """The run that `args` ask for; neither `args` nor `deepspeed_config` is changed.
+
+    Args:
+        args: of parse_arguments.
+        deepspeed_config: of read_deepspeed_config.
+        saved: of read_saved_run, the checkpoint to go on from; None for a run that starts.
+        world_size: processes of the run.
+        on_gpu: whether they have GPUs.
+
+    Raises ValueError where something is missing that has no default, or where two sources contradict each other.
+    """
+    data_parallel_size = divide_processes(world_size, args.tensor_model_parallel_size)
+    values = {**vars(args), **(take_from_checkpoint(args, deepspeed_config, saved) if saved else {})}
+    completed = complete_deepspeed_config(deepspeed_config, values, data_parallel_size)
+    values |= {
+        "ffn_hidden_size": args.ffn_hidden_size or 4 * args.hidden_size,
+        "max_position_embeddings": args.max_position_embeddings or args.seq_length,
+        "micro_batch_size": completed["train_micro_batch_size_per_gpu"],
+        "global_batch_size": completed["train_batch_size"],
+        "num_micro_batches": completed["gradient_accumulation_steps"],
+        "clip_grad": completed["gradient_clipping"],
+        "precision": read_precision(completed),
+        "num_workers": (2 if on_gpu else 0) if args.num_workers is None else args.num_workers,
+        "sample_parts": tuple(saved["sample_parts"]) if saved else (),
+        "blend": parse_blend(args.data_path),
+        "split_weights": parse_split(args.split),
+        "world_size": world_size,
+        "data_parallel_size": data_parallel_size,
+        "on_gpu": on_gpu,
+        "deepspeed": MappingProxyType(completed),
+        "tempo": tempo_config_from(args, completed),
+        "tempo_arguments": describe_tempo_arguments(args),
+    }
+    values |= _complete_schedule(values) | _complete_recomputation(args) | _complete_output(args)
+    return RunConfig(**{field.name: values[field.name] for field in dataclasses.fields(RunConfig)})
+
+
+def divide_processes(world_size: int, tensor_model_parallel_size: int) -> int:
+    """The data parallel size. Raises ValueError where the processes do not divide."""
+    tp = tensor_model_parallel_size
+    if world_size % tp:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} does not divide the {world_size} processes; "
+            f"start a multiple of {tp} processes (deepspeed --num_gpus {tp}, torchrun --nproc_per_node {tp})"
+        )
+    return world_size // tp
+
+
+def _complete_schedule(values: Mapping[str, Any]) -> dict[str, Any]:
+    if values["lr"] is None:
+        raise ValueError("--lr is missing; give the highest learning rate")
+    completed = {name: default if values[name] is None else values[name] for name, default in DEFAULTS.items()}
+    decay_iters = values["lr_decay_iters"]
+    return {**completed, "lr_decay_iters": values["train_iters"] if decay_iters is None else decay_iters}
+
+
+def _complete_recomputation(args: argparse.Namespace) -> dict[str, Any]:
+    granularity, num_layers = args.recompute_granularity, args.recompute_num_layers
+    if args.recompute_activations:
+        if granularity == "full":
+            raise ValueError(
+                "--recompute-activations is selective but --recompute-granularity is full; give one of them"
+            )
+        granularity = "selective"
+    if granularity == "full" and num_layers is None:
+        num_layers = 1
+    return {"recompute_granularity": granularity, "recompute_num_layers": num_layers}
+
+
+def _complete_output(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.save:
+        return {}
+    return {
+        "metrics_file": args.metrics_file or str(Path(args.save) / "metrics.jsonl"),
+        "loss_plot": args.loss_plot or str(Path(args.save) / "loss.png"),
+    }
