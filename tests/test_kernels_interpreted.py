@@ -28,9 +28,21 @@ FILES = [Path(__file__), *sorted(Path(__file__).parent.glob("test_*_kernels.py")
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.slow
-def test_every_kernel_does_under_the_interpreter_what_its_specification_says():
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_kernel_does_under_the_interpreter_what_its_specification_says(path: Path):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu", *FILES]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not gpu",
+        str(path),
+    ]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert " passed" in result.stdout and "failed" not in result.stdout
