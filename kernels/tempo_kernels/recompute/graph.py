@@ -205,7 +205,7 @@ def _names_of_saved(node_type: Any) -> list[str]:
 
 def _saves_without_hooks() -> bool:
     """Whether what is saved now would be kept by autograd itself: found out by giving one saved tensor hooks."""
-    node: Any = torch.empty(0, requires_grad=True).square().grad_fn
+    node: Any = torch.empty(0, dtype=torch.float32, requires_grad=True).square().grad_fn
     try:
         node._raw_saved_self.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
     except RuntimeError:
