@@ -189,3 +189,10 @@ def test_scores_that_are_equal_and_huge_share_the_gradient_evenly(size, num_keys
     grad = torch.randn(1, 1, 1, 8)
     attention(q, k, v, causal=False, softmax_scale=1 / 8).backward(grad)
     torch.testing.assert_close(v.grad, (grad / num_keys).expand_as(v))
+
+
+@pytest.mark.parametrize("place", [{"first_sample": 2**48}, {"first_head": 2**16 - 1}], ids=str)
+def test_a_mask_beyond_the_indices_that_are_told_apart_is_refused(place):
+    q = torch.randn(4, 1, 2, 8)
+    with pytest.raises(ValueError, match="beyond lie the masks of other places"):
+        attention(q, q, q, causal=True, softmax_scale=0.3, dropout_p=0.1, dropout_key=1, **place)

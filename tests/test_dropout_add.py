@@ -158,3 +158,13 @@ def test_what_does_not_fit_is_refused(x, bias, residual, p, message):
 def test_device_data_that_does_not_fit_is_refused(name, number):
     with pytest.raises(ValueError, match=f"{name} is torch.int.* on .*; an int, or a 0-dim torch.int64 tensor on cpu"):
         bias_dropout_add(torch.ones(2, 2, 8), None, None, **{"p": 0.1, "key": 1, name: number})
+
+
+@pytest.mark.parametrize(
+    "place", [{"first_sample": 2**48 - 1}, {"first_sample": -1}, {"first_row": 2**32 - 3}], ids=str
+)
+def test_a_mask_beyond_the_indices_that_are_told_apart_is_refused(place):
+    x = torch.ones(4, 2, 8)
+    with pytest.raises(ValueError, match="beyond lie the masks of other places"):
+        bias_dropout_add(x, None, None, p=0.1, key=1, **place)
+    assert torch.equal(bias_dropout_add(x, None, None, p=0.0, key=1, **place), x)

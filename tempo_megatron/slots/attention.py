@@ -11,7 +11,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tempo_kernels.attention import attention
-from tempo_kernels.philox import check_place
 from tempo_megatron.slots.dropout_rng import Site, Stack, draw_arguments
 
 
@@ -93,16 +92,8 @@ class TempoDotProductAttention(DotProductAttention):
 
     def _draw(self, query: Tensor) -> dict[str, Any]:
         """The arguments of this rank's mask."""
-        num_rows, num_samples, num_heads = query.shape[:3]
         dropout_key, first_sample = draw_arguments(self.layer_number, self.site, self.stack)
-        first_head = self.tp_group.rank() * num_heads
-        check_place(
-            first_sample=first_sample,
-            num_samples=num_samples,
-            first_head=first_head,
-            num_heads=num_heads,
-            num_rows=num_rows,
-        )
+        first_head = self.tp_group.rank() * query.size(2)
         return {"dropout_key": dropout_key, "first_sample": first_sample, "first_head": first_head}
 
 

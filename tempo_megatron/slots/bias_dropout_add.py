@@ -11,7 +11,6 @@ from packaging.version import Version
 from torch import Tensor
 
 from tempo_kernels.dropout_add import bias_dropout_add
-from tempo_kernels.philox import check_place
 from tempo_megatron.slots.dropout_rng import Site, Stack, draw_arguments
 
 XWithBias = tuple[Tensor, Tensor | None]
@@ -53,10 +52,8 @@ def dropout(
     if prob == 0.0:
         x = x if bias is None else x + bias
         return x if residual is None else residual + x
-    num_rows, num_samples = x.shape[:2]
     key, first_sample = draw_arguments(layer_number, site, stack)
     # Under sequence parallelism this rank holds the rows that start here.
     rank = parallel_state.get_tensor_model_parallel_rank() if config.sequence_parallel else 0
-    first_row = rank * num_rows
-    check_place(first_sample=first_sample, num_samples=num_samples, first_row=first_row, num_rows=num_rows)
+    first_row = rank * x.size(0)
     return bias_dropout_add(x, bias, residual, p=prob, key=key, first_sample=first_sample, first_row=first_row)

@@ -13,7 +13,7 @@ from tempo_kernels.attention.settings import OPERANDS, Settings
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import opaque, separate, without_autocast
-from tempo_kernels.philox import effective_probability
+from tempo_kernels.philox import check_place, effective_probability
 
 PREFERS_SDPA = True
 """Whether torch's scaled_dot_product_attention runs where it can, instead of our kernels. Which is faster is not
@@ -153,7 +153,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -
 
 
 def _check_settings(q: Tensor, settings: Settings, key_lengths: Tensor | None, form: str) -> None:
-    effective_probability(settings.dropout_p)
+    if effective_probability(settings.dropout_p):
+        first_sample = settings.first_sample if isinstance(settings.first_sample, int) else 0
+        check_place(
+            first_sample=first_sample,
+            num_samples=q.size(1),
+            first_head=settings.first_head,
+            num_heads=q.size(2),
+            num_rows=q.size(0),
+        )
     if form not in FORMS:
         raise ValueError(f'form is {form!r}; expected "flash" or "softmax"')
     if not 0.0 < settings.softmax_scale < math.inf:

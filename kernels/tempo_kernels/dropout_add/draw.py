@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.opaque import join_key, split_key
-from tempo_kernels.philox import effective_probability
+from tempo_kernels.philox import check_place, effective_probability
 
 OPERANDS = (
     "float p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, Tensor? first_sample, SymInt first_row"
@@ -34,7 +34,9 @@ class Draw(NamedTuple):
                 f"residual is {residual.dtype} of shape {list(residual.shape)}; "
                 f"{x.dtype} of shape {list(x.shape)} is wanted, as x; cast it first"
             )
-        effective_probability(self.p)
+        if effective_probability(self.p):
+            first_sample = 0 if isinstance(self.first_sample, Tensor) else self.first_sample
+            check_place(first_sample=first_sample, num_samples=x.size(1), first_row=self.first_row, num_rows=x.size(0))
         for name, number in (("key", self.key), ("first_sample", self.first_sample)):
             if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, x.device):
                 raise ValueError(
