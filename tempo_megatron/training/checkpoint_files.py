@@ -18,7 +18,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 # All that DeepSpeed's optimizers put into a checkpoint besides tensors and plain containers. None of them runs code
 # that the file brings along.
-_ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+ALLOWED_CLASSES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
 def read_tensors(path: str | Path, map_location: Any = "cpu") -> Any:
@@ -27,7 +27,7 @@ def read_tensors(path: str | Path, map_location: Any = "cpu") -> Any:
     Raises ValueError where the file holds anything else, which is not executed, or is damaged.
     """
     try:
-        with safe_globals(_ALLOWED):
+        with safe_globals(ALLOWED_CLASSES):
             return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(fault_in(path) or f"{path} is damaged; give another checkpoint") from error
@@ -41,7 +41,7 @@ def fault_in(path: str | Path) -> str | None:
     Reads the outline of the file, not its tensors, and executes nothing.
     """
     try:
-        with safe_globals(_ALLOWED):
+        with safe_globals(ALLOWED_CLASSES):
             foreign = get_unsafe_globals_in_checkpoint(str(path))
     except Exception as error:  # whatever a parser says of a file that is not one of torch's
         return f"{path} is damaged or not a file of torch.save ({_first_line(error)}); give another checkpoint"

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tempo_megatron.extras import check_installed
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder, flush_to_disk, name_checkpoint
+from tempo_megatron.training.resume import RUN_FILE
 from tempo_megatron.training.weight_names import build_gpt2_config, convert_to_gpt2, join_ranks, list_weight_shapes
 from tempo_megatron.training.zero_files import read_rank
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_RUN_FILE = "run.json"
 # What the weights alone do not say.
 _LAYOUT_FIELDS = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage")
 _GPT2_FIELDS = ("vocab_size", "end_of_document", "attention_dropout", "hidden_dropout", "gelu_form")
@@ -86,7 +86,7 @@ def read_weights(checkpoint: Path, run: Mapping[str, Any]) -> dict[str, Tensor]:
         name = sorted(wrong)[0]
         has, has_not = ("checkpoint", "model") if name in ranks[0] else ("model", "checkpoint")
         raise ValueError(
-            f"{checkpoint}: the {has} has {name}, the {has_not} of {_RUN_FILE} has not; give a checkpoint of "
+            f"{checkpoint}: the {has} has {name}, the {has_not} of {RUN_FILE} has not; give a checkpoint of "
             "tempo-pretrain-gpt whose files were not changed"
         )
     weights = {}
@@ -97,14 +97,14 @@ def read_weights(checkpoint: Path, run: Mapping[str, Any]) -> dict[str, Tensor]:
         if weights[name].shape != shape:
             raise ValueError(
                 f"{checkpoint}: {name} has the shape {list(weights[name].shape)}, expected {list(shape)} after "
-                f"{_RUN_FILE}; give a checkpoint of tempo-pretrain-gpt whose files were not changed"
+                f"{RUN_FILE}; give a checkpoint of tempo-pretrain-gpt whose files were not changed"
             )
     return weights
 
 
 def _find_checkpoint(load: str, iteration: int | None) -> Path:
     folder = CheckpointFolder(load)
-    if (folder.path / _RUN_FILE).is_file():
+    if (folder.path / RUN_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint; give the folder around it, and --iteration to choose")
     name = folder.latest() if iteration is None else name_checkpoint(iteration)
     if name is None:
@@ -118,18 +118,18 @@ def _find_checkpoint(load: str, iteration: int | None) -> Path:
 
 def _read_run(checkpoint: Path, form: str) -> dict[str, Any]:
     try:
-        run = json.loads((checkpoint / _RUN_FILE).read_text(encoding="utf-8"))
+        run = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
         shapes, missing = list_weight_shapes(run), [name for name in _LAYOUT_FIELDS if name not in run]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt, whose {_RUN_FILE} describes a GPT "
+            f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt, whose {RUN_FILE} describes a GPT "
             f"({type(error).__name__}: {error}); give another --load"
         ) from error
     if form == "huggingface":
         missing += [name for name in _GPT2_FIELDS if name not in run]
     if missing or not shapes:
         raise ValueError(
-            f"{checkpoint / _RUN_FILE} does not say {', '.join(missing)}: it is of an older version of the trainer; "
+            f"{checkpoint / RUN_FILE} does not say {', '.join(missing)}: it is of an older version of the trainer; "
             + ("give --format megatron, or " if form == "huggingface" else "")
             + "save the run anew with this version"
         )

@@ -14,14 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import zero_to_fp32
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-# Everything in these files besides tensors and Python's own types. Whatever else a file names is not imported.
-_CLASSES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+from tempo_megatron.training.checkpoint_files import ALLOWED_CLASSES
 
 
 def read_rank(checkpoint: Path, tp_rank: int, data_parallel_size: int, zero_stage: int) -> dict[str, Tensor]:
@@ -80,7 +76,7 @@ def _find(checkpoint: Path, name: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with torch.serialization.safe_globals(_CLASSES):
+        with torch.serialization.safe_globals(ALLOWED_CLASSES):
             # Mapped, so that the optimizer's moments, two thirds of a file, are never read.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
