@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from training_job import SCRIPT, Data, Run, arguments, kill, launch, make_data, run, successful, wait_for
 
-from tempo_megatron.training import checkpoint_folder
+from tempo_megatron.disk import flush_all_to_disk
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_checkpoint
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -105,7 +105,7 @@ class Crashed(BaseException):
 def write_checkpoint(folder: CheckpointFolder, iteration: int) -> None:
     unfinished = folder.path / folder.begin(iteration)
     (unfinished / "weights").write_text(f"weights of {iteration}")
-    checkpoint_folder.flush_all_to_disk(unfinished)
+    flush_all_to_disk(unfinished)
     folder.commit(iteration)
 
 

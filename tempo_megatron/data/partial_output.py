@@ -12,6 +12,7 @@ from typing import Any
 
 from tempo_megatron.data.data_error import DataError
 from tempo_megatron.data.dataset_files import find_foreign_files, stamp_file
+from tempo_megatron.disk import flush_to_disk
 
 # What a data set consists of, in the order in which the files get their names. Without .idx nothing loads, so it is
 # the first to go and the last to come.
@@ -82,15 +83,15 @@ class PartialOutput:
         assert set(written) <= set(self._suffixes)
         self._check_is_free()  # once more: writing may have taken hours
         for suffix in written:
-            _to_disk(self.path(suffix))
+            flush_to_disk(self.path(suffix))
         self._write_published({suffix: stamp_file(self.path(suffix)) for suffix in written})
         parent = os.path.dirname(self.prefix) or "."
         if os.path.lexists(self.prefix + SUFFIXES[-1]):
             os.remove(self.prefix + SUFFIXES[-1])
-            _to_disk(parent)
+            flush_to_disk(parent)
         for suffix in written:
             os.replace(self.path(suffix), self.prefix + suffix)
-            _to_disk(parent)
+            flush_to_disk(parent)
 
     def _check_is_free(self) -> None:
         """Raises: DataError where a file that would be replaced is not one that prepare_data made."""
@@ -130,8 +131,8 @@ class PartialOutput:
         path = os.path.join(self.folder, _PUBLISHED)
         with open(path, "w", encoding="utf-8") as stream:
             json.dump(stamps, stream)
-        _to_disk(path)
-        _to_disk(self.folder)
+        flush_to_disk(path)
+        flush_to_disk(self.folder)
 
     def _lock(self) -> None:
         while True:
@@ -174,11 +175,3 @@ class PartialOutput:
     def _remove(path: str) -> None:
         with suppress(FileNotFoundError):
             os.remove(path)
-
-
-def _to_disk(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -79,7 +79,8 @@ class GPT2Tokenizer:
 
         Raises: DataError (a ValueError) where the vocabulary lacks a byte of the text.
         """
-        return self.tokenize_batch([text])[0].tolist()
+        ids: list[int] = self.tokenize_batch([text])[0].tolist()
+        return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Per text its ids, int32, [number of tokens]. Raises as tokenize does."""

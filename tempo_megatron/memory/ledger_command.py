@@ -139,7 +139,7 @@ def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
 
 def _read_sizes(args: argparse.Namespace) -> dict[str, Any]:
     try:
-        sizes = json.loads(Path(args.model).read_text(encoding="utf-8"))
+        sizes: dict[str, Any] = json.loads(Path(args.model).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--model {args.model} cannot be read ({error.strerror}); give a file of sizes") from error
     except ValueError as error:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tempo_megatron.disk import flush_all_to_disk
 from tempo_megatron.training.agreement import differs_between_ranks, raise_on_all_ranks
 from tempo_megatron.training.checkpoint_files import fault_in_checkpoint, read_tensors, why_not_written
 from tempo_megatron.training.checkpoint_folder import (
     CheckpointFolder,
-    flush_all_to_disk,
     name_unfinished,
     parse_iteration,
 )

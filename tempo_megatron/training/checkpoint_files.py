@@ -21,18 +21,22 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 ALLOWED_CLASSES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
-def read_tensors(path: str | Path, map_location: Any = "cpu") -> Any:
+def read_tensors(path: str | Path, map_location: Any = "cpu", *, is_mapped: bool = False) -> Any:
     """What torch.save wrote to `path`: tensors, plain containers and the few classes of DeepSpeed's optimizers.
 
-    Raises ValueError where the file holds anything else, which is not executed, or is damaged.
+    With `is_mapped` a tensor is read from the disk when it is used, and one that is not used never.
+
+    Raises ValueError where the file is missing or damaged, or holds anything else, which is not executed.
     """
     try:
         with safe_globals(ALLOWED_CLASSES):
-            return torch.load(path, map_location=map_location, weights_only=True)
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(fault_in(path) or f"{path} is damaged; give another checkpoint") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing, so the checkpoint is not whole; give another checkpoint") from error
     except (OSError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read ({_first_line(error)}); give another checkpoint") from error
+        raise ValueError(f"{path} is damaged or cannot be read ({_first_line(error)}); give another one") from error
 
 
 def fault_in(path: str | Path) -> str | None:
@@ -60,7 +64,7 @@ def fault_in_checkpoint(checkpoint: Path) -> str | None:
     return next((fault for fault in faults if fault), None)
 
 
-class CheckpointFiles(TorchCheckpointEngine):
+class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy DeepSpeed's class is Any
     """The checkpoint engine that DeepSpeed reads and writes its files through.
 
     A file that cannot be written does not raise at once: the other ranks wait for this one inside DeepSpeed. Ask

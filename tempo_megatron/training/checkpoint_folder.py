@@ -11,8 +11,9 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
+
+from tempo_megatron.disk import flush_to_disk
 
 LATEST = "latest"
 LOCK = "lock"
@@ -140,26 +141,3 @@ def parse_iteration(name: str) -> int:
     match = _NAME.fullmatch(name)
     assert match is not None, name
     return int(match[1])
-
-
-def flush_all_to_disk(folder: Path) -> None:
-    """Flush every file below `folder`, and the folders themselves, from this machine's memory to disk."""
-    for entry in _walk(folder):
-        flush_to_disk(entry)
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for entry in sorted(folder.iterdir()):
-        if entry.is_dir():
-            yield from _walk(entry)
-        else:
-            yield entry
-    yield folder
-
-
-def flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -149,16 +149,16 @@ def _build_part(
         blend=run.blend,
         split=run.split,
         path_to_cache=run.data_cache_path,
-        tokenizer=tokenizer,  # type: ignore[arg-type]
+        tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=run.eod_mask_loss,
         create_attention_mask=False,
     )
     assert config.split_matrix is not None
-    config.split_matrix[2] = None  # type: ignore[call-overload]
+    config.split_matrix[2] = None
     if not valid_samples:
-        config.split_matrix[1] = None  # type: ignore[call-overload]
+        config.split_matrix[1] = None
     sizes = [train_samples, valid_samples, 0]
     try:
         train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()

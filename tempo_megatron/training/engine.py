@@ -86,9 +86,10 @@ def choose_construction_context(run: RunConfig) -> contextlib.AbstractContextMan
     config = run.deepspeed
     if read_zero_stage(config) < 3 or parallel_state.get_data_parallel_world_size() == 1:
         return contextlib.nullcontext()
-    return deepspeed.zero.Init(
+    partitioning: contextlib.AbstractContextManager[Any] = deepspeed.zero.Init(
         data_parallel_group=parallel_state.get_data_parallel_group(), config_dict_or_path=dict(config), mpu=MPU()
     )
+    return partitioning
 
 
 def extend_to_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -144,7 +145,8 @@ def build_optimizer(model: torch.nn.Module, run: RunConfig) -> torch.optim.Optim
     groups = group_by_decay(model, run.weight_decay)
     options: dict[str, Any] = {"lr": run.lr, "betas": (run.adam_beta1, run.adam_beta2), "eps": run.adam_eps}
     if offloads_optimizer(run.deepspeed):
-        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+        on_the_cpu: torch.optim.Optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+        return on_the_cpu
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
@@ -152,7 +154,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, run: RunConfig) -> Optimiz
     """Megatron's learning rate schedule, counted in samples."""
     samples = run.global_batch_size
     return OptimizerParamScheduler(
-        optimizer,  # type: ignore[arg-type]
+        optimizer,
         init_lr=0.0,
         max_lr=run.lr,
         min_lr=run.min_lr,

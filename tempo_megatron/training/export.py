@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_megatron.disk import flush_to_disk
 from tempo_megatron.extras import check_installed
-from tempo_megatron.training.checkpoint_folder import CheckpointFolder, flush_to_disk, name_checkpoint
-from tempo_megatron.training.resume import RUN_FILE
+from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_checkpoint
+from tempo_megatron.training.resume import RUN_FILE, read_description
 from tempo_megatron.training.weight_names import build_gpt2_config, convert_to_gpt2, join_ranks, list_weight_shapes
 from tempo_megatron.training.zero_files import read_rank
 
@@ -117,10 +118,10 @@ def _find_checkpoint(load: str, iteration: int | None) -> Path:
 
 
 def _read_run(checkpoint: Path, form: str) -> dict[str, Any]:
+    run = read_description(checkpoint)
     try:
-        run = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
         shapes, missing = list_weight_shapes(run), [name for name in _LAYOUT_FIELDS if name not in run]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(
             f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt, whose {RUN_FILE} describes a GPT "
             f"({type(error).__name__}: {error}); give another --load"

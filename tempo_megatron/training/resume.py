@@ -65,18 +65,29 @@ def read_saved_run(args: argparse.Namespace) -> dict[str, Any] | None:
         if args.save and Path(args.save).resolve() == folder.path.resolve():
             return None
         raise ValueError(f"--load {args.load} holds no checkpoint; give a folder with one, or leave --load out")
-    path = folder.path / name
-    try:
-        saved = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a checkpoint of this trainer ({error}); give another --load") from error
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        found = saved.get("format") if isinstance(saved, dict) else "none"
+    saved = read_description(folder.path / name)
+    if saved.get("format") != FORMAT:
         raise ValueError(
-            f"--load {path}: its {RUN_FILE} has format {found}, expected {FORMAT}; it is of another version of this "
-            "trainer, go on with that one"
+            f"--load {folder.path / name}: its {RUN_FILE} has format {saved.get('format')}, expected {FORMAT}; it is "
+            "of another version of this trainer, go on with that one"
         )
     return {**saved, "checkpoint": name, "named": folder.is_named()}
+
+
+def read_description(checkpoint: Path) -> dict[str, Any]:
+    """The content of RUN_FILE of one checkpoint, of whatever version.
+
+    Raises ValueError where there is none, or it is not a JSON object.
+    """
+    try:
+        description = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
+        if not isinstance(description, dict):
+            raise ValueError(f"{RUN_FILE} holds a {type(description).__name__}, expected an object")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt ({error}); give another --load"
+        ) from error
+    return description
 
 
 def take_from_checkpoint(
