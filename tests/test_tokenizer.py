@@ -78,7 +78,7 @@ def test_cutting_a_long_text_does_not_change_its_tokens(text: str, tokenizer: GP
 
 def test_long_texts_really_are_cut() -> None:
     text = "word " * 300_000
-    segments = list(tokenizer_module._segments(text))
+    segments = list(tokenizer_module._cut_segments(text))
     assert "".join(segments) == text
     assert len(segments) > 3
 

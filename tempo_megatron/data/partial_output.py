@@ -53,13 +53,13 @@ class PartialOutput:
             self._refuse_strangers()
             self._lock()
         except OSError as error:
-            raise self._not_writable(error) from error
+            raise self._explain(error) from error
         try:
             self._check_is_free()
             self._remove_leftovers()
         except OSError as error:
             os.close(self._lock_fd)
-            raise self._not_writable(error) from error
+            raise self._explain(error) from error
         except DataError:
             self._leave()
             raise
@@ -73,24 +73,24 @@ class PartialOutput:
                 self._remove(os.path.join(self.folder, name))
         self._leave()
 
-    def path(self, suffix: str) -> str:
+    def locate(self, suffix: str) -> str:
         """Where to write the file that will be called PREFIX + suffix."""
         return os.path.join(self.folder, suffix[1:])
 
     def publish(self) -> None:
         """Give every file its name; the data set that had it before is gone from the first step on."""
-        written = [suffix for suffix in SUFFIXES if os.path.exists(self.path(suffix))]
+        written = [suffix for suffix in SUFFIXES if os.path.exists(self.locate(suffix))]
         assert set(written) <= set(self._suffixes)
         self._check_is_free()  # once more: writing may have taken hours
         for suffix in written:
-            flush_to_disk(self.path(suffix))
-        self._write_published({suffix: stamp_file(self.path(suffix)) for suffix in written})
+            flush_to_disk(self.locate(suffix))
+        self._write_published({suffix: stamp_file(self.locate(suffix)) for suffix in written})
         parent = os.path.dirname(self.prefix) or "."
         if os.path.lexists(self.prefix + SUFFIXES[-1]):
             os.remove(self.prefix + SUFFIXES[-1])
             flush_to_disk(parent)
         for suffix in written:
-            os.replace(self.path(suffix), self.prefix + suffix)
+            os.replace(self.locate(suffix), self.prefix + suffix)
             flush_to_disk(parent)
 
     def _check_is_free(self) -> None:
@@ -112,7 +112,7 @@ class PartialOutput:
                 "for itself; move it away, or choose another --output-prefix"
             )
 
-    def _not_writable(self, error: OSError) -> DataError:
+    def _explain(self, error: OSError) -> DataError:
         return DataError(
             f"--output-prefix {self.prefix}: cannot write in {os.path.dirname(self.prefix) or '.'} "
             f"({error.filename or self.folder}: {error.strerror}); choose another place"

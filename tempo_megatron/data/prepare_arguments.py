@@ -26,11 +26,13 @@ def parse_prepare_arguments(argv: list[str] | None, prog: str) -> argparse.Names
         metavar="EXT",
         help="of directory trees, only files that end so: .txt .md",
     )
-    add("--max-bytes", type=_byte_count, default=None, metavar="N", help="use the first N bytes only; 12M, 1.5GiB")
+    add(
+        "--max-bytes", type=_parse_byte_count, default=None, metavar="N", help="use the first N bytes only; 12M, 1.5GiB"
+    )
     add("--vocab-file", default=None, help="GPT-2's vocab.json; without it a vocabulary is trained")
     add("--merge-file", default=None, help="GPT-2's merges.txt")
     add("--vocab-size", type=int, default=None, help=f"tokens of the trained vocabulary (default: {VOCAB_SIZE})")
-    add("--train-bytes", type=_byte_count, default=None, help="text to train the vocabulary on (default: 32M)")
+    add("--train-bytes", type=_parse_byte_count, default=None, help="text to train the vocabulary on (default: 32M)")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one per core)")
     add(
         "--skip-bad-lines",
@@ -59,7 +61,7 @@ def parse_prepare_arguments(argv: list[str] | None, prog: str) -> argparse.Names
     return options
 
 
-def _byte_count(text: str) -> int:
+def _parse_byte_count(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kKMGT])(i?))?B?", text.strip())
     size = 0
     if match:

@@ -267,11 +267,11 @@ class BatchStream:
         )
         self._batches = iter(self._loader)
 
-    def next(self) -> dict[str, Tensor]:
+    def take_next(self) -> dict[str, Tensor]:
         batch = next(self._batches)
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
-    def first_sample(self, consumed_samples: int, micro_batch: int) -> int:
+    def find_first_sample(self, consumed_samples: int, micro_batch: int) -> int:
         """Global index of the first sample of this rank's micro batch of the step that starts at consumed_samples."""
         return consumed_samples + (micro_batch * self.data_parallel_size + self.rank) * self.micro_batch_size
 
@@ -284,7 +284,7 @@ def _describe_tokenizer_files(run: RunConfig, tokenizer: GPT2Tokenizer) -> dict[
     else:
         sidecar = Sidecar.read(prefix)
         assert sidecar is not None  # load_dataset_tokenizer has read it
-        paths = sidecar.tokenizer_files(prefix)
+        paths = sidecar.find_tokenizer_files(prefix)
     sha256 = (tokenizer.unique_identifiers[f"{kind}_sha256"] for kind in ("vocab", "merge"))
     described = [{"path": os.path.abspath(path), "sha256": digest} for path, digest in zip(paths, sha256, strict=True)]
     return dict(zip(("vocab_file", "merge_file"), described, strict=True))

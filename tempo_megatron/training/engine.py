@@ -98,14 +98,14 @@ def extend_to_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Ten
     Megatron draws the learned positions after torch's Embedding exists; without this they would keep torch's values.
     """
 
-    def init(weight: Tensor) -> Any:
+    def initialize(weight: Tensor) -> Any:
         if not hasattr(weight, "ds_id"):
             return init_method(weight)
         # Every rank draws the same numbers, so that their generators stay equal; rank 0's are kept.
         with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
             return init_method(weight)
 
-    return init
+    return initialize
 
 
 def sum_sequence_parallel_gradients(model: torch.nn.Module) -> int:
@@ -116,14 +116,14 @@ def sum_sequence_parallel_gradients(model: torch.nn.Module) -> int:
     """
     group = parallel_state.get_tensor_model_parallel_group()
 
-    def summed(grad: Tensor) -> Tensor:
+    def sum_over_ranks(grad: Tensor) -> Tensor:
         total = grad.to(torch.float32, copy=True)
         dist.all_reduce(total, group=group)
         return total.to(grad.dtype)
 
     marked = [parameter for parameter in model.parameters() if getattr(parameter, "sequence_parallel", False)]
     for parameter in marked:
-        parameter.register_hook(summed)
+        parameter.register_hook(sum_over_ranks)
     return len(marked)
 
 
@@ -229,7 +229,7 @@ class Engine:
             take_scale(loss_scaler, optimizer.loss_scaler)
             optimizer.loss_scaler, optimizer.dynamic_loss_scale = loss_scaler, loss_scaler.dynamic
 
-    def settings(self) -> dict[str, Any]:
+    def read_settings(self) -> dict[str, Any]:
         """What the optimizer works with, read from it."""
         groups = self.scheduler.optimizer.param_groups
         return {

@@ -61,7 +61,7 @@ def run_export(args: argparse.Namespace) -> int:
     num_bytes = sum(value.nbytes for value in weights.values())
     print(f"writing {len(weights)} tensors, {num_bytes / 2**20:,.1f} MiB in {args.dtype}, to {output}", flush=True)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with _renamed_when_whole(output) as unfinished:
+    with _rename_when_whole(output) as unfinished:
         _save(weights, unfinished, run)
         if args.format == "huggingface":
             _write_companions(output.parent, run, args.dtype)
@@ -107,7 +107,7 @@ def _find_checkpoint(load: str, iteration: int | None) -> Path:
     folder = CheckpointFolder(load)
     if (folder.path / RUN_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint; give the folder around it, and --iteration to choose")
-    name = folder.latest() if iteration is None else name_checkpoint(iteration)
+    name = folder.find_latest() if iteration is None else name_checkpoint(iteration)
     if name is None:
         raise ValueError(f"--load {load} holds no checkpoint; give a folder that the trainer saved to")
     if not (folder.path / name).is_dir():
@@ -153,7 +153,7 @@ def _check_output(output: Path, form: str) -> None:
 
 
 @contextlib.contextmanager
-def _renamed_when_whole(output: Path) -> Iterator[Path]:
+def _rename_when_whole(output: Path) -> Iterator[Path]:
     unfinished = output.with_name(f"{output.name}.tmp")
     try:
         yield unfinished

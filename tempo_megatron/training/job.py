@@ -77,7 +77,7 @@ class Job:
             padded_vocab_size=self.vocabulary.padded_size,
             parameters=self.parameters,
             optimizer_name=self.engine.optimizer_name,
-            settings=self.engine.settings(),
+            settings=self.engine.read_settings(),
             gelu_form=self.description["gelu_form"],
         )
         self.report.say(banner)
@@ -94,7 +94,7 @@ class Job:
             world_size=run.world_size,
             parameters=self.parameters,
             tempo=dataclasses.asdict(run.tempo),
-            settings=self.engine.settings(),
+            settings=self.engine.read_settings(),
             **self.description,
         )
 

@@ -60,7 +60,7 @@ def read_saved_run(args: argparse.Namespace) -> dict[str, Any] | None:
     if not args.load:
         return None
     folder = CheckpointFolder(args.load)
-    name = folder.latest()
+    name = folder.find_latest()
     if name is None:
         if args.save and Path(args.save).resolve() == folder.path.resolve():
             return None

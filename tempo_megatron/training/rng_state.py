@@ -32,7 +32,7 @@ def get_rng_state(on_gpu: bool) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], on_gpu: bool) -> None:
-    """Put back what rng_state gave."""
+    """Put back what get_rng_state gave."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
