@@ -12,7 +12,7 @@ import pytest
 
 from tempo_megatron.training.arguments import parse_arguments
 from tempo_megatron.training.checks import check_run
-from tempo_megatron.training.deepspeed_config import read_deepspeed_config
+from tempo_megatron.training.deepspeed_config import copy_deepspeed_config, read_deepspeed_config
 from tempo_megatron.training.run_config import RunConfig, complete_run
 
 ROOT = Path(__file__).parent.parent
@@ -44,11 +44,19 @@ def refusal(folder: Path, *extra: str, config: dict[str, Any] | str | None = Non
 
 
 def test_a_run_is_only_read_once_it_is_built(tmp_path: Path) -> None:
-    run = prepared(tmp_path)
+    options = ["--recompute-activations", "--recompute-modules", "mlp", "core_attn"]
+    run = prepared(tmp_path, *options, config={"betas": [0.9, [0.95]]})
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.lr = 1.0  # type: ignore[misc]
     with pytest.raises(TypeError):
         run.deepspeed["train_batch_size"] = 1  # type: ignore[index]
+    with pytest.raises(TypeError):
+        run.deepspeed["zero_optimization"]["stage"] = 3
+    lists = [field.name for field in dataclasses.fields(run) if isinstance(getattr(run, field.name), (list, dict, set))]
+    assert lists == [] and hash((run.data_path, run.blend, run.recompute_modules))
+    copied = copy_deepspeed_config(run.deepspeed)
+    copied["zero_optimization"]["stage"] = 3
+    assert run.deepspeed["zero_optimization"]["stage"] == 0 and isinstance(copied["betas"], list)
 
 
 WRONG_ARGUMENTS = {

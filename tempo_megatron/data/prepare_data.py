@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from tempo_megatron.data.dataset_files import (
 from tempo_megatron.data.dataset_writer import DatasetWriter, choose_token_dtype
 from tempo_megatron.data.documents import Encoded, encode, read_texts
 from tempo_megatron.data.partial_output import SUFFIXES, PartialOutput
-from tempo_megatron.data.prepare_arguments import parse_prepare_arguments
+from tempo_megatron.data.prepare_arguments import PrepareOptions, parse_prepare_arguments
 from tempo_megatron.data.prepare_progress import Progress
 from tempo_megatron.data.tokenizer import GPT2Tokenizer, check_both_or_neither, train_tokenizer
 
@@ -58,7 +57,7 @@ def main(argv: list[str] | None = None, prog: str = "prepare_data") -> int:
     return 0
 
 
-def prepare(options: argparse.Namespace) -> None:
+def prepare(options: PrepareOptions) -> None:
     """Make the data set that the parsed arguments describe.
 
     Raises: DataError (a ValueError) where the input, the vocabulary or the output cannot be used; OSError where the
@@ -84,7 +83,7 @@ def prepare(options: argparse.Namespace) -> None:
         tokenizer, vocab_file, merge_file = _load_or_train_tokenizer(options, pieces, output)
         dtype = choose_token_dtype(tokenizer.vocab_size)
         workers = max(1, min(options.workers, len(pieces)))
-        encoded = encode(pieces, vocab_file, merge_file, options.json_key, dtype, workers, options.skip_bad_lines)
+        encoded = encode(pieces, vocab_file, merge_file, options.text_key, dtype, workers, options.skip_bad_lines)
         progress = Progress(options.prog, "tokenizing", sum(file.size for file in files))
         written = _write(output, encoded, dtype, progress, left_out)
         names = [
@@ -108,9 +107,8 @@ def prepare(options: argparse.Namespace) -> None:
     _report(options, sidecar, left_out, time.monotonic() - started)
 
 
-def _choose_input_files(options: argparse.Namespace, left_out: corpus.LeftOut) -> list[corpus.InputFile]:
-    """The files to read; completes options.json_key."""
-    files = corpus.list_files(options.input, tuple(options.extensions), options.output_prefix, left_out)
+def _choose_input_files(options: PrepareOptions, left_out: corpus.LeftOut) -> list[corpus.InputFile]:
+    files = corpus.list_files(options.input, options.extensions, options.output_prefix, left_out)
     if options.input_stdlib:
         files += corpus.list_stdlib(left_out)
     if options.max_bytes is not None:
@@ -119,19 +117,18 @@ def _choose_input_files(options: argparse.Namespace, left_out: corpus.LeftOut) -
         raise DataError(f"there is no text in the input{_format_left_out(left_out)}; give other files with --input")
     if options.json_key is not None and not any(file.is_json for file in files):
         raise DataError("--json-key is for .json and .jsonl files, and the input has none; leave it out")
-    options.json_key = "text" if options.json_key is None else options.json_key
     return files
 
 
-def _compute_fingerprint(options: argparse.Namespace, files: list[corpus.InputFile]) -> str:
+def _compute_fingerprint(options: PrepareOptions, files: list[corpus.InputFile]) -> str:
     """A digest of all that the output depends on; files by name, size and time of change."""
-    if options.vocab_file is not None:
+    if options.vocab_file is not None and options.merge_file is not None:
         identifiers = GPT2Tokenizer.load(options.vocab_file, options.merge_file).unique_identifiers
         vocabulary: list[Any] = [identifiers["vocab_sha256"], identifiers["merge_sha256"]]
     else:
         vocabulary = [options.vocab_size, options.train_bytes]
     inputs = [(os.path.abspath(file.path), file.size, file.mtime_ns, file.is_named) for file in files]
-    content = json.dumps([FORMAT, vocabulary, options.json_key, inputs, *["bad lines"] * options.skip_bad_lines])
+    content = json.dumps([FORMAT, vocabulary, options.text_key, inputs, *["bad lines"] * options.skip_bad_lines])
     return hashlib.sha256(content.encode("ascii")).hexdigest()
 
 
@@ -148,7 +145,7 @@ def _is_current(prefix: str, fingerprint: str) -> bool:
 
 
 def _load_or_train_tokenizer(
-    options: argparse.Namespace, pieces: list[corpus.Piece], output: PartialOutput
+    options: PrepareOptions, pieces: list[corpus.Piece], output: PartialOutput
 ) -> tuple[GPT2Tokenizer, str, str]:
     """The tokenizer and its two files: those given, or new ones among the output.
 
@@ -157,6 +154,7 @@ def _load_or_train_tokenizer(
     if options.vocab_file is not None:
         paths: list[str] = []
         for given, suffix in _list_given_files(options):
+            assert given is not None  # prepare has checked that both are there
             is_beside = _name_beside(options.output_prefix, given, suffix) is not None
             paths.append(given if is_beside else shutil.copyfile(given, output.locate(suffix)))
         return GPT2Tokenizer.load(*paths), paths[0], paths[1]
@@ -168,12 +166,12 @@ def _load_or_train_tokenizer(
     return tokenizer, output.locate("-vocab.json"), output.locate("-merges.txt")
 
 
-def _list_given_files(options: argparse.Namespace) -> list[tuple[Any, str]]:
+def _list_given_files(options: PrepareOptions) -> list[tuple[str | None, str]]:
     """The tokenizer files as given (None: not), each with the suffix of its place among the output."""
     return [(options.vocab_file, "-vocab.json"), (options.merge_file, "-merges.txt")]
 
 
-def _list_suffixes(options: argparse.Namespace) -> list[str]:
+def _list_suffixes(options: PrepareOptions) -> list[str]:
     """Of the files to write: a tokenizer file stays where it is if it is given and below the output's directory."""
     kept = {
         suffix for given, suffix in _list_given_files(options) if _name_beside(options.output_prefix, given, suffix)
@@ -181,15 +179,13 @@ def _list_suffixes(options: argparse.Namespace) -> list[str]:
     return [suffix for suffix in SUFFIXES if suffix not in kept]
 
 
-def _read_training_texts(
-    pieces: Iterable[corpus.Piece], options: argparse.Namespace, progress: Progress
-) -> Iterator[str]:
+def _read_training_texts(pieces: Iterable[corpus.Piece], options: PrepareOptions, progress: Progress) -> Iterator[str]:
     """The first --train-bytes of the pieces."""
     budget = options.train_bytes
     texts = (
         text.text
         for piece in pieces
-        for text in read_texts(piece, options.json_key, corpus.LeftOut(), options.skip_bad_lines)
+        for text in read_texts(piece, options.text_key, corpus.LeftOut(), options.skip_bad_lines)
     )
     while budget > 0 and (text := next(texts, None)) is not None:
         content = text[:budget]  # characters, at most as many as bytes
@@ -254,7 +250,7 @@ def _format_left_out(left_out: corpus.LeftOut) -> str:
     return f"; left out: {', '.join(reasons)}" if reasons else ""
 
 
-def _report(options: argparse.Namespace, sidecar: Sidecar, left_out: corpus.LeftOut, seconds: float) -> None:
+def _report(options: PrepareOptions, sidecar: Sidecar, left_out: corpus.LeftOut, seconds: float) -> None:
     print(
         f"{options.prog}: {corpus.format_path(options.output_prefix)}: {sidecar.documents} documents, "
         f"{sidecar.source_bytes} bytes, {sidecar.tokens} tokens ({sidecar.dtype}, vocabulary {sidecar.vocab_size}) "

@@ -50,10 +50,14 @@ def parse_fraction(text: str) -> float:
     return value
 
 
-def parse_blend(words: list[str]) -> tuple[list[str], list[float] | None]:
+Blend = tuple[tuple[str, ...], tuple[float, ...] | None]
+"""Prefixes of data sets, and their weights where there are several."""
+
+
+def parse_blend(words: list[str]) -> Blend:
     """(prefixes, weights) of `--data-path PREFIX` or `--data-path WEIGHT PREFIX WEIGHT PREFIX ...`."""
     if len(words) == 1:
-        return [words[0]], None
+        return (words[0],), None
     if len(words) % 2:
         raise ValueError(f"--data-path has {len(words)} words; give one prefix, or pairs of a weight and a prefix")
     weights = []
@@ -67,7 +71,7 @@ def parse_blend(words: list[str]) -> tuple[list[str], list[float] | None]:
         if not (weight > 0 and math.isfinite(weight)):
             raise ValueError(f"--data-path: weight {word} is not positive; give positive weights")
         weights.append(weight)
-    return words[1::2], weights
+    return tuple(words[1::2]), tuple(weights)
 
 
 def parse_split(split: str) -> tuple[float, float, float]:

@@ -93,7 +93,7 @@ def _describe_recomputation(run: RunConfig) -> str:
     if run.recompute_granularity == "full":
         return f"full, {run.recompute_method}, {run.recompute_num_layers} layers"
     if run.recompute_granularity == "selective":
-        return f"selective, {' '.join(run.recompute_modules or ['core_attn'])}"
+        return f"selective, {' '.join(run.recompute_modules or ('core_attn',))}"
     return "none"
 
 

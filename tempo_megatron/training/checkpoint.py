@@ -93,10 +93,9 @@ class Checkpoints:
             raise
 
     def _write(self, unfinished: Path, progress: Progress) -> str | None:
-        self.engine.files.failure = None
         self.engine.deepspeed.save_checkpoint(str(unfinished.parent), tag=unfinished.name, save_latest=False)
         path = unfinished / _name_rank_file(self.rank)
-        return self.engine.files.failure or try_to_write(torch.save, self._collect_rank_state(progress), path)
+        return self.engine.files.take_failure() or try_to_write(torch.save, self._collect_rank_state(progress), path)
 
     def _describe(self, unfinished: Path, progress: Progress) -> None:
         content = {

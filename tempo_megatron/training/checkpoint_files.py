@@ -69,23 +69,28 @@ def find_fault_in_checkpoint(checkpoint: Path) -> str | None:
 class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy DeepSpeed's class is Any
     """The checkpoint engine that DeepSpeed reads and writes its files through.
 
-    A file that cannot be written does not raise at once: the other ranks wait for this one inside DeepSpeed. Ask
-    `failure` when DeepSpeed is through.
+    A file that cannot be written does not raise at once: the other ranks wait for this one inside DeepSpeed. Call
+    take_failure when DeepSpeed is through.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.zipfile_serialization = True  # find_fault reads no other format
-        self.failure: str | None = None
+        self._failure: str | None = None
+
+    def take_failure(self) -> str | None:
+        """What the disk had against the first file that was not written since the last call; None where all were."""
+        failure, self._failure = self._failure, None
+        return failure
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return read_tensors(path, map_location)
 
     def save(self, state_dict: Any, path: str) -> None:
-        self.failure = self.failure or try_to_write(torch.save, state_dict, path)
+        self._failure = self._failure or try_to_write(torch.save, state_dict, path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self.failure = self.failure or try_to_write(os.makedirs, path, exist_ok=exist_ok)
+        self._failure = self._failure or try_to_write(os.makedirs, path, exist_ok=exist_ok)
 
 
 def try_to_write(write: Any, *args: Any, **options: Any) -> str | None:

@@ -20,7 +20,7 @@ def identify_data(run: RunConfig, tokenizer: GPT2Tokenizer) -> dict[str, Any]:
     identity: list[Any] = [None]
     if dist.get_rank() == 0:
         prefixes, weights = run.blend
-        weights = weights or [1.0]
+        weights = weights or (1.0,)
         shares = [weight / sum(weights) for weight in weights]
         identity = [[[share, compute_checksum(prefix)] for share, prefix in zip(shares, prefixes, strict=True)]]
     dist.broadcast_object_list(identity, src=0)

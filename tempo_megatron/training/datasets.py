@@ -143,10 +143,11 @@ def build_datasets(run: RunConfig, tokenizer: GPT2Tokenizer) -> Datasets:
 def _build_part(
     run: RunConfig, tokenizer: GPT2Tokenizer, seed: int, train_samples: int, valid_samples: int
 ) -> tuple[Any, Any]:
+    prefixes, weights = run.blend
     config = GPTDatasetConfig(
         random_seed=seed % 2**32,  # what numpy takes
         sequence_length=run.seq_length,
-        blend=run.blend,
+        blend=(list(prefixes), None if weights is None else list(weights)),
         split=run.split,
         path_to_cache=run.data_cache_path,
         tokenizer=tokenizer,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import hjson
@@ -145,6 +146,28 @@ def complete_deepspeed_config(
     zero.setdefault("memory_efficient_linear", False)
     filled["zero_optimization"] = zero
     return filled
+
+
+def freeze_deepspeed_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same content, which nobody can change: mappings that are only read, tuples for lists."""
+    return MappingProxyType({key: _freeze(value) for key, value in config.items()})
+
+
+def copy_deepspeed_config(frozen: Mapping[str, Any]) -> dict[str, Any]:
+    """The dict and its lists that freeze_deepspeed_config was given, for DeepSpeed, which may write into its own."""
+    return {key: _thaw(value) for key, value in frozen.items()}
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return freeze_deepspeed_config(value)
+    return tuple(map(_freeze, value)) if isinstance(value, list) else value
+
+
+def _thaw(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return copy_deepspeed_config(value)
+    return list(map(_thaw, value)) if isinstance(value, tuple) else value
 
 
 def _read_number(config: Mapping[str, Any], key: str) -> Any:

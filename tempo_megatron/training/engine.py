@@ -19,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from tempo_megatron.training.checkpoint_files import CheckpointFiles
-from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_zero_stage
+from tempo_megatron.training.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run_config import RunConfig
 
 # What a user whose model has diverged can do; the last checkpoint is one from before.
@@ -87,7 +87,9 @@ def choose_construction_context(run: RunConfig) -> contextlib.AbstractContextMan
     if read_zero_stage(config) < 3 or parallel_state.get_data_parallel_world_size() == 1:
         return contextlib.nullcontext()
     partitioning: contextlib.AbstractContextManager[Any] = deepspeed.zero.Init(
-        data_parallel_group=parallel_state.get_data_parallel_group(), config_dict_or_path=dict(config), mpu=MPU()
+        data_parallel_group=parallel_state.get_data_parallel_group(),
+        config_dict_or_path=copy_deepspeed_config(config),
+        mpu=MPU(),
     )
     return partitioning
 
@@ -192,7 +194,7 @@ class Engine:
         )
         with quiet:
             self.deepspeed, optimizer, _, _ = deepspeed.initialize(
-                model=model, optimizer=build_optimizer(model, run), config=dict(config), mpu=MPU()
+                model=model, optimizer=build_optimizer(model, run), config=copy_deepspeed_config(config), mpu=MPU()
             )
         self.files = self.deepspeed.checkpoint_engine = CheckpointFiles()
         self.optimizer_name = type(optimizer).__name__

@@ -41,8 +41,9 @@ class Job:
         checkpoint.check_all_ranks_load(saved, run.load)
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)
-        transformer_config.embedding_init_method = engine.extend_to_partitioned(
-            transformer_config.embedding_init_method
+        transformer_config = dataclasses.replace(
+            transformer_config,
+            embedding_init_method=engine.extend_to_partitioned(transformer_config.embedding_init_method),
         )
         with engine.choose_construction_context(run):
             gpt = model.build_model(run, transformer_config, self.vocabulary.padded_size)

@@ -51,7 +51,7 @@ def build_transformer_config(run: RunConfig) -> TransformerConfig:
         recompute_granularity=run.recompute_granularity,
         recompute_method=run.recompute_method,
         recompute_num_layers=run.recompute_num_layers,
-        recompute_modules=run.recompute_modules,
+        recompute_modules=None if run.recompute_modules is None else list(run.recompute_modules),
     )
 
 
