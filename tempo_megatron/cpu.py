@@ -35,7 +35,7 @@ def _manual_seed(seed: int) -> None:
 
 
 class _DropCpuStateWarning(logging.Filter):
-    """Here the CPU generator is the device's generator, so that it moves inside a fork is what fork() is for."""
+    """Drops a warning: here the CPU generator is the device's, and fork() is there to let that one move."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()

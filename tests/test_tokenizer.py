@@ -149,5 +149,5 @@ def test_vocabularies_are_padded_for_tensor_parallelism(vocab_size: int, divisor
 
 
 def test_padding_to_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="must all be at least 1"):
+    with pytest.raises(ValueError, match="expected at least 1 for each"):
         pad_vocab_size(100, 0, 1)

@@ -146,7 +146,7 @@ WRONG_CONFIGS = {
     "accumulation": ({"gradient_accumulation_steps": 3, "train_batch_size": 4}, '"gradient_accumulation_steps" in the'),
     "text for a number": ({"train_batch_size": "8"}, "\"train_batch_size\" in the DeepSpeed JSON is '8'"),
     "both halves": ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "enables bf16 and fp16"),
-    "stage 4": ({"zero_optimization": {"stage": 4}}, "is 4; it must be 0, 1, 2 or 3"),
+    "stage 4": ({"zero_optimization": {"stage": 4}}, "is 4; expected 0, 1, 2 or 3"),
     "offload without zero": (
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
         "offload_optimizer needs ZeRO",
@@ -278,7 +278,7 @@ NONSENSE = {
     "two": ({"fp16": {"enabled": 2}}, '"fp16.enabled" is 2; expected true or false'),
     "no block": ({"bf16": True}, '"bf16" is True; expected an object {...}'),
     "null block": ({"zero_optimization": None}, '"zero_optimization" is None; expected an object {...}'),
-    "stage in words": ({"zero_optimization": {"stage": "two"}}, "\"zero_optimization.stage\" is 'two'; it must be"),
+    "stage in words": ({"zero_optimization": {"stage": "two"}}, "\"zero_optimization.stage\" is 'two'; expected 0"),
     "breakdown": ({"memory_breakdown": "perhaps"}, "\"memory_breakdown\" is 'perhaps'; expected true or false"),
     "universal": ({"checkpoint": {"load_universal": "yes"}}, '"checkpoint.load_universal" is not used here'),
 }

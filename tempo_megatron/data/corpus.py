@@ -25,7 +25,7 @@ STDLIB_SUFFIXES = (".py", ".txt")
 # Tests hold broken encodings and tables of data; the others are not part of the library or not text.
 _STDLIB_LEFT_OUT = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
-# Why a file is left out of a directory tree: what is said of it where the user named it himself.
+# Why a file of a directory tree is left out -> what is said where the user named such a file himself.
 _REFUSED = {
     "binary": "a binary file (it has NUL bytes)",
     "not a regular file": "neither a file nor a directory",
@@ -76,7 +76,7 @@ Piece = tuple[Part, ...]
 
 @dataclass(slots=True)
 class LeftOut:
-    """What was not used: how often per reason, and the first file of each."""
+    """Files that were not used: how many for each reason, and the first of them."""
 
     count: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)

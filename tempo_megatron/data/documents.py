@@ -195,7 +195,7 @@ def encode(
     workers: int,
     skip_bad_lines: bool = False,
 ) -> Iterator[Encoded]:
-    """encode_piece over all pieces in order, in `workers` processes (1: in this one), few of them ahead of the reader.
+    """encode_piece over all pieces in order, in `workers` processes (1: in this one), a few ahead of the reader.
 
     Raises: DataError (a ValueError) as read_texts and tokenize do, and where a worker was killed.
     """

@@ -154,7 +154,7 @@ class PartialOutput:
             os.close(self._lock_fd)
 
     def _remove_leftovers(self) -> None:
-        """Of a killed run: what it wrote, and what it had given a name to where the index, the last one, has none."""
+        """Delete what a killed run wrote, and what it had named unless the index, the last one, has its name."""
         if not os.path.lexists(self.prefix + SUFFIXES[-1]):
             for suffix, stamp in self._read_published().items():
                 if os.path.lexists(self.prefix + suffix) and stamp_file(self.prefix + suffix) == stamp:

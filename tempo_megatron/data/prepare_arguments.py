@@ -66,7 +66,7 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="EXT",
-        help="of directory trees, only files that end so: .txt .md",
+        help="of directory trees take only files that end so, for example .txt .md",
     )
     add(
         "--max-bytes", type=_parse_byte_count, default=None, metavar="N", help="use the first N bytes only; 12M, 1.5GiB"

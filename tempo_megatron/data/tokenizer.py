@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE: a tokenizer as megatron-core's datasets want it, and the training of a new vocabulary.
+"""GPT-2's byte-level BPE: a tokenizer as megatron-core's datasets expect it, and the training of a new vocabulary.
 
 Files are GPT-2's own two: vocab.json (token -> id) and merges.txt (one pair per line, best first). A token is written
 in GPT-2's alphabet of 256 printable characters, one per byte, so every text can be expressed.
@@ -157,7 +157,7 @@ def pad_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) 
     if min(vocab_size, make_vocab_size_divisible_by, tp) < 1:
         raise ValueError(
             f"vocab_size {vocab_size}, make_vocab_size_divisible_by {make_vocab_size_divisible_by} and tensor parallel "
-            f"size {tp} must all be at least 1"
+            f"size {tp} are given; expected at least 1 for each, correct the one below"
         )
     multiple = make_vocab_size_divisible_by * tp
     return -(-vocab_size // multiple) * multiple

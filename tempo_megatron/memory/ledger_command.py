@@ -165,7 +165,7 @@ def _read_sizes(args: argparse.Namespace) -> dict[str, Any]:
     if "full" in args.recompute and len(args.recompute) > 1:
         raise ValueError("--recompute full already recomputes everything; give it alone")
     if not 0 <= args.dropout < 1:
-        raise ValueError(f"--dropout is {args.dropout}; it must be in [0, 1)")
+        raise ValueError(f"--dropout is {args.dropout}; expected a probability in [0, 1)")
     return sizes
 
 

@@ -25,7 +25,7 @@ class SavedStorage:
 
 
 class _Handle(Kept):
-    """What autograd holds in a saved tensor's place; it lives exactly as long as the graph wants the tensor."""
+    """What autograd holds in a saved tensor's place; it lives exactly as long as the graph needs the tensor."""
 
     def __init__(self, tensor: Tensor, operation: str) -> None:
         super().__init__(tensor)

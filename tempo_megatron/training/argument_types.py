@@ -1,4 +1,4 @@
-"""Words of a command line that mean more than text, and one sentence for what cannot be read."""
+"""Parsers for words of a command line; a word that cannot be read is one sentence."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Checkpoints:
         (unfinished / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def load(self, saved: Mapping[str, Any]) -> Progress:
-        """Put everything back from the checkpoint that `saved` (read_saved_run) describes; how far it was.
+        """Put everything back from the checkpoint that `saved` (read_saved_run) describes; returns how far it was.
 
         Raises ValueError on every rank where the checkpoint belongs to another run, is damaged, or holds anything
         that would have to be executed.
@@ -138,7 +138,7 @@ class Checkpoints:
 
 
 def claim_save_folder(run: RunConfig) -> CheckpointFolder | None:
-    """The folder of --save, which on rank 0 no other run can write to as long as the result is kept.
+    """Lock the folder of --save on rank 0 and return it; no other run can write there while the result is kept.
 
     Raises ValueError where another run writes to it, or where it holds checkpoints that this run neither continues
     nor may overwrite.

@@ -94,7 +94,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
 
 
 def try_to_write(write: Any, *args: Any, **options: Any) -> str | None:
-    """Call `write`; what the disk had against it, None where it has done its work."""
+    """Call `write`; returns what the disk had against it, None where it succeeded."""
     try:
         write(*args, **options)
     except OSError as error:

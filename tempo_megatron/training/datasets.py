@@ -28,7 +28,7 @@ class Vocabulary:
     tokenizer: GPT2Tokenizer
     size: int
     padded_size: int
-    """`size` on the next multiple that tensor parallelism divides."""
+    """`size`, rounded up to a multiple that tensor parallelism divides."""
     files: Mapping[str, Mapping[str, str]]
     """Path and sha256 of "vocab_file" and "merge_file", so that they can go along with exported weights."""
 
@@ -43,7 +43,7 @@ class Vocabulary:
 
 
 def load_vocabulary(run: RunConfig) -> Vocabulary:
-    """The tokenizer all data sets of `--data-path` were made with, and the size of its vocabulary.
+    """The tokenizer that all data sets of `--data-path` were made with, and the size of its vocabulary.
 
     Raises ValueError where a data set is broken, has another tokenizer, or does not fit the vocabulary.
     """
@@ -157,6 +157,7 @@ def _build_part(
         create_attention_mask=False,
     )
     assert config.split_matrix is not None
+    # No part is built for testing, nor one of which no sample is asked for; Megatron takes no such split as argument.
     config.split_matrix[2] = None
     if not valid_samples:
         config.split_matrix[1] = None

@@ -41,7 +41,7 @@ _KNOWN = (
     "log_level flops_profiler comms_logger tensorboard wandb csv_monitor comet monitor aio checkpoint "
     "graph_harvesting gradient_allreduce_op timers seq_parallel_communication_data_type disable_allgather tempo"
 ).split()
-# The blocks that something of this package reads.
+# The blocks that this package itself reads.
 _BLOCKS = ("bf16", "fp16", "zero_optimization", "data_types", "checkpoint")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -79,7 +79,7 @@ def read_deepspeed_config(path: str) -> dict[str, Any]:
             raise ValueError(f'--deepspeed_config {path}: "checkpoint.{key}" is not used here; use --save and --load')
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if not isinstance(stage, int) or isinstance(stage, bool):
-        raise ValueError(f'--deepspeed_config {path}: "zero_optimization.stage" is {stage!r}; it must be 0, 1, 2 or 3')
+        raise ValueError(f'--deepspeed_config {path}: "zero_optimization.stage" is {stage!r}; expected 0, 1, 2 or 3')
     return config
 
 

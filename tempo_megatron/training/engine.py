@@ -46,7 +46,7 @@ class MPU:
 
 
 def initialize_distributed(run: RunConfig) -> torch.device:
-    """torch.distributed, DeepSpeed's communication and Megatron's groups; this rank's device.
+    """Start torch.distributed, DeepSpeed's communication and Megatron's groups; returns this rank's device.
 
     Raises ValueError where rank 0's port is taken or the ranks do not find one another.
     """

@@ -15,7 +15,7 @@ _SLURM_FIRST_SPECIAL_STEP = 4294967280
 
 
 def set_rank_environment(environ: MutableMapping[str, str] | None = None) -> str:
-    """Fill in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; the launcher's name.
+    """Fill in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; returns the launcher's name.
 
     What a launcher has set already stays. Under mpirun the ranks come from mpi4py, under srun from Slurm's variables;
     without a launcher the process is rank 0 of 1 and MPI is not touched.

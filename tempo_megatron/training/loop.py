@@ -59,7 +59,7 @@ class Trainer:
         self._last_is_finite = True
 
     def train(self) -> str:
-        """Run to --train-iters, or until a reason to stop; why it ended."""
+        """Run to --train-iters, or until a reason to stop; returns why it ended."""
         run, progress = self.run, self.progress
         self.engine.deepspeed.train()
         self.timer = StepTimer()
@@ -186,7 +186,7 @@ class Trainer:
         )
 
     def _save(self, is_last: bool = False) -> None:
-        """Save a model that still works: the last step may have been finite and its update all the same too much."""
+        """Save a model that still works: after a step with a finite loss the update may have been too large."""
         step = self.progress.iteration
         if not self.run.save or self.checkpoints.last_saved == step:
             return

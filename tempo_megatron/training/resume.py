@@ -1,8 +1,8 @@
 """What a resumed run takes from its checkpoint and what from its command line, decided before anything slow starts.
 
-What was typed, or stands in the DeepSpeed JSON, holds; what was left out is as the checkpoint has it. The learning
-rate schedule is the exception, as in Megatron-LM: the checkpoint's goes on, another one that was typed is refused, and
---override-opt-param-scheduler takes the whole schedule from the command line, its defaults included.
+A value that was typed, or that stands in the DeepSpeed JSON, wins; one that was left out comes from the checkpoint. The
+learning rate schedule is the exception, as in Megatron-LM: the run keeps the checkpoint's and refuses another one that
+was typed, and --override-opt-param-scheduler takes the whole schedule from the command line, its defaults included.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_saved_run(args: argparse.Namespace) -> dict[str, Any] | None:
     Added are "checkpoint", its name, and "named", whether a file says that it is the newest. None also where the
     folder is --save itself and holds nothing yet.
 
-    Raises ValueError where there is no checkpoint, or it is not one of this trainer.
+    Raises ValueError where there is no checkpoint, or it is not one of this trainer's format.
     """
     if not args.load:
         return None
@@ -93,7 +93,7 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
 def take_from_checkpoint(
     args: argparse.Namespace, config: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What holds of SCHEDULE and OPTIMIZER: what was typed in `args`, and what was left out as the checkpoint has it.
+    """The values of SCHEDULE and OPTIMIZER: those typed in `args`, and the checkpoint's where one was left out.
 
     Raises ValueError where the schedule that was typed is not the checkpoint's, or where the steps that are added
     would be made with a learning rate of 0.

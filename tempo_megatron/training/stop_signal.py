@@ -27,7 +27,7 @@ class StopSignal:
         self.received = True
 
     def agree(self) -> bool:
-        """Call it once per step on every rank; the same on all of them."""
+        """Whether to stop. Every rank calls it once per step, and all get the same answer."""
         if not self.enabled:
             return False
         # A tensor from a list would wait for the GPU.

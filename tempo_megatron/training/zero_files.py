@@ -1,7 +1,7 @@
 """The files that DeepSpeed writes for one checkpoint, read without DeepSpeed's engine and without running code.
 
-Of ZeRO 0 the model's file of each tensor-parallel rank holds its weights. Of ZeRO 1 to 3 the weights of one such rank
-are the float32 values that its data-parallel ranks hold in parts; DeepSpeed's own functions put them together.
+Without ZeRO the model's file of each tensor-parallel rank holds its weights. With ZeRO 1 to 3 its data-parallel ranks
+each hold a part of them, as float32 values; DeepSpeed's own functions put them together.
 """
 
 from __future__ import annotations
