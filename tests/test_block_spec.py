@@ -201,11 +201,9 @@ def embedding_under_context_parallelism():
         max_sequence_length=SEQ_LENGTH,
     )
     model.config.context_parallel_size = 2
-    try:
+    with pytest.raises(ValueError) as refused:
         tempoize_embedding(model, TempoConfig(attention="off"))
-    except ValueError as error:
-        return str(error)
-    return "not refused"
+    return str(refused.value)
 
 
 def test_the_embeddings_dropout_is_refused_under_context_parallelism():

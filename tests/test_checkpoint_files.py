@@ -14,7 +14,7 @@ from distributed import run_ranks
 from training_job import Data, Run, make_data, run, successful
 
 from tempo_megatron.training.checkpoint import check_all_ranks_load, check_all_ranks_share
-from tempo_megatron.training.checkpoint_files import fault_in, read_tensors
+from tempo_megatron.training.checkpoint_files import find_fault, read_tensors
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_checkpoint
 
 SIZES = ["--train-iters", "2", "--global-batch-size", "4"]
@@ -99,7 +99,7 @@ def test_a_damaged_or_missing_file_is_one_sentence(data: Data, saved: dict[int, 
     shutil.copytree(saved[1], tmp_path / "save")
     path = tmp_path / "save" / "iter_0000002" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     path.write_bytes(path.read_bytes()[:-1000])
-    assert "is damaged" in (fault_in(path) or "")
+    assert "is damaged" in (find_fault(path) or "")
     with pytest.raises(ValueError, match="cannot be read"):
         read_tensors(path)
     cut = resume(data, tmp_path, 1)
@@ -219,7 +219,7 @@ def test_the_loss_scalers_of_fp16_are_read(tmp_path: Path) -> None:
 
     scaler = DynamicLossScaler(2.0**16, 1000, 1.0, 2, False, dtype=torch.half)
     torch.save({"loss_scaler": scaler}, tmp_path / "optim_states.pt")
-    assert fault_in(tmp_path / "optim_states.pt") is None
+    assert find_fault(tmp_path / "optim_states.pt") is None
     assert vars(read_tensors(tmp_path / "optim_states.pt")["loss_scaler"]) == vars(scaler)
 
 

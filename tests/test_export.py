@@ -215,6 +215,8 @@ def damage(folder: Path, how: str) -> None:
     elif how == "code":
         state = torch.load(optimizer, weights_only=False)
         torch.save({**state, "more": RunsCode(folder / "executed")}, optimizer)
+    elif how == "a list":
+        run_json.write_text("[2]")
     elif how == "BERT":
         run_json.write_text(json.dumps({"model": "bert", "layers": 2}))
     elif how == "another model":
@@ -238,7 +240,8 @@ class RunsCode:
     [
         ("missing", "zero_pp_rank_0_mp_rank_01_optim_states.pt is missing, so the checkpoint is not whole"),
         ("cut off", "zero_pp_rank_0_mp_rank_01_optim_states.pt is damaged"),
-        ("code", "holds more than tensors, so it is not loaded"),
+        ("code", "holds posix.mkdir where a checkpoint has only tensors and numbers; nothing of it was executed"),
+        ("a list", "is not a checkpoint of tempo-pretrain-gpt (run.json holds a list, expected an object)"),
         ("BERT", "is not a checkpoint of tempo-pretrain-gpt, whose run.json describes a GPT"),
         ("another model", "the model has decoder.layers.2.input_layernorm.bias, the checkpoint"),
         ("another width", "has the shape [256, 64], expected [512, 64] after run.json"),

@@ -243,12 +243,10 @@ def training_without_a_micro_batch():
     model = build_gpt(gpt_config(dropout=0.5), TempoConfig())
     losses(model, 0, 2, gives_mask=False)
     get_cuda_rng_tracker().reset()
-    try:
-        tokens = torch.zeros(1, 16, dtype=torch.int64)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    with pytest.raises(RuntimeError) as refused:
         model(tokens, tokens, None, labels=tokens)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return str(refused.value)
 
 
 def test_training_without_saying_which_samples_is_refused():

@@ -151,7 +151,7 @@ def test_a_row_that_the_table_of_operations_does_not_know_stands_last():
         (["--sequence-parallel"], "--sequence-parallel is given with --tp 1"),
         (["--recompute", "full", "mlp"], "--recompute full already recomputes everything"),
         (["--no-use-tempo"], "--no-use-tempo is given"),
-        (["--dropout", "1"], r"must be in [0, 1)"),
+        (["--dropout", "1"], r"--dropout is 1.0; expected a probability in [0, 1)"),
     ],
     ids=["file", "tp", "sp", "recompute", "tempo off", "dropout"],
 )

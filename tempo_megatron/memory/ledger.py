@@ -54,7 +54,7 @@ class Ledger:
     hidden_size: int
     num_layers: int
 
-    def sbh(self, num_bytes: int) -> float:
+    def convert_to_sbh(self, num_bytes: int) -> float:
         """Bytes in units of s * b * h."""
         return num_bytes / (self.seq_length * self.micro_batch_size * self.hidden_size)
 
@@ -79,7 +79,7 @@ class Ledger:
     @property
     def layer_sbh(self) -> float:
         """One transformer layer without its s*s tensors, in sbh."""
-        return self.sbh(self.layer_bytes - self.scores_bytes)
+        return self.convert_to_sbh(self.layer_bytes - self.scores_bytes)
 
     @property
     def model_bytes(self) -> int:
@@ -132,9 +132,9 @@ def measure(
     layer = model.decoder.layers[0]
     for name in _BDA:
         setattr(layer, name, _scope_bda(recorder, f"{LAYER}.{name}", getattr(layer, name)))
-    with recorder.recording():
+    with recorder.record():
         loss = model(tokens, positions, mask, labels=tokens)
-    rows = _sum_rows(recorder.saved(), seq_length, describe_activation(one_layer))
+    rows = _sum_rows(recorder.list_saved(), seq_length, describe_activation(one_layer))
     del loss
     return Ledger(
         rows=rows,
@@ -178,7 +178,7 @@ def build_transformer_config(
 
 
 def _scope_bda(recorder: Recorder, operation: str, get_function: Any) -> Any:
-    return lambda training, fused: recorder.scoped(operation, get_function(training, fused))
+    return lambda training, fused: recorder.scope(operation, get_function(training, fused))
 
 
 def _find_row(saved: SavedStorage, seq_length: int) -> LedgerRow:

@@ -56,13 +56,13 @@ def write_banner(
         "dropout": f"attention {run.attention_dropout:g}, hidden {run.hidden_dropout:g}",
         "batch": f"global {run.global_batch_size} = micro {run.micro_batch_size} x DP {dp} x "
         f"{run.num_micro_batches} accumulated",
-        "deepspeed": _deepspeed_line(run, optimizer_name),
+        "deepspeed": _describe_deepspeed(run, optimizer_name),
         "optimizer": f"AdamW, betas {' '.join(f'{beta:g}' for beta in settings['adam_betas'])}, "
         f"eps {settings['adam_eps']:g}, weight decay {settings['weight_decay']:g}, clipping {settings['clip_grad']:g}",
-        "schedule": _schedule_line(run),
-        "recompute": _recompute_line(run),
+        "schedule": _describe_schedule(run),
+        "recompute": _describe_recomputation(run),
         "data": " ".join(run.data_path),
-        "tempo": _tempo_line(run),
+        "tempo": _describe_tempo(run),
     }
     for operation in OPERATIONS.values():
         choice = getattr(run.tempo, operation.name)
@@ -74,7 +74,7 @@ def write_banner(
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 
 
-def _deepspeed_line(run: RunConfig, optimizer_name: str) -> str:
+def _describe_deepspeed(run: RunConfig, optimizer_name: str) -> str:
     config = run.deepspeed
     accumulated = config.get("data_types", {}).get("grad_accum_dtype") or run.precision
     offload = ", optimizer offloaded" if offloads_optimizer(config) else ""
@@ -84,20 +84,20 @@ def _deepspeed_line(run: RunConfig, optimizer_name: str) -> str:
     )
 
 
-def _schedule_line(run: RunConfig) -> str:
+def _describe_schedule(run: RunConfig) -> str:
     decay = "" if run.lr_decay_style == "constant" else f" to {run.min_lr:g} at step {run.lr_decay_iters}"
     return f"learning rate {run.lr:g}, warm-up {run.lr_warmup_iters} steps, then {run.lr_decay_style}{decay}"
 
 
-def _recompute_line(run: RunConfig) -> str:
+def _describe_recomputation(run: RunConfig) -> str:
     if run.recompute_granularity == "full":
         return f"full, {run.recompute_method}, {run.recompute_num_layers} layers"
     if run.recompute_granularity == "selective":
-        return f"selective, {' '.join(run.recompute_modules or ['core_attn'])}"
+        return f"selective, {' '.join(run.recompute_modules or ('core_attn',))}"
     return "none"
 
 
-def _tempo_line(run: RunConfig) -> str:
+def _describe_tempo(run: RunConfig) -> str:
     block = run.deepspeed.get("tempo")
     said = "none" if block is None else " ".join(f"{key}={str(value).lower()}" for key, value in block.items())
     result = "off (stock)" if run.tempo.is_off else run.tempo.describe()

@@ -41,8 +41,9 @@ class Job:
         checkpoint.check_all_ranks_load(saved, run.load)
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)
-        transformer_config.embedding_init_method = engine.extend_to_partitioned(
-            transformer_config.embedding_init_method
+        transformer_config = dataclasses.replace(
+            transformer_config,
+            embedding_init_method=engine.extend_to_partitioned(transformer_config.embedding_init_method),
         )
         with engine.choose_construction_context(run):
             gpt = model.build_model(run, transformer_config, self.vocabulary.padded_size)
@@ -77,7 +78,7 @@ class Job:
             padded_vocab_size=self.vocabulary.padded_size,
             parameters=self.parameters,
             optimizer_name=self.engine.optimizer_name,
-            settings=self.engine.settings(),
+            settings=self.engine.read_settings(),
             gelu_form=self.description["gelu_form"],
         )
         self.report.say(banner)
@@ -94,7 +95,7 @@ class Job:
             world_size=run.world_size,
             parameters=self.parameters,
             tempo=dataclasses.asdict(run.tempo),
-            settings=self.engine.settings(),
+            settings=self.engine.read_settings(),
             **self.description,
         )
 

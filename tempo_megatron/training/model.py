@@ -45,13 +45,13 @@ def build_transformer_config(run: RunConfig) -> TransformerConfig:
         bias_activation_fusion=on_gpu and not run.no_bias_gelu_fusion,
         bias_dropout_fusion=on_gpu and not run.no_bias_dropout_fusion,
         masked_softmax_fusion=on_gpu and not run.no_masked_softmax_fusion and has_fused_softmax(),
-        # Both want buffers of Megatron's own optimizer, or Apex.
+        # Both need buffers of Megatron's own optimizer, or Apex.
         gradient_accumulation_fusion=False,
         persist_layer_norm=on_gpu and importlib.util.find_spec("apex") is not None,
         recompute_granularity=run.recompute_granularity,
         recompute_method=run.recompute_method,
         recompute_num_layers=run.recompute_num_layers,
-        recompute_modules=run.recompute_modules,
+        recompute_modules=None if run.recompute_modules is None else list(run.recompute_modules),
     )
 
 
