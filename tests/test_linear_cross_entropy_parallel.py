@@ -110,7 +110,7 @@ def overlapping_gathers():
     dist.all_gather_into_tensor = recorded
     try:
         hidden = torch.arange(24.0).view(12, 2) + 100 * dist.get_rank()
-        for rows, tokens in Shards(dist.group.WORLD, True).gathered(hidden, 5):
+        for rows, tokens in Shards(dist.group.WORLD, True).gather(hidden, 5):
             events.append("chunk")
             of_ranks = [torch.arange(24.0).view(12, 2)[rows] + 100 * rank for rank in range(2)]
             assert torch.equal(tokens, torch.cat(of_ranks))
