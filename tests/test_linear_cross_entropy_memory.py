@@ -185,11 +185,11 @@ BAD = {
     "a bias of another length": ({"bias": torch.zeros(V + 1)}, "bias is .*as weight"),
     "labels of the layout of hidden states": ({"labels": GOOD["labels"].t()}, r"labels are .*\[b, s\] of the whole"),
     "labels in 32 bits": ({"labels": GOOD["labels"].int()}, "labels are torch.int32"),
-    "a vocabulary larger than the weight": ({"vocab_size": V + 1}, f"vocab_size is {V + 1} .* give 1 to {V}"),
+    "a vocabulary larger than the weight": ({"vocab_size": V + 1}, f"vocab_size is {V + 1}; expected 1 to {V}"),
     "smoothing of 1": ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
     "smoothing over one row": ({"label_smoothing": 0.1, "vocab_size": 1}, "label_smoothing is 0.1 over 1 rows"),
-    "a chunk of nothing": ({"chunk_tokens": 0}, "chunk_tokens is 0; expected a number from 1 on"),
-    "weights that want a gradient": ({"token_weights": torch.ones(B, S, requires_grad=True)}, "token_weights are"),
+    "a chunk of nothing": ({"chunk_tokens": 0}, "chunk_tokens is 0; expected at least 1"),
+    "weights that need a gradient": ({"token_weights": torch.ones(B, S, requires_grad=True)}, "token_weights are"),
     "weights of another shape": ({"token_weights": torch.ones(S, B)}, "token_weights are .*as labels"),
 }
 
