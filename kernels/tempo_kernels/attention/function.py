@@ -55,18 +55,18 @@ def attention(
     which must not change between a forward and its backward.
 
     Returns:
-        [sq, b, a, d], contiguous. A query that by window_size and key_lengths sees no key gets 0, and passes no
+        [sq, b, a, d], contiguous. A query that sees no key, by window_size and key_lengths, gets 0 and passes no
         gradient on.
 
     Under autocast nothing is cast: the inputs' dtype is that of the products, in forward and in backward.
 
-    Keeps for backward: q, k, v, and a logsumexp of 4 bytes per query and head (8 for float64), on a GPU also the
-        output, which the next linear keeps anyway; with form="softmax" instead of logsumexp and output a
-        [b, a, sq, sk] tensor of q's dtype. Also `mask` and `key_lengths` where given, which are the caller's tensors.
+    Keeps for backward: q, k, v, and a logsumexp of 4 bytes per query and head (8 for float64). On a GPU it also keeps
+        the output, which the next linear keeps anyway. form="softmax" keeps a [b, a, sq, sk] tensor of q's dtype in
+        place of logsumexp and output. `mask` and `key_lengths`, where given, are kept as the caller's tensors.
     Error: products in the inputs' dtype, softmax in float32; at most twice the unfused torch computation's own error.
-        Of a 16-bit type on a GPU, the sum over a row of out * grad_out is of the rounded out, as in FlashAttention:
-        wherever a softmax is saturated (a single key is seen, or one score is far above the others), gradients of
-        scores that should be about 0 are one rounding of a product.
+        On a GPU, a 16-bit out is rounded before a row's sum of out * grad_out is taken, as in FlashAttention. Where a
+        softmax is saturated (a single key is seen, or one score is far above the others), gradients of scores that
+        should be about 0 are therefore one rounding of a product.
     Raises: ValueError for shapes, dtypes or a probability that do not fit; RuntimeError on a second derivative.
     """
     check_tensors(Inputs(q, k, v, mask, key_lengths), causal)
@@ -93,8 +93,8 @@ def find_backend(
         return "torch"
     is_plain = dropout_p == 0 and mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
     is_plain &= causal or window_size != (-1, 0)
-    # torch aligns a causal mask to the first key. Its kernels write what they return in the order of q's memory, which
-    # is ours, without a copy for the next linear to keep, where that is dense or of one sample.
+    # torch aligns a causal mask to the first key. Its kernels return their output in the order of q's memory. Where q is
+    # dense, or of one sample, that is our order, and the next linear keeps the output without a copy.
     fits = (not causal or q.size(0) == k.size(0)) and (q.size(1) == 1 or q.is_contiguous()) and q.numel() > 0
     fits &= q.dtype in (torch.float16, torch.bfloat16) and q.size(3) % 8 == 0 and q.size(3) <= 256
     if PREFERS_SDPA and is_plain and fits and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.is_available():
@@ -106,11 +106,9 @@ def describe(device_type: str, form: str = "flash") -> str:
     """What `attention` runs on a "cuda" or "cpu" device, in words for a banner; `find_backend` says it of one call."""
     if device_type != "cuda" or form == "softmax":
         return "plain torch"
-    return (
-        "triton, or torch's flash attention for a 16-bit dtype with neither dropout nor a mask"
-        if PREFERS_SDPA
-        else "triton"
-    )
+    if not PREFERS_SDPA:
+        return "triton"
+    return "triton, or torch's flash attention for a 16-bit dtype with neither dropout nor a mask"
 
 
 def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float) -> Tensor:
