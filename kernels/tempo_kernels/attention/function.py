@@ -93,7 +93,7 @@ def find_backend(
         return "torch"
     is_plain = dropout_p == 0 and mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
     is_plain &= causal or window_size != (-1, 0)
-    # torch aligns a causal mask to the first key. Its kernels return their output in the order of q's memory. Where q is
+    # torch aligns a causal mask to the first key. Its kernels return the output in the order of q's memory. Where q is
     # dense, or of one sample, that is our order, and the next linear keeps the output without a copy.
     fits = (not causal or q.size(0) == k.size(0)) and (q.size(1) == 1 or q.is_contiguous()) and q.numel() > 0
     fits &= q.dtype in (torch.float16, torch.bfloat16) and q.size(3) % 8 == 0 and q.size(3) <= 256
