@@ -136,7 +136,7 @@ def refused_vocab_start():
 def test_a_shard_that_does_not_start_where_its_rank_says_is_refused():
     for rank, message in enumerate(run_ranks(refused_vocab_start, 2)):
         assert (
-            f"vocab_start is 1 on rank {rank} of the group; expected {5 * rank}, rank times the rows of weight"
+            f"vocab_start is 1 on rank {rank} of the group; expected {5 * rank}, the rank times the rows of weight"
             in message
         )
 
