@@ -8,7 +8,7 @@ from witness import assert_within_rule
 
 from tempo_kernels.attention import cpu as attention_cpu
 from tempo_kernels.attention import eager as attention_eager
-from tempo_kernels.attention.settings import Settings
+from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.gelu import cpu as gelu_cpu
 from tempo_kernels.gelu import eager as gelu_eager
 from tempo_kernels.gelu.inverse import INVERSES, derivative_float64
@@ -16,6 +16,7 @@ from tempo_kernels.glu import cpu as glu_cpu
 from tempo_kernels.glu import eager as glu_eager
 from tempo_kernels.linear_cross_entropy import cpu as loss_cpu
 from tempo_kernels.linear_cross_entropy import eager as loss_eager
+from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 SHAPES = [(37, 3, 48), (5, 33), (1, 1), (0, 16), (3, 0), (1024,)]
@@ -102,19 +103,18 @@ def test_gated_units_in_blocks_are_the_specification(shape, dtype, activation):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("needs_sum", [False, True])
+@pytest.mark.parametrize("shares", [Shares(1.0, 0.0, 120), Shares(0.9, 0.001, 120)], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_loss_in_blocks_is_the_specification(dtype, needs_sum):
+def test_the_loss_in_blocks_is_the_specification(dtype, shares):
     torch.manual_seed(0)
     logits, columns = (torch.randn(23, 130) * 5).to(dtype), torch.randint(-20, 150, (23,))
-    found, expected = (m.statistics(logits, columns, 120, needs_sum) for m in (loss_cpu, loss_eager))
+    found, expected = (m.find_statistics(logits, columns, shares) for m in (loss_cpu, loss_eager))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
     grad = torch.randn(23, dtype=found.dtype)
     grad[::5] = 0
-    shares = (0.9, 0.001) if needs_sum else (1.0, 0.0)
     results = [logits.clone(), logits.clone()]
     for module, result in zip((loss_cpu, loss_eager), results, strict=True):
-        module.gradient_(result, columns, found[0], grad / found[1], grad, *shares, 120)
+        module.write_gradient_(result, Rows(columns, found[0], grad / found[1], grad), shares)
     assert_same(*results)
 
 
@@ -140,10 +140,10 @@ def test_attention_in_blocks_is_the_specification(causal, window, mask, key_leng
     settings = Settings(causal, 0.25, p, 0x123456789ABCDEF, 5, 3, window)
 
     def results(module, dtype):
-        tensors = [t.to(dtype) for t in (q, k, v)]
+        inputs = Inputs(*(t.to(dtype) for t in (q, k, v)), mask, key_lengths)
         kept = torch.zeros(2, 4, 40, 56, dtype=dtype) if keeps_probabilities else None
-        out, logsumexp = module.forward(*tensors, mask, key_lengths, settings, kept)
-        found = module.backward(grad.to(dtype), *tensors, out, logsumexp, mask, key_lengths, settings, kept)
+        out, logsumexp = module.forward(inputs, settings, kept)
+        found = module.backward(grad.to(dtype), inputs, Kept(out, logsumexp, kept), settings)
         kept = torch.zeros(()) if kept is None else kept
         return dict(zip("out logsumexp kept grad_q grad_k grad_v".split(), (out, logsumexp, kept, *found), strict=True))
 

@@ -14,6 +14,7 @@ from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.gelu import kernel as gelu
 from tempo_kernels.glu import kernel as glu
 from tempo_kernels.linear_cross_entropy import kernel as loss
+from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 from tempo_kernels.squared_relu import kernel as squared_relu
 
 
@@ -24,8 +25,9 @@ def gradients_of_gelu(x: Tensor, bias: Tensor) -> tuple[Any, ...]:
 
 def gradients_of_logits(x: Tensor, _: Tensor) -> tuple[Any, ...]:
     columns = torch.arange(x.size(0), dtype=torch.int64, device=x.device)
-    found, gradient = loss.statistics(x, columns, 30, True), x.clone()
-    loss.gradient_(gradient, columns, found[0], 0.1 / found[1], found[1], 0.9, 1e-3, 30)
+    shares = Shares(0.9, 1e-3, 30)
+    found, gradient = loss.find_statistics(x, columns, shares), x.clone()
+    loss.write_gradient_(gradient, Rows(columns, found[0], 0.1 / found[1], found[1]), shares)
     return found, gradient
 
 

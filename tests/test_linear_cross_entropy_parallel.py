@@ -110,7 +110,7 @@ def overlapping_gathers():
     dist.all_gather_into_tensor = recorded
     try:
         hidden = torch.arange(24.0).view(12, 2) + 100 * dist.get_rank()
-        for rows, tokens in Shards(dist.group.WORLD, True).gathered(hidden, 5):
+        for rows, tokens in Shards(dist.group.WORLD, True).gather(hidden, 5):
             events.append("chunk")
             of_ranks = [torch.arange(24.0).view(12, 2)[rows] + 100 * rank for rank in range(2)]
             assert torch.equal(tokens, torch.cat(of_ranks))
@@ -136,7 +136,7 @@ def refused_vocab_start():
 def test_a_shard_that_does_not_start_where_its_rank_says_is_refused():
     for rank, message in enumerate(run_ranks(refused_vocab_start, 2)):
         assert (
-            f"vocab_start is 1 on rank {rank} of the group; expected {5 * rank}, rank times the rows of weight"
+            f"vocab_start is 1 on rank {rank} of the group; expected {5 * rank}, the rank times the rows of weight"
             in message
         )
 

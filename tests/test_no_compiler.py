@@ -20,7 +20,7 @@ from tempo_kernels.glu import cpu as glu_cpu
 from tempo_kernels.glu import swiglu
 
 ROOT = Path(__file__).parent.parent
-WARNING = "tempo_kernels can compile nothing for the CPU"
+WARNING = "tempo_kernels cannot compile for the CPU"
 has_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here to be broken")
 
 TRAIN = """
