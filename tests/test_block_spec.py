@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from unittest import mock
@@ -9,14 +10,16 @@ from unittest import mock
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from gpt import RECOMPUTE, SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, gpt_config, gradients, losses
+from gpt import RECOMPUTE, SEQ_LENGTH, VOCAB_SIZE, WRITTEN, assert_equal_to_stock, gpt_config, gradients, losses
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.moe import moe_utils
+from torch import nn
 
-from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
+from tempo_megatron.slots.choices import choose
 from tempo_megatron.slots.layer_spec import count_slots
 
 STOCK = None
@@ -106,42 +109,50 @@ REFUSED = {
     "context parallelism": (
         DROPS,
         {"context_parallel_size": 2},
-        TempoConfig(),
-        r'context_parallel_size is 2; .*same masks; set tempo.attention and tempo.dropout to "off"',
+        WRITTEN,
+        r'context_parallel_size is 2, .*same masks; set tempo.dropout and tempo.attention to "off"',
     ),
     "context parallelism, stock attention": (
         DROPS,
         {"context_parallel_size": 2},
-        TempoConfig(attention="off"),
-        'context_parallel_size is 2; .*same masks; set tempo.dropout to "off"',
+        TempoConfig(attention="off", dropout="recompute"),
+        'context_parallel_size is 2, .*same masks; set tempo.dropout to "off"',
     ),
     "context parallelism, no dropout": (
         {},
         {"context_parallel_size": 2},
-        TempoConfig(),
+        WRITTEN,
         'context_parallel_size is 2, which Tempo.s attention does not support; set tempo.attention to "off"',
     ),
-    "multi-token prediction": (DROPS, {"mtp_num_layers": 1}, TempoConfig(), "mtp_num_layers is 1; .*numbers"),
+    "multi-token prediction": (DROPS, {"mtp_num_layers": 1}, WRITTEN, "mtp_num_layers is 1, .*numbers"),
     "recomputed layernorm": (
         {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
         {},
-        TempoConfig(),
+        WRITTEN,
         "recompute_modules holds layernorm.*NameError",
     ),
-    "float32 residual": (HALF, {"fp32_residual_connection": True}, TempoConfig(), "fp32_residual_connection is on"),
+    "float32 residual": (HALF, {"fp32_residual_connection": True}, WRITTEN, "fp32_residual_connection is on"),
     "attention variant": (
         {},
         {"experimental_attention_variant": "gated_delta_net"},
-        TempoConfig(),
+        WRITTEN,
         "experimental_attention_variant is gated_delta_net; expected none",
     ),
 }
 ALLOWED = {
     "context parallelism, no masks": (DROPS, {"context_parallel_size": 2}, NO_MASKS),
-    "context parallelism, no dropout": ({}, {"context_parallel_size": 2}, TempoConfig(attention="off")),
-    "multi-token prediction, no dropout": ({}, {"mtp_num_layers": 1}, TempoConfig()),
-    "float32 residual, stock norm": (HALF, {"fp32_residual_connection": True}, TempoConfig(norm="off")),
-    "float32 residual and parameters": ({}, {"fp32_residual_connection": True}, TempoConfig()),
+    "context parallelism, no dropout": (
+        {},
+        {"context_parallel_size": 2},
+        dataclasses.replace(WRITTEN, attention="off"),
+    ),
+    "multi-token prediction, no dropout": ({}, {"mtp_num_layers": 1}, dataclasses.replace(WRITTEN, loss="off")),
+    "float32 residual, stock norm": (
+        HALF,
+        {"fp32_residual_connection": True},
+        dataclasses.replace(WRITTEN, norm="off"),
+    ),
+    "float32 residual and parameters": ({}, {"fp32_residual_connection": True}, WRITTEN),
 }
 
 
@@ -166,6 +177,41 @@ def test_what_cannot_be_is_refused_at_the_start_with_the_remedy(overrides, attri
 @pytest.mark.parametrize(("overrides", "attributes", "tempo_config"), ALLOWED.values(), ids=ALLOWED)
 def test_what_draws_no_mask_is_not_refused(overrides, attributes, tempo_config):
     assert run_megatron_ranks(answer, 1, 1, overrides, attributes, tempo_config) == ["not refused"]
+
+
+def with_multi_token_prediction(tempo_config, dropout):
+    """Loss and gradients, and how many slots Tempo fills."""
+    config = gpt_config(dropout=dropout, mtp_num_layers=1)
+    spec = tempo_block_spec(config, tempo_config)
+    torch.manual_seed(7)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=SEQ_LENGTH,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
+    ).train()
+    tempoize_embedding(model, tempo_config)
+    tempoize_loss(model, tempo_config)
+    takes_mask = choose(config, tempo_config).config.attention == "off"
+    loss = losses(model, 0, 2, gives_mask=takes_mask).mean()
+    loss.backward()
+    return (loss.item(), gradients(model)), count_slots(spec), type(model.embedding.embedding_dropout) is nn.Dropout
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_auto_trains_a_model_with_multi_token_prediction(dropout):
+    ((found, slots, has_stock_embedding),) = run_megatron_ranks(
+        with_multi_token_prediction, 1, 1, TempoConfig(), dropout
+    )
+    draws = dropout > 0
+    assert {name: filled for name, (filled, _) in slots.items()} == {
+        "activation": 2, "norm": 5, "dropout": 0 if draws else 4, "attention": 0 if draws else 2,
+    }  # fmt: skip
+    assert has_stock_embedding == draws
+    if not draws:
+        ((stock, *_),) = run_megatron_ranks(with_multi_token_prediction, 1, 1, TempoConfig.off(), dropout)
+        assert_equal_to_stock(found, stock)
 
 
 def refusals_of_other_specs():
@@ -202,7 +248,7 @@ def embedding_under_context_parallelism():
     )
     model.config.context_parallel_size = 2
     with pytest.raises(ValueError) as refused:
-        tempoize_embedding(model, TempoConfig(attention="off"))
+        tempoize_embedding(model, TempoConfig(dropout="recompute"))
     return str(refused.value)
 
 

@@ -12,9 +12,9 @@ from megatron.core.models.T5.t5_model import T5Model
 from torch import Tensor
 
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.slots.bias_dropout_add import dropout
+from tempo_megatron.slots.bias_dropout_add import apply_dropout
+from tempo_megatron.slots.choices import choose_operation
 from tempo_megatron.slots.dropout_rng import Site, Stack
-from tempo_megatron.slots.refusals import refuse_shared_masks
 
 
 class TempoEmbeddingDropout(torch.nn.Dropout):
@@ -27,7 +27,8 @@ class TempoEmbeddingDropout(torch.nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         """dropout(x), the same for any layout of the model over devices."""
-        return dropout(x, None, None, self.p if self.training else 0.0, self.config, 0, Site.EMBEDDING, self.stack)
+        p = self.p if self.training else 0.0
+        return apply_dropout(x, None, None, p, self.config, 0, Site.EMBEDDING, self.stack)
 
 
 class TempoSharedEmbeddingDropout(TempoEmbeddingDropout):
@@ -38,7 +39,7 @@ class TempoSharedEmbeddingDropout(TempoEmbeddingDropout):
         self._stacks_to_come: list[Stack] = []
 
     def begin(self, *stacks: Stack) -> None:
-        """Say for which stacks the forward that begins embeds, in its order."""
+        """Say which stacks the forward that begins will embed, in that order."""
         self._stacks_to_come = list(stacks)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,12 +63,11 @@ def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
 
     A model, or pipeline stage, without an embedding stays as it is.
 
-    Raises ValueError where ranks of the layout would draw the same masks.
+    Raises ValueError where `tempo_config.dropout` is "recompute" and cannot be had; "auto" leaves the stock one there.
     """
     embedding = getattr(model, "embedding", None)
-    if embedding is None or tempo_config.dropout != "recompute":
+    if embedding is None or choose_operation("dropout", embedding.config, tempo_config)[0] == "off":
         return
-    refuse_shared_masks(embedding.config, tempo_config)
     stock = embedding.embedding_dropout
     if isinstance(stock, TempoEmbeddingDropout):
         return
