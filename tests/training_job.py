@@ -8,6 +8,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -208,6 +209,10 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing uses, below those that the system hands out to whoever opens a socket meanwhile."""
+    draw = random.SystemRandom()  # not that of the tests, which has one seed for all processes
+    while True:
+        port = draw.randrange(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
