@@ -17,10 +17,12 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron warns under sequence parallelism without it
 
 
-if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
-    # Every core has a process that runs tests; more threads, here or in what a test starts, would share its core.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Every core has a process that runs tests; more threads or compilers, here or in what it starts, share its core.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -40,7 +40,9 @@ _TEXTS = (
 
 # One server imports the slow packages; each rank is a fork of it.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "megatron.core", "deepspeed", "tempo_megatron.training.loop"])
+_processes.set_forkserver_preload(
+    ["torch", "torch._inductor.compile_fx", "megatron.core", "deepspeed", "tempo_megatron.training.loop"]
+)
 
 
 @dataclasses.dataclass
