@@ -78,7 +78,7 @@ CASES = {
     "TP 2 + SP, DP 2, ZeRO 2": (4, 2, 2, False, SP),
     "TP 2 + SP, DP 2, ZeRO 3, bf16": (4, 2, 3, True, SP),
 }
-QUICK = ("TP 2 + SP, ZeRO 1, bf16",)
+QUICK = ("one process, ZeRO 0",)
 
 
 @pytest.mark.parametrize(
