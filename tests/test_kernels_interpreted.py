@@ -25,8 +25,8 @@ from tempo_kernels.philox import kernel as philox_kernel
 
 KEYS = [0, 0xFEDCBA9876543210, 0x80000000_7FFFFFFF, 2**64 - 1]
 FILES = [Path(__file__), *sorted(Path(__file__).parent.glob("test_*_kernels.py"))]
-# Files of minutes, in so many parts that processes can share.
-NUM_PARTS = {"test_attention_kernels": 3}
+# A file that takes minutes is run in so many parts, which different processes may run.
+NUM_PARTS = {"test_attention_kernels": 2}
 PARTS = [(path, part) for path in FILES for part in range(NUM_PARTS.get(path.stem, 1))]
 
 
