@@ -147,6 +147,7 @@ def megatron_logits(run_json: dict[str, Any], weights: dict[str, torch.Tensor], 
         return model(tokens, torch.arange(length).expand_as(tokens), mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_computes_the_same_logits(saved: Path, data: Data, tmp_path: Path, tied: bool) -> None:
     from transformers import GPT2LMHeadModel, GPT2Tokenizer

@@ -133,6 +133,7 @@ def finished(data: Data, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return folder / "save", successful(run(data, folder, "--train-iters", "4", "--save", str(folder / "save")))
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended(data: Data, finished: tuple[Path, Run], tmp_path: Path) -> None:
     load = ["--load", str(finished[0]), "--train-iters", "8"]
     zero = run(data, tmp_path / "zero", *load)
