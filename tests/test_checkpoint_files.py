@@ -66,6 +66,7 @@ def resume(data: Data, folder: Path, stage: int) -> Run:
     return run(data, folder, *options, world_size=2, config=config(stage))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "name"), FILES, ids=[f"ZeRO {stage} {name}" for stage, name in FILES])
 def test_nothing_in_a_checkpoint_is_executed(
     data: Data, saved: dict[int, Path], tmp_path: Path, stage: int, name: str
@@ -96,6 +97,7 @@ def test_the_reader_itself_executes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_or_missing_file_is_one_sentence(data: Data, saved: dict[int, Path], tmp_path: Path) -> None:
     shutil.copytree(saved[1], tmp_path / "save")
     path = tmp_path / "save" / "iter_0000002" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"

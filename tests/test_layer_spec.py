@@ -113,7 +113,7 @@ def test_a_recomputed_mlp_with_biases_gives_the_gradients_of_one_that_is_not():
     assert_equal_to_stock(found, stock)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "tempo_config", [TempoConfig(), RECOMPUTE, TempoConfig.off()], ids=["tempo", "recompute", "stock"]
 )
