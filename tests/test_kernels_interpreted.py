@@ -30,7 +30,7 @@ NUM_PARTS = {"test_attention_kernels": 2}
 PARTS = [(path, part) for path in FILES for part in range(NUM_PARTS.get(path.stem, 1))]
 
 
-def tests_of(path: Path, part: int) -> list[str]:
+def what_to_run(path: Path, part: int) -> list[str]:
     """What to give to pytest: the file, or every so many-th of its functions."""
     number = NUM_PARTS.get(path.stem, 1)
     if number == 1:
@@ -55,7 +55,7 @@ def test_every_kernel_does_under_the_interpreter_what_its_specification_says(pat
         "no:cacheprovider",
         "-m",
         "not gpu",
-        *tests_of(path, part),
+        *what_to_run(path, part),
     ]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
