@@ -91,6 +91,7 @@ def test_scores_of_any_size_give_finite_results():
     assert out.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
+@pytest.mark.slow
 def test_float64_passes_gradcheck_with_a_row_that_sees_nothing():
     q, k, v = (torch.randn(s, 2, n, 4, dtype=torch.float64, requires_grad=True) for s, n in ((6, 4), (6, 2), (6, 2)))
     mask = torch.rand(2, 1, 6, 6) < 0.3

@@ -42,7 +42,7 @@ CASES = {
     ),
     "TP 2 + SP, ZeRO 1, bf16": (2, SP, stage(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})),
 }  # fmt: skip
-QUICK = ("TP 2 + SP, ZeRO 1",)
+QUICK = ("one process, ZeRO 0",)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def resume(data: Data, folder: Path, stage: int) -> Run:
     return run(data, folder, *options, world_size=2, config=config(stage))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "name"), FILES, ids=[f"ZeRO {stage} {name}" for stage, name in FILES])
 def test_nothing_in_a_checkpoint_is_executed(
     data: Data, saved: dict[int, Path], tmp_path: Path, stage: int, name: str
@@ -82,6 +83,7 @@ def test_nothing_in_a_checkpoint_is_executed(
         assert "Traceback" not in (tmp_path / f"rank{rank}.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_untouched_checkpoint_is_loaded(data: Data, saved: dict[int, Path], tmp_path: Path, stage: int) -> None:
     shutil.copytree(saved[stage], tmp_path / "save")
@@ -95,6 +97,7 @@ def test_the_reader_itself_executes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_or_missing_file_is_one_sentence(data: Data, saved: dict[int, Path], tmp_path: Path) -> None:
     shutil.copytree(saved[1], tmp_path / "save")
     path = tmp_path / "save" / "iter_0000002" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -110,6 +113,7 @@ def test_a_damaged_or_missing_file_is_one_sentence(data: Data, saved: dict[int, 
     assert "Traceback" not in cut.output + gone.output
 
 
+@pytest.mark.slow
 def test_only_the_newest_checkpoints_stay(data: Data, tmp_path: Path) -> None:
     save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"), "--save-interval", "1"]
     successful(run(data, tmp_path, *save, "--keep-checkpoints", "2", "--exit-interval", "4"))
@@ -149,6 +153,7 @@ def test_what_came_after_the_latest_checkpoint_does_not_count(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == [name_checkpoint(n) for n in (10, 11, 15)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failed_save_leaves_nothing_and_the_checkpoint_before(data: Data, tmp_path: Path, rank: int) -> None:
     """Rank `rank` cannot write its optimizer states: a folder stands where the file has to go."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -24,12 +25,25 @@ from tempo_kernels.philox import kernel as philox_kernel
 
 KEYS = [0, 0xFEDCBA9876543210, 0x80000000_7FFFFFFF, 2**64 - 1]
 FILES = [Path(__file__), *sorted(Path(__file__).parent.glob("test_*_kernels.py"))]
+# A file that takes minutes is run in so many parts, which different processes may run.
+NUM_PARTS = {"test_attention_kernels": 2}
+PARTS = [(path, part) for path in FILES for part in range(NUM_PARTS.get(path.stem, 1))]
+
+
+def what_to_run(path: Path, part: int) -> list[str]:
+    """What to give to pytest: the file, or every so many-th of its functions."""
+    number = NUM_PARTS.get(path.stem, 1)
+    if number == 1:
+        return [str(path)]
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return [f"{path}::{name}" for name in names[part::number]]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.slow
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_kernel_does_under_the_interpreter_what_its_specification_says(path: Path):
+@pytest.mark.parametrize(("path", "part"), PARTS, ids=lambda value: getattr(value, "stem", str(value)))
+def test_every_kernel_does_under_the_interpreter_what_its_specification_says(path: Path, part: int):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [
         sys.executable,
@@ -41,7 +55,7 @@ def test_every_kernel_does_under_the_interpreter_what_its_specification_says(pat
         "no:cacheprovider",
         "-m",
         "not gpu",
-        str(path),
+        *what_to_run(path, part),
     ]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]

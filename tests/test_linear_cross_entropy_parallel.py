@@ -75,7 +75,10 @@ def joined(ranks, sequence_parallel):
 
 @pytest.mark.parametrize("in_forward", [False, True], ids=["recomputed", "in forward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("size", "sequence_parallel"), [(2, False), (2, True), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("size", "sequence_parallel"),
+    [(2, False), (2, True), *(pytest.param(4, sp, marks=pytest.mark.slow) for sp in (False, True))],
+)
 def test_shards_of_the_vocabulary_equal_one_rank(size, sequence_parallel, dtype, in_forward):
     case = CASES["everything"]
     ranks = run_ranks(shard_results, size, sequence_parallel, dtype, 8, in_forward, case)

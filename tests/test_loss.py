@@ -27,7 +27,9 @@ from tempo_megatron.slots.loss import (
 
 @pytest.mark.parametrize("gives_loss_mask", [False, True], ids=["recomputed", "in forward"])
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)]
+)
 def test_loss_and_every_gradient_equal_stock(tp, sequence_parallel, is_tied, gives_loss_mask):
     arguments = (is_tied, sequence_parallel)
     found = run_megatron_ranks(loss_and_gradients, tp, tp, FUSED, *arguments, gives_loss_mask)

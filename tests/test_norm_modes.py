@@ -45,6 +45,7 @@ def test_shapes_and_kept_bytes_are_known_without_data(shape, function, keep, mod
         assert found == sorted([2 * rows * shape[-1], 4 * rows, 4 * len(parameters) * shape[-1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_another_default_dtype_changes_nothing(dtype):
     def results():

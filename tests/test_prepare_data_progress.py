@@ -15,6 +15,7 @@ from tempo_megatron.data.prepare_data import main
 from tempo_megatron.data.prepare_progress import Progress
 
 
+@pytest.mark.slow
 def test_a_log_gets_lines_while_the_vocabulary_is_trained_and_while_text_is_tokenized(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,11 +218,15 @@ def loss_and_gradients(name, tempo_config, sequence_parallel=False):
     return loss.item(), gradients(model)
 
 
-LAYOUTS = {"TP 1": (1, False), "TP 2": (2, False), "TP 2 + SP": (2, True)}
+LAYOUTS = [
+    pytest.param(1, False, id="TP 1"),
+    pytest.param(2, False, id="TP 2", marks=pytest.mark.slow),
+    pytest.param(2, True, id="TP 2 + SP"),
+]
 
 
 @pytest.mark.parametrize("tempo_config", [TempoConfig(), RECOMPUTE], ids=["inplace", "recompute"])
-@pytest.mark.parametrize(("tp", "sequence_parallel"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("tp", "sequence_parallel"), LAYOUTS)
 @pytest.mark.parametrize("name", ["BERT", "T5"])
 def test_loss_and_every_gradient_equal_stock_without_dropout(name, tp, sequence_parallel, tempo_config):
     if name == "BERT" and sequence_parallel:
