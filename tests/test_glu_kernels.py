@@ -6,6 +6,7 @@ import pytest
 import torch
 from glu_inputs import ACTIVATIONS, over_the_range
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
+from pointwise_activations import misaligned, strided
 
 from tempo_kernels.glu import eager, kernel
 
@@ -62,10 +63,9 @@ def test_glu_does_what_is_specified_for_any_shape(shape, dtype, activation):
 
 @kernel_test
 def test_glu_takes_any_strides_and_alignment():
-    x, bias = torch.randn(24, 10, device=DEVICE).t(), torch.randn(48, device=DEVICE)[::2]
-    check_glu(x, bias, torch.randn(12, device=DEVICE).expand(10, 12), "silu")
-    x, grad = torch.randn(193, device=DEVICE).bfloat16()[1:].view(3, 64), torch.randn(97, device=DEVICE).bfloat16()[1:]
-    check_glu(x, torch.randn(65, device=DEVICE).bfloat16()[1:], grad.view(3, 32), "gelu")
+    x, bias, grad = strided(DEVICE)
+    check_glu(x, bias, grad[:, ::2], "silu")
+    check_glu(*(misaligned(shape, DEVICE) for shape in ((3, 64), (64,), (3, 32))), "gelu")
 
 
 @kernel_test

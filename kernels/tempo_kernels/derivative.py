@@ -16,11 +16,13 @@ from torch import Tensor
 Backward = Callable[..., Any]
 
 
-def first_derivative_only(operation: str, switch: str | None = None) -> Callable[[Backward], Backward]:
+def first_derivative_only(
+    operation: str | Callable[[Any], str], switch: str | None = None
+) -> Callable[[Backward], Backward]:
     """Decorates the backward of an autograd.Function whose derivative must not be differentiated again.
 
     Args:
-        operation: what the error calls it.
+        operation: what the error calls it, or a function of ctx that says so.
         switch: the name in TempoConfig that leaves the operation to stock Megatron, if one does.
 
     The derivative stays connected to the incoming gradients and to what was given to `save_for_backward`, which has to
@@ -32,7 +34,8 @@ def first_derivative_only(operation: str, switch: str | None = None) -> Callable
         def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
-            return _FirstDerivative.apply((operation, switch), backward, ctx, len(grads), *grads, *ctx.saved_tensors)
+            name = operation if isinstance(operation, str) else operation(ctx)
+            return _FirstDerivative.apply((name, switch), backward, ctx, len(grads), *grads, *ctx.saved_tensors)
 
         return differentiate
 

@@ -92,12 +92,6 @@ INVERSES = {
 }
 
 
-def smallest_at_least(value: float, dtype: torch.dtype) -> float:
-    """The smallest number of dtype that is >= value, for -1 < value < -0.5."""
-    spacing = 0.5 * torch.finfo(dtype).eps
-    return math.ceil(value / spacing) * spacing
-
-
 def gelu_float64(x: Tensor, approximate: str) -> Tensor:
     """GELU(x) in float64, with small relative error in the left tail too."""
     return x * _gate(x, approximate)[0]

@@ -57,8 +57,7 @@ def backward(
 
 def _differentiate(grad_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """grad_gate and grad_up."""
-    value, grad_x = ACTIVATIONS[activation]
-    return grad_x(grad_y * up, gate), grad_y * value(gate)
+    return ACTIVATIONS[activation].grad_x(grad_y * up, gate), grad_y * ACTIVATIONS[activation].value(gate)
 
 
 def _blocks(x: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:

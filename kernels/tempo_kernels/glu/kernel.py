@@ -16,13 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.pointwise.kernel_activations import activate
+from tempo_kernels.pointwise.kernel_activations import activate, differentiate
+from tempo_kernels.pointwise.kernel_tiles import BACKWARD_PROGRAMS, OPTIONS, check_dtype
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE_ELEMENTS = 2048
 SUMS_TILE = 1024
-BACKWARD_PROGRAMS = 2048
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -64,8 +62,7 @@ def _forward_kernel(
     first = block_row * (BLOCK_ROWS * half)
     elements = (row * (2 * half))[:, None] + column[None, :]
     gate, up = _gate_and_up(x_ptr + 2 * first, bias_ptr, elements, column, inside, half, HAS_BIAS)
-    value, _ = activate(gate, ACTIVATION, IS_NARROW)
-    y = (value * up).to(y_ptr.dtype.element_ty)
+    y = (activate(gate, ACTIVATION, IS_NARROW) * up).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + first + (row * half)[:, None] + column[None, :], y, mask=inside)
 
 
@@ -90,7 +87,7 @@ def _backward_kernel(
             grad_y_ptr + first + (row * half)[:, None] + column[None, :], mask=inside, other=0.0
         ).to(tl.float32)  # fmt: skip
         gate, up = _gate_and_up(x_ptr + 2 * first, bias_ptr, elements, column, inside, half, HAS_BIAS)
-        value, slope = activate(gate, ACTIVATION, IS_NARROW)
+        value, slope = differentiate(gate, ACTIVATION, IS_NARROW)
         grad_gate, grad_up = grad_y * up * slope, grad_y * value
         grad_x = grad_x_ptr + 2 * first
         tl.store(grad_x + elements, grad_gate.to(grad_x_ptr.dtype.element_ty), mask=inside)
@@ -107,7 +104,7 @@ def _backward_kernel(
 
 def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
     """y [..., f], contiguous, for x [..., 2f]."""
-    _check(x)
+    check_dtype("glu", x)
     y = torch.empty(*x.shape[:-1], x.size(-1) // 2, dtype=x.dtype, device=x.device) if out is None else out
     if x.numel() == 0:
         return y
@@ -130,7 +127,7 @@ def backward(
 
     The sum has two stages, each in a fixed order: the same bits every time on every GPU.
     """
-    _check(x)
+    check_dtype("glu", x)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return grad_x, torch.zeros(x.size(-1), dtype=torch.float32, device=x.device) if has_grad_bias else None
@@ -182,8 +179,3 @@ def _arguments(x: Tensor, bias: Tensor | None, activation: str, tiling: _Tiling)
         "BLOCK_ROWS": tiling.rows,
         "BLOCK_COLUMNS": tiling.columns,
     }
-
-
-def _check(x: Tensor) -> None:
-    if x.dtype not in DTYPES:
-        raise ValueError(f"glu: x is {x.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it")
