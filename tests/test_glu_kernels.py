@@ -34,6 +34,14 @@ def random_input(shape, dtype):
 
 @kernel_test
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_glu_of_ups_of_one_is_as_exact_as_torchs_activation(activation):
+    gate = torch.linspace(-8, 8, 30_000, device=DEVICE).view(-1, 200)
+    x = torch.cat([gate, torch.ones_like(gate)], dim=1)
+    assert_as_specified([kernel.forward(x, None, activation)], [x], lambda t: [eager.forward(t, None, activation)], "y")
+
+
+@kernel_test
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_glu_does_over_the_range_what_is_specified(dtype, activation):
     x = over_the_range(40).to(DEVICE, dtype)

@@ -40,7 +40,7 @@ def random_input(shape, dtype):
 @every_activation
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_activation_does_over_the_range_what_is_specified(dtype, activation):
-    x = over_the_range()[::3].to(DEVICE, dtype)
+    x = over_the_range().to(DEVICE, dtype)
     check_activation(x, None, torch.randn(x.shape, device=DEVICE).to(dtype), activation)
 
 

@@ -27,7 +27,7 @@ def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None 
     """As in eager.py."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     for rows, total in _add_in_chunks(x, bias, activation):
-        _write_value(total, activation, y.view(-1, _width(bias))[rows])
+        _write_value(total, activation, y.view(-1, _count_columns(bias))[rows])
     return y
 
 
@@ -36,10 +36,10 @@ def forward_with_bits(x: Tensor, bias: Tensor | None, activation: str, threshold
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
     threshold = smallest_at_least(threshold, find_sum_dtype(x, bias, activation))
-    flags = torch.empty(_rows_per_chunk(x, bias) * _width(bias), dtype=torch.int8, device=x.device)
+    flags = torch.empty(_count_rows(x, bias) * _count_columns(bias), dtype=torch.int8, device=x.device)
     for rows, total in _add_in_chunks(x, bias, activation):
-        _write_value(total, activation, y.view(-1, _width(bias))[rows])
-        _pack(total, threshold, flags, bits[rows.start * _width(bias) // 8 :])
+        _write_value(total, activation, y.view(-1, _count_columns(bias))[rows])
+        _pack(total, threshold, flags, bits[rows.start * _count_columns(bias) // 8 :])
     return y, bits
 
 
@@ -48,7 +48,7 @@ def backward(
 ) -> tuple[Tensor, Tensor | None]:
     """As in eager.py."""
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows_grad_y, rows_grad_x = (t.view(-1, _width(bias)) for t in (grad_y.contiguous(), grad_x))
+    rows_grad_y, rows_grad_x = (t.view(-1, _count_columns(bias)) for t in (grad_y.contiguous(), grad_x))
     for rows, total in _add_in_chunks(x, bias, activation):
         rows_grad_x[rows] = ACTIVATIONS[activation].grad_x(rows_grad_y[rows].to(total.dtype), total)
     return grad_x, sum_rows(grad_x) if has_grad_bias else None
@@ -62,11 +62,11 @@ def choose_chunk_size(numel: int) -> int:
 
 def _add_in_chunks(x: Tensor, bias: Tensor | None, activation: str) -> Iterator[tuple[slice, Tensor]]:
     """(rows, x + bias of these rows [rows, f], in one buffer for all) for consecutive chunks; f is 1 without a bias."""
-    rows_x, num_rows = x.contiguous().view(-1, _width(bias)), _rows_per_chunk(x, bias)
+    rows_x, num_rows = x.contiguous().view(-1, _count_columns(bias)), _count_rows(x, bias)
     if x.numel() == 0:
         return
     dtype = find_sum_dtype(x, bias, activation)
-    sums = torch.empty((0 if bias is None else num_rows, _width(bias)), dtype=dtype, device=x.device)
+    sums = torch.empty((0 if bias is None else num_rows, _count_columns(bias)), dtype=dtype, device=x.device)
     for start in range(0, rows_x.shape[0], num_rows):
         total = rows_x[start : start + num_rows]
         if bias is not None:
@@ -74,14 +74,14 @@ def _add_in_chunks(x: Tensor, bias: Tensor | None, activation: str) -> Iterator[
         yield slice(start, start + total.shape[0]), total
 
 
-def _width(bias: Tensor | None) -> int:
+def _count_columns(bias: Tensor | None) -> int:
     return 1 if bias is None else max(bias.numel(), 1)
 
 
-def _rows_per_chunk(x: Tensor, bias: Tensor | None) -> int:
+def _count_rows(x: Tensor, bias: Tensor | None) -> int:
     """Rows of whole bytes of bits."""
-    step = _CHUNK_STEP // math.gcd(_CHUNK_STEP, _width(bias))
-    return -(-choose_chunk_size(x.numel()) // (_width(bias) * step)) * step
+    step = _CHUNK_STEP // math.gcd(_CHUNK_STEP, _count_columns(bias))
+    return -(-choose_chunk_size(x.numel()) // (_count_columns(bias) * step)) * step
 
 
 def _add(x: Tensor, bias: Tensor, out: Tensor) -> Tensor:
