@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tempo_kernels.gelu import gelu
 from tempo_kernels.pointwise import activate
+from tempo_kernels.silu import silu
 from tempo_kernels.squared_relu import squared_relu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -49,6 +50,7 @@ ACTIVATIONS: dict[str, tuple[Function, Function]] = {
         lambda x, bias=None: squared_relu(x, bias, keep="input"),
         of_rounded_sum(lambda x: F.relu(x).square()),
     ),
+    "silu": (silu, of_rounded_sum(F.silu)),
     "relu": (lambda x, bias=None: activate(x, bias, "relu"), of_rounded_sum(F.relu)),
 }
 
