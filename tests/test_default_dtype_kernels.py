@@ -15,12 +15,13 @@ from tempo_kernels.gelu import kernel as gelu
 from tempo_kernels.glu import kernel as glu
 from tempo_kernels.linear_cross_entropy import kernel as loss
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
+from tempo_kernels.pointwise import kernel as pointwise
 from tempo_kernels.squared_relu import kernel as squared_relu
 
 
 def gradients_of_gelu(x: Tensor, bias: Tensor) -> tuple[Any, ...]:
-    y, bits = gelu.forward(x, bias, "none")
-    return y, *gelu.backward(x, y, bits, "none", True), *gelu.backward_from_input(x, x, bias, "none", True)
+    y, bits = pointwise.forward_with_bits(x, bias, "gelu", -0.75)
+    return y, *gelu.backward(x, y, bits, "none", True), *pointwise.backward(x, x, bias, "gelu", True)
 
 
 def gradients_of_logits(x: Tensor, _: Tensor) -> tuple[Any, ...]:
@@ -35,7 +36,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
     "gelu": gradients_of_gelu,
     "glu": lambda x, bias: (glu.forward(x, bias, "silu"), *glu.backward(x[:, :16], x, bias, "silu", True)),
     "glu of nothing": lambda x, bias: glu.backward(x[:0, :16], x[:0], bias, "silu", True),
-    "squared_relu": lambda x, bias: squared_relu.backward_from_input(x, x, bias, True),
+    "squared_relu": lambda x, _: squared_relu.backward(x, x.abs(), True),
     "dropout_add": lambda x, _: dropout_add.backward(x.unsqueeze(1), 0.1, 7, 0, 0, True),
     "dropout_add of nothing": lambda x, _: dropout_add.backward(x[:0].unsqueeze(1), 0.1, 7, 0, 0, True),
     "linear_cross_entropy": gradients_of_logits,

@@ -90,15 +90,15 @@ def activation_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[
     x = torch.empty(ROWS, hidden_size, dtype=dtype)
     bias, bits, half = x[0], torch.empty(x.numel() // 8, dtype=torch.uint8), x[:, : hidden_size // 2].contiguous()
     runs = {
-        "gelu forward": lambda: gelu.forward(x, bias, "none"),
-        "gelu forward, tanh, without bias": lambda: gelu.forward(x, None, "tanh"),
+        "gelu forward": lambda: pointwise.forward_with_bits(x, bias, "gelu", -0.75),
+        "gelu forward, tanh, without bias": lambda: pointwise.forward_with_bits(x, None, "gelu_tanh", -0.75),
         "gelu backward": lambda: gelu.backward(x, x, bits, "none", True),
         "gelu backward without bias": lambda: gelu.backward(x, x, bits, "tanh", False),
-        "gelu backward from the input": lambda: gelu.backward_from_input(x, x, bias, "none", True),
-        "gelu backward from the input, tanh": lambda: gelu.backward_from_input(x, x, bias, "tanh", True),
-        "squared_relu forward": lambda: squared_relu.forward(x, bias),
+        "gelu backward from the input": lambda: pointwise.backward(x, x, bias, "gelu", True),
+        "gelu backward from the input, tanh": lambda: pointwise.backward(x, x, bias, "gelu_tanh", True),
+        "squared_relu forward": lambda: pointwise.forward(x, bias, "squared_relu"),
         "squared_relu backward": lambda: squared_relu.backward(x, x, True),
-        "squared_relu backward from the input": lambda: squared_relu.backward_from_input(x, x, bias, True),
+        "squared_relu backward from the input": lambda: pointwise.backward(x, x, bias, "squared_relu", True),
         "swiglu forward": lambda: glu.forward(x, bias, "silu"),
         "swiglu backward": lambda: glu.backward(half, x, bias, "silu", True),
         "swiglu backward without bias": lambda: glu.backward(half, x, None, "silu", False),

@@ -90,6 +90,7 @@ MODELS = {
     "fused geglu": ({"activation_func": F.gelu, "gated_linear_unit": True, "bias_activation_fusion": True}, RECOMPUTE),
     "reglu": ({"activation_func": F.relu, "gated_linear_unit": True}, RECOMPUTE),
     "squared relu": ({"activation_func": squared_relu}, TempoConfig()),
+    "silu, recomputed": ({"activation_func": F.silu}, RECOMPUTE),
     "squared relu, recomputed": ({"activation_func": squared_relu}, RECOMPUTE),
     "RMSNorm": ({"normalization": "RMSNorm"}, TempoConfig()),
     "zero-centred RMSNorm": ({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True}, TempoConfig()),

@@ -16,11 +16,13 @@ from torch import Tensor
 Backward = Callable[..., Any]
 
 
-def first_derivative_only(operation: str, switch: str | None = None) -> Callable[[Backward], Backward]:
+def first_derivative_only(
+    operation: str | Callable[[Any], str], switch: str | None = None
+) -> Callable[[Backward], Backward]:
     """Decorates the backward of an autograd.Function whose derivative must not be differentiated again.
 
     Args:
-        operation: its name in the error.
+        operation: its name in the error, or a function of ctx that gives it.
         switch: the name in TempoConfig of the switch that leaves the operation to stock Megatron, where there is one.
 
     The derivative stays connected to the incoming gradients and to what was given to `save_for_backward`. A second
@@ -32,7 +34,8 @@ def first_derivative_only(operation: str, switch: str | None = None) -> Callable
         def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
-            return _FirstDerivative.apply((operation, switch), backward, ctx, len(grads), *grads, *ctx.saved_tensors)
+            name = operation if isinstance(operation, str) else operation(ctx)
+            return _FirstDerivative.apply((name, switch), backward, ctx, len(grads), *grads, *ctx.saved_tensors)
 
         return differentiate
 
