@@ -20,7 +20,7 @@ from tempo_kernels.attention.kernel_tile import (
     tile_gradients,
     tile_probabilities,
 )
-from tempo_kernels.philox.kernel import loaded_draw
+from tempo_kernels.philox.kernel import load_draw
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _forward_kernel(
         LIMITS_LEFT, LIMITS_RIGHT, HAS_LENGTHS, BLOCK_QUERIES, BLOCK_KEYS,
     )  # fmt: skip
     if DRAWS:
-        key_low, key_high, first_sample = loaded_draw(
+        key_low, key_high, first_sample = load_draw(
             key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
         )
     if HAS_MASK:
@@ -164,7 +164,7 @@ def _grad_q_kernel(
         LIMITS_LEFT, LIMITS_RIGHT, HAS_LENGTHS, BLOCK_QUERIES, BLOCK_KEYS,
     )  # fmt: skip
     if DRAWS:
-        key_low, key_high, first_sample = loaded_draw(
+        key_low, key_high, first_sample = load_draw(
             key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
         )
     if HAS_MASK:
