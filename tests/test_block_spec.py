@@ -128,7 +128,6 @@ REFUSED = {
         TempoConfig(),
         "recompute_modules holds layernorm.*NameError",
     ),
-    "float32 residual": (HALF, {"fp32_residual_connection": True}, TempoConfig(), "fp32_residual_connection is on"),
     "attention variant": (
         {},
         {"experimental_attention_variant": "gated_delta_net"},
@@ -141,6 +140,7 @@ ALLOWED = {
     "context parallelism, no dropout": ({}, {"context_parallel_size": 2}, TempoConfig(attention="off")),
     "multi-token prediction, no dropout": ({}, {"mtp_num_layers": 1}, TempoConfig()),
     "float32 residual, stock norm": (HALF, {"fp32_residual_connection": True}, TempoConfig(norm="off")),
+    "float32 residual, parameters of 16 bits": (HALF, {"fp32_residual_connection": True}, TempoConfig()),
     "float32 residual and parameters": ({}, {"fp32_residual_connection": True}, TempoConfig()),
 }
 

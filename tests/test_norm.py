@@ -227,21 +227,46 @@ def test_the_next_linear_keeps_the_same_storage():
     [
         (torch.ones(2, 8, dtype=torch.int64), torch.ones(8), torch.ones(8), "floating-point"),
         (torch.ones(2, 8), torch.ones(7), torch.ones(8), r"weight has shape \[7\]"),
-        (torch.ones(2, 8), torch.ones(8), torch.ones(8, dtype=torch.float16), "bias is torch.float16"),
+        (
+            torch.ones(2, 8),
+            torch.ones(8),
+            torch.ones(8).half(),
+            "bias is torch.float16; expected torch.float32, beside",
+        ),
+        (
+            torch.ones(2, 8),
+            torch.ones(8).half(),
+            torch.ones(8),
+            "bias is torch.float32; expected torch.float16, beside",
+        ),
         (
             torch.ones(2, 8),
             torch.ones(8).bfloat16(),
+            torch.ones(8).half(),
+            "bias is torch.float16; expected torch.bfloat16, beside x's torch.float32; cast it",
+        ),
+        (
+            torch.ones(2, 8).double(),
+            torch.ones(8).bfloat16(),
             torch.ones(8),
-            "weight is torch.bfloat16; expected x's torch.float32 or",
+            "weight is torch.bfloat16; expected torch.float64 or torch.float32, beside x's torch.float64",
         ),
         (
             torch.ones(2, 8).half(),
             torch.ones(8).bfloat16(),
             torch.ones(8),
-            "weight is torch.bfloat16; expected x's torch.float16 or",
+            "weight is torch.bfloat16; expected torch.float16 or torch.float32, beside x's torch.float16",
         ),
     ],
-    ids=["integers", "weight size", "bias dtype", "weight dtype", "other 16-bit weight dtype"],
+    ids=[
+        "integers",
+        "weight size",
+        "bias of 16 bits alone",
+        "weight of 16 bits alone",
+        "two dtypes of 16 bits",
+        "float64 x",
+        "other 16-bit weight dtype",
+    ],
 )
 def test_what_does_not_fit_is_refused(x, weight, bias, message):
     with pytest.raises(ValueError, match=message):

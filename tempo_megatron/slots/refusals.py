@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -66,11 +65,6 @@ def _refuse_norm(transformer_config: TransformerConfig, choice: str) -> None:
         raise ValueError(
             "apply_residual_connection_post_layernorm is on, which reads a norm's output once more after the linear "
             'that follows it; set tempo.norm to "inplace" or "off"'
-        )
-    if transformer_config.fp32_residual_connection and transformer_config.params_dtype != torch.float32:
-        raise ValueError(
-            f"fp32_residual_connection is on with parameters in {transformer_config.params_dtype}; expected the "
-            'residual in the dtype of the norms\' weights; leave it off, or set tempo.norm to "off"'
         )
 
 
