@@ -89,6 +89,28 @@ def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, L
         yield f"layer_norm from input {stage}", launch
 
 
+def float32_residual_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
+    """A float32 x beside parameters of `dtype`."""
+    x, y = (torch.empty(ROWS, hidden_size, dtype=kind) for kind in (torch.float32, dtype))
+    for name, gamma in [("layer_norm of a float32 residual", 1), ("layer_norm of it with lost channels", 0)]:
+        parameters = Norm(torch.full_like(y[0], gamma), torch.zeros_like(y[0]), 1e-5, True, False)
+
+        def run(parameters: Norm = parameters) -> None:
+            _, kept = norm.forward(x, parameters)
+            norm.backward(y, y, kept, True, x.dtype)
+
+        for launch in launches_of(run):
+            yield f"{name} {launch[0].__name__.strip('_').removesuffix('_kernel')}", launch
+
+    def run_from_input() -> None:
+        parameters = Norm(y[0], y[0], 1e-5, True, True)
+        _, statistics = norm.forward_from_input(x, parameters)
+        norm.backward_from_input(y, x, parameters, statistics)
+
+    for stage, launch in zip(["forward", "backward", "sums"], launches_of(run_from_input), strict=False):
+        yield f"layer_norm of it from input {stage}", launch
+
+
 def activation_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
     x = torch.empty(ROWS, hidden_size, dtype=dtype)
     bias, bits, half = x[0], torch.empty(x.numel() // 8, dtype=torch.uint8), x[:, : hidden_size // 2].contiguous()
@@ -118,6 +140,7 @@ def cases() -> Iterator[tuple[str, Launch]]:
     shapes = [(dropout_launches, torch.bfloat16, 4096), (dropout_launches, torch.float16, 1000)]
     shapes += [(dropout_launches, torch.float32, 4096), (norm_launches, torch.float32, 4096)]
     shapes += [(norm_launches, torch.bfloat16, hidden_size) for hidden_size in (1000, 4096, 8192, 12288, 20480)]
+    shapes += [(float32_residual_launches, torch.bfloat16, hidden_size) for hidden_size in (8192, 12288)]
     shapes += [(activation_launches, torch.bfloat16, 16384), (activation_launches, torch.float32, 4096)]
     for launches, dtype, hidden_size in shapes:
         for name, launch in launches(dtype, hidden_size):

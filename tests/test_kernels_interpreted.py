@@ -87,8 +87,8 @@ def test_the_mask_of_head_row_and_sample_is_the_specified_one_bit_for_bit(first_
     mask = torch.empty(256, 1024, dtype=torch.int8, device=DEVICE)
     _mask_kernel[(1,)](mask, first_sample, round(p * 65536), *philox_kernel.key_words(key), ROWS=256, GROUPS=128)
     row = torch.arange(256)
-    wanted = drop_mask(key, p, sample=first_sample + row // 4, head=row % 4, row=3 * row, num_columns=1024)
-    assert torch.equal(mask.cpu() != 0, wanted)
+    expected = drop_mask(key, p, sample=first_sample + row // 4, head=row % 4, row=3 * row, num_columns=1024)
+    assert torch.equal(mask.cpu() != 0, expected)
 
 
 DRAW = Draw(0.1, 0xFEDCBA9876543210, 2**32 - 1, 5)

@@ -51,8 +51,8 @@ def test_a_zero_centered_gamma_obeys_the_rule(name, dtype, keep):
 def test_a_small_zero_centered_weight_of_16_bits_is_not_rounded_away(dtype):
     x, weight, bias = torch.randn(4, 32), torch.full((32,), 2.0**-12), torch.zeros(32)
     ours = layer_norm(x.to(dtype), weight.to(dtype), bias.to(dtype), zero_centered=True)
-    wanted = F.layer_norm(x.to(dtype).double(), (32,), (weight + 1).double(), bias.double(), 1e-5)
-    assert torch.equal(ours, wanted.to(dtype))
+    expected = F.layer_norm(x.to(dtype).double(), (32,), (weight + 1).double(), bias.double(), 1e-5)
+    assert torch.equal(ours, expected.to(dtype))
 
 
 @pytest.mark.parametrize("keep", FORMS)
@@ -194,7 +194,7 @@ def test_keeps_one_column_for_each_channel_that_the_output_cannot_carry():
 def test_gradients_are_those_of_the_parameters_of_the_forward_though_they_changed_since(change, dtype):
     x, grad = torch.randn(2, 32, 64).to(dtype)
     leaves = [t.to(dtype).requires_grad_() for t in (x, *PARAMETERS["one in a hundred gamma 0"](64))]
-    wanted = torch.autograd.grad(layer_norm(*leaves), leaves, grad)
+    expected = torch.autograd.grad(layer_norm(*leaves), leaves, grad)
     y = layer_norm(*leaves)
     for leaf in leaves[1:]:
         leaf.grad = torch.ones_like(leaf)
@@ -205,7 +205,7 @@ def test_gradients_are_those_of_the_parameters_of_the_forward_though_they_change
             leaves[1].zero_()
         else:
             leaves[1].data += 7
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, leaves, grad), wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, leaves, grad), expected, strict=True))
 
 
 def test_the_next_linear_keeps_the_same_storage():

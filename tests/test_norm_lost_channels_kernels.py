@@ -149,13 +149,13 @@ def test_a_norm_that_changed_since_its_forward_is_differentiated_with_the_channe
     x, weight, bias, grad = random_norm("initial", (6, 64), torch.float32)
     first, second = weight.clone(), weight.clone()
     first[5], second[40:50] = 0.0, 0.0
-    wanted = norm_forward_and_backward(norm_kernel, x, first, bias, grad)
+    expected = norm_forward_and_backward(norm_kernel, x, first, bias, grad)
     norm = norm_of(first, bias)
     y, kept = norm_kernel.forward(x, norm)
     first.copy_(second)
     norm_kernel.forward(x, norm)
     found = cast_sums(norm, *norm_kernel.backward(grad, y, kept, True, x.dtype))
-    assert all(torch.equal(a, b) for a, b in zip([y, *found], wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip([y, *found], expected, strict=True))
 
 
 @pytest.mark.gpu
@@ -187,12 +187,12 @@ def test_a_captured_graph_gives_the_gradients_of_ordinary_calls():
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
-            wanted = norm_forward_and_backward(norm_kernel, x, weight, bias, grad)
+            expected = norm_forward_and_backward(norm_kernel, x, weight, bias, grad)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = norm_forward_and_backward(norm_kernel, x, weight, bias, grad)
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with pytest.raises(RuntimeError, match="run it once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         norm_forward_and_backward(norm_kernel, x, weight.clone(), bias, grad)

@@ -54,7 +54,7 @@ def _forward_kernel(
     UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile."""
+    """One program computes one tile."""
     num_columns = column_units * UNIT
     num_strips = tl.cdiv(num_columns, BLOCK_COLUMNS)
     block_row, block_column = tl.program_id(0) // num_strips, tl.program_id(0) % num_strips
@@ -85,7 +85,8 @@ def _backward_kernel(
     UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     HAS_GRAD_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tiles_per_program tiles below one another, and their sum over rows into its row of partial."""
+    """One program computes tiles_per_program tiles that lie below one another, and writes their sum over rows to its
+    row of partial."""
     num_columns = column_units * UNIT
     num_strips = tl.cdiv(num_columns, BLOCK_COLUMNS)
     chunk, block_column = tl.program_id(0) // num_strips, tl.program_id(0) % num_strips

@@ -114,7 +114,7 @@ def _differentiate(
         num_sums = 1 if norm.bias is None else 2
         return grad_x, torch.zeros(num_sums, source.size(-1), dtype=torch.float32, device=source.device)
     with torch.cuda.device_of(source):
-        partial = _choose_rows(source, kept["HAS_LOST"], BACKWARD_ROW_BYTES).backward(
+        partial = _choose_rows(grad_x, kept["HAS_LOST"], BACKWARD_ROW_BYTES).backward(
             grad_y_ptr=grad_y.contiguous(),
             source_ptr=source,
             grad_x_ptr=grad_x,
@@ -125,7 +125,7 @@ def _differentiate(
 
 
 def _choose_rows(x: Tensor, has_lost: bool, limit: int) -> ModuleType:
-    """The kernels for rows of x: a program's registers hold `limit` bytes of a row, or half where channels are lost."""
+    """The kernels for rows of x's dtype, which may be wider than y's: a program's registers hold `limit` bytes of a row, or half where channels are lost."""
     is_long = x.size(-1) * x.element_size() * (2 if has_lost else 1) > limit
     return long_rows if is_long else whole_rows
 

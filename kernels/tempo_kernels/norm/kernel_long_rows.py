@@ -39,10 +39,10 @@ def _forward_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, REFILLS: tl.constexpr, COUNTS: tl.constexpr,
     SMALLEST: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row, read three times; once where REFILLS, from the mean and rstd of before."""
+    """One program reads one row three times; where REFILLS, once, and takes the mean and rstd of before."""
     num_columns = column_units * UNIT
     if COUNTS:  # noqa: SIM102
-        # A program of its own, without a row.
+        # The last program does this, and has no row.
         if tl.program_id(0) == num_rows:
             find_channels(
                 weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, 0,
@@ -98,18 +98,17 @@ def _recover_xhat(source, gamma, beta, mean, rstd, FROM_INPUT: tl.constexpr, HAS
 @triton.jit
 def _load_block(
     grad_y_ptr, source_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr,
-    row, column, mean, rstd, num_rows, num_columns, capacity,
+    row, start, column, mean, rstd, num_rows, num_columns, capacity,
     HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr,
     SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    """g = gamma * grad_y and xhat, [1, n] each, of some columns of one row."""
+    """g = gamma * grad_y and xhat, [1, n] each, of some columns of the row that begins at `start`."""
     inside = column < num_columns
     gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
     if not FROM_INPUT:
         gamma, beta = poison_lost(gamma, beta, HAS_LOST, SMALLEST)
-    offset = row[:, None] * num_columns + column[None, :]
-    source = tl.load(source_ptr + offset, mask=inside[None, :], other=0.0).to(tl.float32)
-    grad = tl.load(grad_y_ptr + offset, mask=inside[None, :], other=0.0).to(tl.float32)
+    source = tl.load(source_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+    grad = tl.load(grad_y_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
     xhat = _recover_xhat(source, gamma, beta, mean, rstd, FROM_INPUT, HAS_LOST)
     if HAS_LOST:
         xhat = restore_lost(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
@@ -124,7 +123,7 @@ def _backward_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: grad_x of one row, read twice."""
+    """One program computes grad_x of one row, and reads it twice."""
     num_columns = column_units * UNIT
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     start = row[:, None] * num_columns
@@ -138,7 +137,7 @@ def _backward_kernel(
         column = block + tl.arange(0, BLOCK_COLUMNS)
         grad, xhat = _load_block(
             grad_y_ptr, source_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr,
-            row, column, mean, rstd, num_rows, num_columns, capacity,
+            row, start, column, mean, rstd, num_rows, num_columns, capacity,
             HAS_BIAS, ZERO_CENTERED, HAS_LOST, FROM_INPUT, SMALLEST,
         )  # fmt: skip
         along_xhat += tl.sum(grad * xhat, axis=1)
@@ -147,7 +146,7 @@ def _backward_kernel(
         column = block + tl.arange(0, BLOCK_COLUMNS)
         grad, xhat = _load_block(
             grad_y_ptr, source_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr,
-            row, column, mean, rstd, num_rows, num_columns, capacity,
+            row, start, column, mean, rstd, num_rows, num_columns, capacity,
             HAS_BIAS, ZERO_CENTERED, HAS_LOST, FROM_INPUT, SMALLEST,
         )  # fmt: skip
         grad_x = grad - xhat * (along_xhat / num_columns)[:, None]
@@ -166,7 +165,7 @@ def _sums_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: sums over tiles_per_program tiles below one another, in one strip of columns."""
+    """One program adds up tiles_per_program tiles that lie below one another in one strip of columns."""
     num_columns = column_units * UNIT
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = column < num_columns

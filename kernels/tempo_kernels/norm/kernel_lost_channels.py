@@ -1,6 +1,6 @@
 """The channels that y cannot carry, on the GPU: which they are, how their xhat is kept and how it is found again.
 
-Lossless backward from the output needs xhat = (y - beta) / gamma, which fails where gamma is small (lost_channels.py).
+Backward from the output needs xhat = (y - beta) / gamma, which y does not carry where gamma is small beside beta.
 1. Every forward decides on the device which channels are lost, by the rule of lost_channels.py. The host cannot: it
    would have to wait for the parameters. One program finds them in two passes over gamma and beta.
 2. slots (int32 [h]) gives each lost channel a column of lost_xhat [rows, capacity] (y's dtype), in the order of the
@@ -45,7 +45,7 @@ class LostChannels(NamedTuple):
 
 @triton.jit
 def is_lost(gamma, beta, SMALLEST: tl.constexpr):
-    """Whether y, rounded, does not carry xhat; so too where gamma is NaN."""
+    """Whether a rounded y does not carry xhat; a channel whose gamma is NaN counts as lost."""
     return ~(gamma > SMALLEST) | (beta > MAX_OFFSET * gamma)
 
 
@@ -55,9 +55,9 @@ def find_channels(
     HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_LOST: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fills affine, counts and, where HAS_LOST, slots, in the order of the channels; for one program alone.
+    """Fills affine, counts and, where HAS_LOST, slots in the order of the channels. Exactly one program calls it.
 
-    Candidates are what would be lost if gamma and beta each moved by `drift` in the wrong direction.
+    A channel is a candidate if it would be lost once gamma and beta each moved by `drift` in the wrong direction.
     """
     total = 0.0
     for block in range(0, num_columns, BLOCK_COLUMNS):
@@ -89,8 +89,8 @@ def find_channels(
 def poison_lost(gamma, beta, HAS_LOST: tl.constexpr, SMALLEST: tl.constexpr):
     """gamma and beta with NaN in the lost channels: in beta where columns were kept, otherwise in gamma.
 
-    Where beta is NaN, so is y - beta and whatever is computed from it, until a column that was kept takes its place;
-    and `beta != beta` is how a kernel tells the lost channels. Where gamma is, xhat and the gradients are NaN at once.
+    A NaN in beta makes y - beta NaN, and all that follows from it, until a column that was kept takes its place; a
+    kernel recognises the lost channels by `beta != beta`. A NaN in gamma makes xhat and the gradients NaN at once.
     Flags beside gamma and beta would take registers that backward does not have.
     """
     lost = is_lost(tl.abs(gamma), tl.abs(beta), SMALLEST)
@@ -103,7 +103,7 @@ def poison_lost(gamma, beta, HAS_LOST: tl.constexpr, SMALLEST: tl.constexpr):
 
 @triton.jit
 def choose_divisor(gamma, beta, HAS_LOST: tl.constexpr):
-    """What to divide y - beta by for xhat: gamma, and 1 in the lost channels, of which xhat itself was kept."""
+    """The number that divides y - beta for xhat: gamma, but 1 in the lost channels, whose xhat itself was kept."""
     if HAS_LOST:
         gamma = tl.where(beta == beta, gamma, 1.0)
     return gamma

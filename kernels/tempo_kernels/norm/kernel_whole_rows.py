@@ -45,10 +45,10 @@ def _forward_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, REFILLS: tl.constexpr, COUNTS: tl.constexpr,
     SMALLEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tiles_per_program tiles of whole rows below one another. REFILLS: from given mean and rstd."""
+    """One program computes tiles_per_program tiles of whole rows; where REFILLS, from the mean and rstd of before."""
     num_columns = column_units * UNIT
     if COUNTS:  # noqa: SIM102
-        # A program of its own, whose rows all lie outside: nobody waits for it.
+        # The last program does this: all its rows lie outside, so nobody waits for it.
         if tl.program_id(0) == tl.num_programs(0) - 1:
             find_channels(
                 weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, 0,
@@ -59,7 +59,9 @@ def _forward_kernel(
     gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
     first = tl.program_id(0) * tiles_per_program
     for tile in tl.range(first, first + tiles_per_program, num_stages=STAGES):
-        row, offset, mask = place_tile(tile, column, inside, num_rows, num_columns, BLOCK_ROWS)
+        row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
+        offset = row[:, None] * num_columns + column[None, :]
+        mask = (row < num_rows)[:, None] & inside[None, :]
         xhat = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         if REFILLS:
             if SUBTRACTS_MEAN:
@@ -82,7 +84,7 @@ def _forward_kernel(
 
 @triton.jit
 def _divide_by_gamma(scaled, gamma, beta, FROM_INPUT: tl.constexpr, HAS_LOST: tl.constexpr):
-    """[m, n] divided by gamma where it comes from y; NaN stays NaN."""
+    """xhat from gamma * xhat [m, n], as y gives it; x gives xhat itself. NaN stays NaN."""
     quotient = scaled
     if not FROM_INPUT:
         quotient = scaled / choose_divisor(gamma, beta, HAS_LOST)[None, :]
@@ -97,9 +99,9 @@ def _backward_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tiles_per_program tiles of whole rows, and their sums over rows into its part of partial.
+    """One program writes tiles_per_program tiles of grad_x, and their sums over rows to its row of partial.
 
-    source is y, and weight and bias are what its forward used; or it is x where FROM_INPUT.
+    source is x where FROM_INPUT; otherwise it is y, and weight and bias are those that its forward used.
     """
     num_columns = column_units * UNIT
     column = tl.arange(0, BLOCK_COLUMNS)

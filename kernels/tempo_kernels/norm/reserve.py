@@ -31,7 +31,7 @@ from torch import Tensor
 from tempo_kernels.norm.lost_channels import find_candidate_channels
 
 MAX_MOVES = 2
-"""So often a parameter's memory may move before the host takes it that it always does, as under FSDP and ZeRO-3."""
+"""How often a parameter's memory may move before the host assumes that it always does, as under FSDP and ZeRO-3."""
 
 _numbers = itertools.count(1)
 _reserves: dict[Hashable, Reserve] = {}
@@ -72,8 +72,8 @@ def find_reserve(
 def check_after_backward(device: torch.device) -> None:
     """Has the counts of all forwards so far read at the end of the backward pass that is running, if one is.
 
-    To be called by the backward of each norm: only the first of a pass finds something to copy, unless the pass also
-    runs forwards again. Nothing is read while a CUDA graph is captured: of its replays only the NaN tells.
+    The backward of each norm calls it, and only the first of a pass finds something to copy, unless the pass also runs
+    forwards again. Nothing is read while a CUDA graph is captured: only NaN tells of channels lost in its replays.
 
     Raises, at the end of that pass: RuntimeError where a forward had too little room.
     """
@@ -202,10 +202,10 @@ def _read_copies(device: torch.device) -> None:
         reserve, beyond = overflows[0]
         raise RuntimeError(
             f"norm {reserve.number} in the order of first calls (hidden size {reserve.hidden_size}, {reserve.dtype}): "
-            f"{beyond} channels more than it had room for have a weight too small beside their bias for the output to "
-            "carry them, after a large change of the parameters that torch did not see, and their gradients are NaN; "
-            "expected are small steps, or changes that torch sees, as under torch.no_grad() without .data; change them "
-            'so, or set norm to "recompute" (keep="input")'
+            f"the output cannot carry {beyond} channels more than there was room for, whose weight became too small "
+            "beside their bias in a large change that torch did not see, and their gradients are NaN; expected small "
+            "steps, or changes that torch sees, as under torch.no_grad() without .data; change the parameters so, or "
+            'set norm to "recompute" (keep="input")'
         )
 
 
