@@ -125,7 +125,8 @@ def _differentiate(
 
 
 def _choose_rows(x: Tensor, has_lost: bool, limit: int) -> ModuleType:
-    """The kernels for rows of x's dtype, which may be wider than y's: a program's registers hold `limit` bytes of a row, or half where channels are lost."""
+    """The kernels for rows of x, whose dtype is the widest: a program's registers hold `limit` bytes of a row, or half
+    of that where channels are lost."""
     is_long = x.size(-1) * x.element_size() * (2 if has_lost else 1) > limit
     return long_rows if is_long else whole_rows
 
