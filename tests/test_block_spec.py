@@ -134,7 +134,6 @@ REFUSED = {
         WRITTEN,
         "recompute_modules holds layernorm.*NameError",
     ),
-    "float32 residual": (HALF, {"fp32_residual_connection": True}, WRITTEN, "fp32_residual_connection is on"),
     "attention variant": (
         {},
         {"experimental_attention_variant": "gated_delta_net"},
@@ -155,6 +154,7 @@ ALLOWED = {
         {"fp32_residual_connection": True},
         dataclasses.replace(WRITTEN, norm="off"),
     ),
+    "float32 residual, parameters of 16 bits": (HALF, {"fp32_residual_connection": True}, WRITTEN),
     "float32 residual and parameters": ({}, {"fp32_residual_connection": True}, WRITTEN),
 }
 

@@ -15,8 +15,8 @@ from tempo_kernels.gelu import cpu as gelu
 from tempo_kernels.gelu.inverse import INVERSES, derivative_float64
 from tempo_kernels.glu import cpu as cpu_glu
 from tempo_kernels.glu import geglu, reglu, swiglu
-from tempo_kernels.norm import eager as eager_norm
-from tempo_kernels.norm import layer_norm, one_pass, rms_norm
+from tempo_kernels.norm import cpu as cpu_norm
+from tempo_kernels.norm import cpu_compiled, layer_norm, rms_norm
 from tempo_kernels.philox import drop_mask, eager
 from tempo_kernels.pointwise import forward_with_bits
 
@@ -106,8 +106,8 @@ def test_large_tensors_take_the_differentiate_compiled(monkeypatch):
 @pytest.mark.parametrize("subtracts_mean", [True, False], ids=["layer_norm", "rms_norm"])
 def test_norms_in_one_pass_obey_the_rule(subtracts_mean, dtype, monkeypatch):
     used = []
-    monkeypatch.setattr(one_pass, "MIN_ELEMENTS", 64)
-    monkeypatch.setattr(eager_norm, "_blocks", lambda rows: used.append(rows) or [])
+    monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 64)
+    monkeypatch.setattr(cpu_norm, "_blocks", lambda rows: used.append(rows) or [])
     x, grad = torch.randn(50, 3, 40) * 2 + 1, torch.randn(50, 3, 40)
     gamma, beta = torch.rand(40) + 0.5, torch.randn(40) * 0.3
     gamma[::10], beta[3] = 0, 100  # channels that y does not carry

@@ -10,6 +10,7 @@ import torch
 from interpreted import DEVICE, kernel_test
 from torch import Tensor
 
+from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.gelu import kernel as gelu
 from tempo_kernels.glu import kernel as glu
@@ -37,8 +38,8 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
     "glu": lambda x, bias: (glu.forward(x, bias, "silu"), *glu.backward(x[:, :16], x, bias, "silu", True)),
     "glu of nothing": lambda x, bias: glu.backward(x[:0, :16], x[:0], bias, "silu", True),
     "squared_relu": lambda x, _: squared_relu.backward(x, x.abs(), True),
-    "dropout_add": lambda x, _: dropout_add.backward(x.unsqueeze(1), 0.1, 7, 0, 0, True),
-    "dropout_add of nothing": lambda x, _: dropout_add.backward(x[:0].unsqueeze(1), 0.1, 7, 0, 0, True),
+    "dropout_add": lambda x, _: dropout_add.backward(x.unsqueeze(1), Draw(0.1, 7, 0, 0), True),
+    "dropout_add of nothing": lambda x, _: dropout_add.backward(x[:0].unsqueeze(1), Draw(0.1, 7, 0, 0), True),
     "linear_cross_entropy": gradients_of_logits,
 }
 

@@ -57,13 +57,13 @@ def test_another_default_dtype_changes_nothing(dtype):
         ]
         return [*outputs, *torch.autograd.grad([y.float().square().sum() for y in outputs], leaves)]
 
-    wanted = results()
+    expected = results()
     torch.set_default_dtype(torch.bfloat16)
     try:
         found = results()
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("linear", [True, False])

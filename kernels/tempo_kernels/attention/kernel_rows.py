@@ -28,7 +28,7 @@ from tempo_kernels.attention.kernel_tile import (
     order_keys,
     store_rows,
 )
-from tempo_kernels.philox.kernel import loaded_draw
+from tempo_kernels.philox.kernel import load_draw
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _forward_kernel(
         start_row, num_queries, num_seen, first_offset, last_offset,
         LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS,
     )  # fmt: skip
-    key_low, key_high, first_sample = loaded_draw(
+    key_low, key_high, first_sample = load_draw(
         key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
     )
     if HAS_MASK:
@@ -167,7 +167,7 @@ def _grad_q_kernel(
         start_row, num_queries, num_seen, first_offset, last_offset,
         LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS,
     )  # fmt: skip
-    key_low, key_high, first_sample = loaded_draw(
+    key_low, key_high, first_sample = load_draw(
         key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
     )
     if HAS_MASK:
