@@ -3,8 +3,8 @@
 Megatron-LM's training code asks for CUDA by name. What is answered here, and how:
 
 - Tensors: device "cuda" (and "cuda:N", and torch.device of both) in any torch function, `Tensor.cuda()` and
-  `Module.cuda()` mean the CPU. `Tensor.type()` says torch.cuda.FloatTensor where it would say torch.FloatTensor, because
-  the optimizers compare that text.
+  `Module.cuda()` mean the CPU. `Tensor.type()` says torch.cuda.FloatTensor where it would say torch.FloatTensor,
+  because the optimizers compare that text.
 - torch.cuda: `is_available` is True and `device_count` 1, the capability is 8.0; `set_device`, `synchronize`,
   `empty_cache` and the memory statistics do nothing and say 0. Streams and events are objects that do nothing, as the
   CPU does all in order, and an event's elapsed time is 0.

@@ -60,7 +60,7 @@ def _read_blocks(args: argparse.Namespace) -> dict[str, Any]:
             blocks[option] = block
     if len(blocks) > 1:
         raise ValueError('--tempo-config and --deepspeed_config both hold a "tempo" block; expected one; take one out')
-    return {"tempo": block for block in blocks.values()}
+    return dict.fromkeys(("tempo",), *blocks.values()) if blocks else {}
 
 
 def _read_block(file: str, *, may_be_bare: bool) -> dict[str, Any] | None:

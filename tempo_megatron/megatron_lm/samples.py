@@ -47,9 +47,9 @@ class MicroBatches:
             return
         if not self._is_announced:
             raise RuntimeError(
-                f"{type(model).__name__} runs forward in training mode outside of Megatron's schedules, so that Tempo's "
-                "dropout does not know which samples it sees; call model.eval() first, or set tempo.dropout and "
-                'tempo.attention to "off"'
+                f"{type(model).__name__} runs forward in training mode outside of Megatron's schedules, so that "
+                "Tempo's dropout does not know which samples it sees; call model.eval() first, or set tempo.dropout "
+                'and tempo.attention to "off"'
             )
         self._is_announced = False
 

@@ -209,7 +209,7 @@ def count_slots(spec: TransformerBlockSubmodules) -> dict[str, tuple[int, int]]:
 
 def hides_the_future(spec: TransformerBlockSubmodules) -> bool:
     """Whether every attention of a block is Tempo's and causal by its type, so that it needs no mask for that."""
-    attentions = [
+    attentions: list[Any] = [
         attention
         for layer in spec.layer_specs or []
         for name in ("self_attention", "cross_attention")
