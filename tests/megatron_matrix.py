@@ -59,7 +59,7 @@ CASES = {
     "GPT-2": Case(""),
     "erf GELU": Case("--no-bias-gelu-fusion"),
     "s 63, micro batch 3": Case("--seq-length 63 --micro-batch-size 3 --global-batch-size 6"),
-    "LLaMA": Case(_LLAMA, tempo="--tempo-activation recompute"),
+    "LLaMA": Case(_LLAMA),
     "squared ReLU": Case("--squared-relu"),
     "windows": Case("--window-size 8,0 --window-attn-skip-freq 2"),
     "MoE": Case(f"{_MOE} --moe-layer-freq 2"),
@@ -67,8 +67,8 @@ CASES = {
         f"--heterogeneous-layers-config-encoded-json {_HETEROGENEOUS} --swiglu --normalization RMSNorm "
         "--group-query-attention --num-query-groups 2 --position-embedding-type rope --use-rope-scaling "
         "--untie-embeddings-and-output-weights --disable-bias-linear --use-rotary-position-embeddings",
-        tempo="--tempo-activation recompute",
     ),
+    "learnable softmax": Case("--softmax-type learnable"),
     "post-norm residual": Case("--apply-residual-connection-post-layernorm"),
     "recompute all": Case("", tempo="--tempo-norm recompute --tempo-activation recompute --tempo-attention softmax"),
     "core_attn": Case(f"{_SELECTIVE} core_attn"),
@@ -84,9 +84,7 @@ CASES = {
     "TP 2, full, distributed": Case(
         f"--tensor-model-parallel-size 2 {_FULL} uniform --distribute-saved-activations", 2
     ),
-    "TP 2 + SP, LLaMA": Case(
-        f"--tensor-model-parallel-size 2 --sequence-parallel {_LLAMA}", 2, "--tempo-activation recompute", **_SP
-    ),
+    "TP 2 + SP, LLaMA": Case(f"--tensor-model-parallel-size 2 --sequence-parallel {_LLAMA}", 2, **_SP),
     "PP 2": Case("--pipeline-model-parallel-size 2", 2),
     "PP 2, uneven": Case("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", 2),
     "PP 2, interleaved": Case("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2),

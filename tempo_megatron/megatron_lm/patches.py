@@ -6,9 +6,10 @@ slots, and its schedules say which micro batch begins. Where Tempo is off the ar
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from tempo_megatron.config import TempoConfig
@@ -74,7 +75,7 @@ def _wrap_constructor(
         try:
             found = _replace_specs(model, given.arguments, tempo_config)
             construct(*given.args, **given.kwargs)
-            _finish_model(self, found)
+            _finish_model(self, found, tempo_config)
         except ValueError as error:
             raise LaunchError(f"--use-tempo: {error}") from error
         if found.draws_masks:
@@ -89,43 +90,54 @@ def _wrap_constructor(
 
 def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoConfig) -> ModelReport:
     """Put Tempo's specs in the place of those that a constructor is given."""
+    from tempo_megatron.slots.choices import choose
     from tempo_megatron.slots.layer_spec import tempoize
 
     found = ModelReport(name=model.place.partition(":")[2], tempo_config=tempo_config)
     for spec_name, config_name in model.specs.items():
         config = arguments[config_name]
-        _refuse_what_repeats_masks(config, tempo_config)
-        block = tempoize(arguments[spec_name], config, tempo_config, vp_stage=arguments.get("vp_stage"))
+        asked, reasons = _leave_replayed_masks(config, tempo_config)
+        choices = choose(config, asked)
+        block = tempoize(arguments[spec_name], config, choices.config, vp_stage=arguments.get("vp_stage"))
         arguments[spec_name] = block
-        found.add_block(block, config)
+        found.add_block(block, config, choices.config, {**choices.reasons, **reasons})
     return found
 
 
-def _finish_model(model: Any, found: ModelReport) -> None:
+def _finish_model(model: Any, found: ModelReport, tempo_config: TempoConfig) -> None:
     """What no spec names: the embedding's dropout and the loss head."""
     from tempo_megatron.slots.embedding import tempoize_embedding
-    from tempo_megatron.slots.loss import tempoize_loss
+    from tempo_megatron.slots.loss import choose_loss, tempoize_loss
 
     tempoize_embedding(model, found.tempo_config)
+    loss, reason = choose_loss(model, tempo_config)
+    found.tempo_config = dataclasses.replace(found.tempo_config, loss=loss)
+    if reason is not None:
+        found.reasons["loss"] = reason
     tempoize_loss(model, found.tempo_config)
 
 
-def _refuse_what_repeats_masks(config: Any, tempo_config: TempoConfig) -> None:
-    """A replayed CUDA graph runs no Python, so that it would draw the masks of the micro batch that it was made of."""
+def _leave_replayed_masks(config: Any, tempo_config: TempoConfig) -> tuple[TempoConfig, dict[str, str]]:
+    """`tempo_config` with stock where a CUDA graph would draw the masks again of the micro batch it was made of.
+
+    A replayed graph runs no Python, which is what says which samples a micro batch holds.
+
+    Raises ValueError where what draws was asked for by its value.
+    """
     graphs = getattr(config, "cuda_graph_impl", "none")
-    if getattr(config, "enable_cuda_graph", False):
-        graphs = "local"
-    if graphs != "none" and draws_masks(config, tempo_config):
-        raise ValueError(
-            f"cuda_graph_impl is {graphs}, under which each step would draw the first one's dropout masks; leave CUDA "
-            'graphs off, or set tempo.dropout and tempo.attention to "off"'
-        )
-
-
-def draws_masks(config: Any, tempo_config: TempoConfig) -> bool:
-    """Whether Tempo draws dropout masks in a model of this configuration."""
-    switches: Mapping[str, float] = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
-    return any(p > 0 and getattr(tempo_config, name) != "off" for name, p in switches.items())
+    if getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False):
+        graphs = "on"
+    if graphs == "none":
+        return tempo_config, {}
+    reason = f"cuda_graph_impl is {graphs}, under which each step would draw the first one's dropout masks"
+    left = {}
+    for name, p in {"dropout": config.hidden_dropout, "attention": config.attention_dropout}.items():
+        value = getattr(tempo_config, name)
+        if p > 0 and value == "auto":
+            left[name] = reason
+        elif p > 0 and value != "off":
+            raise ValueError(f'{reason}; leave CUDA graphs off, or set tempo.{name} to "off"')
+    return dataclasses.replace(tempo_config, **dict.fromkeys(left, "off")), left
 
 
 def _leave_mask_out(run: Any, argument: str) -> bool:

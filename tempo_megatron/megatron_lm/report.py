@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,17 @@ class ModelReport:
 
     leaves_mask_out: bool = False
 
-    def add_block(self, block: Any, config: Any) -> None:
-        """Count the slots of a block's spec."""
+    def add_block(self, block: Any, config: Any, tempo_config: TempoConfig, reasons: Mapping[str, str]) -> None:
+        """A block's spec that was built for `config`, with what "auto" became; a T5Model has two."""
         from tempo_megatron.slots.layer_spec import count_slots, hides_the_future
 
+        self.tempo_config = tempo_config
+        self.reasons.update(reasons)
         for name, (ours, there) in count_slots(block).items():
             before = self.slots.get(name, (0, 0))
             self.slots[name] = (before[0] + ours, before[1] + there)
         dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
-        self.draws_masks |= any(p > 0 and getattr(self.tempo_config, name) != "off" for name, p in dropouts.items())
+        self.draws_masks |= any(p > 0 and getattr(tempo_config, name) != "off" for name, p in dropouts.items())
         self.knows_its_mask &= hides_the_future(block)
 
 
