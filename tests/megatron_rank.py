@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import megatron_changes
 import megatron_cpu
 import torch
 
@@ -56,11 +57,11 @@ def _run(job: dict[str, Any], root: str) -> dict[str, Any]:
     path, argv = list(sys.path), list(sys.argv)
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints), contextlib.ExitStack() as undo:
         undo.callback(_forget_run)
-        for place in _PLACES:
+        for place in PLACES:
             _restore_later(undo, *place)
         _watch(undo, result)
         for name in job["changes"]:
-            getattr(importlib.import_module("megatron_changes"), name)(undo)
+            getattr(megatron_changes, name)(undo, result)
         try:
             result["status"] = run.main([str(Path(root, job["script"])), *job["arguments"]])
         except SystemExit as exit:
@@ -74,7 +75,7 @@ def _run(job: dict[str, Any], root: str) -> dict[str, Any]:
 
 
 # What a run replaces in modules that the next one uses too.
-_PLACES = (
+PLACES = (
     ("megatron.training.arguments", "add_megatron_arguments"),
     ("megatron.core.pipeline_parallel.schedules", "set_current_microbatch"),
     ("megatron.core.models.gpt.gpt_model", "GPTModel.__init__"),
@@ -84,11 +85,17 @@ _PLACES = (
 )
 
 
-def _restore_later(undo: contextlib.ExitStack, module: str, path: str) -> None:
+def find_owner(module: str, path: str) -> tuple[Any, str]:
+    """The object that holds the last name of a path, and that name."""
     owner: Any = importlib.import_module(module)
     *classes, name = path.split(".")
     for cls in classes:
         owner = getattr(owner, cls)
+    return owner, name
+
+
+def _restore_later(undo: contextlib.ExitStack, module: str, path: str) -> None:
+    owner, name = find_owner(module, path)
     undo.callback(setattr, owner, name, getattr(owner, name))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from tempo_megatron.extras import MissingExtraError
 from tempo_megatron.launch_env import set_rank_environment
 from tempo_megatron.megatron_lm.options import read_options
 from tempo_megatron.megatron_lm.versions import LaunchError, find_hooks
+
+_SECONDS_FOR_RANK_0 = 3
 
 _USAGE = """\
 usage: {prog} [--megatron-root DIR] SCRIPT [ARGUMENTS OF THE SCRIPT]
@@ -27,19 +30,31 @@ Run SCRIPT, such as pretrain_gpt.py of a Megatron-LM checkout, with the Tempo ar
 def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> int:
     """Run the script; the exit status. A user's mistake is one sentence on rank 0's stderr and status 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE.format(prog=prog))
+        return 0 if argv else 2
     try:
-        if not argv or argv[0] in ("-h", "--help"):
-            print(_USAGE.format(prog=prog))
-            return 0 if argv else 2
-        _run(argv, prog)
+        script, arguments = _prepare(argv)
     except (LaunchError, MissingExtraError) as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"{prog}: {error}", file=sys.stderr, flush=True)
         return 2
+    sys.argv = [str(script), *arguments]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except LaunchError as error:
+        rank = int(os.environ.get("RANK", "0"))
+        if rank != 0:
+            # As a rule every rank finds the same, and a launcher ends the others once rank 0 has said it; a stage of a
+            # pipeline can be the only one that has what is wrong.
+            time.sleep(_SECONDS_FOR_RANK_0)
+        print(f"{prog}{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        return 2
     return 0
 
 
-def _run(argv: list[str], prog: str) -> None:
+def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
+    """Replace what `--use-tempo` replaces; the script and its arguments."""
     root, script, arguments = _split(argv)
     tempo_config, report_file = read_options(arguments)
     try:
@@ -59,8 +74,7 @@ def _run(argv: list[str], prog: str) -> None:
         if warning:
             warnings.warn(warning, stacklevel=1)
         patches.patch_models(hooks, version, tempo_config, Report(version, root, report_file))
-    sys.argv = [str(script), *arguments]
-    runpy.run_path(str(script), run_name="__main__")
+    return script, arguments
 
 
 def _split(argv: list[str]) -> tuple[Path, Path, list[str]]:

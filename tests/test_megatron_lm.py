@@ -1,0 +1,238 @@
+"""The command that runs a Megatron-LM script with --use-tempo: its arguments, its errors, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron_runs import Run, run_all
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.cli import main as tempo_megatron
+from tempo_megatron.megatron_lm import run, versions
+from tempo_megatron.megatron_lm.options import read_options
+from tempo_megatron.megatron_lm.samples import MicroBatches, find_first_sample
+from tempo_megatron.megatron_lm.versions import LaunchError
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("argv", [[], ["--num-layers", "2", "--save", "x"], ["--no-use-tempo"]])
+def test_without_use_tempo_tempo_is_off(argv: list[str]) -> None:
+    assert read_options(argv) == (TempoConfig.off(), None)
+
+
+def test_use_tempo_alone_leaves_every_choice_to_the_model() -> None:
+    config, file = read_options(["--num-layers", "2", "--use-tempo", "--bf16", "--tempo-report", "r.json"])
+    assert (config, file) == (TempoConfig(), "r.json")
+
+
+@pytest.mark.parametrize("option", ["--tempo-config", "--deepspeed_config"])
+def test_a_block_switches_tempo_on_and_arguments_win_over_it(tmp_path: Path, option: str) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_batch_size": 8, "tempo": {"norm": "off", "loss": "off"}}))
+    config, _ = read_options([option, str(file), "--tempo-norm", "inplace"])
+    assert config == TempoConfig(norm="inplace", loss="off")
+    assert read_options([option, str(file), "--no-use-tempo"])[0].is_off
+
+
+def test_a_bare_block_is_a_tempo_config_and_a_deepspeed_json_needs_none(tmp_path: Path) -> None:
+    bare, deepspeed = tmp_path / "tempo.json", tmp_path / "ds.json"
+    bare.write_text('{"norm": "off"}')
+    deepspeed.write_text('{"train_batch_size": 8}')
+    assert read_options(["--tempo-config", str(bare)])[0] == TempoConfig(norm="off")
+    assert read_options(["--deepspeed_config", str(deepspeed)])[0].is_off
+    with pytest.raises(LaunchError, match='has no "tempo" block; add one'):
+        read_options(["--tempo-config", str(deepspeed)])
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--tempo-norm", "off"], "--tempo-norm is given but Tempo is off; add --use-tempo"),
+        (["--tempo-report", "f"], "--tempo-report is given but Tempo is off; add --use-tempo"),
+        (["--use-tempo", "--tempo-norm", "of"], "argument --tempo-norm: invalid choice: 'of'"),
+        (["--use-tempo", "--tempo-config", "missing.json"], "No such file or directory: 'missing.json'"),
+        (["--use-tempo", "--tempo-gelu", "off"], "--tempo-gelu is now --tempo-activation"),
+    ],
+)
+def test_what_would_be_ignored_or_does_not_exist_is_refused(argv: list[str], sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        read_options(argv)
+
+
+def test_two_blocks_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"tempo": {"norm": "off"}}')
+    with pytest.raises(LaunchError, match="both hold a"):
+        read_options(["--tempo-config", str(file), "--deepspeed_config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--num-layers", "2"], "--num-layers comes before the script"),
+        (["--megatron-root", "x"], "no script is given; expected one of a Megatron-LM checkout"),
+        (["missing.py"], "missing.py is not a file"),
+        ([__file__, "--use-tempo"], "holds megatron/core and megatron/training; give the Megatron-LM checkout"),
+        (["--megatron-root", "/", __file__], "--megatron-root is /, which holds no megatron/core and"),
+    ],
+)
+def test_a_wrong_command_is_one_sentence(capsys: pytest.CaptureFixture[str], argv: list[str], sentence: str) -> None:
+    assert tempo_megatron(["run", *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tempo-megatron run: ") and sentence in line
+
+
+def test_another_rank_leaves_the_sentence_to_rank_0(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert run.main(["missing.py"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def make_checkout(folder: Path) -> Path:
+    for name in ("core", "training"):
+        (folder / "megatron" / name).mkdir(parents=True)
+    script = folder / "examples" / "bert" / "pretrain_bert.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("")
+    return script
+
+
+def test_the_checkout_is_found_around_the_script_and_the_launchers_rank_moves_behind_it(tmp_path: Path) -> None:
+    script = make_checkout(tmp_path)
+    found = run._split(["--local_rank=3", str(script), "--use-tempo"])
+    assert found == (tmp_path, script, ["--use-tempo", "--local_rank=3"])
+
+
+def test_a_script_elsewhere_takes_the_checkout_it_is_given(tmp_path: Path) -> None:
+    make_checkout(tmp_path)
+    assert run._split([f"--megatron-root={tmp_path}", __file__, "--x"]) == (tmp_path, Path(__file__), ["--x"])
+
+
+@pytest.mark.parametrize("version", ["0.14.0", "0.16.1", "0.17.0rc1", "0.20.0"])
+def test_versions_of_the_table_are_known(version: str) -> None:
+    hooks, warning = versions.find_hooks(version)
+    assert hooks.add_arguments == "megatron.training.arguments:add_megatron_arguments"
+    assert warning is None
+
+
+@pytest.mark.parametrize("version", ["0.13.1", "0.21.0", "1.0.0"])
+def test_an_unknown_version_warns_and_is_tried(version: str) -> None:
+    hooks, warning = versions.find_hooks(version)
+    assert hooks == versions.VERSIONS["0.20"]
+    assert warning is not None and version in warning and "0.14 to 0.20" in warning
+
+
+@pytest.mark.parametrize("place", ["megatron.core.parallel_state:nowhere", "megatron.core.nowhere:thing"])
+def test_a_missing_place_is_named(place: str) -> None:
+    module, _, attribute = place.partition(":")
+    with pytest.raises(LaunchError, match=f"Megatron-core 9.9 has no {attribute} in {module}"):
+        versions.get_hook(place, "9.9")
+
+
+def test_samples_are_numbered_as_megatrons_sampler_deals_them() -> None:
+    from collections import Counter
+
+    args = SimpleNamespace(consumed_train_samples=24, micro_batch_size=3, data_parallel_size=4)
+    firsts = [find_first_sample(args, i, rank) for i in range(2) for rank in range(4)]
+    samples = Counter(first + sample for first in firsts for sample in range(3))
+    assert samples == Counter(range(24, 48))
+    assert find_first_sample(args, 1, 2) == 24 + 12 + 6
+
+
+def test_a_training_forward_that_no_schedule_announced_is_refused() -> None:
+    import torch
+
+    micro_batches = MicroBatches(lambda: None)
+    model = torch.nn.Linear(1, 1)
+    model.register_forward_pre_hook(micro_batches.check)
+    with pytest.raises(RuntimeError, match="Linear runs forward in training mode outside of Megatron's schedules"):
+        model(torch.ones(1))
+    model.eval()
+    model(torch.ones(1))
+
+
+def test_the_launcher_says_how_it_is_used() -> None:
+    command = [sys.executable, str(ROOT / "launch" / "run_megatron.py"), "--help"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "usage: run_megatron.py [--megatron-root DIR] SCRIPT" in found.stdout
+
+
+@pytest.fixture(scope="module")
+def results(megatron_root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Short runs of one process, by name."""
+    folder = tmp_path_factory.mktemp("runs")
+    report = folder / "report.json"
+    runs = [
+        Run("help", "--help"),
+        Run("stock", "--train-iters 1", changes=("keep_what_was_replaced",)),
+        Run("tempo", f"--train-iters 1 --use-tempo --tempo-report {report}", changes=("keep_what_was_replaced",)),
+        Run("mask given", "--train-iters 1 --use-tempo --reset-attention-mask"),
+        Run("attention off", "--train-iters 1 --use-tempo --tempo-attention off"),
+        Run("swiglu", "--train-iters 1 --use-tempo --swiglu"),
+        Run("swiglu in place", "--train-iters 1 --use-tempo --swiglu --tempo-activation inplace"),
+        Run("other model", "--train-iters 1 --use-tempo --use-legacy-models"),
+    ]
+    (rank,) = run_all(megatron_root, 1, runs, folder)
+    rank["report"] = json.loads(report.read_text("utf-8"))
+    return rank
+
+
+@pytest.mark.slow
+def test_help_lists_the_tempo_group_beside_megatrons(results: dict[str, dict[str, Any]]) -> None:
+    printed = results["help"]["printed"]
+    assert results["help"]["status"] == 0
+    for option in ("--num-layers", "--use-tempo", "--tempo-config", "--tempo-report", "--tempo-norm"):
+        assert option in printed
+
+
+@pytest.mark.slow
+def test_without_use_tempo_nothing_but_the_argument_parser_is_replaced(results: dict[str, dict[str, Any]]) -> None:
+    assert results["stock"]["replaced"] == ["add_megatron_arguments"]
+    assert "GPTModel.__init__" in results["tempo"]["replaced"]
+    assert "tempo:" not in results["stock"]["printed"]
+
+
+@pytest.mark.slow
+def test_the_banner_and_the_report_say_what_was_replaced(results: dict[str, dict[str, Any]]) -> None:
+    printed, report = results["tempo"]["printed"], results["report"]
+    assert f"tempo: Megatron-core {report['megatron_core']} at " in printed
+    assert "slots replaced: activation 4 of 4, norm 9 of 9, dropout 8 of 8, attention 4 of 4" in printed
+    (model,) = report["models"]
+    assert model["model"] == "GPTModel"
+    assert model["slots"]["norm"] == {"tempo": 9, "all": 9}
+    assert "auto" not in model["tempo"].values()
+    assert model["attention_mask_left_out"]
+
+
+@pytest.mark.slow
+def test_no_mask_is_made_where_attention_is_tempos_and_causal(results: dict[str, dict[str, Any]]) -> None:
+    sentence = "is given no mask"
+    assert sentence in results["tempo"]["printed"]
+    # A mask that hides more than the future, and stock's attention, stay as they are.
+    assert sentence not in results["mask given"]["printed"]
+    assert sentence not in results["attention off"]["printed"]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_had_adapts_unless_it_was_written(results: dict[str, dict[str, Any]]) -> None:
+    assert results["swiglu"]["status"] == 0
+    assert "activation=recompute" in results["swiglu"]["printed"]
+    assert "activation: activation is swiglu" in results["swiglu"]["printed"]
+    assert results["swiglu in place"]["status"] == 2
+    (line,) = results["swiglu in place"]["complaints"].splitlines()
+    assert line.startswith("run_megatron.py: --use-tempo: activation is swiglu")
+
+
+@pytest.mark.slow
+def test_a_script_that_builds_none_of_the_models_is_refused(results: dict[str, dict[str, Any]]) -> None:
+    assert results["other model"]["status"] == 2
+    assert "builds no GPTModel, BertModel or T5Model" in results["other model"]["complaints"]
