@@ -40,9 +40,9 @@ def main() -> None:
     for job in jobs["runs"]:
         results[job["name"]] = result = _run(job, root)
         torch.save(results, folder / f"{rank}.pt")
-        if result["error"]:
+        if result["error"] and world_size > 1:
             # Other ranks may wait for this one.
-            Path(folder, f"{rank}.error").write_text(f"{job['name']}:\n{result['error']}", encoding="utf-8")
+            Path(folder, f"{rank}.error").write_text(result["error"], encoding="utf-8")
             os._exit(1)
         torch.distributed.barrier()
     sys.stdout.flush()

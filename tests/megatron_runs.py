@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 # What stock needs on a CPU without Apex and Transformer Engine, and a small GPT.
 _CPU_ARGUMENTS = """--transformer-impl local --distributed-backend gloo --no-persist-layer-norm --use-cpu-initialization
---no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --num-workers 0"""
+--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --no-rope-fusion --num-workers 0"""
 _DATA_ARGUMENTS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127"
 _SIZES: dict[str, Any] = {
     "num-layers": 4,
@@ -64,8 +64,34 @@ class Run:
 def run_all(root: Path, world_size: int, runs: list[Run], folder: Path, timeout_s: float = 900) -> list[dict[str, Any]]:
     """Each run in turn on `world_size` processes; by rank, the results by the run's name (see megatron_rank.py).
 
-    Raises AssertionError with the traceback of a rank that failed.
+    A run that fails has its traceback as "error"; the runs after it start in new processes.
     """
+    found: list[dict[str, Any]] = [{} for _ in range(world_size)]
+    pending = list(runs)
+    while pending:
+        part = folder / f"from-{len(runs) - len(pending)}"
+        error = _run_in_new_processes(root, world_size, pending, part, timeout_s)
+        ranks = [torch.load(file, weights_only=False) if file.exists() else {} for file in _files(part, world_size)]
+        if error is not None:
+            failed = next(run.name for run in pending if any(run.name not in _sound(rank) for rank in ranks))
+            ranks = [{**rank, failed: {"error": error, "losses": {}}} for rank in ranks]
+        finished = [run.name for run in pending if all(run.name in rank for rank in ranks)]
+        for results, rank in zip(found, ranks, strict=True):
+            results.update({name: rank[name] for name in finished})
+        pending = [run for run in pending if run.name not in finished]
+    return found
+
+
+def _files(folder: Path, world_size: int) -> list[Path]:
+    return [folder / f"{rank}.pt" for rank in range(world_size)]
+
+
+def _sound(rank: dict[str, Any]) -> dict[str, Any]:
+    return {name: result for name, result in rank.items() if not result["error"]}
+
+
+def _run_in_new_processes(root: Path, world_size: int, runs: list[Run], folder: Path, timeout_s: float) -> str | None:
+    """The error that ended the processes early, or None."""
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [
         {"name": run.name, "script": run.script, "arguments": run.command(), "changes": run.changes} for run in runs
@@ -81,23 +107,23 @@ def run_all(root: Path, world_size: int, runs: list[Run], folder: Path, timeout_
             variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
     try:
-        _wait(ranks, folder, timeout_s)
+        return _wait(ranks, folder, timeout_s)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def _wait(ranks: list[Any], folder: Path, timeout_s: float) -> None:
+def _wait(ranks: list[Any], folder: Path, timeout_s: float) -> str | None:
     deadline = time.monotonic() + timeout_s
     while any(process.poll() is None for process in ranks):
-        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-        assert not failed, _describe(failed, folder)
-        assert time.monotonic() < deadline, f"still running after {timeout_s} s"
+        if any(process.poll() for process in ranks):
+            break
+        if time.monotonic() > deadline:
+            return f"still running after {timeout_s} s"
         time.sleep(0.2)
     failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-    assert not failed, _describe(failed, folder)
+    return _describe(failed, folder) if failed else None
 
 
 def _describe(failed: list[int], folder: Path) -> str:

@@ -74,6 +74,7 @@ def masks_of(ranks: list[dict[str, Any]]) -> dict[tuple[Any, ...], int]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_masks_and_losses_are_those_of_one_process(results: dict[str, list[dict[str, Any]]], name: str) -> None:
     one, other = results["one process"], results[name]
+    assert not one[0]["error"] and not other[0]["error"]
     masks = masks_of(one)
     # 3 steps of 8 samples: 32 rows at the embedding and two places in 4 layers, and 4 heads in each of these.
     assert len(masks) == 24 * (32 * 9 + 4 * 4)

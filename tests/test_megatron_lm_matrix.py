@@ -37,6 +37,7 @@ def results(
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_every_gradient_equal_stock(results: dict[str, list[dict[str, Any]]], name: str) -> None:
     stock, tempo = results[f"{name}: stock"], results[f"{name}: Tempo"]
+    assert not stock[0]["error"] and not tempo[0]["error"]
     # Megatron prints losses on the last rank.
     assert sorted(stock[-1]["losses"]) == [1, 2, 3]
     if CASES[name].limit < 1e-3:
