@@ -17,7 +17,8 @@ HERE = Path(__file__).parent
 
 # What stock needs on a CPU without Apex and Transformer Engine, and a small GPT.
 _CPU_ARGUMENTS = """--transformer-impl local --distributed-backend gloo --no-persist-layer-norm --use-cpu-initialization
---no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --no-rope-fusion --num-workers 0"""
+--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --no-rope-fusion
+--num-workers 0"""
 _DATA_ARGUMENTS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127"
 _SIZES: dict[str, Any] = {
     "num-layers": 4,
@@ -54,6 +55,9 @@ class Run:
     data: str = _DATA_ARGUMENTS
     changes: tuple[str, ...] = ()
     """Functions of megatron_changes."""
+
+    measures_kept_bytes: bool = False
+    """Whether the banner says what is kept; its process takes more than a short run."""
 
     def command(self) -> list[str]:
         words = self.arguments.split()
@@ -94,7 +98,13 @@ def _run_in_new_processes(root: Path, world_size: int, runs: list[Run], folder: 
     """The error that ended the processes early, or None."""
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [
-        {"name": run.name, "script": run.script, "arguments": run.command(), "changes": run.changes} for run in runs
+        {
+            "name": run.name,
+            "script": run.script,
+            "arguments": run.command(),
+            "changes": (*run.changes, *([] if run.measures_kept_bytes else ["measure_no_kept_bytes"])),
+        }
+        for run in runs
     ]
     (folder / "jobs.json").write_text(json.dumps({"root": str(root), "runs": jobs}), encoding="utf-8")
     environment = {**os.environ, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

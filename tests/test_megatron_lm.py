@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from distributed import run_ranks
 from megatron_runs import Run, run_all
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main as tempo_megatron
 from tempo_megatron.megatron_lm import run, versions
+from tempo_megatron.megatron_lm.kept_bytes import _extrapolate
 from tempo_megatron.megatron_lm.options import read_options
 from tempo_megatron.megatron_lm.samples import MicroBatches, find_first_sample
 from tempo_megatron.megatron_lm.versions import LaunchError
@@ -160,6 +162,54 @@ def test_a_training_forward_that_no_schedule_announced_is_refused() -> None:
     model(torch.ones(1))
 
 
+@pytest.mark.parametrize("length", [320, 1000])
+def test_bytes_of_three_short_lengths_give_those_of_any(length: int) -> None:
+    def kept(s: int) -> int:
+        return 24 * s * 7 + 5 * s * s + 96
+
+    lengths = [64, 128, 192]
+    assert _extrapolate(lengths, [kept(s) for s in lengths], length) == kept(length)
+
+
+@pytest.mark.slow
+def test_kept_bytes_are_those_that_the_ledger_measures_at_the_runs_own_length() -> None:
+    order = {
+        "config": {
+            "num_layers": 1,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "use_cpu_initialization": True,
+            "masked_softmax_fusion": False,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+        "tempo": {"activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash"},
+        "seq_length": 448,
+        "micro_batch_size": 3,
+    }
+    assert run_ranks(_kept_and_measured, 1, order)[0] == (True, True)
+
+
+def _kept_and_measured(order: dict[str, Any]) -> tuple[bool, bool]:
+    import torch
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from tempo_megatron.megatron_lm.kept_bytes import measure_kept_bytes
+    from tempo_megatron.memory.layout import simulate_layout
+    from tempo_megatron.memory.ledger import measure
+
+    torch.distributed.destroy_process_group()
+    found = measure_kept_bytes({**order, "tempo": {**order["tempo"], "loss": "off"}})
+    with simulate_layout(2):
+        config = TransformerConfig(**order["config"])
+        sizes = {"vocab_size": 256, "seq_length": order["seq_length"], "micro_batch_size": order["micro_batch_size"]}
+        stock = measure(config, TempoConfig.off(), **sizes)
+        tempo = measure(config, TempoConfig(**order["tempo"], loss="off"), **sizes)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # the rank leaves it
+    return found.stock == stock.layer_bytes, found.tempo == tempo.layer_bytes
+
+
 def test_the_launcher_says_how_it_is_used() -> None:
     command = [sys.executable, str(ROOT / "launch" / "run_megatron.py"), "--help"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -174,7 +224,12 @@ def results(megatron_root: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     runs = [
         Run("help", "--help"),
         Run("stock", "--train-iters 1", changes=("keep_what_was_replaced",)),
-        Run("tempo", f"--train-iters 1 --use-tempo --tempo-report {report}", changes=("keep_what_was_replaced",)),
+        Run(
+            "tempo",
+            f"--train-iters 1 --use-tempo --tempo-report {report}",
+            changes=("keep_what_was_replaced",),
+            measures_kept_bytes=True,
+        ),
         Run("mask given", "--train-iters 1 --use-tempo --reset-attention-mask"),
         Run("attention off", "--train-iters 1 --use-tempo --tempo-attention off"),
         Run("swiglu", "--train-iters 1 --use-tempo --swiglu"),
@@ -211,6 +266,9 @@ def test_the_banner_and_the_report_say_what_was_replaced(results: dict[str, dict
     assert model["slots"]["norm"] == {"tempo": 9, "all": 9}
     assert "auto" not in model["tempo"].values()
     assert model["attention_mask_left_out"]
+    kept = report["kept_bytes_per_layer"]
+    assert 0 < kept["tempo"] < kept["stock"]
+    assert f"stock {kept['stock']:,}, Tempo {kept['tempo']:,}" in printed
 
 
 @pytest.mark.slow

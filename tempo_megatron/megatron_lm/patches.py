@@ -83,7 +83,7 @@ def _wrap_constructor(
         run = get_args()
         if model.has_causal_mask and found.knows_its_mask:
             found.leaves_mask_out = _leave_mask_out(run, hooks.mask_argument)
-        report.add(found, run)
+        report.add(found, given.arguments["config"], run)
 
     return construct_with_tempo
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tempo_megatron.config import TempoConfig
+from tempo_megatron.megatron_lm.kept_bytes import KeptBytes, start_measuring
 from tempo_megatron.megatron_lm.versions import LaunchError
 
 
@@ -30,6 +31,8 @@ class ModelReport:
     """Whether every attention of the model is Tempo's, and hides the future without being given a mask."""
 
     leaves_mask_out: bool = False
+    kept_bytes: Callable[[], KeptBytes] | None = None
+    """Waits for the bytes that one layer keeps."""
 
     def add_block(self, block: Any, config: Any, tempo_config: TempoConfig, reasons: Mapping[str, str]) -> None:
         """A block's spec that was built for `config`, with what "auto" became; a T5Model has two."""
@@ -60,9 +63,13 @@ class Report:
         self._file = file
         self._models: list[ModelReport] = []
         self._is_published = False
+        self._is_first_rank = int(os.environ.get("RANK", "0")) == 0
+        self._kept_bytes = KeptBytes(unknown="no model is built")
 
-    def add(self, model: ModelReport, run: Any) -> None:
-        """A model that was built; a pipeline stage may have several."""
+    def add(self, model: ModelReport, config: Any, run: Any) -> None:
+        """A model that was built for `config`, a TransformerConfig; a pipeline stage may have several."""
+        if self._is_first_rank and not self._models:
+            model.kept_bytes = start_measuring(config, model.tempo_config, run) if model.name == "GPTModel" else None
         self._models.append(model)
 
     def publish_once(self) -> None:
@@ -78,8 +85,10 @@ class Report:
                 "--use-tempo is given, but this script builds no GPTModel, BertModel or T5Model of megatron.core, the "
                 "models whose layers Tempo replaces; leave --use-tempo out"
             )
-        if int(os.environ.get("RANK", "0")) != 0:
+        if not self._is_first_rank:
             return
+        wait = self._models[0].kept_bytes
+        self._kept_bytes = wait() if wait else KeptBytes(unknown="the ledger measures a GPT's layers")
         print(self.describe(), flush=True)
         if self._file:
             Path(self._file).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
@@ -89,6 +98,7 @@ class Report:
         return {
             "megatron_core": self.megatron_version,
             "megatron_root": str(self.megatron_root),
+            "kept_bytes_per_layer": dataclasses.asdict(self._kept_bytes),
             "models": [
                 {
                     "model": model.name,
@@ -114,4 +124,5 @@ class Report:
                     "tempo:   attention is causal and is given no mask, as with "
                     "--no-create-attention-mask-in-dataloader"
                 )
+        lines.append(f"tempo: kept for backward by one layer, in bytes: {self._kept_bytes.describe()}")
         return "\n".join(lines)
