@@ -51,13 +51,13 @@ def run_ledger(args: argparse.Namespace) -> int:
     print(f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, ", end="")
     print(f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}", end="")
     print(f", recompute {' '.join(args.recompute)}" if args.recompute else "")
-    print(f"tempo: {tempo_config.describe()}\n")
+    print(f"tempo: {tempo.choices.describe()}\n")
     print(format_table(stock, tempo))
     if args.json:
         figures = {
             "stock": _list_figures(stock),
             "tempo": _list_figures(tempo),
-            "tempo_config": tempo_config.describe(),
+            "tempo_config": tempo.choices.describe(),
         }
         Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -68,7 +68,8 @@ class TempoDotProductAttention(DotProductAttention):
             )
         if not self.training and query.size(0) == 1 < key.size(0):
             # One new token beside a cache of keys: there is nothing to save, and stock knows inference.
-            return super().forward(query, key, value, attention_mask, attn_mask_type)
+            of_stock: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type)
+            return of_stock
         mask_type = attn_mask_type or self.attn_mask_type
         window_size = self.scale_mask_softmax.window_size
         mask = attention_mask if window_size is None else None

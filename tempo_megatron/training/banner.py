@@ -12,6 +12,7 @@ import torch
 
 from tempo_megatron.doctor import describe_implementation
 from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.slots.choices import Choices
 from tempo_megatron.training.deepspeed_config import find_unknown_keys, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run_config import RunConfig
 
@@ -34,6 +35,7 @@ def find_versions() -> dict[str, str]:
 
 def write_banner(
     run: RunConfig,
+    choices: Choices,
     *,
     launcher: str,
     device: torch.device,
@@ -43,7 +45,13 @@ def write_banner(
     settings: Mapping[str, Any],
     gelu_form: str,
 ) -> str:
-    """One line per subject, from the packages to Tempo. `settings` is what the optimizer itself works with."""
+    """One line per subject, from the packages to Tempo.
+
+    Args:
+        run: with the values of `choices`, where its arguments and its file said "auto".
+        choices: these values, and why one is less than the first choice.
+        settings: what the optimizer itself works with.
+    """
     tp, dp = run.tensor_model_parallel_size, run.data_parallel_size
     parallel = f"TP {tp}{' + SP' if run.sequence_parallel else ''}, DP {dp}"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
@@ -62,7 +70,7 @@ def write_banner(
         "schedule": _schedule_line(run),
         "recompute": _recompute_line(run),
         "data": " ".join(run.data_path),
-        "tempo": _tempo_line(run),
+        "tempo": _tempo_line(run, choices),
     }
     for operation in OPERATIONS.values():
         choice = getattr(run.tempo, operation.name)
@@ -97,8 +105,7 @@ def _recompute_line(run: RunConfig) -> str:
     return "none"
 
 
-def _tempo_line(run: RunConfig) -> str:
+def _tempo_line(run: RunConfig, choices: Choices) -> str:
     block = run.deepspeed.get("tempo")
     said = "none" if block is None else " ".join(f"{key}={str(value).lower()}" for key, value in block.items())
-    result = "off (stock)" if run.tempo.is_off else run.tempo.describe()
-    return f"{result} (arguments: {run.tempo_arguments}; block: {said})"
+    return f"{choices.describe()} (arguments: {run.tempo_arguments}; block: {said})"

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tempo_megatron.cpu import use_cpu
+from tempo_megatron.slots.choices import choose
 from tempo_megatron.training import checkpoint, engine, metrics, model
 from tempo_megatron.training.banner import find_versions, write_banner
 from tempo_megatron.training.checkpoint_folder import LATEST
@@ -41,6 +42,9 @@ class Job:
         checkpoint.check_all_ranks_load(saved, run.load)
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)
+        self.choices = choose(transformer_config, run.tempo)
+        # From here on the run says what it does: no "auto" is left.
+        self.run = run = dataclasses.replace(run, tempo=self.choices.config)
         transformer_config.embedding_init_method = engine.extend_to_partitioned(
             transformer_config.embedding_init_method
         )
@@ -72,6 +76,7 @@ class Job:
         run = self.run
         banner = write_banner(
             run,
+            self.choices,
             launcher=launcher,
             device=self.device,
             padded_vocab_size=self.vocabulary.padded_size,

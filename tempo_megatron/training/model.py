@@ -12,7 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from tempo_megatron import tempo_block_spec, tempoize_embedding, tempoize_loss
+from tempo_megatron import tempo_block_spec, tempoize_embedding
+from tempo_megatron.slots.loss import TempoGPTModel
 from tempo_megatron.training.run_config import RunConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,9 +64,11 @@ def has_fused_softmax() -> bool:
 def build_model(run: RunConfig, config: TransformerConfig, padded_vocab_size: int) -> GPTModel:
     """GPTModel with learned positions, as GPT-2, and this rank's part of the weights.
 
-    Raises ValueError where `run.tempo` asks for what its operations cannot do with `config`.
+    `run.tempo` holds values only, no "auto". Raises ValueError where one cannot be had with `config`.
     """
-    model = GPTModel(
+    # The class is ours to choose: nothing built has to change.
+    model_class = TempoGPTModel if run.tempo.loss == "fused" else GPTModel
+    model = model_class(
         config=config,
         transformer_layer_spec=tempo_block_spec(config, run.tempo),
         vocab_size=padded_vocab_size,
@@ -75,7 +78,6 @@ def build_model(run: RunConfig, config: TransformerConfig, padded_vocab_size: in
         position_embedding_type="learned_absolute",
     )
     tempoize_embedding(model, run.tempo)
-    tempoize_loss(model, run.tempo)
     if config.recompute_granularity == "selective" and "mlp" in config.recompute_modules:
         for layer in model.decoder.layers:
             layer.mlp.linear_fc2.register_forward_hook(_hand_out_a_view_of_the_bias)
@@ -101,7 +103,7 @@ class ForwardStep:
     """Micro batch -> mean loss of its tokens, with what does not change between micro batches made once.
 
     Args:
-        run: with Tempo's attention no mask is needed.
+        run: with Tempo's attention no mask is needed. Its `tempo` holds values only, no "auto".
         device: where the model is.
     """
 

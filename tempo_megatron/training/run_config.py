@@ -115,6 +115,7 @@ class RunConfig:
     """Its content, completed: no value is "auto" that the trainer decides."""
 
     tempo: TempoConfig
+    """As given; Job puts a value in place of each "auto" before anything reads it."""
     tempo_arguments: str
     """What was typed about Tempo, for the banner."""
 
