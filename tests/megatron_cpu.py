@@ -14,7 +14,8 @@ Megatron-LM's training code asks for CUDA by name. What is answered here, and ho
   every dtype, so that AVG is a sum and a division.
 - What is compiled for a GPU is not: the fused kernels of megatron.legacy, the dataset's helpers (the compiled file must
   lie in the checkout), the warm-up of the JIT fusions. `torch.compile` gives functions that run as they are written.
-- `moe_utils.te_general_gemm`, which 0.16.1 never defines without Transformer Engine, is None.
+- Names that 0.16.1 never defines without Transformer Engine, though its local layers are to be had without: None for
+  `moe_utils.te_general_gemm` and for the BERT spec of Transformer Engine, which pretrain_bert.py imports.
 
 What this cannot show: anything about time and memory on a GPU, overlap of streams, Apex, Transformer Engine and FP8.
 """
@@ -101,15 +102,21 @@ def skip_what_is_compiled(megatron_root: str) -> None:
     for name in ("megatron.legacy.fused_kernels",):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name).load = lambda args: None  # type: ignore[attr-defined]
-    with contextlib.suppress(ModuleNotFoundError):
-        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-        if not hasattr(moe_utils, "te_general_gemm"):
-            moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+    _define("megatron.core.transformer.moe.moe_utils", "te_general_gemm", None)
+    _define("megatron.core.models.bert.bert_layer_specs", "bert_layer_with_transformer_engine_spec", None)
     initialize = importlib.import_module("megatron.training.initialize")
     initialize.set_jit_fusion_options = lambda *args, **kwargs: None  # type: ignore[attr-defined]
     training = importlib.import_module("megatron.training.training")
     if hasattr(training, "set_jit_fusion_options"):
         training.set_jit_fusion_options = initialize.set_jit_fusion_options  # type: ignore[attr-defined]
+
+
+def _define(module_name: str, name: str, value: Any) -> None:
+    """A name that is missing in a module of the checkout, where there is such a module."""
+    with contextlib.suppress(ModuleNotFoundError):
+        module = importlib.import_module(module_name)
+        if name not in vars(module):
+            setattr(module, name, value)
 
 
 def _answer_torch_cuda() -> None:

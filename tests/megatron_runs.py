@@ -28,6 +28,7 @@ _SIZES: dict[str, Any] = {
     "max-position-embeddings": 64,
     "micro-batch-size": 2,
     "global-batch-size": 8,
+    "make-vocab-size-divisible-by": 32,
     "train-iters": 3,
     "lr": 0.1,
     "lr-decay-style": "constant",
