@@ -57,12 +57,20 @@ class Run:
     changes: tuple[str, ...] = ()
     """Functions of megatron_changes."""
 
+    leaves_out: tuple[str, ...] = ()
+    """Sizes that the script does not take."""
+
     measures_kept_bytes: bool = False
     """Whether the banner says what is kept; its process takes more than a short run."""
 
     def command(self) -> list[str]:
         words = self.arguments.split()
-        sizes = [word for name, value in _SIZES.items() if f"--{name}" not in words for word in (f"--{name}", value)]
+        sizes = [
+            word
+            for name, value in _SIZES.items()
+            if f"--{name}" not in words and name not in self.leaves_out
+            for word in (f"--{name}", value)
+        ]
         return [*_CPU_ARGUMENTS.split(), *self.data.split(), *map(str, sizes), *words]
 
 

@@ -28,6 +28,6 @@ def write_text(folder: Path) -> str:
     builder.finalize(str(folder / "text.idx"))
     cache = folder / "cache"
     return (
-        f"--data-path {folder}/text --split 100,0,0 --tokenizer-type BertWordPieceLowerCase "
+        f"--data-path {folder}/text --split 100,0,0 --legacy-tokenizer --tokenizer-type BertWordPieceLowerCase "
         f"--vocab-file {folder}/vocab.txt --data-cache-path {cache}"
     )

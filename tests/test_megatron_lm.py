@@ -18,6 +18,8 @@ from tempo_megatron.cli import main as tempo_megatron
 from tempo_megatron.megatron_lm import run, versions
 from tempo_megatron.megatron_lm.kept_bytes import _extrapolate
 from tempo_megatron.megatron_lm.options import read_options
+from tempo_megatron.megatron_lm.patches import _leave_replayed_masks
+from tempo_megatron.megatron_lm.report import Report
 from tempo_megatron.megatron_lm.samples import MicroBatches, find_first_sample
 from tempo_megatron.megatron_lm.versions import LaunchError
 
@@ -210,6 +212,23 @@ def _kept_and_measured(order: dict[str, Any]) -> tuple[bool, bool]:
     return found.stock == stock.layer_bytes, found.tempo == tempo.layer_bytes
 
 
+def test_a_script_that_builds_none_of_the_models_is_refused() -> None:
+    report = Report("0.16.1", ROOT, None)
+    with pytest.raises(LaunchError, match="builds no GPTModel, BertModel or T5Model"):
+        report.publish_once()
+
+
+def test_cuda_graphs_leave_masks_to_stock_unless_these_were_asked_for() -> None:
+    config = SimpleNamespace(cuda_graph_impl="local", hidden_dropout=0.1, attention_dropout=0.0)
+    asked, reasons = _leave_replayed_masks(config, TempoConfig())
+    assert asked == TempoConfig(dropout="off")
+    assert set(reasons) == {"dropout"} and "cuda_graph_impl is local" in reasons["dropout"]
+    with pytest.raises(ValueError, match='leave CUDA graphs off, or set tempo.dropout to "off"'):
+        _leave_replayed_masks(config, TempoConfig(dropout="recompute"))
+    config.cuda_graph_impl = "none"
+    assert _leave_replayed_masks(config, TempoConfig()) == (TempoConfig(), {})
+
+
 def test_the_launcher_says_how_it_is_used() -> None:
     command = [sys.executable, str(ROOT / "launch" / "run_megatron.py"), "--help"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -234,7 +253,6 @@ def results(megatron_root: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         Run("attention off", "--train-iters 1 --use-tempo --tempo-attention off"),
         Run("swiglu", "--train-iters 1 --use-tempo --swiglu"),
         Run("swiglu in place", "--train-iters 1 --use-tempo --swiglu --tempo-activation inplace"),
-        Run("other model", "--train-iters 1 --use-tempo --use-legacy-models"),
     ]
     (rank,) = run_all(megatron_root, 1, runs, folder)
     rank["report"] = json.loads(report.read_text("utf-8"))
@@ -288,9 +306,3 @@ def test_what_cannot_be_had_adapts_unless_it_was_written(results: dict[str, dict
     assert results["swiglu in place"]["status"] == 2
     (line,) = results["swiglu in place"]["complaints"].splitlines()
     assert line.startswith("run_megatron.py: --use-tempo: activation is swiglu")
-
-
-@pytest.mark.slow
-def test_a_script_that_builds_none_of_the_models_is_refused(results: dict[str, dict[str, Any]]) -> None:
-    assert results["other model"]["status"] == 2
-    assert "builds no GPTModel, BertModel or T5Model" in results["other model"]["complaints"]
