@@ -93,10 +93,11 @@ def test_a_wrong_command_is_one_sentence(capsys: pytest.CaptureFixture[str], arg
     assert line.startswith("tempo-megatron run: ") and sentence in line
 
 
+@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
 def test_another_rank_leaves_the_sentence_to_rank_0(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(name, "1")
     assert run.main(["missing.py"]) == 2
     assert capsys.readouterr().err == ""
 
@@ -239,7 +240,8 @@ def test_the_launcher_says_how_it_is_used() -> None:
 def results(megatron_root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Short runs of one process, by name."""
     folder = tmp_path_factory.mktemp("runs")
-    report = folder / "report.json"
+    report, deepspeed = folder / "report.json", folder / "ds.json"
+    deepspeed.write_text('{"train_batch_size": 8, "tempo": {"norm": "recompute"}}')
     runs = [
         Run("help", "--help"),
         Run("stock", "--train-iters 1", changes=("keep_what_was_replaced",)),
@@ -251,6 +253,7 @@ def results(megatron_root: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         ),
         Run("mask given", "--train-iters 1 --use-tempo --reset-attention-mask"),
         Run("attention off", "--train-iters 1 --use-tempo --tempo-attention off"),
+        Run("deepspeed", f"--train-iters 1 --deepspeed_config {deepspeed} --local_rank=0"),
         Run("swiglu", "--train-iters 1 --use-tempo --swiglu"),
         Run("swiglu in place", "--train-iters 1 --use-tempo --swiglu --tempo-activation inplace"),
     ]
@@ -287,6 +290,14 @@ def test_the_banner_and_the_report_say_what_was_replaced(results: dict[str, dict
     kept = report["kept_bytes_per_layer"]
     assert 0 < kept["tempo"] < kept["stock"]
     assert f"stock {kept['stock']:,}, Tempo {kept['tempo']:,}" in printed
+
+
+@pytest.mark.slow
+def test_the_block_of_a_deepspeed_json_counts_and_the_deepspeed_launchers_argument_is_taken(
+    results: dict[str, dict[str, Any]],
+) -> None:
+    assert results["deepspeed"]["status"] == 0
+    assert "norm=recompute" in results["deepspeed"]["printed"]
 
 
 @pytest.mark.slow

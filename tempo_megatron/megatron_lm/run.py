@@ -36,14 +36,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
     try:
         script, arguments = _prepare(argv)
     except (LaunchError, MissingExtraError) as error:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if _find_rank() == 0:
             print(f"{prog}: {error}", file=sys.stderr, flush=True)
         return 2
     sys.argv = [str(script), *arguments]
     try:
         runpy.run_path(str(script), run_name="__main__")
     except LaunchError as error:
-        rank = int(os.environ.get("RANK", "0"))
+        rank = _find_rank()
         if rank != 0:
             # As a rule every rank finds the same, and a launcher ends the others once rank 0 has said it; a stage of a
             # pipeline can be the only one that has what is wrong.
@@ -51,6 +51,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
         print(f"{prog}{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
+
+
+def _find_rank() -> int:
+    """This process's, also before the launcher's variables are put into torch's."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
 
 
 def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
