@@ -156,7 +156,7 @@ def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
                 for s in lengths
             ]
             found[name] = _extrapolate(lengths, kept, order["seq_length"])
-    return KeptBytes(**found)
+    return KeptBytes(stock=found["stock"], tempo=found["tempo"])
 
 
 def _extrapolate(lengths: list[int], kept: list[int], length: int) -> int:
