@@ -118,7 +118,17 @@ def _find_obstacle(config: Any) -> str | None:
         return "the ledger does not know which tokens an expert gets"
     if config.context_parallel_size > 1:
         return "the ledger does not know context parallelism"
+    if not _is_portable(config.activation_func):
+        return "the activation is a function that another process cannot be given"
     return None
+
+
+def _is_portable(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return False
+    return True
 
 
 def _portable_fields(config: Any) -> dict[str, Any]:
@@ -126,13 +136,9 @@ def _portable_fields(config: Any) -> dict[str, Any]:
     fields = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if not field.init or (callable(value) and field.name != "activation_func"):
-            continue
-        try:
-            pickle.dumps(value)
-        except (pickle.PicklingError, TypeError, AttributeError):
-            continue
-        fields[field.name] = value
+        is_function = callable(value) and field.name != "activation_func"
+        if field.init and not is_function and _is_portable(value):
+            fields[field.name] = value
     return {**fields, **{name: value for name, value in _OVERRIDES.items() if name in fields}}
 
 
