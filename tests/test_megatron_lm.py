@@ -317,3 +317,25 @@ def test_what_cannot_be_had_adapts_unless_it_was_written(results: dict[str, dict
     assert results["swiglu in place"]["status"] == 2
     (line,) = results["swiglu in place"]["complaints"].splitlines()
     assert line.startswith("run_megatron.py: --use-tempo: activation is swiglu")
+
+
+_SCRIPT = """
+import argparse, sys
+import megatron.core
+from megatron.training import arguments
+
+parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+args = parser.parse_args()
+print(__name__, megatron.core.__file__, args.use_tempo, args.num_layers, args.local_rank)
+"""
+
+
+@pytest.mark.slow
+def test_the_launcher_runs_a_script_as_main_with_the_checkouts_megatron(megatron_root: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT, encoding="utf-8")
+    command = [sys.executable, str(ROOT / "launch" / "run_megatron.py"), "--local_rank=1"]
+    command += ["--megatron-root", str(megatron_root), str(script), "--num-layers", "7", "--use-tempo"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    expected = ["__main__", str(megatron_root / "megatron/core/__init__.py"), "True", "7", "1"]
+    assert found.stdout.split() == expected
