@@ -12,6 +12,7 @@ Megatron-LM's training code asks for CUDA by name. What is answered here, and ho
   states of its own for the tensor-parallel region).
 - torch.distributed: backend "nccl" means gloo, without options and device ids; `all_reduce` of gloo has no AVG for
   every dtype, so that AVG is a sum and a division.
+  What is sent to another stage is a copy: Megatron lets go of the memory while it is sent, which a GPU's stream keeps.
 - What is compiled for a GPU is not: the fused kernels of megatron.legacy, the dataset's helpers (the compiled file must
   lie in the checkout), the warm-up of the JIT fusions. `torch.compile` gives functions that run as they are written.
 - Names that 0.16.1 never defines without Transformer Engine, though its local layers are to be had without: None for
@@ -165,4 +166,11 @@ def _answer_distributed() -> None:
         tensor.div_(dist.get_world_size(group))
         return work
 
+    isend = dist.isend
+
+    def send_copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return isend(tensor.clone(), *args, **kwargs)
+
     dist.init_process_group, dist.new_group, dist.all_reduce = init_on_gloo, new_gloo_group, all_reduce_with_mean
+    # Its own module compares functions that are to be batched with its own name.
+    dist.isend = dist.distributed_c10d.isend = send_copy
