@@ -13,10 +13,7 @@ class Case:
     arguments: str
     world_size: int = 1
     tempo: str = ""
-    """Choices beside --use-tempo."""
-
-    stock_leaves_out: str = ""
-    """Arguments with which stock does not run here."""
+    """Arguments beside --use-tempo: choices, and what stock does not end with."""
 
     stock_norms: str = "megatron's"
     """ "torch's" where Megatron's own refuse, as they do sequence parallelism without Apex and Transformer Engine."""
@@ -62,7 +59,7 @@ CASES = {
     "LLaMA": Case(_LLAMA),
     "squared ReLU": Case("--squared-relu --no-bias-gelu-fusion"),
     "windows": Case("--window-size 8,0 --window-attn-skip-freq 2"),
-    "MoE": Case(f"{_MOE} --moe-layer-freq 2 --no-bias-gelu-fusion"),
+    "MoE": Case(f"{_MOE} --moe-layer-freq 2 --no-bias-gelu-fusion --disable-bias-linear"),
     "heterogeneous layers": Case(
         f"--heterogeneous-layers-config-encoded-json {_HETEROGENEOUS} --swiglu --normalization RMSNorm "
         "--group-query-attention --num-query-groups 2 --position-embedding-type rope --use-rope-scaling "
