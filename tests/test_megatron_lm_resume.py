@@ -63,11 +63,11 @@ def test_losses_go_on_as_uninterrupted(losses: dict[str, dict[int, float]], dire
     kind = layout if layout in _FORMATS else "torch_dist"
     first = losses[f"first {direction.split()[0]}, {kind}"]
     assert first == pytest.approx({step: expected[step] for step in (1, 2)}, rel=2.5e-7)
-    assert losses[f"{direction}, {layout}"] == pytest.approx(as_printed_after_resuming(expected), rel=1e-6)
+    assert losses[f"{direction}, {layout}"] == pytest.approx(as_printed_after_resuming(expected), rel=2.5e-7)
 
 
 @pytest.mark.parametrize("layout", [*_FORMATS, "TP 2"])
 def test_masks_go_on_where_the_samples_do(losses: dict[str, dict[int, float]], layout: str) -> None:
     expected = losses["uninterrupted, dropout"]
-    assert losses[f"dropout, {layout}"] == pytest.approx(as_printed_after_resuming(expected), rel=1e-6)
+    assert losses[f"dropout, {layout}"] == pytest.approx(as_printed_after_resuming(expected), rel=2.5e-7)
     assert expected[3] != pytest.approx(losses["uninterrupted"][3], rel=1e-4)
