@@ -16,8 +16,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.moe import moe_utils
+from torch import nn
 
-from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
+from tempo_megatron.slots.choices import choose
 from tempo_megatron.slots.layer_spec import count_slots
 
 STOCK = None
@@ -175,6 +177,41 @@ def test_what_cannot_be_is_refused_at_the_start_with_the_remedy(overrides, attri
 @pytest.mark.parametrize(("overrides", "attributes", "tempo_config"), ALLOWED.values(), ids=ALLOWED)
 def test_what_draws_no_mask_is_not_refused(overrides, attributes, tempo_config):
     assert run_megatron_ranks(answer, 1, 1, overrides, attributes, tempo_config) == ["not refused"]
+
+
+def with_multi_token_prediction(tempo_config, dropout):
+    """Loss and gradients, and how many slots Tempo fills."""
+    config = gpt_config(dropout=dropout, mtp_num_layers=1)
+    spec = tempo_block_spec(config, tempo_config)
+    torch.manual_seed(7)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=SEQ_LENGTH,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
+    ).train()
+    tempoize_embedding(model, tempo_config)
+    tempoize_loss(model, tempo_config)
+    takes_mask = choose(config, tempo_config).config.attention == "off"
+    loss = losses(model, 0, 2, gives_mask=takes_mask).mean()
+    loss.backward()
+    return (loss.item(), gradients(model)), count_slots(spec), type(model.embedding.embedding_dropout) is nn.Dropout
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_auto_trains_a_model_with_multi_token_prediction(dropout):
+    ((found, slots, has_stock_embedding),) = run_megatron_ranks(
+        with_multi_token_prediction, 1, 1, TempoConfig(), dropout
+    )
+    draws = dropout > 0
+    assert {name: filled for name, (filled, _) in slots.items()} == {
+        "activation": 2, "norm": 5, "dropout": 0 if draws else 4, "attention": 0 if draws else 2,
+    }  # fmt: skip
+    assert has_stock_embedding == draws
+    if not draws:
+        ((stock, *_),) = run_megatron_ranks(with_multi_token_prediction, 1, 1, TempoConfig.off(), dropout)
+        assert_equal_to_stock(found, stock)
 
 
 def refusals_of_other_specs():

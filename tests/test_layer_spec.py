@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize
 from tempo_megatron.slots.attention import TempoDotProductAttention
+from tempo_megatron.slots.choices import choose
 from tempo_megatron.slots.layer_spec import count_slots
 from tempo_megatron.slots.mlp import TempoMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TorchLayerNorm
@@ -34,8 +35,9 @@ def loss_and_gradients(tempo_config, sequence_parallel, overrides):
     """Loss of four samples in two micro batches, and gradients as they would be summed, at dropout 0."""
     model = build_gpt(gpt_config(sequence_parallel=sequence_parallel, **overrides), tempo_config)
     total = 0.0
+    takes_mask = choose(model.config, tempo_config).config.attention == "off"
     for first_sample in (0, 2):
-        loss = losses(model, first_sample, 2, gives_mask=tempo_config.attention == "off").mean()
+        loss = losses(model, first_sample, 2, gives_mask=takes_mask).mean()
         (loss / 2).backward()
         total += loss.item() / 2
     return total, gradients(model)
@@ -96,6 +98,22 @@ def test_other_activations_and_norms_equal_stock(overrides, tempo_config, sequen
     stock = run_megatron_ranks(loss_and_gradients, ranks, ranks, TempoConfig.off(), sequence_parallel, overrides)
     for ours, theirs in zip(found, stock, strict=True):
         assert_equal_to_stock(ours, theirs)
+
+
+LESSER = {
+    "swiglu": {"activation_func": F.silu, "gated_linear_unit": True},
+    "clamped swiglu": {"activation_func": F.silu, "gated_linear_unit": True, "activation_func_clamp_value": 0.01},
+    "relu": {"activation_func": F.relu},
+    "learnable softmax": {"softmax_type": "learnable"},
+    "residual after the norm": {"apply_residual_connection_post_layernorm": True},
+}
+
+
+@pytest.mark.parametrize("overrides", LESSER.values(), ids=LESSER)
+def test_where_auto_takes_less_the_model_equals_stock(overrides):
+    (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig(), False, overrides)
+    (stock,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig.off(), False, overrides)
+    assert_equal_to_stock(found, stock)
 
 
 def test_a_recomputed_mlp_with_biases_gives_the_gradients_of_one_that_is_not():

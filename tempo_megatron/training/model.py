@@ -12,8 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from tempo_megatron import tempo_block_spec, tempoize_embedding
-from tempo_megatron.slots.loss import TempoGPTModel
+from tempo_megatron import TempoGPTModel, tempo_block_spec, tempoize_embedding
 from tempo_megatron.training.run_config import RunConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
