@@ -207,6 +207,21 @@ def count_slots(spec: TransformerBlockSubmodules) -> dict[str, tuple[int, int]]:
     return counts
 
 
+def hides_the_future(spec: TransformerBlockSubmodules) -> bool:
+    """Whether every attention of a block is Tempo's and causal by its type, so that it needs no mask for that."""
+    attentions: list[Any] = [
+        attention
+        for layer in spec.layer_specs or []
+        for name in ("self_attention", "cross_attention")
+        if _is_there(attention := getattr(layer.submodules, name, None))
+    ]
+    return all(
+        _is_tempo("attention", getattr(attention.submodules, "core_attention", None))
+        and getattr(attention, "params", {}).get("attn_mask_type") is AttnMaskType.causal
+        for attention in attentions
+    )
+
+
 def _find_slot(layer: Any, path: str) -> Any:
     """What stands at a dotted path of a layer spec; None where a spec on the way has no submodules."""
     slot = layer
