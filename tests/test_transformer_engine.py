@@ -10,17 +10,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron_versions import find_versions
 
 TESTS = Path(__file__).parent
+FOLDER = os.environ.get("MEGATRON_CORE_VERSIONS", "")
+VERSIONS = find_versions(Path(FOLDER)) if FOLDER else []
 S, B, H = 16, 2, 32
 LAYOUTS = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["TP 1", "TP 2 + SP"])
 
 
 @functools.cache
-def results(ranks: int, folder: str) -> list[dict]:
-    """What te_cases.py prints in each rank."""
+def results(ranks: int, folder: str, root: str = "") -> list[dict]:
+    """What te_cases.py prints in each rank, with the megatron-core under `root`, by default the installed one."""
     source = TESTS.parent
-    path = os.pathsep.join([*map(str, (source, source / "kernels", TESTS)), os.environ.get("PYTHONPATH", "")])
+    own = [*map(str, (source, source / "kernels", TESTS)), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join([root, *own] if root else own)
     more = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     environment = {**os.environ, **more, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(TESTS / "te_cases.py"), str(Path(folder, f"store{ranks}"))]
@@ -69,6 +73,23 @@ def test_loss_gradients_parameters_and_checkpoint_keys_of_a_gpt_equal_stock(foun
                 check(case)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
+
+
+def test_the_op_fusers_mlp_is_replaced_with_its_form_of_gelu(found) -> None:
+    case = found(1)[0]["op fuser"]
+    assert case["loss"][1] == pytest.approx(case["loss"][0], rel=1e-6)
+    assert case["gradient_error_eps"] <= 100 and case["same"]["gradients"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VERSIONS, reason="MEGATRON_CORE_VERSIONS names no folder with a megatron-core per version")
+@pytest.mark.parametrize("root", VERSIONS, ids=lambda root: root.name)
+def test_specs_of_every_version_equal_stock(root: Path, tmp_path: Path) -> None:
+    (told,) = results(1, str(tmp_path), str(root))
+    for case in (*told["gpt"].values(), told["bert"]):
+        check(case)
+    stock, tempo, tempo_with_stocks, stock_with_tempos = told["resumed"]
+    assert [tempo_with_stocks, stock_with_tempos] == pytest.approx([stock, tempo], rel=1e-6)
 
 
 @LAYOUTS
