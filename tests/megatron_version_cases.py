@@ -22,7 +22,7 @@ from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encod
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.nn import functional as F
 
-from tempo_megatron import TempoConfig, tempoize, tempoize_embedding, tempoize_loss, use_cpu
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss, use_cpu
 from tempo_megatron.slots.dropout_rng import set_micro_batch
 from tempo_megatron.slots.layer_spec import count_slots
 from tempo_megatron.slots.megatron_versions import DIFFERENCES, VERSION
@@ -34,7 +34,9 @@ RECOMPUTED_MLP = {"recompute_granularity": "selective", "recompute_modules": ["m
 
 def build_gpt(config: Any, tempo_config: TempoConfig) -> Any:
     stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    return GPTModel(config, replaced(stock, config, tempo_config), VOCAB_SIZE, SEQ_LENGTH)
+    spec = stock if tempo_config.is_off else tempo_block_spec(config, tempo_config)
+    assert count_slots(spec) == count_slots(replaced(stock, config, tempo_config))
+    return GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH)
 
 
 def build_bert(config: Any, tempo_config: TempoConfig) -> Any:

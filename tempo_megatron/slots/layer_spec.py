@@ -118,7 +118,7 @@ def tempo_block_spec(
     if getattr(config, "heterogeneous_block_specs", False):
         spec = get_gpt_heterogeneous_layer_spec(config, use_te=False, vp_stage=vp_stage)
     else:
-        norms = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
+        norms = {"normalization": config.normalization, "qk_l2_norm": getattr(config, "qk_l2_norm", False)}
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, **norms)
     return tempoize(spec, transformer_config, tempo_config, vp_stage=vp_stage)
 
