@@ -134,7 +134,7 @@ def test_gated_units_in_one_pass_obey_the_rule(ours, activation, has_bias, dtype
 
     used = []
     monkeypatch.setattr(cpu_glu, "COMPILED_ELEMENTS", 64)
-    monkeypatch.setattr(cpu_glu, "_blocks", lambda *_: used.append(1) or [])
+    monkeypatch.setattr(cpu_glu, "_add_in_blocks", lambda *_: used.append(1) or [])
     x, bias, grad = torch.rand(50, 3, 40) * 16 - 8, torch.randn(40) if has_bias else None, torch.randn(50, 3, 20)
     assert_three_witnesses(ours, reference, [x, bias], grad, dtype)
     assert not used

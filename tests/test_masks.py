@@ -36,7 +36,7 @@ def masks_of_rank(sequence_parallel, micro_batch_size, recompute):
 
     rank, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     with (
-        mock.patch("tempo_kernels.dropout_add.eager.keep_bits", record),
+        mock.patch("tempo_kernels.dropout_add.cpu.keep_bits", record),
         mock.patch("tempo_kernels.attention.cpu.keep_bits", record),
     ):
         for first in range(0, SAMPLES, micro_batch_size * replicas):

@@ -119,7 +119,7 @@ def recorded_draws(model):
                 if isinstance(getattr(module, bda), types.FunctionType):
                     setattr(module, bda, scoped(f"{name}.{bda}", getattr(module, bda)))
     with (
-        mock.patch("tempo_kernels.dropout_add.eager.keep_bits", record),
+        mock.patch("tempo_kernels.dropout_add.cpu.keep_bits", record),
         mock.patch("tempo_kernels.attention.cpu.keep_bits", record),
     ):
         yield keys
