@@ -14,28 +14,32 @@ from tempo_megatron.operations import CHOICES, RENAMED
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TempoConfig:
-    """What each operation keeps for backward; `"off"` is stock Megatron. `TempoConfig()` switches everything on.
+    """What each operation keeps for backward. `TempoConfig()` is `"auto"` throughout.
+
+    `"auto"` is in place where the model has that, else recompute, else stock; `tempo_megatron.slots.choices.choose`
+    says which and why. `"off"` is stock Megatron. Any other value is what somebody wants: where it cannot be had, the
+    model is refused.
 
     Raises ValueError for a choice that does not exist.
     """
 
-    activation: str = "inplace"
+    activation: str = "auto"
     """The MLP's activation. "inplace", for gelu and squared relu: the output (which the next linear keeps anyway) and,
     for gelu, one bit per element instead of the input. "recompute", for gated ones too: the input instead of the
     output, which is made again in backward."""
 
-    norm: str = "inplace"
+    norm: str = "auto"
     """"inplace": the output (which the next linear keeps anyway) and rstd instead of the input. "recompute": the input
     instead of the output, which is made again in backward; exact."""
 
-    dropout: str = "recompute"
+    dropout: str = "auto"
     """"recompute": nothing; the mask is redrawn in backward. Hidden and embedding dropout."""
 
-    attention: str = "flash"
+    attention: str = "auto"
     """"flash": q, k, v, output and logsumexp; no s*s tensor and no mask, dropout redrawn in backward.
     "softmax", the paper's form: one s*s tensor, the softmax's output; the dropout's output and mask redrawn."""
 
-    loss: str = "fused"
+    loss: str = "auto"
     """"fused": the output layer and the cross entropy in one, a chunk of tokens at a time; no logits of all tokens."""
 
     def __post_init__(self) -> None:
@@ -51,6 +55,7 @@ class TempoConfig:
 
     @property
     def is_off(self) -> bool:
+        """Whether every operation is stock by its value; "auto" is not, whatever becomes of it."""
         return all(getattr(self, name) == "off" for name in CHOICES)
 
     @classmethod
@@ -79,18 +84,18 @@ class TempoConfig:
         if "tempo" in content:
             return cls.from_dict(content["tempo"])
         if content and not set(content) & {*CHOICES, *RENAMED, "enabled"}:
-            raise ValueError(f'{path} has no "tempo" block; add one, for example "tempo": {{"activation": "inplace"}}')
+            raise ValueError(f'{path} has no "tempo" block; add one, for example "tempo": {{"activation": "auto"}}')
         return cls.from_dict(content)
 
     def describe(self) -> str:
-        """One line: `activation=inplace norm=inplace dropout=recompute attention=flash loss=fused`."""
+        """One line: `activation=inplace norm=auto dropout=recompute attention=flash loss=auto`."""
         return " ".join(f"{name}={getattr(self, name)}" for name in CHOICES)
 
 
 def check_block(block: object) -> dict[str, Any]:
     """A copy of a `"tempo"` block whose keys are known and whose values exist; else ValueError."""
     if not isinstance(block, Mapping):
-        raise ValueError(f'"tempo" is {block!r}; expected a block such as {{"activation": "inplace"}}')
+        raise ValueError(f'"tempo" is {block!r}; expected a block such as {{"activation": "auto"}}')
     known = ("enabled", *CHOICES)
     for key, value in block.items():
         if key in RENAMED:

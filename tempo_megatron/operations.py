@@ -17,7 +17,10 @@ class Operation:
     """Field of TempoConfig, key of the "tempo" block, and `--tempo-NAME`."""
 
     choices: tuple[str, ...]
-    """The switch's values; "off" is stock Megatron."""
+    """The switch's values; "off" is stock Megatron, "auto" the first of `preference` that nothing refuses."""
+
+    preference: tuple[str, ...]
+    """What "auto" tries, in this order: in place where that exists, else recompute, else stock."""
 
     help: str
     """What `--help` says about the switch."""
@@ -58,14 +61,16 @@ OPERATIONS = {
     for operation in (
         Operation(
             name="activation",
-            choices=("off", "inplace", "recompute"),
+            choices=("auto", "off", "inplace", "recompute"),
+            preference=("inplace", "recompute", "off"),
             help="the MLP's activation keeps, inplace, its output and, for gelu, one bit per element instead of its "
             "input; recompute, its input only (gated ones too)",
             slots=("mlp",),
         ),
         Operation(
             name="norm",
-            choices=("off", "inplace", "recompute"),
+            choices=("auto", "off", "inplace", "recompute"),
+            preference=("inplace", "recompute", "off"),
             help="LayerNorm and RMSNorm keep, inplace, their output and rstd instead of their input; "
             "recompute, their input only",
             slots=("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"),
@@ -73,13 +78,15 @@ OPERATIONS = {
         ),
         Operation(
             name="dropout",
-            choices=("off", "recompute"),
+            choices=("auto", "off", "recompute"),
+            preference=("recompute", "off"),
             help="hidden and embedding dropout keep nothing; their masks are redrawn in backward",
             slots=("self_attn_bda", "cross_attn_bda", "mlp_bda"),
         ),
         Operation(
             name="attention",
-            choices=("off", "flash", "softmax"),
+            choices=("auto", "off", "flash", "softmax"),
+            preference=("flash", "off"),
             help="attention keeps, flash, q, k, v, output and logsumexp, no s*s tensor and no mask; "
             "softmax, one s*s tensor",
             slots=("self_attention.core_attention", "cross_attention.core_attention"),
@@ -87,7 +94,8 @@ OPERATIONS = {
         ),
         Operation(
             name="loss",
-            choices=("off", "fused"),
+            choices=("auto", "off", "fused"),
+            preference=("fused", "off"),
             help="the loss head keeps hidden states instead of logits, of which one chunk of tokens is alive at a time",
             title="loss head",
         ),

@@ -16,6 +16,8 @@ from tempo_megatron.slots import dropout_rng
 VOCAB_SIZE = 64
 SEQ_LENGTH = 16
 RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
+# What "auto" takes where nothing refuses it, but written.
+WRITTEN = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="fused")
 
 
 def gpt_config(*, sequence_parallel: bool = False, dropout: float = 0.0, **overrides: Any) -> TransformerConfig:

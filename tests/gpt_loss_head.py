@@ -9,7 +9,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from tempo_megatron import TempoConfig, tempo_block_spec
 from tempo_megatron.slots.loss import tempoize_loss
 
-FUSED, OFF = TempoConfig(), TempoConfig.off()
+FUSED, OFF = TempoConfig(loss="fused"), TempoConfig.off()
 
 
 def build(tempo_config, *, is_tied=True, sequence_parallel=False, cls=GPTModel, seed=7, **settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from unittest import mock
@@ -9,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from gpt import RECOMPUTE, SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, gpt_config, gradients, losses
+from gpt import RECOMPUTE, SEQ_LENGTH, VOCAB_SIZE, WRITTEN, assert_equal_to_stock, gpt_config, gradients, losses
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
@@ -106,42 +107,50 @@ REFUSED = {
     "context parallelism": (
         DROPS,
         {"context_parallel_size": 2},
-        TempoConfig(),
-        r'context_parallel_size is 2; .*same masks; set tempo.attention and tempo.dropout to "off"',
+        WRITTEN,
+        r'context_parallel_size is 2, .*same masks; set tempo.dropout and tempo.attention to "off"',
     ),
     "context parallelism, stock attention": (
         DROPS,
         {"context_parallel_size": 2},
-        TempoConfig(attention="off"),
-        'context_parallel_size is 2; .*same masks; set tempo.dropout to "off"',
+        TempoConfig(attention="off", dropout="recompute"),
+        'context_parallel_size is 2, .*same masks; set tempo.dropout to "off"',
     ),
     "context parallelism, no dropout": (
         {},
         {"context_parallel_size": 2},
-        TempoConfig(),
+        WRITTEN,
         'context_parallel_size is 2, which Tempo.s attention does not support; set tempo.attention to "off"',
     ),
-    "multi-token prediction": (DROPS, {"mtp_num_layers": 1}, TempoConfig(), "mtp_num_layers is 1; .*numbers"),
+    "multi-token prediction": (DROPS, {"mtp_num_layers": 1}, WRITTEN, "mtp_num_layers is 1, .*numbers"),
     "recomputed layernorm": (
         {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
         {},
-        TempoConfig(),
+        WRITTEN,
         "recompute_modules holds layernorm.*NameError",
     ),
-    "float32 residual": (HALF, {"fp32_residual_connection": True}, TempoConfig(), "fp32_residual_connection is on"),
+    "float32 residual": (HALF, {"fp32_residual_connection": True}, WRITTEN, "fp32_residual_connection is on"),
     "attention variant": (
         {},
         {"experimental_attention_variant": "gated_delta_net"},
-        TempoConfig(),
+        WRITTEN,
         "experimental_attention_variant is gated_delta_net; expected none",
     ),
 }
 ALLOWED = {
     "context parallelism, no masks": (DROPS, {"context_parallel_size": 2}, NO_MASKS),
-    "context parallelism, no dropout": ({}, {"context_parallel_size": 2}, TempoConfig(attention="off")),
-    "multi-token prediction, no dropout": ({}, {"mtp_num_layers": 1}, TempoConfig()),
-    "float32 residual, stock norm": (HALF, {"fp32_residual_connection": True}, TempoConfig(norm="off")),
-    "float32 residual and parameters": ({}, {"fp32_residual_connection": True}, TempoConfig()),
+    "context parallelism, no dropout": (
+        {},
+        {"context_parallel_size": 2},
+        dataclasses.replace(WRITTEN, attention="off"),
+    ),
+    "multi-token prediction, no dropout": ({}, {"mtp_num_layers": 1}, dataclasses.replace(WRITTEN, loss="off")),
+    "float32 residual, stock norm": (
+        HALF,
+        {"fp32_residual_connection": True},
+        dataclasses.replace(WRITTEN, norm="off"),
+    ),
+    "float32 residual and parameters": ({}, {"fp32_residual_connection": True}, WRITTEN),
 }
 
 
@@ -202,7 +211,7 @@ def embedding_under_context_parallelism():
     )
     model.config.context_parallel_size = 2
     try:
-        tempoize_embedding(model, TempoConfig(attention="off"))
+        tempoize_embedding(model, TempoConfig(dropout="recompute"))
     except ValueError as error:
         return str(error)
     return "not refused"

@@ -27,7 +27,10 @@ def test_an_unknown_key_names_the_nearest_known_one():
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"activation": "flash"}, r"tempo.activation is 'flash'; it must be one of 'off', 'inplace', 'recompute'"),
+        (
+            {"activation": "flash"},
+            r"tempo.activation is 'flash'; it must be one of 'auto', 'off', 'inplace', 'recompute'",
+        ),
         ({"norm": True}, "tempo.norm is True"),
         ({"enabled": "yes"}, "tempo.enabled is 'yes'; it must be true or false"),
         ("on", "\"tempo\" is 'on'"),
@@ -48,7 +51,8 @@ def test_choices_are_checked_without_a_file_too():
 def test_every_shipped_deepspeed_file_has_a_block_that_reads(path):
     content = json.loads(path.read_text(encoding="utf-8"))
     assert TempoConfig.from_file(path).is_off
-    assert TempoConfig.from_dict({**content["tempo"], "enabled": True}) == TempoConfig()
+    first = {name: operation.preference[0] for name, operation in OPERATIONS.items()}
+    assert TempoConfig.from_dict({**content["tempo"], "enabled": True}) == TempoConfig(**first)
 
 
 def test_a_bare_block_reads_and_other_files_are_refused(tmp_path):
@@ -78,14 +82,25 @@ def test_a_bare_block_reads_and_other_files_are_refused(tmp_path):
         (
             ["--use-tempo", "--tempo-activation", "inplace"],
             {"activation": "off", "norm": "off"},
-            TempoConfig(norm="off"),
+            TempoConfig(activation="inplace", norm="off"),
         ),
+        (["--tempo-activation", "auto"], {"activation": "off", "norm": "auto"}, TempoConfig()),
         (["--tempo-norm", "off"], {"enabled": True}, TempoConfig(norm="off")),
     ],
 )
 def test_the_argument_wins_over_the_block_field_by_field(argv, block, expected):
     config = {} if block is None else {"tempo": block}
     assert tempo_config_from(parsed(*argv), config) == expected
+
+
+def test_auto_is_the_value_of_every_field_and_is_not_off():
+    assert dataclasses.asdict(TempoConfig()) == dict.fromkeys(OPERATIONS, "auto")
+    assert TempoConfig.from_dict({}) == TempoConfig.from_dict(dict.fromkeys(OPERATIONS, "auto")) == TempoConfig()
+    assert not TempoConfig().is_off and not TempoConfig(**{**dict.fromkeys(OPERATIONS, "off"), "norm": "auto"}).is_off
+    assert TempoConfig(norm="off").describe() == "activation=auto norm=off dropout=auto attention=auto loss=auto"
+    for operation in OPERATIONS.values():
+        assert operation.preference[-1] == "off"
+        assert {"auto", *operation.preference} <= set(operation.choices)
 
 
 def test_an_operation_asked_for_while_tempo_is_off_is_refused():

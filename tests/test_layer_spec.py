@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from gpt import RECOMPUTE, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
+from gpt import RECOMPUTE, WRITTEN, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -199,7 +199,7 @@ def test_every_slot_is_filled_and_the_given_spec_stays_as_it_is():
 
 def refusal(overrides):
     try:
-        tempo_block_spec(gpt_config(**overrides), TempoConfig())
+        tempo_block_spec(gpt_config(**overrides), WRITTEN)
     except ValueError as error:
         return str(error)
     return "not refused"
@@ -210,9 +210,9 @@ def refusal(overrides):
     [
         (
             {"activation_func": F.silu, "gated_linear_unit": True},
-            'activation is swiglu, in-place applies .*set tempo.activation to "recompute" or "off"',
+            'activation is swiglu, and in place exists for .*set tempo.activation to "recompute" or "off"',
         ),
-        ({"activation_func": F.relu}, 'activation is relu; .*set tempo.activation to "off"'),
+        ({"activation_func": F.relu}, 'activation is relu, .*set tempo.activation to "off"'),
         ({"normalization": "L2Norm"}, 'normalization is L2Norm.*set tempo.norm to "off"'),
         ({"softmax_type": "off-by-one"}, "softmax_type is off-by-one"),
         ({"enable_autocast": True, "autocast_dtype": torch.bfloat16}, "autocast is on"),

@@ -118,13 +118,12 @@ class TempoSoftmaxDotProductAttention(TempoDotProductAttention):
     form = "softmax"
 
 
-def refuse_attention(config: Any) -> None:
-    """Raise ValueError where the TransformerConfig asks for an attention that Tempo's cannot give."""
+def find_attention_refusal(config: Any) -> str | None:
+    """What the TransformerConfig asks of attention that Tempo's cannot give; None where it can give everything."""
     refused: list[tuple[bool, str]] = [
         (config.softmax_type != "vanilla", f"softmax_type is {config.softmax_type}"),
         (config.context_parallel_size > 1, f"context_parallel_size is {config.context_parallel_size}"),
         (getattr(config, "multi_latent_attention", False), "multi_latent_attention is on"),
     ]
-    for is_refused, what in refused:
-        if is_refused:
-            raise ValueError(f'{what}, which Tempo\'s attention does not support; set tempo.attention to "off"')
+    found = next((what for is_refused, what in refused if is_refused), None)
+    return None if found is None else f"{found}, which Tempo's attention does not support"

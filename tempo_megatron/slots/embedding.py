@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.slots.bias_dropout_add import dropout
+from tempo_megatron.slots.choices import choose_operation
 from tempo_megatron.slots.dropout_rng import Site, Stack
-from tempo_megatron.slots.refusals import refuse_shared_masks
 
 
 class TempoEmbeddingDropout(torch.nn.Dropout):
@@ -62,12 +62,11 @@ def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
 
     A model, or pipeline stage, without an embedding stays as it is.
 
-    Raises ValueError where ranks of the layout would draw the same masks.
+    Raises ValueError where `tempo_config.dropout` is "recompute" and cannot be had; "auto" leaves the stock one there.
     """
     embedding = getattr(model, "embedding", None)
-    if embedding is None or tempo_config.dropout != "recompute":
+    if embedding is None or choose_operation("dropout", embedding.config, tempo_config)[0] == "off":
         return
-    refuse_shared_masks(embedding.config, tempo_config)
     stock = embedding.embedding_dropout
     if isinstance(stock, TempoEmbeddingDropout):
         return

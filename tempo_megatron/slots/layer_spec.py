@@ -31,6 +31,7 @@ from tempo_megatron.config import TempoConfig
 from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSoftmaxDotProductAttention
 from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
+from tempo_megatron.slots.choices import choose
 from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.linear import TempoColumnParallelLinear
 from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP
@@ -42,7 +43,6 @@ from tempo_megatron.slots.norm import (
     TorchLayerNorm,
     TorchRMSNorm,
 )
-from tempo_megatron.slots.refusals import check_against
 
 _EXPECTED_SPEC = (
     "expected a spec of TransformerLayer, or TransformerBlockSubmodules of such layers, as GPTModel, BertModel and "
@@ -105,7 +105,7 @@ def tempo_block_spec(
     Which layers have experts, which leave out attention or MLP, and what norms queries and keys is for the
     configuration to say, as in Megatron.
 
-    Raises ValueError where the configuration asks for what an operation cannot do; see `tempoize`.
+    Raises ValueError where a value that is not "auto" cannot be had; see `tempoize`.
     """
     variant = getattr(transformer_config, "experimental_attention_variant", None)
     if variant is not None:
@@ -135,7 +135,7 @@ def tempoize(
     Args:
         spec: a layer spec, which is repeated for every layer of this pipeline rank, or a block's submodules.
         transformer_config: Megatron's.
-        tempo_config: which operations.
+        tempo_config: which operations; "auto" becomes what `tempo_megatron.slots.choices.choose` says.
         vp_stage: this block's virtual pipeline stage, as GPTModel's argument of that name.
         stack: whose dropout masks the layers draw, where a model has two stacks of the same layer numbers. By default
             a block with causal self attention or with cross attention is a decoder, one without (BERT, T5's encoder)
@@ -144,10 +144,10 @@ def tempoize(
     Returns:
         TransformerBlockSubmodules for GPTModel, BertModel or T5Model (a bare layer spec would get a stock final norm).
 
-    Raises ValueError where `spec` is none of a transformer, or an operation that is switched on cannot do what
-    `transformer_config` asks for.
+    Raises ValueError where `spec` is none of a transformer, or a value that is not "auto" cannot be had with
+    `transformer_config`.
     """
-    check_against(transformer_config, tempo_config)
+    tempo_config = choose(transformer_config, tempo_config).config
     block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
     stack = _find_stack(layer_specs) if stack is None else stack

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.slots.late_check import LateCheck
+from tempo_megatron.slots.refusals import find_refusal
 
 _IGNORED = -100
 # Of the largest gradient: what float32 leaves of proportions.
@@ -107,7 +108,7 @@ class TempoGPTModel(_FusedLoss, GPTModel):
 
 
 def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
-    """Give a built GPTModel the fused loss head, where `tempo_config.loss` is "fused" and it has a head at all.
+    """Give a built GPTModel the fused loss head, where `choose_loss` says so and it has a head at all.
 
     The model keeps its modules, parameters and checkpoint keys; it and its output layer change class. Called with
     labels it gives losses [b, s] in float32 and keeps no logits; called without, logits. A label outside of the
@@ -119,12 +120,10 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     Megatron's loss functions are, and have one backward; any other gradient of the losses raises RuntimeError. A GPU
     is not waited for: there the gradients become NaN, and a later forward raises the error.
 
-    Raises ValueError where the model or its configuration has what the fused head cannot do.
+    Raises ValueError where `tempo_config.loss` is "fused" and the model or its configuration has what the fused head
+    cannot do; "auto" leaves such a model as it is.
     """
-    if tempo_config.loss != "fused":
-        return
-    _refuse(model)
-    if not model.post_process:
+    if choose_loss(model, tempo_config)[0] == "off" or not model.post_process:
         return
     cls: Any = type(model)
     logits_scale = _find_logits_scale(model)
@@ -133,28 +132,41 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     model.__class__ = _make_fused_class(cls)
 
 
-def _refuse(model: Any) -> None:
+def choose_loss(model: Any, tempo_config: TempoConfig) -> tuple[str, str | None]:
+    """("fused" or "off", why "auto" is "off") for a built model; the reason is None where "auto" has its first choice
+    and where the value was written.
+
+    Raises ValueError where `tempo_config.loss` is "fused" and the model cannot have it.
+    """
+    if tempo_config.loss == "off":
+        return "off", None
+    reason = _find_obstacle(model)
+    if reason is None:
+        return "fused", None
+    if tempo_config.loss == "auto":
+        return "off", reason
+    raise ValueError(f'{reason}; set tempo.loss to "off"')
+
+
+def _find_obstacle(model: Any) -> str | None:
+    """Why a built model cannot have the fused head; None where it can."""
     if not isinstance(model, GPTModel):
-        raise ValueError(
-            f'the model is a {type(model).__name__}; the fused loss expects a GPTModel; set tempo.loss to "off"'
-        )
-    config = model.config
-    layer = getattr(model, "output_layer", None)
-    refused = [
-        (config.mtp_num_layers, "mtp_num_layers is given, whose layers need logits of their own"),
-        (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute is on, which keeps the logits' gradient"),
-        (
-            model.post_process and type(layer) not in (ColumnParallelLinear, TempoOutputLayer),
-            f"the output layer is a {type(layer).__name__}, where a ColumnParallelLinear is expected",
-        ),
-    ]
-    for is_refused, reason in refused:
-        if is_refused:
-            raise ValueError(f'{reason}; set tempo.loss to "off"')
+        return f"the model is a {type(model).__name__}, and the fused loss is for a GPTModel only"
+    refusal = find_refusal("loss", "fused", model.config)
+    if refusal is not None:
+        return refusal.reason
+    if not model.post_process:
+        return None
+    layer = model.output_layer
+    if type(layer) not in (ColumnParallelLinear, TempoOutputLayer):
+        return f"the output layer is a {type(layer).__name__}, where a ColumnParallelLinear is expected"
+    if _find_logits_scale(model) is None:
+        return f"{type(model).__name__} does more to its logits than multiply them by a number"
+    return None
 
 
-def _find_logits_scale(model: Any) -> float:
-    """The number that a model's logits are multiplied by; ValueError where it does something else with them."""
+def _find_logits_scale(model: Any) -> float | None:
+    """The number that a model's logits are multiplied by; None where it does something else with them."""
     if isinstance(model, _FusedLoss):
         return model.output_layer.logits_scale
     scale_logits = getattr(model, "_scale_logits", None)
@@ -162,12 +174,7 @@ def _find_logits_scale(model: Any) -> float:
         return 1.0
     logits = torch.tensor([1.0, -3.0, 50.0], dtype=torch.float64)
     scaled = scale_logits(logits)
-    if not torch.equal(scaled, scaled[0] * logits):
-        raise ValueError(
-            f"{type(model).__name__} does more to its logits than multiply them by a number; expected a number; "
-            'set tempo.loss to "off"'
-        )
-    return scaled[0].item()
+    return scaled[0].item() if torch.equal(scaled, scaled[0] * logits) else None
 
 
 @functools.cache

@@ -41,19 +41,17 @@ def describe_activation(config: TransformerConfig) -> str:
     return name_activation(config) or ("gated " if config.gated_linear_unit else "") + function
 
 
-def refuse_activation(config: TransformerConfig, choice: str) -> None:
-    """Raise ValueError where the MLP's activation has no form for tempo.activation = `choice`."""
+def find_activation_refusal(config: TransformerConfig, choice: str) -> str | None:
+    """Why the MLP's activation has no form for tempo.activation = `choice`; None where it has one."""
     name = name_activation(config)
     if name is None:
-        raise ValueError(
-            f"activation is {describe_activation(config)}; expected gelu, squared relu, swiglu, geglu or reglu; "
-            'set tempo.activation to "off"'
+        return (
+            f"activation is {describe_activation(config)}, and Tempo has gelu, squared relu, swiglu, geglu and reglu "
+            "only"
         )
     if choice == "inplace" and name not in _IN_PLACE:
-        raise ValueError(
-            f"activation is {name}, in-place applies to gelu and squared relu only; "
-            'set tempo.activation to "recompute" or "off"'
-        )
+        return f"activation is {name}, and in place exists for gelu and squared relu only"
+    return None
 
 
 def _choose_activation(config: TransformerConfig, keep: str) -> Callable[[Tensor, Tensor | None], Tensor]:

@@ -1,80 +1,76 @@
-"""What Tempo's operations cannot do with a TransformerConfig, said before anything is built."""
+"""What Tempo's operations cannot do with a TransformerConfig, said before anything is built.
+
+A refusal is of one operation and one of its values. Of a value that somebody wrote it becomes an error, which also
+says what to write instead; "auto" goes on to the next value of its preference and gives the refusal as its reason.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.slots.attention import refuse_attention
-from tempo_megatron.slots.mlp import refuse_activation
+from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.slots.attention import find_attention_refusal
+from tempo_megatron.slots.mlp import find_activation_refusal
 
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
-def check_against(transformer_config: TransformerConfig, tempo_config: TempoConfig) -> None:
-    """Raise ValueError where an operation that is switched on cannot do what `transformer_config` asks for."""
-    if tempo_config.is_off:
-        return
-    if transformer_config.fp8 or getattr(transformer_config, "fp4", None):
-        raise ValueError(
-            "fp8 or fp4 is on, whose linears keep quantised copies, so that keeping outputs saves nothing; "
-            "leave Tempo off"
-        )
-    if getattr(transformer_config, "enable_autocast", False):
-        raise ValueError(
-            "autocast is on, under which linears keep cast copies, so that keeping outputs saves nothing; "
-            "use bf16 or fp16 parameters"
-        )
-    _refuse_recomputation(transformer_config)
-    if tempo_config.activation != "off":
-        refuse_activation(transformer_config, tempo_config.activation)
-    if tempo_config.norm != "off":
-        _refuse_norm(transformer_config, tempo_config.norm)
-    refuse_shared_masks(transformer_config, tempo_config)
-    if tempo_config.attention != "off":
-        refuse_attention(transformer_config)
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why an operation cannot have a value."""
+
+    reason: str
+    """A clause without a full stop: what the configuration says, and why that is in the way."""
+
+    remedy: str = ""
+    """What else helps than another value of the operation."""
 
 
-def refuse_shared_masks(transformer_config: TransformerConfig, tempo_config: TempoConfig) -> None:
-    """Raise ValueError where two places of the model, or two ranks, would draw the same dropout masks."""
-    switches = {"attention": transformer_config.attention_dropout, "dropout": transformer_config.hidden_dropout}
-    drawing = [f"tempo.{name}" for name, p in switches.items() if p > 0 and getattr(tempo_config, name) != "off"]
-    if not drawing:
-        return
-    remedy = f'set {" and ".join(drawing)} to "off"'
-    if transformer_config.context_parallel_size > 1:
-        raise ValueError(
-            f"context_parallel_size is {transformer_config.context_parallel_size}; expected 1, as Tempo's dropout does "
-            f"not know which rows of a sequence such a rank holds, so that all would draw the same masks; {remedy}"
-        )
-    if transformer_config.mtp_num_layers:
-        raise ValueError(
-            f"mtp_num_layers is {transformer_config.mtp_num_layers}; expected none, as the layers of multi-token "
-            f"prediction have the numbers, and so the dropout masks, of the decoder's; {remedy}"
-        )
+def find_refusal(operation: str, value: str, transformer_config: TransformerConfig) -> Refusal | None:
+    """Why tempo.`operation` cannot be `value` in a model of `transformer_config`; None where it can."""
+    if value == "off":
+        return None
+    found = _find_refusal_of_everything(transformer_config) or _FINDERS[operation](transformer_config, value)
+    return Refusal(found) if isinstance(found, str) else found
 
 
-def _refuse_norm(transformer_config: TransformerConfig, choice: str) -> None:
-    if transformer_config.normalization not in _NORMALIZATIONS:
-        raise ValueError(
-            f"normalization is {transformer_config.normalization}; expected LayerNorm or RMSNorm; "
-            'set tempo.norm to "off"'
-        )
-    if choice == "recompute" and transformer_config.apply_residual_connection_post_layernorm:
-        raise ValueError(
-            "apply_residual_connection_post_layernorm is on, which reads a norm's output once more after the linear "
-            'that follows it; set tempo.norm to "inplace" or "off"'
-        )
-    if transformer_config.fp32_residual_connection and transformer_config.params_dtype != torch.float32:
-        raise ValueError(
-            f"fp32_residual_connection is on with parameters in {transformer_config.params_dtype}; expected the "
-            'residual in the dtype of the norms\' weights; leave it off, or set tempo.norm to "off"'
-        )
+def refuse_written(
+    transformer_config: TransformerConfig, tempo_config: TempoConfig, operations: Iterable[str] = tuple(OPERATIONS)
+) -> None:
+    """Raise ValueError, one sentence, where a value that is not "auto" cannot be had.
+
+    Of several refusals it is the first, with every operation that the same reason concerns.
+    """
+    written = {name: value for name in operations if (value := getattr(tempo_config, name)) != "auto"}
+    refusals = {name: find_refusal(name, value, transformer_config) for name, value in written.items()}
+    first = next((refusal for refusal in refusals.values() if refusal is not None), None)
+    if first is not None:
+        names = [name for name, refusal in refusals.items() if refusal == first]
+        raise ValueError(write_refusal(first, names, transformer_config))
 
 
-def _refuse_recomputation(transformer_config: TransformerConfig) -> None:
+def write_refusal(refusal: Refusal, operations: list[str], transformer_config: TransformerConfig) -> str:
+    """The sentence for people who wrote the refused values: why not, and what to write."""
+    can_be = [
+        value
+        for value in OPERATIONS[operations[0]].choices
+        if value != "auto" and all(find_refusal(name, value, transformer_config) is None for name in operations)
+    ]
+    # "off" is always possible and reads best at the end.
+    values = " or ".join(f'"{value}"' for value in sorted(can_be, key=lambda value: value == "off"))
+    names = join_words([f"tempo.{name}" for name in operations])
+    remedy = f"{refusal.remedy}, or " if refusal.remedy else ""
+    return f"{refusal.reason}; {remedy}set {names} to {values}"
+
+
+def refuse_recomputation(transformer_config: TransformerConfig) -> None:
+    """Raise ValueError where Megatron's own recomputation of norms would end in a NameError."""
     modules = transformer_config.recompute_modules or ()
     if transformer_config.recompute_granularity != "selective" or "layernorm" not in modules:
         return
@@ -85,3 +81,81 @@ def _refuse_recomputation(transformer_config: TransformerConfig) -> None:
             "recompute_modules holds layernorm, in which this megatron-core ends in a NameError without Transformer "
             'Engine; take it out, and set tempo.norm to "recompute" for the same saving'
         )
+
+
+def join_words(words: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _find_refusal_of_everything(transformer_config: TransformerConfig) -> Refusal | None:
+    if transformer_config.fp8 or getattr(transformer_config, "fp4", None):
+        return Refusal(
+            "fp8 or fp4 is on, whose linears keep quantised copies, so that keeping outputs saves nothing",
+        )
+    if getattr(transformer_config, "enable_autocast", False):
+        return Refusal(
+            "autocast is on, under which linears keep cast copies, so that keeping outputs saves nothing",
+            remedy="use bf16 or fp16 parameters",
+        )
+    return None
+
+
+def _find_shared_masks(transformer_config: TransformerConfig, dropout_p: float) -> str | None:
+    """Why two places of the model, or two ranks, would draw the same dropout masks; None where none would."""
+    if dropout_p == 0:
+        return None
+    if transformer_config.context_parallel_size > 1:
+        return (
+            f"context_parallel_size is {transformer_config.context_parallel_size}, and Tempo's dropout does not know "
+            "which rows of a sequence such a rank holds, so that all would draw the same masks"
+        )
+    if transformer_config.mtp_num_layers:
+        return (
+            f"mtp_num_layers is {transformer_config.mtp_num_layers}, and the layers of multi-token prediction have the "
+            "numbers, and so the dropout masks, of the decoder's"
+        )
+    return None
+
+
+def _find_norm_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
+    if transformer_config.normalization not in _NORMALIZATIONS:
+        return f"normalization is {transformer_config.normalization}, and Tempo has LayerNorm and RMSNorm only"
+    if value == "recompute" and transformer_config.apply_residual_connection_post_layernorm:
+        return (
+            "apply_residual_connection_post_layernorm is on, which reads a norm's output once more after the linear "
+            "that follows it"
+        )
+    if transformer_config.fp32_residual_connection and transformer_config.params_dtype != torch.float32:
+        return (
+            f"fp32_residual_connection is on with parameters in {transformer_config.params_dtype}, and Tempo's norms "
+            "expect the residual in the dtype of their weights"
+        )
+    return None
+
+
+def _find_dropout_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
+    return _find_shared_masks(transformer_config, transformer_config.hidden_dropout)
+
+
+def _find_attention_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
+    return _find_shared_masks(transformer_config, transformer_config.attention_dropout) or find_attention_refusal(
+        transformer_config
+    )
+
+
+def _find_loss_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
+    if transformer_config.mtp_num_layers:
+        return f"mtp_num_layers is {transformer_config.mtp_num_layers}, whose layers need logits of their own"
+    if transformer_config.defer_embedding_wgrad_compute:
+        return "defer_embedding_wgrad_compute is on, which keeps the logits' gradient"
+    return None
+
+
+_FINDERS: dict[str, Callable[[TransformerConfig, str], str | None]] = {
+    "activation": find_activation_refusal,
+    "norm": _find_norm_refusal,
+    "dropout": _find_dropout_refusal,
+    "attention": _find_attention_refusal,
+    "loss": _find_loss_refusal,
+}

@@ -1,0 +1,140 @@
+"""With "auto" each operation takes the first of its preference that the model can have, and says why it is lesser."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.activations import squared_relu
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional as F
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.slots.choices import choose, choose_operation
+
+FIRST = {name: operation.preference[0] for name, operation in OPERATIONS.items()}
+EVERYTHING_OFF = dict.fromkeys(OPERATIONS, "off")
+DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True}
+HALF = {"params_dtype": torch.bfloat16, "bf16": True}
+
+# Settings of the TransformerConfig, what "auto" takes where that is not its first choice, and the reason.
+CASES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
+    "gelu": ({}, {}, ""),
+    "squared relu": ({"activation_func": squared_relu}, {}, ""),
+    "swiglu": (SWIGLU, {"activation": "recompute"}, "activation is swiglu, and in place exists for gelu and squared"),
+    "geglu": ({"activation_func": F.gelu, "gated_linear_unit": True}, {"activation": "recompute"}, "is geglu"),
+    "relu": ({"activation_func": F.relu}, {"activation": "off"}, "activation is relu, and Tempo has gelu, .* only$"),
+    "geglu with a clamp": (
+        {"activation_func": F.gelu, "gated_linear_unit": True, "activation_func_clamp_value": 7.0},
+        {"activation": "off"},
+        "activation is gated gelu",
+    ),
+    "learnable softmax": ({"softmax_type": "learnable"}, {"attention": "off"}, "softmax_type is learnable"),
+    "latent attention": ({"multi_latent_attention": True}, {"attention": "off"}, "multi_latent_attention is on"),
+    "unknown normalization": ({"normalization": "L2Norm"}, {"norm": "off"}, "normalization is L2Norm"),
+    "float32 residual": ({**HALF, "fp32_residual_connection": True}, {"norm": "off"}, "fp32_residual_connection is on"),
+    "residual after the norm": ({"apply_residual_connection_post_layernorm": True}, {}, ""),
+    "context parallelism": (
+        {**DROPS, "context_parallel_size": 2},
+        {"attention": "off", "dropout": "off"},
+        "context_parallel_size is 2, .* would draw the same masks",
+    ),
+    "context parallelism, no dropout": (
+        {"context_parallel_size": 2},
+        {"attention": "off"},
+        "context_parallel_size is 2, which Tempo's attention does not support",
+    ),
+    "multi-token prediction, no dropout": ({"mtp_num_layers": 1}, {"loss": "off"}, "need logits of their own"),
+    "deferred gradient of the embedding": (
+        {"defer_embedding_wgrad_compute": True},
+        {"loss": "off"},
+        "defer_embedding_wgrad_compute is on",
+    ),
+    "fp8": ({"fp8": "hybrid"}, EVERYTHING_OFF, "fp8 or fp4 is on"),
+    "autocast": ({"enable_autocast": True}, EVERYTHING_OFF, "autocast is on"),
+}  # fmt: skip
+
+
+def config_with(**settings: Any) -> TransformerConfig:
+    """A small configuration in which the settings stand, also those that Megatron checks against a layout."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    for name, value in settings.items():
+        assert hasattr(config, name), name
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize(("settings", "lesser", "reason"), CASES.values(), ids=CASES)
+def test_auto_takes_the_best_there_is_and_says_why_it_is_not_the_first(settings, lesser, reason):
+    choices = choose(config_with(**settings), TempoConfig())
+    assert choices.config == TempoConfig(**{**FIRST, **lesser})
+    assert set(choices.reasons) == set(lesser)
+    assert all(re.search(reason, found) and "tempo." not in found for found in choices.reasons.values()), (
+        choices.reasons
+    )
+
+
+@pytest.mark.parametrize(("settings", "lesser", "reason"), CASES.values(), ids=CASES)
+def test_the_same_value_written_is_an_error_of_one_sentence(settings, lesser, reason):
+    for name, taken in lesser.items():
+        with pytest.raises(ValueError, match=reason.rstrip("$")) as error:
+            choose(config_with(**settings), TempoConfig(**{**EVERYTHING_OFF, name: FIRST[name]}))
+        text = str(error.value)
+        assert f'set tempo.{name} to "{taken}"' in text and text.count(";") == 1 and "\n" not in text, text
+
+
+def test_a_written_value_is_taken_as_it_is_and_has_no_reason():
+    written = TempoConfig(activation="recompute", norm="recompute", attention="softmax", dropout="off")
+    choices = choose(config_with(), written)
+    assert choices.config == dataclasses.replace(written, loss="fused")
+    assert choices.reasons == {}
+    off = choose(config_with(fp8="hybrid"), TempoConfig.off())
+    assert off.config.is_off and off.reasons == {} and off.describe() == "off (stock)"
+
+
+def test_the_sentence_names_every_value_that_can_be_had_and_every_switch_it_concerns():
+    with pytest.raises(ValueError, match='squared relu only; set tempo.activation to "recompute" or "off"$'):
+        choose(config_with(**SWIGLU), TempoConfig(activation="inplace"))
+    with pytest.raises(ValueError, match='same masks; set tempo.dropout and tempo.attention to "off"$'):
+        choose(
+            config_with(**DROPS, context_parallel_size=2),
+            TempoConfig(dropout="recompute", attention="softmax"),
+        )
+    with pytest.raises(ValueError, match='use bf16 or fp16 parameters, or set tempo.norm to "off"$'):
+        choose(config_with(enable_autocast=True), TempoConfig(norm="inplace"))
+    after_norm = config_with(apply_residual_connection_post_layernorm=True)
+    with pytest.raises(ValueError, match='once more .*; set tempo.norm to "inplace" or "off"$'):
+        choose(after_norm, TempoConfig(norm="recompute"))
+
+
+def test_the_line_for_the_banner_says_a_shared_reason_once():
+    line = choose(config_with(**SWIGLU), TempoConfig(loss="off")).describe()
+    reason = "activation is swiglu, and in place exists for gelu and squared relu only"
+    assert line == f"activation=recompute (auto: {reason}) norm=inplace dropout=recompute attention=flash loss=off"
+    line = choose(config_with(fp8="hybrid"), TempoConfig()).describe()
+    assert line.startswith("activation=off norm=off dropout=off attention=off loss=off (auto: fp8")
+    assert line.count("fp8") == 1
+
+
+def test_multi_token_prediction_takes_what_can_be_told_apart():
+    choices = choose(config_with(**DROPS, mtp_num_layers=1), TempoConfig())
+    assert choices.config == TempoConfig(**FIRST | {"dropout": "off", "attention": "off", "loss": "off"})
+    assert "the dropout masks, of the decoder's" in choices.reasons["dropout"]
+    assert choices.reasons["dropout"] == choices.reasons["attention"] != choices.reasons["loss"]
+    # Only one of the two draws.
+    hidden_only = choose(config_with(hidden_dropout=0.1, mtp_num_layers=1), TempoConfig())
+    assert (hidden_only.config.dropout, hidden_only.config.attention) == ("off", "flash")
+
+
+def test_one_operation_is_chosen_whatever_the_others_ask_for():
+    config = config_with(**SWIGLU)
+    assert choose_operation("norm", config, TempoConfig(activation="inplace")) == ("inplace", None)
+    with pytest.raises(ValueError, match="activation is swiglu"):
+        choose_operation("activation", config, TempoConfig(activation="inplace"))
