@@ -150,7 +150,9 @@ def _find_obstacle(args: argparse.Namespace, operation: str, choice: str) -> str
     if operation == "activation":
         return _find_obstacle_of_activation(args, choice)
     if operation == "norm" and choice != "inplace":
-        return "Megatron-DeepSpeed's linears do not say when they have used a norm's output, so that it cannot be dropped"
+        return (
+            "Megatron-DeepSpeed's linears do not say when they have used a norm's output, so that it cannot be dropped"
+        )
     if operation == "attention":
         flags = [f"--{flag.replace('_', '-')}" for flag in _FLASH_FLAGS if getattr(args, flag, False)]
         return f"{flags[0]} runs an attention of its own that keeps no s*s tensor" if flags else None
@@ -190,7 +192,9 @@ def _build_with_tempo(build: Callable[..., None], model: Any, *args: Any, **kwar
 
 def _describe(chosen: TempoConfig, reasons: Mapping[str, str]) -> list[str]:
     lines = [f"tempo       {chosen.describe()}"]
-    lines += [f"            {operation}={getattr(chosen, operation)}: {reason}" for operation, reason in reasons.items()]
+    lines += [
+        f"            {operation}={getattr(chosen, operation)}: {reason}" for operation, reason in reasons.items()
+    ]
     return lines
 
 
@@ -247,7 +251,7 @@ def _find_place(module: Any) -> Place:
     place: Place | None = getattr(module, "tempo_place", None)
     if place is None:
         raise RuntimeError(
-            f"this {type(module).__name__} was built before use_tempo was called; call use_tempo before the model is built"
+            f"this {type(module).__name__} was built before use_tempo was called; build the model after it"
         )
     return place
 
@@ -269,8 +273,9 @@ def _add_bias_and_dropout(x: Tensor, bias: Tensor | None, residual: Tensor, prob
         return residual + (x if bias is None else x + bias)
     if residual.dtype != x.dtype:
         # As type promotion does it in Megatron-DeepSpeed's sum.
-        x, residual = x.to(torch.promote_types(x.dtype, residual.dtype)), residual.to(
-            torch.promote_types(x.dtype, residual.dtype)
+        x, residual = (
+            x.to(torch.promote_types(x.dtype, residual.dtype)),
+            residual.to(torch.promote_types(x.dtype, residual.dtype)),
         )
         bias = None if bias is None else bias.to(x.dtype)
     key, first_sample = draw_arguments(place.layer_number, site, place.stack)

@@ -3,9 +3,9 @@
     python megatron_deepspeed_child.py REQUEST.json RESULT.pt
 
 A process of its own: the checkout's `megatron` and the installed one exclude each other. REQUEST holds `arguments`
-(Megatron-DeepSpeed's), `tempo` (a "tempo" block), and for its forwards `micro_batches` (how the four samples of a step
-are split), `pipe` (GPTModelPipe instead of GPTModel), `sides` ("stock" first). A CPU needs two answers of torch.cuda, given here:
-`current_device`, for buffers, and `get_rng_state`/`set_rng_state` through DeepSpeed's CPU accelerator.
+(Megatron-DeepSpeed's), `tempo` (a "tempo" block), `pipe` (GPTModelPipe instead of GPTModel) and `sides` ("stock", which
+comes first, and "tempo"). The one answer of torch.cuda that a CPU has to give is `current_device`, for buffers;
+DeepSpeed's CPU accelerator gives the rest.
 """
 
 from __future__ import annotations

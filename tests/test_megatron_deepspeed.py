@@ -100,9 +100,7 @@ def all_losses(ranks: list[dict[str, Any]], name: str = "tempo") -> torch.Tensor
     ],
 )
 def test_losses_gradients_and_keys_are_those_of_stock(arguments: str, world_size: int, chosen: str) -> None:
-    for rank in run(
-        f"{_NO_DROPOUT} {arguments}", world_size=world_size, micro_batch=1, sides=("stock", "tempo")
-    ):
+    for rank in run(f"{_NO_DROPOUT} {arguments}", world_size=world_size, micro_batch=1, sides=("stock", "tempo")):
         assert chosen in rank["chosen"]
         stock, tempo = rank["stock"], rank["tempo"]
         tolerance = 3e-2 if "--bf16" in arguments else 3e-5
@@ -122,7 +120,6 @@ def test_losses_gradients_and_keys_are_those_of_stock(arguments: str, world_size
         pytest.param("", {"micro_batch": 1}, id="micro batches of one sample"),
         pytest.param("--tensor-model-parallel-size 2", {"world_size": 2}, id="TP 2"),
         pytest.param("", {"world_size": 2, "micro_batch": 2}, id="DP 2"),
-        pytest.param("--ds-sequence-parallel-size 2", {"world_size": 2}, id="Ulysses 2"),
         pytest.param("--recompute-granularity full --recompute-method uniform", {}, id="full recomputation"),
         pytest.param("--recompute-granularity selective", {}, id="selective recomputation"),
         pytest.param("", {"pipe": True}, id="GPTModelPipe"),
@@ -131,12 +128,7 @@ def test_losses_gradients_and_keys_are_those_of_stock(arguments: str, world_size
 def test_masks_do_not_depend_on_the_layout(arguments: str, options: dict[str, Any]) -> None:
     whole = run(f"{_GELU} {_DROPOUT}")
     found = run(f"{_GELU} {_DROPOUT} {arguments}", **options)
-    if "Ulysses" in arguments or "--ds-sequence" in arguments:
-        losses = torch.cat([rank["tempo"]["losses"][0] for rank in found], dim=1)
-    elif "--tensor" in arguments:
-        losses = all_losses(found[:1])
-    else:
-        losses = all_losses(found)
+    losses = all_losses(found[:1] if "--tensor" in arguments else found)
     torch.testing.assert_close(losses, all_losses(whole), rtol=2e-6, atol=2e-6)
     if options == {}:
         for name, expected in whole[0]["tempo"]["gradients"].items():
