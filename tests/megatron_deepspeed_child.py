@@ -109,7 +109,7 @@ def _run_step(model: Any, args: Any, request: dict[str, Any]) -> dict[str, Any]:
         rows = slice(first, first + step)
         batch = tokens[rows, part], positions[rows, part], mask
         recorder = Recorder(model)
-        with recorder.recording():
+        with recorder.record():
             if request.get("pipe"):
                 logits = model((batch[0], batch[1], mask))
                 logits = logits[0] if isinstance(logits, tuple) else logits
@@ -119,7 +119,7 @@ def _run_step(model: Any, args: Any, request: dict[str, Any]) -> dict[str, Any]:
             else:
                 out = model(*batch, labels=labels[rows, part])
                 loss = out[0] if isinstance(out, tuple) else out
-        kept = sum(storage.num_bytes for storage in recorder.saved())
+        kept = sum(storage.num_bytes for storage in recorder.list_saved())
         loss.float().mean().backward()
         losses.append(loss.detach().float())
     return {
