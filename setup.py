@@ -23,6 +23,7 @@ MPI = ["mpi4py"]
 TEST = [
     *TRAIN,
     "pytest>=8",
+    "pytest-xdist>=3.5",
     "hypothesis",
     "transformers",
     "triton>=3.3; sys_platform == 'linux'",

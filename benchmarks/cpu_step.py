@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measurements import DTYPES, RESULTS, add_model_arguments, add_output_argument, append_records, describe_cpu_run
+from measurements import DTYPES, RESULTS, add_model_arguments, describe_cpu_run, record_measurement
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from tqdm import tqdm
@@ -101,12 +101,7 @@ def main() -> None:
     add_model_arguments(parser, micro_batch_size=4)
     parser.add_argument("--num-layers", type=int, help="fewer layers, for a quick look (default the model's)")
     parser.add_argument("--dropout", type=float, default=0.1, help="default %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
-    add_output_argument(parser, RESULTS / "cpu_step.jsonl")
-    args = parser.parse_args()
-    record = measure(args)
-    print(json.dumps(record, indent=2))
-    append_records(args.output, [record])
+    record_measurement(parser, measure, RESULTS / "cpu_step.jsonl", rounds=5)
 
 
 if __name__ == "__main__":

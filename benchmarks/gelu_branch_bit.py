@@ -1,6 +1,6 @@
 """What it would cost GELU to carry its branch bit in the lowest mantissa bit of y, in place of a packed bit.
 
-Only negative outputs are ambiguous. Each is rounded to the nearest number whose lowest bit is the wanted one. The
+Only negative outputs are ambiguous. Each is rounded to the nearest number whose lowest bit is the expected one. The
 error of GELU' is then measured for an exact inverse, and for the best decoder there can be: one that returns the middle
 of all the derivatives that share a code. An exact inverse of a correctly rounded y is the measure for both.
 

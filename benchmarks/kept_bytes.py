@@ -54,7 +54,7 @@ def measure() -> Iterator[dict[str, Any]]:
 
 
 def _figures(ledger: Ledger) -> dict[str, float]:
-    scores = ledger.sbh(ledger.scores_bytes)
+    scores = ledger.convert_to_sbh(ledger.scores_bytes)
     return {"sbh": round(ledger.layer_sbh, 3), "scores_sbh": round(scores, 3), "layer_bytes": ledger.layer_bytes}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measurements import DTYPES, RESULTS, add_model_arguments, add_output_argument, append_records, describe_cpu_run
+from measurements import DTYPES, RESULTS, add_model_arguments, describe_cpu_run, record_measurement
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -143,13 +143,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_model_arguments(parser, micro_batch_size=8)
     parser.add_argument("--chunk-tokens", type=int, help="default the operation's own")
-    parser.add_argument("--rounds", type=int, default=3, help="default %(default)s")
     parser.add_argument("--shared", action="store_true", help="note that other work ran on the machine")
-    add_output_argument(parser, RESULTS / "loss_head.jsonl")
-    args = parser.parse_args()
-    record = measure(args)
-    print(json.dumps(record, indent=2))
-    append_records(args.output, [record])
+    record_measurement(parser, measure, RESULTS / "loss_head.jsonl", rounds=3)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,22 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, micro_batch_size: in
     parser.add_argument("--micro-batch-size", type=int, default=micro_batch_size, help="default %(default)s")
     parser.add_argument("--vocab-size", type=int, default=50304, help="default %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default %(default)s")
+
+
+def record_measurement(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    output: Path,
+    *,
+    rounds: int,
+) -> None:
+    """Parses the command line, measures that many rounds, and prints the record and appends it to the output file."""
+    parser.add_argument("--rounds", type=int, default=rounds, help="default %(default)s")
+    add_output_argument(parser, output)
+    args = parser.parse_args()
+    record = measure(args)
+    print(json.dumps(record, indent=2))
+    append_records(args.output, [record])
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

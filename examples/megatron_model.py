@@ -58,7 +58,8 @@ def loss_of(model: torch.nn.Module, step: int) -> Tensor:
     hidden = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
     # Tempo's masks depend on the sample's number in the run, so it has to be told. Stock does not ask.
     set_micro_batch(SEED, first_sample=step * BATCH)
-    return model(tokens[:, :-1].contiguous(), positions, hidden, labels=tokens[:, 1:].contiguous()).mean()
+    losses: Tensor = model(tokens[:, :-1].contiguous(), positions, hidden, labels=tokens[:, 1:].contiguous())
+    return losses.mean()
 
 
 def train(model: GPTModel) -> list[float]:
@@ -76,7 +77,7 @@ def train(model: GPTModel) -> list[float]:
 def start_one_process() -> None:
     """Megatron's process groups on the CPU, for this process alone."""
     use_cpu()
-    store = torch.distributed.HashStore()
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # public, but torch's types do not say so
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
 

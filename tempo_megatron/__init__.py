@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from tempo_megatron.slots.dropout_rng import set_micro_batch
     from tempo_megatron.slots.embedding import tempoize_embedding
     from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
-    from tempo_megatron.slots.loss import tempoize_loss
+    from tempo_megatron.slots.loss import TempoGPTModel, fused_gpt_class, tempoize_loss
 
 __all__ = [
     "TempoConfig",
+    "TempoGPTModel",
     "__version__",
     "add_tempo_arguments",
+    "fused_gpt_class",
     "set_micro_batch",
     "tempo_block_spec",
     "tempoize",
@@ -36,7 +38,9 @@ __all__ = [
 # Public name -> its file. Those of _NEED_MEGATRON import Megatron-core.
 _HOMES = {
     "TempoConfig": "config",
+    "TempoGPTModel": "slots.loss",
     "add_tempo_arguments": "arguments",
+    "fused_gpt_class": "slots.loss",
     "set_micro_batch": "slots.dropout_rng",
     "tempo_block_spec": "slots.layer_spec",
     "tempoize": "slots.layer_spec",

@@ -17,7 +17,7 @@ _DIED_OF_SIGPIPE = 128 + 13
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; the exit status. A user's mistake is one sentence on stderr and status 2."""
+    """Run one subcommand and return the exit status. A user's mistake is one sentence on stderr and status 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         try:

@@ -17,8 +17,8 @@ class TempoConfig:
     """What each operation keeps for backward. `TempoConfig()` is `"auto"` throughout.
 
     `"auto"` is in place where the model has that, else recompute, else stock; `tempo_megatron.slots.choices.choose`
-    says which and why. `"off"` is stock Megatron. Any other value is what somebody wants: where it cannot be had, the
-    model is refused.
+    says which and why. `"off"` is stock Megatron. Any other value is taken as written: a model that cannot have
+    it is refused.
 
     Raises ValueError for a choice that does not exist.
     """

@@ -8,6 +8,7 @@ Megatron-core asks `torch.cuda` for its current device and keeps its random stat
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -34,7 +35,7 @@ def _manual_seed(seed: int) -> None:
 
 
 class _DropCpuStateWarning(logging.Filter):
-    """Here the CPU generator is the device's generator, so that it moves inside a fork is what fork() is for."""
+    """Drops a warning: here the CPU generator is the device's, and fork() is there to let that one move."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
@@ -50,19 +51,20 @@ def use_cpu() -> None:
 
     Raises MissingExtraError with the command that installs Megatron-core where it is missing.
     """
-    if torch.cuda.current_device is _current_device:
+    if is_used():
         return
     check_installed("use_cpu()", "megatron", "megatron.core")
     from megatron.core.tensor_parallel import random as megatron_random
 
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
-    torch.cuda.get_rng_state = _get_rng_state  # type: ignore[assignment]
+    torch.cuda.get_rng_state = _get_rng_state
     torch.cuda.manual_seed = _manual_seed
-    megatron_random._get_cuda_rng_state = _get_rng_state  # type: ignore[assignment]
-    megatron_random._set_cuda_rng_state = _set_rng_state  # type: ignore[assignment]
+    megatron_random._get_cuda_rng_state = _get_rng_state
+    megatron_random._set_cuda_rng_state = _set_rng_state
     logging.getLogger(megatron_random.__name__).addFilter(_DropCpuStateWarning())
 
 
 def is_used() -> bool:
     """Whether `use_cpu()` has been called in this process."""
-    return torch.cuda.current_device is _current_device
+    current: Callable[[], object] = torch.cuda.current_device
+    return current is _current_device

@@ -27,7 +27,7 @@ def describe_installation() -> str:
     """Versions, devices, and which implementation each operation takes here, one line each."""
     lines = [f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"]
     for name, distribution in _PACKAGES:
-        lines.append(f"{name:<21}{_version(distribution)}")
+        lines.append(f"{name:<21}{_find_version(distribution)}")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
@@ -60,7 +60,7 @@ def describe_implementation(operation: str, device_type: str, attention: str = "
     return "plain torch, compiled where that pays"
 
 
-def _version(distribution: str) -> str:
+def _find_version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

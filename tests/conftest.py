@@ -17,7 +17,17 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron warns under sequence parallelism without it
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Every core has a process that runs tests; more threads or compilers, here or in what it starts, share its core.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # One of its tests takes minutes: if it came late, one process would work and the others wait.
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
     if torch.cuda.is_available():
         return
     for item in items:

@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 # One server imports the slow packages once; every rank is then a fork of it that has no threads of its own yet.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch.distributed", "megatron.core", "megatron.core.models.gpt"])
+_processes.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._inductor.compile_fx", "megatron.core", "megatron.core.models.gpt"]
+)
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600) -> list[Any]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FORMS = ["none", "tanh"]
+ACTIVATION = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def exact_derivative(x: Tensor, form: str) -> Tensor:

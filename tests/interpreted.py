@@ -7,6 +7,7 @@ triton is imported, for a whole process: test_kernels_interpreted.py starts one 
 from __future__ import annotations
 
 import os
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -41,6 +42,26 @@ if INTERPRETED:
         return rounded.view(torch.int16).numpy().view(np.uint16)
 
     interpreter._convert_float = convert_float_as_the_gpu
+
+    patch_language = interpreter._patch_lang
+    patched: set[ModuleType] = set()
+
+    def patch_language_once_per_launch(fn):
+        """Each call of a device function would patch all of triton.language again, which takes a third of the time:
+        it is patched already, until the launch ends and restores it."""
+        languages = {value for value in fn.__globals__.values() if isinstance(value, ModuleType)} & {tl, tl.core}
+        if languages <= patched:
+            return None
+        scope = patch_language(fn)
+        if scope is None:  # an older Triton, which restores nothing
+            return None
+        if not patched:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        patched.update(languages)
+        return scope
+
+    interpreter._patch_lang = patch_language_once_per_launch
 
 
 def assert_as_specified(found, inputs, specification, *names):

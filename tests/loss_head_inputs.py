@@ -24,11 +24,11 @@ def reference(
     """The whole computation in torch, with the target distribution written out."""
     logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32)).transpose(0, 1)
     num_real = vocab_size or weight.size(0)
-    wanted = torch.zeros_like(logits)
+    expected = torch.zeros_like(logits)
     if label_smoothing:
-        wanted[..., :num_real] = label_smoothing / (num_real - 1)
-    wanted.scatter_(-1, labels.clamp_min(0).unsqueeze(-1), 1.0 - label_smoothing)
-    losses = -(wanted * logits.log_softmax(-1)).sum(-1) + z_loss * logits.logsumexp(-1).square()
+        expected[..., :num_real] = label_smoothing / (num_real - 1)
+    expected.scatter_(-1, labels.clamp_min(0).unsqueeze(-1), 1.0 - label_smoothing)
+    losses = -(expected * logits.log_softmax(-1)).sum(-1) + z_loss * logits.logsumexp(-1).square()
     losses = losses.masked_fill(labels == ignore_index, 0.0)
     return losses if token_weights is None else ((token_weights * losses).sum(), losses)
 

@@ -8,24 +8,35 @@ from norm_inputs import PARAMETERS
 
 from tempo_kernels.norm import eager as norm_eager
 from tempo_kernels.norm import kernel as norm_kernel
+from tempo_kernels.norm.operands import Norm
+
+
+def norm_of(weight, bias, zero_centered=False):
+    """A norm without a bias is an RMSNorm."""
+    return Norm(weight, bias, 1e-5, subtracts_mean=bias is not None, zero_centered=zero_centered)
 
 
 def norm_forward_and_backward(module, x, weight, bias, grad, zero_centered=False):
-    """y, grad_x, grad_weight and, where there is a bias, grad_bias; a norm without a bias is RMSNorm."""
-    y, *kept = module.forward(x, weight, bias, 1e-5, bias is not None, zero_centered)
-    bias_dtype = None if bias is None else bias.dtype
-    grads = module.backward(grad, y, *kept, bias is not None, weight.dtype, bias_dtype)
-    return [y, *grads[: 2 if bias is None else 3]]
+    """y, grad_x, grad_weight and, where there is a bias, grad_bias."""
+    norm = norm_of(weight, bias, zero_centered)
+    y, kept = module.forward(x, norm)
+    return [y, *cast_sums(norm, *module.backward(grad, y, kept, norm.subtracts_mean, x.dtype))]
+
+
+def cast_sums(norm, grad_x, sums):
+    """grad_x, and each sum in the dtype of its parameter."""
+    parameters = [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
+    return [grad_x, *(total.to(parameter.dtype) for total, parameter in zip(sums, parameters, strict=True))]
 
 
 def norm_from_input(module, x, weight, bias, grad, zero_centered=False):
     """The same with keep="input"; y is also filled in again."""
-    y, rstd, mean = module.forward_from_input(x, weight, bias, 1e-5, bias is not None, zero_centered)
+    norm = norm_of(weight, bias, zero_centered)
+    y, statistics = module.forward_from_input(x, norm)
     refilled = torch.full_like(y, float("nan"))
-    module.refill(refilled, x, rstd, mean, weight, bias, zero_centered)
+    module.refill(refilled, x, norm, statistics)
     assert torch.equal(refilled.nan_to_num(), y.nan_to_num()) and torch.equal(refilled.isnan(), y.isnan())
-    grads = module.backward_from_input(grad, x, rstd, mean, weight, bias, zero_centered)
-    return [y, *grads[: 2 if bias is None else 3]]
+    return [y, *cast_sums(norm, *module.backward_from_input(grad, x, norm, statistics))]
 
 
 def check_norm(x, weight, bias, grad, forms=(norm_forward_and_backward,), zero_centered=False):

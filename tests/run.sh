@@ -5,16 +5,21 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     echo "bash tests/run.sh [--quick] [PYTEST ARGUMENTS...]"
-    echo "  --quick  only the tests that need neither a GPU nor more than about 15 s each; must come first"
+    echo "  --quick  only the tests that need neither a GPU nor more than a few seconds each; must come first"
+    echo "As many processes as there are cores share the tests, 8 at most; -n NUMBER says otherwise, -n 0 takes this one."
+    echo "Where there is a GPU, one process has it for itself."
     echo "Variables VENV, PYTHON and TORCH_INDEX_URL: see launch/environment.sh."
     exit 0
 fi
-arguments=()
+arguments=(--dist worksteal --durations=10 --durations-min=10)
 if [ "${1:-}" = --quick ]; then
     shift
-    arguments=(-m "not slow and not gpu")
+    arguments+=(-m "not slow and not gpu")
 fi
 
 . launch/environment.sh
 prepare_environment test
+if [ "$(num_gpus)" = 0 ]; then
+    arguments+=(-n "$(python -c 'import os; print(min(8, len(os.sched_getaffinity(0))))')")
+fi
 exec python -m pytest "${arguments[@]}" "$@"

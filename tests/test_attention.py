@@ -15,7 +15,7 @@ from attention_cases import (
 )
 from witness import assert_three_witnesses, kept_storages
 
-from tempo_kernels.attention import attention, backend
+from tempo_kernels.attention import attention, find_backend
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -39,7 +39,7 @@ def test_sliding_windows_obey_the_rule(sq, sk, window_size, dtype, nan_poison):
 
 def test_a_window_is_that_of_megatrons_sliding_window_mask():
     (sq, sk), (left, right) = (40, 60), (7, 2)
-    # As megatron.core.transformer.utils.get_sliding_window_causal_mask, which wants a CUDA device.
+    # As megatron.core.transformer.utils.get_sliding_window_causal_mask, which needs a CUDA device.
     seen = torch.ones(sq, sk, dtype=torch.bool).triu(sk - sq - left).tril(sk - sq + right)
     q, k, v = (torch.randn(s, 1, 2, 16) for s in (sq, sk, sk))
     masked = ours(q, k, v, settings(False), ~seen.view(1, 1, sq, sk))
@@ -74,9 +74,9 @@ def test_a_query_without_a_key_gets_zeros_and_passes_no_gradient_on():
 def test_draws_from_device_data_are_the_same_and_must_not_change_before_backward():
     q, k, v = (torch.randn(20, 2, 2, 16, requires_grad=True) for _ in range(3))
     key, first_sample = torch.tensor(KEY - 2**64), torch.tensor(FIRST_SAMPLE)
-    wanted = torch.autograd.grad(ours(q, k, v, settings()).sum(), (q, k, v))
+    expected = torch.autograd.grad(ours(q, k, v, settings()).sum(), (q, k, v))
     out = ours(q, k, v, settings(key=key, first_sample=first_sample))
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True))
     out = ours(q, k, v, settings(key=key, first_sample=first_sample))
     key += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -91,6 +91,7 @@ def test_scores_of_any_size_give_finite_results():
     assert out.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
+@pytest.mark.slow
 def test_float64_passes_gradcheck_with_a_row_that_sees_nothing():
     q, k, v = (torch.randn(s, 2, n, 4, dtype=torch.float64, requires_grad=True) for s, n in ((6, 4), (6, 2), (6, 2)))
     mask = torch.rand(2, 1, 6, 6) < 0.3
@@ -174,9 +175,9 @@ def test_settings_that_do_not_fit_are_refused(arguments, message):
         attention(q, q, q, **{"causal": True, "softmax_scale": 1.0} | arguments)
 
 
-def test_the_backend_is_told_for_what_it_is():
+def test_the_backend_of_a_call_is_told():
     q = torch.zeros(4, 1, 1, 8)
-    assert backend(q, q, causal=True) == "torch" == backend(q, q, causal=True, form="softmax")
+    assert find_backend(q, q, causal=True) == "torch" == find_backend(q, q, causal=True, form="softmax")
 
 
 @pytest.mark.parametrize("num_keys", [2, 60, 1000])

@@ -11,7 +11,7 @@ from ahead_of_time import compiled, narrow_accesses, record_launches, resources,
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_rows as rows
-from tempo_kernels.attention.settings import Settings
+from tempo_kernels.attention.settings import Inputs, Kept, Settings
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
@@ -27,11 +27,12 @@ def attention_launches(capability, head_dim, dtype=torch.bfloat16, mask=None, ke
     out, logsumexp = torch.empty(s, 2, 4, head_dim, dtype=dtype), torch.empty(2, 4, s)
 
     def run():
-        attention_kernel.forward(q, k, v, mask, key_lengths, settings)
-        attention_kernel.backward(out, q, k, v, out, logsumexp, mask, key_lengths, settings)
+        inputs = Inputs(q, k, v, mask, key_lengths)
+        attention_kernel.forward(inputs, settings)
+        attention_kernel.backward(out, inputs, Kept(out, logsumexp), settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_kernel, "architecture", lambda device: capability)
+        patch.setattr(attention_kernel, "find_architecture", lambda device: capability)
         return record_launches(run, [rows, columns])
 
 

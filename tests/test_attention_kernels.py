@@ -8,10 +8,10 @@ from attention_cases import ours, reference
 from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, kernel_test
 from witness import assert_within_rule
 
-from tempo_kernels.attention import backend, eager
+from tempo_kernels.attention import eager, find_backend
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_tile as tile
-from tempo_kernels.attention.settings import Settings
+from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.philox import drop_mask, effective_probability
 
 KEY = 0xFEDCBA9876543210
@@ -40,8 +40,9 @@ def settings(causal=True, p=0.1, key=KEY, first_sample=2**32 - 1, first_head=3, 
 
 def run(module, q, k, v, grad, mask, key_lengths, chosen):
     """out, grad_q, grad_k and grad_v."""
-    out, logsumexp = module.forward(q, k, v, mask, key_lengths, chosen)
-    return [out, *module.backward(grad, q, k, v, out, logsumexp, mask, key_lengths, chosen)]
+    inputs = Inputs(q, k, v, mask, key_lengths)
+    out, logsumexp = module.forward(inputs, chosen)
+    return [out, *module.backward(grad, inputs, Kept(out, logsumexp), chosen)]
 
 
 def check(q, k, v, grad, chosen, mask=None, key_lengths=None):
@@ -185,9 +186,9 @@ def test_attention_of_nothing_gives_nothing_and_no_gradient(sq, sk, b, a, g):
 @kernel_test
 def test_the_logsumexp_is_the_specified_one_in_units_of_the_unscaled_scores():
     q, k, v, _ = random_inputs(70, 70, 2, 4, 2, 32, torch.float32)
-    found = attention_kernel.forward(q, k, v, None, None, settings())[1] * settings().softmax_scale
-    wanted = eager.forward(*(t.cpu() for t in (q, k, v)), None, None, settings())[1]
-    assert torch.allclose(found.cpu(), wanted, rtol=1e-6, atol=1e-6)
+    found = attention_kernel.forward(Inputs(q, k, v), settings())[1] * settings().softmax_scale
+    expected = eager.forward(Inputs(*(t.cpu() for t in (q, k, v))), settings())[1]
+    assert torch.allclose(found.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
 @kernel_test
@@ -202,7 +203,7 @@ def test_gradients_are_the_same_bits_every_time():
 def test_what_the_kernels_cannot_do_is_refused(dtype):
     q = torch.zeros(4, 1, 1, 264, dtype=dtype, device=DEVICE)
     with pytest.raises(ValueError, match="head_dim 264; expected float32, float16 or bfloat16 with at most 256"):
-        attention_kernel.forward(q, q, q, None, None, settings())
+        attention_kernel.forward(Inputs(q, q, q), settings())
 
 
 def hex_or_str(value):
@@ -216,17 +217,19 @@ def dropped_elements(chosen, sq, sk, b, a):
     zeros = torch.zeros(sq, b, a, d, dtype=torch.bfloat16, device=DEVICE)
     k = torch.zeros(sk, b, a, d, dtype=torch.bfloat16, device=DEVICE)
     unit = torch.eye(sk, d, dtype=torch.bfloat16, device=DEVICE).view(sk, 1, 1, d).expand(sk, b, a, d)
-    out, logsumexp = attention_kernel.forward(zeros, k, unit, None, None, chosen)
+    inputs = Inputs(zeros, k, unit)
+    out, logsumexp = attention_kernel.forward(inputs, chosen)
     forward = out[..., :sk].permute(1, 2, 0, 3) == 0
     # grad_v [key, query] is a probability where grad_out is the unit matrix too.
     grad_out = torch.eye(sq, d, dtype=torch.bfloat16, device=DEVICE).view(sq, 1, 1, d).expand(sq, b, a, d)
-    grad_v = attention_kernel.backward(grad_out, zeros, k, unit, out, logsumexp, None, None, chosen)[2]
+    grad_v = attention_kernel.backward(grad_out, inputs, Kept(out, logsumexp), chosen)[2]
     columns = grad_v[..., :sq].permute(1, 2, 3, 0) == 0
     # Of keys that are the unit matrix, grad_q [query, key] is the gradient of the scores: minus delta where dropped.
     ones = torch.ones_like(grad_out)
     values = torch.ones_like(k)
-    out, logsumexp = attention_kernel.forward(zeros, unit, values, None, None, chosen)
-    grad_q = attention_kernel.backward(ones, zeros, unit, values, out, logsumexp, None, None, chosen)[0]
+    inputs = Inputs(zeros, unit, values)
+    out, logsumexp = attention_kernel.forward(inputs, chosen)
+    grad_q = attention_kernel.backward(ones, inputs, Kept(out, logsumexp), chosen)[0]
     rows = grad_q[..., :sk].permute(1, 2, 0, 3) < 0
     return forward, rows, columns
 
@@ -240,7 +243,7 @@ def dropped_elements(chosen, sq, sk, b, a):
 def test_every_pass_drops_the_specified_elements_bit_for_bit(first_sample, p, key):
     sq, sk, b, a = 140, 203, 2, 1
     chosen = settings(False, p, key, first_sample)
-    wanted = drop_mask(
+    expected = drop_mask(
         key,
         p,
         sample=torch.arange(first_sample, first_sample + b).view(-1, 1, 1),
@@ -249,25 +252,25 @@ def test_every_pass_drops_the_specified_elements_bit_for_bit(first_sample, p, ke
         num_columns=sk,
     )
     for name, found in zip(("forward", "grad_q", "grad_v"), dropped_elements(chosen, sq, sk, b, a), strict=True):
-        assert torch.equal(found.cpu(), wanted), name
+        assert torch.equal(found.cpu(), expected), name
 
 
 @kernel_test
 def test_drawing_key_by_key_as_triton_3_3_has_to_drops_the_same_elements(monkeypatch):
     chosen = settings(False, 0.3)
-    wanted = dropped_elements(chosen, 40, 130, 1, 1)[2]
+    expected = dropped_elements(chosen, 40, 130, 1, 1)[2]
     monkeypatch.setattr(tile, "JOINS_TRANSPOSED", not tile.JOINS_TRANSPOSED)
-    assert torch.equal(dropped_elements(chosen, 40, 130, 1, 1)[2], wanted)
+    assert torch.equal(dropped_elements(chosen, 40, 130, 1, 1)[2], expected)
 
 
 @kernel_test
 def test_draws_from_device_data_are_the_same_bit_for_bit():
     inputs = random_inputs(70, 70, 1, 2, 2, 32, torch.float32)
-    wanted = run(attention_kernel, *inputs, None, None, settings(key=2**64 - 5, first_sample=7))
+    expected = run(attention_kernel, *inputs, None, None, settings(key=2**64 - 5, first_sample=7))
     key, first_sample = torch.tensor(-5, device=DEVICE), torch.tensor(7, device=DEVICE)
     for form in [(key, first_sample), (2**64 - 5, first_sample), (key, 7)]:
         found = run(attention_kernel, *inputs, None, None, settings(key=form[0], first_sample=form[1]))
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.gpu
@@ -276,7 +279,7 @@ def test_without_dropout_torchs_own_kernel_runs_and_its_output_is_one_that_the_n
     chosen = settings(p=0.0)
     mixed = torch.randn(256, b, 4, 192, device="cuda").bfloat16()
     q, k, v = (t if is_slice else t.contiguous() for t in mixed.split(64, dim=-1))
-    assert backend(q, k, causal=True) == "sdpa" and backend(q, k, causal=True, dropout_p=0.1) == "triton"
+    assert find_backend(q, k, causal=True) == "sdpa" and find_backend(q, k, causal=True, dropout_p=0.1) == "triton"
     out = ours(q, k, v, chosen)
     assert out.is_contiguous()
     specified = [reference(*(t.cpu().to(dtype) for t in (q, k, v)), chosen) for dtype in (q.dtype, torch.float64)]
@@ -288,10 +291,11 @@ def test_attention_addresses_more_than_two_billion_elements():
     q, k, v = torch.zeros(2**19, 1, 16, 3 * 96, dtype=torch.bfloat16, device="cuda").split(96, dim=-1)
     v[-9:] = 1
     window = settings(window_size=(8, 0))
-    out, logsumexp = attention_kernel.forward(q, k, v, None, None, window)
-    grads = attention_kernel.backward(torch.ones_like(out), q, k, v, out, logsumexp, None, None, window)
+    inputs = Inputs(q, k, v)
+    out, logsumexp = attention_kernel.forward(inputs, window)
+    grads = attention_kernel.backward(torch.ones_like(out), inputs, Kept(out, logsumexp), window)
     where = {"sample": torch.tensor(2**32 - 1), "head": torch.arange(3, 19), "row": torch.tensor(2**19 - 1)}
     dropped = drop_mask(KEY, 0.1, **where, num_columns=2**19)
-    wanted = (~dropped[:, -9:]).sum(-1) / 9 / (1 - effective_probability(0.1))
-    assert torch.allclose(out[-1, 0, :, 0].float().cpu(), wanted, rtol=0.01)
+    expected = (~dropped[:, -9:]).sum(-1) / 9 / (1 - effective_probability(0.1))
+    assert torch.allclose(out[-1, 0, :, 0].float().cpu(), expected, rtol=0.01)
     assert not out[:-20].any() and all(grad.isfinite().all() for grad in grads)

@@ -14,7 +14,7 @@ from distributed import run_ranks
 from training_job import Data, Run, make_data, run, successful
 
 from tempo_megatron.training.checkpoint import check_all_ranks_load, check_all_ranks_share
-from tempo_megatron.training.checkpoint_files import fault_in, read_tensors
+from tempo_megatron.training.checkpoint_files import find_fault, read_tensors
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_checkpoint
 
 SIZES = ["--train-iters", "2", "--global-batch-size", "4"]
@@ -66,6 +66,7 @@ def resume(data: Data, folder: Path, stage: int) -> Run:
     return run(data, folder, *options, world_size=2, config=config(stage))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "name"), FILES, ids=[f"ZeRO {stage} {name}" for stage, name in FILES])
 def test_nothing_in_a_checkpoint_is_executed(
     data: Data, saved: dict[int, Path], tmp_path: Path, stage: int, name: str
@@ -82,6 +83,7 @@ def test_nothing_in_a_checkpoint_is_executed(
         assert "Traceback" not in (tmp_path / f"rank{rank}.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_untouched_checkpoint_is_loaded(data: Data, saved: dict[int, Path], tmp_path: Path, stage: int) -> None:
     shutil.copytree(saved[stage], tmp_path / "save")
@@ -95,11 +97,12 @@ def test_the_reader_itself_executes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_or_missing_file_is_one_sentence(data: Data, saved: dict[int, Path], tmp_path: Path) -> None:
     shutil.copytree(saved[1], tmp_path / "save")
     path = tmp_path / "save" / "iter_0000002" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     path.write_bytes(path.read_bytes()[:-1000])
-    assert "is damaged" in (fault_in(path) or "")
+    assert "is damaged" in (find_fault(path) or "")
     with pytest.raises(ValueError, match="cannot be read"):
         read_tensors(path)
     cut = resume(data, tmp_path, 1)
@@ -110,6 +113,7 @@ def test_a_damaged_or_missing_file_is_one_sentence(data: Data, saved: dict[int, 
     assert "Traceback" not in cut.output + gone.output
 
 
+@pytest.mark.slow
 def test_only_the_newest_checkpoints_stay(data: Data, tmp_path: Path) -> None:
     save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"), "--save-interval", "1"]
     successful(run(data, tmp_path, *save, "--keep-checkpoints", "2", "--exit-interval", "4"))
@@ -149,6 +153,7 @@ def test_what_came_after_the_latest_checkpoint_does_not_count(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == [name_checkpoint(n) for n in (10, 11, 15)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failed_save_leaves_nothing_and_the_checkpoint_before(data: Data, tmp_path: Path, rank: int) -> None:
     """Rank `rank` cannot write its optimizer states: a folder stands where the file has to go."""
@@ -219,7 +224,7 @@ def test_the_loss_scalers_of_fp16_are_read(tmp_path: Path) -> None:
 
     scaler = DynamicLossScaler(2.0**16, 1000, 1.0, 2, False, dtype=torch.half)
     torch.save({"loss_scaler": scaler}, tmp_path / "optim_states.pt")
-    assert fault_in(tmp_path / "optim_states.pt") is None
+    assert find_fault(tmp_path / "optim_states.pt") is None
     assert vars(read_tensors(tmp_path / "optim_states.pt")["loss_scaler"]) == vars(scaler)
 
 

@@ -27,6 +27,7 @@ def test_both_commands_say_their_version(capsys: pytest.CaptureFixture[str]) -> 
         assert capsys.readouterr().out == f"{name} {tempo_megatron.__version__}\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_left_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)  # as `| head -1` does when it has its line

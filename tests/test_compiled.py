@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from gelu_inputs import ACTIVATION
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from witness import assert_three_witnesses
@@ -14,9 +15,10 @@ from tempo_kernels.gelu import cpu as gelu
 from tempo_kernels.gelu.inverse import INVERSES, derivative_float64
 from tempo_kernels.glu import cpu as cpu_glu
 from tempo_kernels.glu import geglu, reglu, swiglu
-from tempo_kernels.norm import eager as eager_norm
-from tempo_kernels.norm import layer_norm, one_pass, rms_norm
+from tempo_kernels.norm import cpu as cpu_norm
+from tempo_kernels.norm import cpu_compiled, layer_norm, rms_norm
 from tempo_kernels.philox import drop_mask, eager
+from tempo_kernels.pointwise import forward_with_bits
 
 
 def masks():
@@ -74,24 +76,26 @@ def test_the_compiler_is_the_one_that_the_environment_names(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_compiled_gelu_backward_is_as_exact_as_the_one_in_chunks(dtype, form):
     x = torch.cat([torch.linspace(-8, 8, 1 << 16), torch.linspace(-0.76, -0.74, 1 << 14), torch.zeros(3)]).to(dtype)
-    y, bits = gelu.forward(x, None, form)
+    y, bits = forward_with_bits(x, None, ACTIVATION[form], INVERSES[form].x_min)
     exact = derivative_float64(y.double(), x.double() >= INVERSES[form].x_min, form)
     errors = [
         (backward(torch.ones_like(y), y, bits, form).double() - exact).abs().max()
-        for backward in (gelu._compiled_backward, gelu._backward_in_chunks)
+        for backward in (gelu._differentiate_compiled, gelu._differentiate_in_chunks)
     ]
     assert errors[0] <= 1.05 * errors[1]
     special = torch.tensor([float("nan"), float("inf"), -0.0, 0.0], dtype=dtype).repeat(8)
-    ours = gelu._compiled_backward(torch.ones_like(special), special, torch.full((4,), 255, dtype=torch.uint8), form)
+    ours = gelu._differentiate_compiled(
+        torch.ones_like(special), special, torch.full((4,), 255, dtype=torch.uint8), form
+    )
     assert torch.equal(ours.isnan(), special.isnan()) and ours[~special.isnan()].isfinite().all()
 
 
-def test_large_tensors_take_the_compiled_backward(monkeypatch):
+def test_large_tensors_take_the_differentiate_compiled(monkeypatch):
     used = []
     monkeypatch.setattr(gelu, "COMPILED_ELEMENTS", 64)
-    monkeypatch.setattr(gelu, "_compiled_backward", lambda grad_y, *_: used.append(grad_y.numel()) or grad_y)
+    monkeypatch.setattr(gelu, "_differentiate_compiled", lambda grad_y, *_: used.append(grad_y.numel()) or grad_y)
     for size in (63, 64):
-        y, bits = gelu.forward(torch.randn(size), None, "none")
+        y, bits = forward_with_bits(torch.randn(size), None, "gelu", -0.75)
         gelu.backward(torch.ones(size), y, bits, "none", False)
     assert used == [64]
 
@@ -102,8 +106,8 @@ def test_large_tensors_take_the_compiled_backward(monkeypatch):
 @pytest.mark.parametrize("subtracts_mean", [True, False], ids=["layer_norm", "rms_norm"])
 def test_norms_in_one_pass_obey_the_rule(subtracts_mean, dtype, monkeypatch):
     used = []
-    monkeypatch.setattr(one_pass, "MIN_ELEMENTS", 64)
-    monkeypatch.setattr(eager_norm, "_blocks", lambda rows: used.append(rows) or [])
+    monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 64)
+    monkeypatch.setattr(cpu_norm, "_blocks", lambda rows: used.append(rows) or [])
     x, grad = torch.randn(50, 3, 40) * 2 + 1, torch.randn(50, 3, 40)
     gamma, beta = torch.rand(40) + 0.5, torch.randn(40) * 0.3
     gamma[::10], beta[3] = 0, 100  # channels that y does not carry

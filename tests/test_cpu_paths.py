@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gelu_inputs import ACTIVATION, FORMS
 from witness import assert_within_rule
 
 from tempo_kernels.attention import cpu as attention_cpu
 from tempo_kernels.attention import eager as attention_eager
-from tempo_kernels.attention.settings import Settings
+from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.gelu import cpu as gelu_cpu
 from tempo_kernels.gelu import eager as gelu_eager
 from tempo_kernels.gelu.inverse import INVERSES, derivative_float64
@@ -16,6 +17,10 @@ from tempo_kernels.glu import cpu as glu_cpu
 from tempo_kernels.glu import eager as glu_eager
 from tempo_kernels.linear_cross_entropy import cpu as loss_cpu
 from tempo_kernels.linear_cross_entropy import eager as loss_eager
+from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
+from tempo_kernels.pointwise import ACTIVATIONS, sum_rows
+from tempo_kernels.pointwise import cpu as pointwise_cpu
+from tempo_kernels.pointwise import eager as pointwise_eager
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 SHAPES = [(37, 3, 48), (5, 33), (1, 1), (0, 16), (3, 0), (1024,)]
@@ -31,7 +36,7 @@ def assert_same(found, expected):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks of every tensor."""
-    monkeypatch.setattr(gelu_cpu, "_MAX_CHUNK", 128)
+    monkeypatch.setattr(pointwise_cpu, "_MAX_CHUNK", 128)
     monkeypatch.setattr(glu_cpu, "BLOCK_ELEMENTS", 7 * 96)
     monkeypatch.setattr(loss_cpu, "BLOCK_ELEMENTS", 5 * 130)
     monkeypatch.setattr(attention_cpu, "BLOCK_ELEMENTS", 1)
@@ -39,30 +44,42 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("form", ["none", "tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gelu_in_chunks_is_the_specification_bit_for_bit(shape, dtype, form):
+def test_an_activation_in_chunks_is_the_specification_bit_for_bit(shape, dtype, activation):
     torch.manual_seed(0)
     x, grad = (torch.rand(shape) * 16 - 8).to(dtype), torch.randn(shape).to(dtype)
     for bias in (None, torch.randn(shape[-1]).to(dtype)):
-        y, bits = gelu_cpu.forward(x, bias, form)
-        for found, expected in zip((y, bits), gelu_eager.forward(x, bias, form), strict=True):
-            assert_same(found, expected)
-        again = torch.empty_like(y)
-        assert gelu_eager.forward(x, bias, form, has_bits=False, out=again) == (again, None)
-        assert_same(again, y)
-        for name, tensors in (("backward", (grad, y, bits)), ("backward_from_input", (grad, x, bias))):
-            found, expected = (getattr(module, name)(*tensors, form, True) for module in (gelu_cpu, gelu_eager))
-            if name == "backward" and dtype != torch.float64:
-                # P and Q are fused multiply-adds in one and not in the other.
-                is_right = gelu_eager.add_bias(x, bias, form).double() >= INVERSES[form].x_min
-                slope = derivative_float64(y.double(), is_right, form)
-                assert_within_rule("grad_x", found[0], expected[0], slope * grad.double())
-                assert_same(found[1], gelu_eager.sum_of_rows(found[0]))
-            else:
-                assert_same(found[0], expected[0])
-                assert_same(found[1], expected[1])
+
+        def results(module, bias=bias):
+            with_bits = module.forward_with_bits(x, bias, activation, -0.7)
+            again = module.forward(x, bias, activation, torch.empty_like(x))
+            return *with_bits, again, *module.backward(grad, x, bias, activation, True)
+
+        found, specified = results(pointwise_cpu), results(pointwise_eager)
+        for ours, theirs in zip(found, specified, strict=True):
+            assert_same(ours, theirs)
+        assert_same(found[0], found[2])
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gelus_gradient_in_chunks_is_that_of_the_specification(shape, dtype, form):
+    torch.manual_seed(0)
+    x, grad = (torch.rand(shape) * 16 - 8).to(dtype), torch.randn(shape).to(dtype)
+    y, bits = pointwise_eager.forward_with_bits(x, None, ACTIVATION[form], INVERSES[form].x_min)
+    found, expected = (module.backward(grad, y, bits, form, True) for module in (gelu_cpu, gelu_eager))
+    if dtype == torch.float64:
+        assert_same(found[0], expected[0])
+        assert_same(found[1], expected[1])
+    else:
+        # P and Q are fused multiply-adds in one and not in the other.
+        slope = derivative_float64(y.double(), x.double() >= INVERSES[form].x_min, form)
+        assert_within_rule("grad_x", found[0], expected[0], slope * grad.double())
+        assert_same(found[1], sum_rows(found[0]))
 
 
 @pytest.mark.parametrize("form", ["none", "tanh"])
@@ -102,19 +119,18 @@ def test_gated_units_in_blocks_are_the_specification(shape, dtype, activation):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("needs_sum", [False, True])
+@pytest.mark.parametrize("shares", [Shares(1.0, 0.0, 120), Shares(0.9, 0.001, 120)], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_loss_in_blocks_is_the_specification(dtype, needs_sum):
+def test_the_loss_in_blocks_is_the_specification(dtype, shares):
     torch.manual_seed(0)
     logits, columns = (torch.randn(23, 130) * 5).to(dtype), torch.randint(-20, 150, (23,))
-    found, expected = (m.statistics(logits, columns, 120, needs_sum) for m in (loss_cpu, loss_eager))
+    found, expected = (m.find_statistics(logits, columns, shares) for m in (loss_cpu, loss_eager))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
     grad = torch.randn(23, dtype=found.dtype)
     grad[::5] = 0
-    shares = (0.9, 0.001) if needs_sum else (1.0, 0.0)
     results = [logits.clone(), logits.clone()]
     for module, result in zip((loss_cpu, loss_eager), results, strict=True):
-        module.gradient_(result, columns, found[0], grad / found[1], grad, *shares, 120)
+        module.write_gradient_(result, Rows(columns, found[0], grad / found[1], grad), shares)
     assert_same(*results)
 
 
@@ -140,10 +156,10 @@ def test_attention_in_blocks_is_the_specification(causal, window, mask, key_leng
     settings = Settings(causal, 0.25, p, 0x123456789ABCDEF, 5, 3, window)
 
     def results(module, dtype):
-        tensors = [t.to(dtype) for t in (q, k, v)]
+        inputs = Inputs(*(t.to(dtype) for t in (q, k, v)), mask, key_lengths)
         kept = torch.zeros(2, 4, 40, 56, dtype=dtype) if keeps_probabilities else None
-        out, logsumexp = module.forward(*tensors, mask, key_lengths, settings, kept)
-        found = module.backward(grad.to(dtype), *tensors, out, logsumexp, mask, key_lengths, settings, kept)
+        out, logsumexp = module.forward(inputs, settings, kept)
+        found = module.backward(grad.to(dtype), inputs, Kept(out, logsumexp, kept), settings)
         kept = torch.zeros(()) if kept is None else kept
         return dict(zip("out logsumexp kept grad_q grad_k grad_v".split(), (out, logsumexp, kept, *found), strict=True))
 

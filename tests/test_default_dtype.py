@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from activations import ACTIVATIONS
 from torch import Tensor
 
 from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import cpu as gelu_cpu
-from tempo_kernels.gelu import gelu
-from tempo_kernels.glu import geglu, reglu, swiglu
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy
-from tempo_kernels.squared_relu import squared_relu
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for folder in ("kernels/tempo_kernels", "tempo_megatron") for path in (ROOT / folder).rglob("*.py"))
@@ -64,13 +62,7 @@ def losses(x: Tensor, is_weighted: bool = False) -> Tensor:
 
 
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "gelu": gelu,
-    "gelu tanh": lambda x, bias: gelu(x, bias, approximate="tanh"),
-    "gelu of its input": lambda x, bias: gelu(x, bias, keep="input"),
-    "squared_relu": squared_relu,
-    "swiglu": swiglu,
-    "geglu": geglu,
-    "reglu": reglu,
+    **ACTIVATIONS,
     "bias_dropout_add": lambda x, bias: bias_dropout_add(x, bias, x, p=0.1, key=7),
     "attention": lambda x, _: attend(x),
     "attention keeping its softmax": lambda x, _: attend(x, "softmax"),

@@ -10,22 +10,26 @@ import torch
 from interpreted import DEVICE, kernel_test
 from torch import Tensor
 
+from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.gelu import kernel as gelu
 from tempo_kernels.glu import kernel as glu
 from tempo_kernels.linear_cross_entropy import kernel as loss
+from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
+from tempo_kernels.pointwise import kernel as pointwise
 from tempo_kernels.squared_relu import kernel as squared_relu
 
 
 def gradients_of_gelu(x: Tensor, bias: Tensor) -> tuple[Any, ...]:
-    y, bits = gelu.forward(x, bias, "none")
-    return y, *gelu.backward(x, y, bits, "none", True), *gelu.backward_from_input(x, x, bias, "none", True)
+    y, bits = pointwise.forward_with_bits(x, bias, "gelu", -0.75)
+    return y, *gelu.backward(x, y, bits, "none", True), *pointwise.backward(x, x, bias, "gelu", True)
 
 
 def gradients_of_logits(x: Tensor, _: Tensor) -> tuple[Any, ...]:
     columns = torch.arange(x.size(0), dtype=torch.int64, device=x.device)
-    found, gradient = loss.statistics(x, columns, 30, True), x.clone()
-    loss.gradient_(gradient, columns, found[0], 0.1 / found[1], found[1], 0.9, 1e-3, 30)
+    shares = Shares(0.9, 1e-3, 30)
+    found, gradient = loss.find_statistics(x, columns, shares), x.clone()
+    loss.write_gradient_(gradient, Rows(columns, found[0], 0.1 / found[1], found[1]), shares)
     return found, gradient
 
 
@@ -33,9 +37,9 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
     "gelu": gradients_of_gelu,
     "glu": lambda x, bias: (glu.forward(x, bias, "silu"), *glu.backward(x[:, :16], x, bias, "silu", True)),
     "glu of nothing": lambda x, bias: glu.backward(x[:0, :16], x[:0], bias, "silu", True),
-    "squared_relu": lambda x, bias: squared_relu.backward_from_input(x, x, bias, True),
-    "dropout_add": lambda x, _: dropout_add.backward(x.unsqueeze(1), 0.1, 7, 0, 0, True),
-    "dropout_add of nothing": lambda x, _: dropout_add.backward(x[:0].unsqueeze(1), 0.1, 7, 0, 0, True),
+    "squared_relu": lambda x, _: squared_relu.backward(x, x.abs(), True),
+    "dropout_add": lambda x, _: dropout_add.backward(x.unsqueeze(1), Draw(0.1, 7, 0, 0), True),
+    "dropout_add of nothing": lambda x, _: dropout_add.backward(x[:0].unsqueeze(1), Draw(0.1, 7, 0, 0), True),
     "linear_cross_entropy": gradients_of_logits,
 }
 

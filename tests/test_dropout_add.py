@@ -5,7 +5,7 @@ import torch
 from dropout_masks import DRAW, mask_of
 from witness import assert_three_witnesses, kept_storages
 
-from tempo_kernels.dropout_add import bias_dropout_add, eager
+from tempo_kernels.dropout_add import Draw, bias_dropout_add, cpu
 from tempo_kernels.philox import effective_probability
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -39,16 +39,16 @@ def test_strided_inputs_and_gradients_obey_the_rule():
 def test_blocks_of_rows_give_what_the_whole_gives(dtype, monkeypatch):
     # Small whole numbers and a scale of 2: sums are exact in any order.
     x, residual = (torch.randint(-8, 9, (13, 3, 40)).to(dtype) for _ in range(2))
-    where = (0.5, 2**63 + 5, 7, 9)
-    out, (grad_x, grad_bias) = eager.forward(x, x[0, 0], residual, *where), eager.backward(x, *where, True)
-    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 4 * 3 * 40)
-    assert torch.equal(eager.forward(x, x[0, 0], residual, *where), out)
-    found = eager.backward(x, *where, True)
+    draw = Draw(0.5, 2**63 + 5, 7, 9)
+    out, (grad_x, grad_bias) = cpu.forward(x, x[0, 0], residual, draw), cpu.backward(x, draw, True)
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 4 * 3 * 40)
+    assert torch.equal(cpu.forward(x, x[0, 0], residual, draw), out)
+    found = cpu.backward(x, draw, True)
     assert torch.equal(found[0], grad_x) and torch.equal(found[1], grad_bias)
 
 
 def test_nothing_is_drawn_where_nothing_is_dropped(monkeypatch):
-    monkeypatch.setattr(eager, "keep_bits", None)
+    monkeypatch.setattr(cpu, "keep_bits", None)
     x, residual = (torch.randn(6, 2, 40, requires_grad=True) for _ in range(2))
     out = bias_dropout_add(x, torch.ones(40), residual, p=0.0, key=1)
     out.sum().backward()
@@ -156,7 +156,9 @@ def test_what_does_not_fit_is_refused(x, bias, residual, p, message):
     ids=["dtype", "shape", "device"],
 )
 def test_device_data_that_does_not_fit_is_refused(name, number):
-    with pytest.raises(ValueError, match=f"{name} is torch.int.* on .*; an int, or a 0-dim torch.int64 tensor on cpu"):
+    with pytest.raises(
+        ValueError, match=f"{name} is torch.int.* on .*; expected an int, or a 0-dim torch.int64 tensor on cpu"
+    ):
         bias_dropout_add(torch.ones(2, 2, 8), None, None, **{"p": 0.1, "key": 1, name: number})
 
 

@@ -81,6 +81,7 @@ def test_the_training_command_says_so_without_a_traceback(bare_site: Path) -> No
     assert done.stderr.count("\n") == 1 and 'pip install "tempo-megatron[train]"' in done.stderr
 
 
+@pytest.mark.slow
 def test_what_needs_no_package_works_without(bare_site: Path) -> None:
     code = "from tempo_megatron import TempoConfig; from tempo_megatron.cli import main; print(TempoConfig()); main()"
     done = run_bare(bare_site, code, "doctor")

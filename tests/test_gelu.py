@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gelu_inputs import DTYPES, FORMS, exact_derivative, floor_of, inputs, minimum_of
+from gelu_inputs import ACTIVATION, DTYPES, FORMS, exact_derivative, floor_of, inputs, minimum_of
 from torch import Tensor
 from witness import assert_strides_do_not_show, assert_within_rule, kept_storages, outputs_and_gradients, ulp
 
 from tempo_kernels.gelu import cpu, gelu, inverse
+from tempo_kernels.pointwise import cpu as pointwise_cpu
 
 # Largest error of GELU' over [-8, 8] where an exact inverse is given y rounded to the dtype: what no method can better.
 FLOORS = {
@@ -139,7 +140,7 @@ def test_chunks_do_not_show(width, dtype, monkeypatch, nan_poison):
     for function in functions:
         monkeypatch.undo()
         whole = outputs_and_gradients(function, [x, bias], grad, dtype)
-        monkeypatch.setattr(cpu, "_MAX_CHUNK", 128)
+        monkeypatch.setattr(pointwise_cpu, "_MAX_CHUNK", 128)
         for a, b in zip(outputs_and_gradients(function, [x, bias], grad, dtype), whole, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
@@ -151,7 +152,7 @@ def test_bits_say_which_inputs_are_at_or_right_of_the_minimum(form, dtype):
     nearest = x_min.to(dtype).double()
     steps = torch.arange(-20, 21) * ulp(nearest, dtype)
     x = torch.cat([(nearest + steps).to(dtype), torch.randn(90).to(dtype)])
-    _, bits = cpu.forward(x, None, form)
+    _, bits = pointwise_cpu.forward_with_bits(x, None, ACTIVATION[form], inverse.INVERSES[form].x_min)
     unpacked = torch.from_numpy(np.unpackbits(bits.numpy()))
     assert torch.equal(unpacked[: x.numel()] == 1, x.double() >= minimum_of(form))
     assert bits.numel() == (x.numel() + 7) // 8 and not unpacked[x.numel() :].any()
@@ -247,10 +248,16 @@ def test_second_backward_and_a_changed_output_are_refused():
     [
         ((torch.arange(4),), "x is torch.int64; expected float32, bfloat16, float16 or float64"),
         ((torch.ones(4), None, "fast"), 'approximate is \'fast\'; expected "none" \\(erf\\) or "tanh"'),
-        ((torch.ones(2, 4), torch.ones(2)), "bias has shape \\[2\\] and x \\[2, 4\\]"),
-        ((torch.ones(2, 4), torch.ones(1, 4)), "bias has shape \\[1, 4\\]"),
-        ((torch.tensor(1.0), torch.ones(1)), "bias has shape \\[1\\] and x \\[\\]"),
-        ((torch.ones(4).half(), torch.ones(4)), "bias is torch.float32 and x torch.float16; cast bias"),
+        (
+            (torch.ones(2, 4), torch.ones(2)),
+            "bias is torch.float32 of shape \\[2\\] and x torch.float32 of shape \\[2, 4\\]",
+        ),
+        ((torch.ones(2, 4), torch.ones(1, 4)), "bias is torch.float32 of shape \\[1, 4\\]"),
+        (
+            (torch.tensor(1.0), torch.ones(1)),
+            "bias is torch.float32 of shape \\[1\\] and x torch.float32 of shape \\[\\]",
+        ),
+        ((torch.ones(4).half(), torch.ones(4)), "bias is torch.float32 of shape \\[4\\] and x torch.float16 .*; cast"),
     ],
     ids=["integers", "form", "bias too short", "bias of two dimensions", "scalar x", "bias of another dtype"],
 )

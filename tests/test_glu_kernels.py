@@ -6,6 +6,7 @@ import pytest
 import torch
 from glu_inputs import ACTIVATIONS, over_the_range
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
+from pointwise_activations import misaligned, strided
 
 from tempo_kernels.glu import eager, kernel
 
@@ -29,6 +30,14 @@ def random_input(shape, dtype):
     x = (torch.rand(shape, device=DEVICE) * 16 - 8).to(dtype)
     grad = torch.randn(*shape[:-1], shape[-1] // 2, device=DEVICE).to(dtype)
     return x, torch.randn(shape[-1], device=DEVICE).to(dtype), grad
+
+
+@kernel_test
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_glu_of_ups_of_one_is_as_exact_as_torchs_activation(activation):
+    gate = torch.linspace(-8, 8, 30_000, device=DEVICE).view(-1, 200)
+    x = torch.cat([gate, torch.ones_like(gate)], dim=1)
+    assert_as_specified([kernel.forward(x, None, activation)], [x], lambda t: [eager.forward(t, None, activation)], "y")
 
 
 @kernel_test
@@ -62,10 +71,9 @@ def test_glu_does_what_is_specified_for_any_shape(shape, dtype, activation):
 
 @kernel_test
 def test_glu_takes_any_strides_and_alignment():
-    x, bias = torch.randn(24, 10, device=DEVICE).t(), torch.randn(48, device=DEVICE)[::2]
-    check_glu(x, bias, torch.randn(12, device=DEVICE).expand(10, 12), "silu")
-    x, grad = torch.randn(193, device=DEVICE).bfloat16()[1:].view(3, 64), torch.randn(97, device=DEVICE).bfloat16()[1:]
-    check_glu(x, torch.randn(65, device=DEVICE).bfloat16()[1:], grad.view(3, 32), "gelu")
+    x, bias, grad = strided(DEVICE)
+    check_glu(x, bias, grad[:, ::2], "silu")
+    check_glu(*(misaligned(shape, DEVICE) for shape in ((3, 64), (64,), (3, 32))), "gelu")
 
 
 @kernel_test

@@ -49,8 +49,8 @@ def test_the_rivals_of_the_loss_head_agree_and_both_forms_are_recorded(results, 
     steps = {one.name: one.step() for one in loss_head._rivals(shape, "cpu") if one.name != "liger"}
     exact = [t.float() for t in steps.pop("eager")]
     for name, found in steps.items():
-        for ours, wanted in zip(found, exact, strict=True):
-            assert (ours.float() - wanted).norm() <= 0.02 * wanted.norm(), name
+        for ours, expected in zip(found, exact, strict=True):
+            assert (ours.float() - expected).norm() <= 0.02 * expected.norm(), name
     loss_head.measure(results, timing.HostClock(), "cpu", shape)
     assert {record["keeps"] for record in results.records} == {"logits recomputed", "gradients in forward"}
     assert all(set(record["others"]) == {"eager", "compile"} for record in results.records)

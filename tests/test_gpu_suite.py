@@ -108,8 +108,8 @@ def test_the_fewest_bytes_are_inputs_outputs_and_what_is_kept_once_each(name, fo
     new = [t for t in found if t.data_ptr() not in {grad.data_ptr() for grad in grads}]
     # LayerNorm's bias is kept for refill only.
     only_for_refill = width * 2 if (name, form.keeps) == ("layer_norm", "input") else 0
-    wanted = num_bytes([*grads, *new]) + sum(saved.values()) - only_for_refill
-    assert form.backward.num_bytes(TINY, width) == wanted
+    expected = num_bytes([*grads, *new]) + sum(saved.values()) - only_for_refill
+    assert form.backward.num_bytes(TINY, width) == expected
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS, ids=form_id)
@@ -121,11 +121,11 @@ def test_kept_bytes_are_what_autograd_holds_without_parameters_and_with_the_next
         outputs: list[torch.Tensor] = []
         saved = kept_storages(lambda *inputs, o=outputs, one=one: o.extend(one.outputs(inputs)), *leaves)
         parameters = {t.data_ptr() for t, is_one in zip(leaves, operation.parameters, strict=True) if is_one}
-        wanted = {pointer: size for pointer, size in saved.items() if pointer not in parameters}
+        expected = {pointer: size for pointer, size in saved.items() if pointer not in parameters}
         if operation.kept_output is not None:
             y = outputs[operation.kept_output]
-            wanted[y.data_ptr()] = num_bytes([y])
-        assert kept.measure(operation, one, tensors, drops_output=False).kept_bytes == sum(wanted.values())
+            expected[y.data_ptr()] = num_bytes([y])
+        assert kept.measure(operation, one, tensors, drops_output=False).kept_bytes == sum(expected.values())
     if form.refill is not None:
         dropped = kept.measure(operation, of_form(name, form, TINY), tensors, drops_output=True).kept_bytes
         x_bytes, row_bytes = num_bytes(tensors[:1]), form.backward.row_bytes * TINY.tokens
@@ -145,7 +145,7 @@ def test_records_are_appended_and_read_back_as_they_were(tmp_path):
         assert len(results.failed) == number
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert lines[1:] == results.records and len(lines) == 2
-    wanted = {
+    expected = {
         "commit",
         "device",
         "torch",
@@ -157,19 +157,19 @@ def test_records_are_appended_and_read_back_as_they_were(tmp_path):
         "shape",
         "dtype",
     }
-    assert wanted | {"p", "tests", "goals"} <= lines[0].keys()
+    assert expected | {"p", "tests", "goals"} <= lines[0].keys()
     assert lines[0]["shape"] == {"s": 3, "b": 2, "h": 64} and lines[0]["dtype"] == "bfloat16" and lines[0]["p"] == 0.1
     table = records.table(lines)
     assert "eager 2.00, compile 3.00" in table and table.splitlines()[2].endswith("met")
-    assert "MISSED: time_of_the_next 1, less than 1 wanted" in table.splitlines()[3]
+    assert "MISSED: time_of_the_next 1, expected less than 1" in table.splitlines()[3]
 
 
 def test_who_was_left_out_is_told_once_for_each_reason():
     left_out = {"liger": "not installed"}
     found = [{"operation": name, "left_out": left_out} for name in ("gelu", "gelu", "rms_norm")]
     found.append({"operation": "gelu", "waits_for_gpu": ["compile"]})
-    wanted = ["liger of gelu, rms_norm: not installed", "compile of gelu: the host waits for the GPU"]
-    assert list(records.notes(found)) == wanted
+    expected = ["liger of gelu, rms_norm: not installed", "compile of gelu: the host waits for the GPU"]
+    assert list(records.notes(found)) == expected
 
 
 def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys):

@@ -184,6 +184,7 @@ def test_a_profile_has_a_table_for_each_implementation(monkeypatch):
     assert "_SquaredReLUBackward" in found["output"] and "aten::relu" in found["eager"]
 
 
+@pytest.mark.slow
 def test_the_tests_that_run_first_need_neither_megatron_nor_deepspeed():
     files = [path.name for path in kernel_tests.files(ROOT)]
     for name in ("gelu", "norm", "glu", "squared_relu"):

@@ -19,6 +19,7 @@ import triton
 from ahead_of_time import CAPABILITIES, Launch, compiled, narrow_accesses, record_launches, resources, source_of
 from torch import Tensor
 
+from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.gelu import kernel as gelu
 from tempo_kernels.glu import kernel as glu
@@ -26,6 +27,7 @@ from tempo_kernels.norm import kernel as norm
 from tempo_kernels.norm import kernel_long_rows as norm_long_rows
 from tempo_kernels.norm import kernel_lost_channels as norm_lost_channels
 from tempo_kernels.norm import kernel_whole_rows as norm_whole_rows
+from tempo_kernels.norm.operands import Norm
 from tempo_kernels.pointwise import kernel as pointwise
 from tempo_kernels.squared_relu import kernel as squared_relu
 
@@ -42,14 +44,14 @@ def launches_of(run: Callable[[], Any]) -> list[Launch]:
 
 def dropout_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
     x = torch.empty(ROWS // BATCH, BATCH, hidden_size, dtype=dtype)
-    where, loaded = (0.1, 2**64 - 1, 5, 7), (0.1, *torch.zeros(2, dtype=torch.int64), 7)
+    draw, loaded = Draw(0.1, 2**64 - 1, 5, 7), Draw(0.1, *torch.zeros(2, dtype=torch.int64), 7)
     full, plain, backward, without_bias, from_device_data = launches_of(
         lambda: (
-            dropout_add.forward(x, x[0, 0], x, *where),
-            dropout_add.forward(x, None, None, *where),
-            dropout_add.backward(x, *where, needs_grad_bias=True),
-            dropout_add.backward(x, *where, needs_grad_bias=False),
-            dropout_add.backward(x, *loaded, needs_grad_bias=True),
+            dropout_add.forward(x, x[0, 0], x, draw),
+            dropout_add.forward(x, None, None, draw),
+            dropout_add.backward(x, draw, has_grad_bias=True),
+            dropout_add.backward(x, draw, has_grad_bias=False),
+            dropout_add.backward(x, loaded, has_grad_bias=True),
         ),
     )
     yield "dropout_add forward", full
@@ -70,35 +72,58 @@ def norm_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, L
         bias = None if bias is None else torch.zeros_like(bias)
 
         def run(weight: Tensor = weight, bias: Tensor | None = bias) -> None:
-            _, *kept = norm.forward(x, weight, bias, 1e-5, bias is not None, False)
-            norm.backward(x, x, *kept, bias is not None, dtype, None if bias is None else dtype)
+            _, kept = norm.forward(x, Norm(weight, bias, 1e-5, bias is not None, False))
+            norm.backward(x, x, kept, bias is not None, dtype)
 
         for launch in launches_of(run):
             yield f"{name} {launch[0].__name__.strip('_').removesuffix('_kernel')}", launch
 
     def run_from_input() -> None:
-        _, rstd, mean = norm.forward_from_input(x, x[0], x[0], 1e-5, True, True)
-        norm.refill(x, x, rstd, mean, x[0], x[0], True)
-        norm.backward_from_input(x, x, rstd, mean, x[0], x[0], True)
+        parameters = Norm(x[0], x[0], 1e-5, True, True)
+        _, statistics = norm.forward_from_input(x, parameters)
+        norm.refill(x, x, parameters, statistics)
+        norm.backward_from_input(x, x, parameters, statistics)
 
     stages = ["forward", "refill", "backward", "sums"]
     for stage, launch in zip(stages, launches_of(run_from_input), strict=False):
         yield f"layer_norm from input {stage}", launch
 
 
+def float32_residual_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
+    """A float32 x beside parameters of `dtype`."""
+    x, y = (torch.empty(ROWS, hidden_size, dtype=kind) for kind in (torch.float32, dtype))
+    for name, gamma in [("layer_norm of a float32 residual", 1), ("layer_norm of it with lost channels", 0)]:
+        parameters = Norm(torch.full_like(y[0], gamma), torch.zeros_like(y[0]), 1e-5, True, False)
+
+        def run(parameters: Norm = parameters) -> None:
+            _, kept = norm.forward(x, parameters)
+            norm.backward(y, y, kept, True, x.dtype)
+
+        for launch in launches_of(run):
+            yield f"{name} {launch[0].__name__.strip('_').removesuffix('_kernel')}", launch
+
+    def run_from_input() -> None:
+        parameters = Norm(y[0], y[0], 1e-5, True, True)
+        _, statistics = norm.forward_from_input(x, parameters)
+        norm.backward_from_input(y, x, parameters, statistics)
+
+    for stage, launch in zip(["forward", "backward", "sums"], launches_of(run_from_input), strict=False):
+        yield f"layer_norm of it from input {stage}", launch
+
+
 def activation_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[str, Launch]]:
     x = torch.empty(ROWS, hidden_size, dtype=dtype)
     bias, bits, half = x[0], torch.empty(x.numel() // 8, dtype=torch.uint8), x[:, : hidden_size // 2].contiguous()
     runs = {
-        "gelu forward": lambda: gelu.forward(x, bias, "none"),
-        "gelu forward, tanh, without bias": lambda: gelu.forward(x, None, "tanh"),
+        "gelu forward": lambda: pointwise.forward_with_bits(x, bias, "gelu", -0.75),
+        "gelu forward, tanh, without bias": lambda: pointwise.forward_with_bits(x, None, "gelu_tanh", -0.75),
         "gelu backward": lambda: gelu.backward(x, x, bits, "none", True),
         "gelu backward without bias": lambda: gelu.backward(x, x, bits, "tanh", False),
-        "gelu backward from the input": lambda: gelu.backward_from_input(x, x, bias, "none", True),
-        "gelu backward from the input, tanh": lambda: gelu.backward_from_input(x, x, bias, "tanh", True),
-        "squared_relu forward": lambda: squared_relu.forward(x, bias),
+        "gelu backward from the input": lambda: pointwise.backward(x, x, bias, "gelu", True),
+        "gelu backward from the input, tanh": lambda: pointwise.backward(x, x, bias, "gelu_tanh", True),
+        "squared_relu forward": lambda: pointwise.forward(x, bias, "squared_relu"),
         "squared_relu backward": lambda: squared_relu.backward(x, x, True),
-        "squared_relu backward from the input": lambda: squared_relu.backward_from_input(x, x, bias, True),
+        "squared_relu backward from the input": lambda: pointwise.backward(x, x, bias, "squared_relu", True),
         "swiglu forward": lambda: glu.forward(x, bias, "silu"),
         "swiglu backward": lambda: glu.backward(half, x, bias, "silu", True),
         "swiglu backward without bias": lambda: glu.backward(half, x, None, "silu", False),
@@ -115,6 +140,7 @@ def cases() -> Iterator[tuple[str, Launch]]:
     shapes = [(dropout_launches, torch.bfloat16, 4096), (dropout_launches, torch.float16, 1000)]
     shapes += [(dropout_launches, torch.float32, 4096), (norm_launches, torch.float32, 4096)]
     shapes += [(norm_launches, torch.bfloat16, hidden_size) for hidden_size in (1000, 4096, 8192, 12288, 20480)]
+    shapes += [(float32_residual_launches, torch.bfloat16, hidden_size) for hidden_size in (8192, 12288)]
     shapes += [(activation_launches, torch.bfloat16, 16384), (activation_launches, torch.float32, 4096)]
     for launches, dtype, hidden_size in shapes:
         for name, launch in launches(dtype, hidden_size):
@@ -159,7 +185,7 @@ def test_tensors_are_read_and_written_16_bytes_at_a_time(capability):
 
 def test_a_tensor_that_is_not_aligned_is_read_narrowly_and_found_to_be():
     x = torch.empty(4097, dtype=torch.bfloat16)[1:].view(2, 2, 1024)
-    [launch] = launches_of(lambda: dropout_add.forward(x, None, None, 0.1, 1, 0, 0))
+    [launch] = launches_of(lambda: dropout_add.forward(x, None, None, Draw(0.1, 1, 0, 0)))
     assert len(narrow_accesses(compiled(launch, 90).asm["ptx"])) > 4
 
 
@@ -170,8 +196,8 @@ def test_new_keys_probabilities_and_positions_compile_nothing_anew():
     loaded = [(0.1, numbers[0], numbers[1], 0), (0.5, numbers[1], numbers[2], 1), (0.3, numbers[4], numbers[3], 16)]
 
     def run(draw: tuple[Any, ...]) -> None:
-        dropout_add.forward(x, None, None, *draw)
-        dropout_add.backward(x, *draw, needs_grad_bias=True)
+        dropout_add.forward(x, None, None, Draw(*draw))
+        dropout_add.backward(x, Draw(*draw), has_grad_bias=True)
 
     for forms in (draws, loaded):
         launches = launches_of(lambda forms=forms: [run(draw) for draw in forms])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import triton.language as tl
 from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, kernel_test
 from philox_vectors import KNOWN_ANSWERS
 
+from tempo_kernels.dropout_add import Draw
 from tempo_kernels.dropout_add import eager as dropout_eager
 from tempo_kernels.dropout_add import kernel as dropout_kernel
 from tempo_kernels.philox import drop_mask
@@ -24,12 +26,25 @@ from tempo_kernels.philox import kernel as philox_kernel
 
 KEYS = [0, 0xFEDCBA9876543210, 0x80000000_7FFFFFFF, 2**64 - 1]
 FILES = [Path(__file__), *sorted(Path(__file__).parent.glob("test_*_kernels.py"))]
+# A file that takes minutes is run in so many parts, which different processes may run.
+NUM_PARTS = {"test_attention_kernels": 2}
+PARTS = [(path, part) for path in FILES for part in range(NUM_PARTS.get(path.stem, 1))]
+
+
+def what_to_run(path: Path, part: int) -> list[str]:
+    """What to give to pytest: the file, or every so many-th of its functions."""
+    number = NUM_PARTS.get(path.stem, 1)
+    if number == 1:
+        return [str(path)]
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return [f"{path}::{name}" for name in names[part::number]]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.slow
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_kernel_does_under_the_interpreter_what_its_specification_says(path: Path):
+@pytest.mark.parametrize(("path", "part"), PARTS, ids=lambda value: getattr(value, "stem", str(value)))
+def test_every_kernel_does_under_the_interpreter_what_its_specification_says(path: Path, part: int):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [
         sys.executable,
@@ -41,7 +56,7 @@ def test_every_kernel_does_under_the_interpreter_what_its_specification_says(pat
         "no:cacheprovider",
         "-m",
         "not gpu",
-        str(path),
+        *what_to_run(path, part),
     ]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
@@ -86,22 +101,22 @@ def test_the_mask_of_head_row_and_sample_is_the_specified_one_bit_for_bit(first_
     mask = torch.empty(256, 1024, dtype=torch.int8, device=DEVICE)
     _mask_kernel[(1,)](mask, first_sample, round(p * 65536), *philox_kernel.key_words(key), ROWS=256, GROUPS=128)
     row = torch.arange(256)
-    wanted = drop_mask(key, p, sample=first_sample + row // 4, head=row % 4, row=3 * row, num_columns=1024)
-    assert torch.equal(mask.cpu() != 0, wanted)
+    expected = drop_mask(key, p, sample=first_sample + row // 4, head=row % 4, row=3 * row, num_columns=1024)
+    assert torch.equal(mask.cpu() != 0, expected)
 
 
-DRAW = (0.1, 0xFEDCBA9876543210, 2**32 - 1, 5)
+DRAW = Draw(0.1, 0xFEDCBA9876543210, 2**32 - 1, 5)
 SHAPES = [(5, 2, 768), (2, 3, 1000), (5, 3, 13), (1, 1, 1), (1, 2, 2049), (40, 1, 8), (0, 2, 8), (4, 2, 0)]
 
 
 def check_dropout_add(x, bias, residual, grad):
-    out = dropout_kernel.forward(x, bias, residual, *DRAW)
-    assert_as_specified([out], [x, bias, residual], lambda *t: [dropout_eager.forward(*t, *DRAW)], "out")
-    found = dropout_kernel.backward(grad, *DRAW, needs_grad_bias=True)
+    out = dropout_kernel.forward(x, bias, residual, DRAW)
+    assert_as_specified([out], [x, bias, residual], lambda *t: [dropout_eager.forward(*t, DRAW)], "out")
+    found = dropout_kernel.backward(grad, DRAW, has_grad_bias=True)
     assert_as_specified(
-        found, [grad], lambda t: dropout_eager.backward(t, *DRAW, needs_grad_bias=True), "grad_x", "grad_bias"
+        found, [grad], lambda t: dropout_eager.backward(t, DRAW, has_grad_bias=True), "grad_x", "grad_bias"
     )
-    alone, nothing = dropout_kernel.backward(grad, *DRAW, needs_grad_bias=False)
+    alone, nothing = dropout_kernel.backward(grad, DRAW, has_grad_bias=False)
     assert torch.equal(alone, found[0]) and nothing is None
 
 
@@ -137,9 +152,9 @@ def test_dropout_add_takes_any_strides_and_alignment():
 def test_dropout_add_drops_the_specified_elements_bit_for_bit(p, num_columns, key, dtype):
     ones = torch.ones(9, 3, num_columns, dtype=dtype, device=DEVICE)
     where = (key, 2**32 - 2, 77)
-    dropped = dropout_eager.forward(torch.ones(9, 3, num_columns), None, None, p, *where) == 0
-    assert torch.equal(dropout_kernel.forward(ones, None, None, p, *where).cpu() == 0, dropped)
-    assert torch.equal(dropout_kernel.backward(ones, p, *where, needs_grad_bias=False)[0].cpu() == 0, dropped)
+    dropped = dropout_eager.forward(torch.ones(9, 3, num_columns), None, None, Draw(p, *where)) == 0
+    assert torch.equal(dropout_kernel.forward(ones, None, None, Draw(p, *where)).cpu() == 0, dropped)
+    assert torch.equal(dropout_kernel.backward(ones, Draw(p, *where), has_grad_bias=False)[0].cpu() == 0, dropped)
 
 
 @kernel_test
@@ -149,11 +164,11 @@ def test_dropout_add_draws_the_same_from_device_data_bit_for_bit(key):
     where = (key, 2**32 - 2)
     loaded = [torch.tensor(number - 2**64 if number >> 63 else number, device=DEVICE) for number in where]
     for p in (0.0, 0.4):
-        out = dropout_kernel.forward(ones, None, None, p, *where, 77)
-        grads = dropout_kernel.backward(ones, p, *where, 77, needs_grad_bias=True)
+        out = dropout_kernel.forward(ones, None, None, Draw(p, *where, 77))
+        grads = dropout_kernel.backward(ones, Draw(p, *where, 77), has_grad_bias=True)
         for key_form, sample_form in [loaded, (loaded[0], where[1]), (where[0], loaded[1])]:
-            assert torch.equal(dropout_kernel.forward(ones, None, None, p, key_form, sample_form, 77), out)
-            found = dropout_kernel.backward(ones, p, key_form, sample_form, 77, needs_grad_bias=True)
+            assert torch.equal(dropout_kernel.forward(ones, None, None, Draw(p, key_form, sample_form, 77)), out)
+            found = dropout_kernel.backward(ones, Draw(p, key_form, sample_form, 77), has_grad_bias=True)
             assert all(torch.equal(a, b) for a, b in zip(found, grads, strict=True))
 
 
@@ -161,8 +176,8 @@ def test_dropout_add_draws_the_same_from_device_data_bit_for_bit(key):
 def test_dropout_add_passes_nan_and_inf_where_kept_and_none_where_dropped():
     x = torch.full((64, 1, 16), float("inf"), device=DEVICE)
     x[::2] = float("nan")
-    out = dropout_kernel.forward(x, None, torch.ones_like(x), 0.5, 1, 0, 0).cpu()
-    dropped = dropout_eager.forward(torch.ones(64, 1, 16), None, None, 0.5, 1, 0, 0) == 0
+    out = dropout_kernel.forward(x, None, torch.ones_like(x), Draw(0.5, 1, 0, 0)).cpu()
+    dropped = dropout_eager.forward(torch.ones(64, 1, 16), None, None, Draw(0.5, 1, 0, 0)) == 0
     assert (out[dropped] == 1).all() and not out[~dropped].isfinite().any()
 
 
@@ -171,7 +186,7 @@ def test_dropout_adds_bias_gradient_sums_many_tiles_in_a_fixed_order(monkeypatch
     monkeypatch.setattr(dropout_kernel, "BACKWARD_PROGRAMS", 3)
     x, grad = (torch.randn(40, 3, 260, device=DEVICE) for _ in range(2))
     check_dropout_add(x, None, None, grad)
-    first, second = (dropout_kernel.backward(grad, *DRAW, needs_grad_bias=True)[1] for _ in range(2))
+    first, second = (dropout_kernel.backward(grad, DRAW, has_grad_bias=True)[1] for _ in range(2))
     assert torch.equal(first, second)
 
 
@@ -179,12 +194,12 @@ def test_dropout_adds_bias_gradient_sums_many_tiles_in_a_fixed_order(monkeypatch
 def test_dropout_add_addresses_more_than_two_billion_elements():
     x = torch.zeros(2**31 // 4096 + 9, 1, 4096, dtype=torch.bfloat16, device="cuda")
     x[-9:] = 1
-    out = dropout_kernel.forward(x, None, None, 0.1, 3, 0, 0)
-    last = dropout_eager.forward(torch.ones(9, 1, 4096).bfloat16(), None, None, 0.1, 3, 0, x.size(0) - 9)
+    out = dropout_kernel.forward(x, None, None, Draw(0.1, 3, 0, 0))
+    last = dropout_eager.forward(torch.ones(9, 1, 4096).bfloat16(), None, None, Draw(0.1, 3, 0, x.size(0) - 9))
     assert torch.equal(out[-9:].cpu(), last) and not out[:-9].any()
 
 
 @kernel_test
 def test_dropout_add_refuses_float64_where_kernels_run():
-    with pytest.raises(ValueError, match="x is torch.float64; float32, float16 or bfloat16"):
-        dropout_kernel.forward(torch.ones(1, 1, 8, dtype=torch.float64, device=DEVICE), None, None, 0.1, 1, 0, 0)
+    with pytest.raises(ValueError, match="x is torch.float64; expected float32, float16 or bfloat16"):
+        dropout_kernel.forward(torch.ones(1, 1, 8, dtype=torch.float64, device=DEVICE), None, None, Draw(0.1, 1, 0, 0))

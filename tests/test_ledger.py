@@ -111,13 +111,16 @@ def test_the_command_prints_one_table_and_writes_the_same_figures(tmp_path, caps
     stock, tempo = figures["stock"], figures["tempo"]
     assert f"{stock['layer_bytes']:,}" in text and f"{tempo['layer_bytes']:,}" in text
     assert f"{tempo['layer_bytes'] / stock['layer_bytes']:.3f}" in text
+    # What "auto" became.
+    values = "activation=inplace norm=inplace dropout=recompute attention=flash loss=fused"
+    assert f"tempo: {values}\n" in text and figures["tempo_config"] == values
 
 
 @pytest.mark.parametrize(
     ("changes", "name", "choice"),
     [
         ({}, "gelu", "inplace"),
-        ({"activation_func": F.silu, "gated_linear_unit": True}, "swiglu", "recompute"),
+        ({"activation_func": F.silu, "gated_linear_unit": True}, "swiglu", "auto"),
         ({"activation_func": squared_relu}, "squared_relu", "inplace"),
         ({"activation_func": F.relu}, "relu", "off"),
     ],
@@ -151,7 +154,7 @@ def test_a_row_that_the_table_of_operations_does_not_know_stands_last():
         (["--sequence-parallel"], "--sequence-parallel is given with --tp 1"),
         (["--recompute", "full", "mlp"], "--recompute full already recomputes everything"),
         (["--no-use-tempo"], "--no-use-tempo is given"),
-        (["--dropout", "1"], r"must be in [0, 1)"),
+        (["--dropout", "1"], r"--dropout is 1.0; expected a probability in [0, 1)"),
     ],
     ids=["file", "tp", "sp", "recompute", "tempo off", "dropout"],
 )

@@ -163,9 +163,9 @@ def test_only_the_gradients_that_are_needed_are_made(has_weights):
         leaf.requires_grad_()
         out = linear_cross_entropy(hidden, weight, labels, bias=bias, **keywords)
         total = out[0] if has_weights else out.sum()
-        (wanted,) = torch.autograd.grad(reference(hidden, weight, bias, labels).sum(), leaf)
+        (expected,) = torch.autograd.grad(reference(hidden, weight, bias, labels).sum(), leaf)
         (grad,) = torch.autograd.grad(total, leaf)
-        torch.testing.assert_close(grad, wanted)
+        torch.testing.assert_close(grad, expected)
         leaf.requires_grad_(False)
 
 

@@ -9,6 +9,7 @@ import torch
 from ahead_of_time import CAPABILITIES, Launch, compiled, narrow_accesses, record_launches, resources, source_of
 
 from tempo_kernels.linear_cross_entropy import kernel
+from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 # At which three programs of 8 warps share a multiprocessor.
 MOST_REGISTERS = 80
@@ -23,9 +24,9 @@ def run_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, first: int = 
     logits = torch.empty(num_rows, num_columns, dtype=dtype)
     columns = torch.zeros(first + num_rows, dtype=torch.int64)[first:]
     vectors = torch.ones(3, first + num_rows)[:, first:]
-    for needs_sum, other_share in ((False, 0.0), (True, 0.1)):
-        kernel.statistics(logits, columns, num_columns, needs_sum)
-        kernel.gradient_(logits, columns, *vectors, 1.0, other_share, num_columns)
+    for shares in (Shares(1.0, 0.0, num_columns), Shares(1.0, 0.1, num_columns)):
+        kernel.find_statistics(logits, columns, shares)
+        kernel.write_gradient_(logits, Rows(columns, *vectors), shares)
 
 
 def cases() -> Iterator[tuple[str, Launch]]:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from witness import assert_three_witnesses
 
 from tempo_kernels.linear_cross_entropy import eager, kernel, linear_cross_entropy, operators
+from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 SHARES = {"plain": (1.0, 0.0), "smoothed": (0.87, 1e-3)}
 
@@ -21,19 +22,19 @@ def chunk_of_logits(rows, columns, dtype, scale=8.0):
     return logits, targets
 
 
-def check(logits, targets, num_real, shares=SHARES["smoothed"]):
-    for needs_sum in (True, False):
-        found = kernel.statistics(logits, targets, num_real, needs_sum)
-        names = ["top", "total", "target", "sum"][: 3 + needs_sum]
+def check(logits, targets, num_real, target_and_other=SHARES["smoothed"]):
+    for shares in (Shares(1.0, 1e-3, num_real), Shares(1.0, 0.0, num_real)):
+        found = kernel.find_statistics(logits, targets, shares)
+        names = ["top", "total", "target", "sum"][: len(found)]
         is_here = ((targets >= 0) & (targets < logits.size(1))).cpu()
         assert torch.equal(found[0].cpu(), logits.float().amax(-1).cpu())
         assert torch.equal(found[2].cpu() > -torch.inf, is_here)
         found[2, ~is_here.to(DEVICE)] = 0
 
-        def specified(values, wanted=needs_sum, mask=is_here):
-            return eager.statistics(values, targets.cpu(), num_real, wanted).masked_fill(
-                torch.stack([~mask if i == 2 else torch.zeros_like(mask) for i in range(3 + wanted)]), 0.0
-            )
+        def specified(values, shares=shares, mask=is_here):
+            statistics = eager.find_statistics(values, targets.cpu(), shares)
+            statistics[2, ~mask] = 0
+            return statistics
 
         assert_as_specified(found, [logits], specified, *names)
     top = found[0] + torch.rand(logits.size(0), device=DEVICE)  # another shard's is larger
@@ -43,7 +44,8 @@ def check(logits, targets, num_real, shares=SHARES["smoothed"]):
 
     def gradient(module, values, *vectors):
         values = values.clone()
-        module.gradient_(values, targets.to(values.device), *vectors, *shares, num_real)
+        rows = Rows(targets.to(values.device), *vectors)
+        module.write_gradient_(values, rows, Shares(*target_and_other, num_real))
         return [values]
 
     assert_as_specified(
@@ -85,13 +87,14 @@ def test_a_row_that_grows_to_its_end_and_one_that_falls_have_the_right_total():
 def test_nan_and_infinity_stay_in_their_row(place, value):
     logits, targets = chunk_of_logits(3, kernel.BLOCK + 9, torch.bfloat16)
     logits[1, place] = value
-    found = kernel.statistics(logits, targets, logits.size(1), False)
+    shares = Shares(1.0, 0.0, logits.size(1))
+    found = kernel.find_statistics(logits, targets, shares)
     assert found[1].isnan().tolist() == [False, True, False]
     grad = torch.ones(3, device=DEVICE)
-    kernel.gradient_(logits, targets, found[0], grad / found[1], grad, 1.0, 0.0, logits.size(1))
+    kernel.write_gradient_(logits, Rows(targets, found[0], grad / found[1], grad), shares)
     assert logits.isnan().all(-1).tolist() == logits.isnan().any(-1).tolist() == [False, True, False]
     grad[1] = 0
-    kernel.gradient_(logits, targets, found[0], grad / found[1], grad, 1.0, 0.0, logits.size(1))
+    kernel.write_gradient_(logits, Rows(targets, found[0], grad / found[1], grad), shares)
     assert not logits[1].any()
 
 
@@ -99,16 +102,16 @@ def test_nan_and_infinity_stay_in_their_row(place, value):
 def test_columns_of_minus_infinity_count_for_nothing():
     logits, targets = chunk_of_logits(3, 2 * kernel.BLOCK, torch.float32)
     logits[:, : kernel.BLOCK] = -torch.inf
-    alone = kernel.statistics(logits[:, kernel.BLOCK :].contiguous(), targets, 1, False)
-    found = kernel.statistics(logits, targets, 1, False)
+    alone = kernel.find_statistics(logits[:, kernel.BLOCK :].contiguous(), targets, Shares(1.0, 0.0, 1))
+    found = kernel.find_statistics(logits, targets, Shares(1.0, 0.0, 1))
     assert torch.equal(found[:2], alone[:2])
 
 
 @kernel_test
 def test_no_rows_give_no_statistics():
     logits, targets = chunk_of_logits(0, 9, torch.float32)
-    assert kernel.statistics(logits, targets, 9, True).shape == (4, 0)
-    kernel.gradient_(logits, targets, *torch.empty(3, 0, device=DEVICE), 1.0, 0.0, 9)
+    assert kernel.find_statistics(logits, targets, Shares(0.9, 0.1, 9)).shape == (4, 0)
+    kernel.write_gradient_(logits, Rows(targets, *torch.empty(3, 0, device=DEVICE)), Shares(1.0, 0.0, 9))
 
 
 @kernel_test
@@ -126,10 +129,10 @@ def test_the_whole_loss_head_is_right_by_the_three_witnesses(monkeypatch):
 
     def reference(hidden, weight):
         logits = F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)).transpose(0, 1)
-        wanted = torch.zeros_like(logits)
-        wanted[..., :90] = 0.1 / 89
-        wanted.scatter_(-1, labels.clamp_min(0).unsqueeze(-1), 0.9)
-        return -(wanted * logits.log_softmax(-1)).sum(-1).masked_fill(labels == -100, 0.0)
+        expected = torch.zeros_like(logits)
+        expected[..., :90] = 0.1 / 89
+        expected.scatter_(-1, labels.clamp_min(0).unsqueeze(-1), 0.9)
+        return -(expected * logits.log_softmax(-1)).sum(-1).masked_fill(labels == -100, 0.0)
 
     inputs = [torch.randn(5, 2, 16), torch.randn(101, 16)]
     for dtype in DTYPES:
@@ -143,13 +146,14 @@ def test_a_chunk_of_more_than_two_billion_logits_is_addressed():
     logits = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
     logits[-9:] = torch.randn(9, columns)
     targets = torch.full((rows,), 5, device="cuda")
-    found = kernel.statistics(logits, targets, columns, False)
+    shares = Shares(1.0, 0.0, columns)
+    found = kernel.find_statistics(logits, targets, shares)
     assert_as_specified(
-        found[:, -9:], [logits[-9:]], lambda t: eager.statistics(t, targets[-9:].cpu(), columns, False), "0", "1", "2"
+        found[:, -9:], [logits[-9:]], lambda t: eager.find_statistics(t, targets[-9:].cpu(), shares), "0", "1", "2"
     )
     assert (found[1, :-9] == columns).all()
     one = torch.ones(rows, device="cuda")
-    kernel.gradient_(logits, targets, found[0], one / found[1], one, 1.0, 0.0, columns)
+    kernel.write_gradient_(logits, Rows(targets, found[0], one / found[1], one), shares)
     assert abs(logits[-1].float().sum().item()) < 0.05 and logits[0, 5] < -0.9 and logits[-10, 5] < -0.9
 
 
@@ -157,5 +161,5 @@ def test_a_chunk_of_more_than_two_billion_logits_is_addressed():
 def test_float64_is_refused_where_kernels_run():
     logits = torch.zeros(1, 8, dtype=torch.float64, device=DEVICE)
     with pytest.raises(ValueError, match="logits are torch.float64; expected float32, float16 or bfloat16"):
-        kernel.statistics(logits, torch.zeros(1, dtype=torch.int64, device=DEVICE), 8, False)
+        kernel.find_statistics(logits, torch.zeros(1, dtype=torch.int64, device=DEVICE), Shares(1.0, 0.0, 8))
     assert INTERPRETED or logits.is_cuda

@@ -97,8 +97,8 @@ def both_forms(token_weights, dtype, grad_total=1.0, **settings):
     return results
 
 
-def assert_close(found, wanted, eps):
-    for a, b in zip(found, wanted, strict=True):
+def assert_close(found, expected, eps):
+    for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=8 * eps * b.abs().max().item())
 
 
@@ -113,9 +113,9 @@ def test_gradients_made_in_forward_are_those_of_the_recomputed_logits(settings, 
 def test_weights_of_one_by_the_number_of_tokens_do_not_underflow_in_float16():
     # Of the recomputed logits' gradient nothing would be left: 1e-7 / 101 is below float16's range.
     in_forward, exact = (both_forms(torch.full((B, S), 1e-7), t, 1e7)[0] for t in (torch.float16, torch.float64))
-    for found, wanted in zip(in_forward[2:], exact[2:], strict=True):
-        error = (found.double() - wanted).abs().max()
-        assert wanted.abs().max() > 0.1 and error < 0.05 * wanted.abs().max()
+    for found, expected in zip(in_forward[2:], exact[2:], strict=True):
+        error = (found.double() - expected).abs().max()
+        assert expected.abs().max() > 0.1 and error < 0.05 * expected.abs().max()
 
 
 def test_token_weights_of_nothing_but_zeros_give_zeros():
@@ -155,14 +155,14 @@ def test_the_weights_gradient_is_added_to_main_grad_as_by_megatrons_linears(has_
     hidden, weight, _ = (t if t is None else t.bfloat16().requires_grad_() for t in head_inputs(False))
     labels, before = random_labels(), torch.randn(V, H).to(main_dtype)
     keywords = {"token_weights": torch.ones(B, S)} if has_weights else {}
-    (wanted,) = torch.autograd.grad(reference(hidden, weight, None, labels).sum(), weight)
+    (expected,) = torch.autograd.grad(reference(hidden, weight, None, labels).sum(), weight)
     for flags, stand_in in (({}, None), ({"grad_added_to_main_grad": False, "zero_out_wgrad": True}, 0)):
         weight.grad, weight.main_grad = None, before.clone()
         for name, value in flags.items():
             setattr(weight, name, value)
         out = linear_cross_entropy(hidden, weight, labels, gradient_accumulation_fusion=True, **keywords)
         (out[0] if has_weights else out.sum()).backward()
-        torch.testing.assert_close(weight.main_grad.float(), before.float() + wanted.float(), rtol=0.02, atol=0.05)
+        torch.testing.assert_close(weight.main_grad.float(), before.float() + expected.float(), rtol=0.02, atol=0.05)
         assert (weight.grad is None) if stand_in is None else not weight.grad.any()
         assert getattr(weight, "grad_added_to_main_grad", None) is (None if stand_in is None else True)
 
@@ -185,11 +185,11 @@ BAD = {
     "a bias of another length": ({"bias": torch.zeros(V + 1)}, "bias is .*as weight"),
     "labels of the layout of hidden states": ({"labels": GOOD["labels"].t()}, r"labels are .*\[b, s\] of the whole"),
     "labels in 32 bits": ({"labels": GOOD["labels"].int()}, "labels are torch.int32"),
-    "a vocabulary larger than the weight": ({"vocab_size": V + 1}, f"vocab_size is {V + 1} .* give 1 to {V}"),
+    "a vocabulary larger than the weight": ({"vocab_size": V + 1}, f"vocab_size is {V + 1}; expected 1 to {V}"),
     "smoothing of 1": ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
     "smoothing over one row": ({"label_smoothing": 0.1, "vocab_size": 1}, "label_smoothing is 0.1 over 1 rows"),
-    "a chunk of nothing": ({"chunk_tokens": 0}, "chunk_tokens is 0; expected a number from 1 on"),
-    "weights that want a gradient": ({"token_weights": torch.ones(B, S, requires_grad=True)}, "token_weights are"),
+    "a chunk of nothing": ({"chunk_tokens": 0}, "chunk_tokens is 0; expected at least 1"),
+    "weights that need a gradient": ({"token_weights": torch.ones(B, S, requires_grad=True)}, "token_weights are"),
     "weights of another shape": ({"token_weights": torch.ones(S, B)}, "token_weights are .*as labels"),
 }
 
@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(change, message):
 
 def test_fusion_without_main_grad_is_refused():
     weight = GOOD["weight"].clone().requires_grad_()
-    with pytest.raises(ValueError, match="weight has no main_grad of its own shape; wrap the model"):
+    with pytest.raises(ValueError, match="weight has no main_grad; expected one of weight's shape; wrap"):
         linear_cross_entropy(GOOD["hidden"], weight, GOOD["labels"], gradient_accumulation_fusion=True)
     with torch.no_grad():
         losses = linear_cross_entropy(GOOD["hidden"], weight, GOOD["labels"], gradient_accumulation_fusion=True)

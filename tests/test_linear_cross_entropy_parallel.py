@@ -75,7 +75,10 @@ def joined(ranks, sequence_parallel):
 
 @pytest.mark.parametrize("in_forward", [False, True], ids=["recomputed", "in forward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("size", "sequence_parallel"), [(2, False), (2, True), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("size", "sequence_parallel"),
+    [(2, False), (2, True), *(pytest.param(4, sp, marks=pytest.mark.slow) for sp in (False, True))],
+)
 def test_shards_of_the_vocabulary_equal_one_rank(size, sequence_parallel, dtype, in_forward):
     case = CASES["everything"]
     ranks = run_ranks(shard_results, size, sequence_parallel, dtype, 8, in_forward, case)
@@ -110,7 +113,7 @@ def overlapping_gathers():
     dist.all_gather_into_tensor = recorded
     try:
         hidden = torch.arange(24.0).view(12, 2) + 100 * dist.get_rank()
-        for rows, tokens in Shards(dist.group.WORLD, True).gathered(hidden, 5):
+        for rows, tokens in Shards(dist.group.WORLD, True).gather(hidden, 5):
             events.append("chunk")
             of_ranks = [torch.arange(24.0).view(12, 2)[rows] + 100 * rank for rank in range(2)]
             assert torch.equal(tokens, torch.cat(of_ranks))
@@ -136,7 +139,7 @@ def refused_vocab_start():
 def test_a_shard_that_does_not_start_where_its_rank_says_is_refused():
     for rank, message in enumerate(run_ranks(refused_vocab_start, 2)):
         assert (
-            f"vocab_start is 1 on rank {rank} of the group; expected {5 * rank}, rank times the rows of weight"
+            f"vocab_start is 1 on rank {rank} of the group; expected {5 * rank}, the rank times the rows of weight"
             in message
         )
 

@@ -64,6 +64,7 @@ def test_a_run_is_cut_only_where_it_is_too_long(character: str) -> None:
     assert [len(part) for part in cut_long_runs(longer)] == [len(before) + LONGEST_RUN, LONGEST_RUN, 1 + len(after)]
 
 
+@pytest.mark.slow
 def test_ordinary_text_keeps_its_tokens_and_gives_the_same_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

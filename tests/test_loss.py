@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
@@ -13,12 +14,22 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from witness import kept_storages
 
-from tempo_megatron.slots.loss import TempoGPTModel, TempoOutputLayer, tempoize_loss
+from tempo_megatron import TempoConfig
+from tempo_megatron.slots.loss import (
+    LossHead,
+    TempoGPTModel,
+    choose_loss,
+    forward_output_layer,
+    fused_gpt_class,
+    tempoize_loss,
+)
 
 
 @pytest.mark.parametrize("gives_loss_mask", [False, True], ids=["recomputed", "in forward"])
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)]
+)
 def test_loss_and_every_gradient_equal_stock(tp, sequence_parallel, is_tied, gives_loss_mask):
     arguments = (is_tied, sequence_parallel)
     found = run_megatron_ranks(loss_and_gradients, tp, tp, FUSED, *arguments, gives_loss_mask)
@@ -46,22 +57,89 @@ def other_stages_and_classes():
     class UsersModel(GPTModel):
         pass
 
-    first = build(FUSED, pre_process=True, post_process=False)
+    def is_fused(model):
+        return isinstance(getattr(model.output_layer, "loss_head", None), LossHead)
+
+    def first_stage(tempo_config, cls):
+        return build(tempo_config, cls=cls, pre_process=True, post_process=False)
+
     users = build(FUSED, cls=UsersModel)
     again = build(FUSED)
     tempoize_loss(again, FUSED)
+    constructed = build(OFF, cls=fused_gpt_class(UsersModel))
+    tempoize_loss(constructed, FUSED)
+    stock = build(OFF)
     return {
-        "first stage": type(first) is GPTModel,
-        "off": type(build(OFF)) is GPTModel,
-        "user's": isinstance(users, UsersModel) and type(users.output_layer) is TempoOutputLayer,
-        "user's loss": torch.equal(run(users), run(build(FUSED))),
-        "twice": type(again) is TempoGPTModel and torch.equal(run(again), run(users)),
+        "first stage": "_postprocess" not in vars(first_stage(FUSED, GPTModel)),
+        "constructed first stage": torch.equal(run(first_stage(OFF, TempoGPTModel)), run(first_stage(OFF, GPTModel))),
+        "off": not is_fused(stock) and not vars(stock).keys() & {"_postprocess", "compute_language_model_loss"},
+        "classes": type(users) is UsersModel and type(users.output_layer) is ColumnParallelLinear,
+        "user's": is_fused(users) and torch.equal(run(users), run(build(FUSED))),
+        "twice": is_fused(again) and torch.equal(run(again), run(users)),
+        "constructed": isinstance(constructed, UsersModel) and is_fused(constructed),
+        "nothing is bound to what is constructed": "_postprocess" not in vars(constructed),
+        "constructed's": torch.equal(run(constructed), run(users)),
+        "name": (type(constructed).__name__, TempoGPTModel.__name__) == ("TempoUsersModel", "TempoGPTModel"),
+        "one class": fused_gpt_class() is TempoGPTModel,
     }
 
 
 def test_what_has_no_head_stays_and_a_users_class_is_kept():
     (found,) = run_megatron_ranks(other_stages_and_classes, 1, 1)
     assert all(found.values()), found
+
+
+def copied():
+    """Losses of a model and of its copy, after the copy alone has other weights."""
+    # A model holds its groups, which nobody can copy.
+    torch.distributed.ProcessGroup.__deepcopy__ = lambda self, memo: self
+    found = {}
+    for name, model in (("built", build(FUSED)), ("constructed", build(OFF, cls=TempoGPTModel))):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.5)
+        stock = build(OFF)
+        stock.load_state_dict(other.state_dict())
+        losses = run(other)
+        losses.sum().backward()
+        found[name] = (
+            (losses - run(stock)).abs().max().item() < 1e-5,
+            (losses - run(model)).abs().max().item() > 1e-3,
+            all(parameter.grad is None for parameter in model.parameters()),
+        )
+    return found
+
+
+def test_a_copy_of_a_model_has_a_head_of_its_own():
+    assert run_megatron_ranks(copied, 1, 1) == [dict.fromkeys(("built", "constructed"), (True, True, True))]
+
+
+def hooks_and_modules():
+    """What a built model holds before and after."""
+    model = build(OFF, is_tied=False)
+    calls = []
+    model.output_layer.register_forward_hook(lambda module, inputs, output: calls.append(output[0].shape))
+    model.register_load_state_dict_pre_hook(lambda module, *_: calls.append(type(module).__name__))
+
+    def held():
+        return (
+            [(name, type(module), id(module)) for name, module in model.named_modules()],
+            [(name, id(parameter)) for name, parameter in model.named_parameters()],
+            list(model.state_dict()),
+        )
+
+    before = held()
+    tempoize_loss(model, FUSED)
+    after = held()
+    run(model)
+    model.load_state_dict(model.state_dict())
+    return before == after, calls
+
+
+def test_modules_parameters_classes_and_hooks_of_a_built_model_stay():
+    expected = (True, [torch.Size([2, SEQ_LENGTH]), "GPTModel"])
+    assert run_megatron_ranks(hooks_and_modules, 1, 1) == [expected]
 
 
 def logits_of_both(tempo_config):
@@ -171,7 +249,7 @@ def test_gradient_accumulation_fusion_adds_to_main_grad(gives_loss_mask):
 
 def refusals():
     model = build(OFF)
-    found = []
+    found, chosen = [], [choose_loss(model.decoder, TempoConfig()), choose_loss(model, OFF)]
 
     def try_it(model):
         try:
@@ -184,24 +262,32 @@ def refusals():
         before = getattr(model.config, name)
         setattr(model.config, name, value)
         try_it(model)
+        chosen.append(choose_loss(model, TempoConfig()))
         setattr(model.config, name, before)
     model.output_layer.__class__ = type("QuantizedLinear", (ColumnParallelLinear,), {})
     try_it(model)
-    return found, type(model) is GPTModel
+    chosen.append(choose_loss(model, TempoConfig()))
+    tempoize_loss(model, TempoConfig())
+    return found, chosen, "_postprocess" not in vars(model)
 
 
 def test_what_the_fused_head_cannot_do_is_refused_with_the_remedy():
-    ((found, is_stock),) = run_megatron_ranks(refusals, 1, 1)
+    ((found, chosen, is_stock),) = run_megatron_ranks(refusals, 1, 1)
     reasons = ["the model is a TransformerBlock", "mtp_num_layers", "defer_embedding_wgrad", "is a QuantizedLinear"]
     assert len(found) == 4 and all(part in text for part, text in zip(reasons, found, strict=True))
-    assert is_stock and all(text.endswith('set tempo.loss to "off"') for text in found)
+    assert is_stock and all(text.endswith('; set tempo.loss to "off"') for text in found)
+    # "auto" says the same and leaves the model as it is; what was written has no reason.
+    assert chosen.pop(1) == ("off", None)
+    assert [(choice, f'{reason}; set tempo.loss to "off"') for choice, reason in chosen] == [
+        ("off", text) for text in found
+    ]
 
 
 def test_positional_signatures_equal_megatrons():
     def names(function):
         return list(inspect.signature(function).parameters)
 
-    assert names(TempoOutputLayer.forward) == names(ColumnParallelLinear.forward)
+    assert names(forward_output_layer)[1:] == names(ColumnParallelLinear.forward)[1:]
     assert names(TempoGPTModel.compute_language_model_loss) == names(GPTModel.compute_language_model_loss)
     ours, theirs = names(TempoGPTModel._postprocess), names(GPTModel._postprocess)
     assert ours[:5] == theirs[:5] and "loss_mask" in theirs

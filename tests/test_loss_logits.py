@@ -12,8 +12,9 @@ from gpt_loss_head import FUSED, OFF, build, loss_and_gradients, loss_mask, run
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tempo_megatron import TempoConfig
 from tempo_megatron.slots.loss import _IS_MULTIPLE as IS_MULTIPLE
-from tempo_megatron.slots.loss import _LossesOfTotal, tempoize_loss
+from tempo_megatron.slots.loss import _LossesOfTotal, choose_loss, fused_gpt_class, tempoize_loss
 
 HAS_MUP = "use_mup" in TransformerConfig.__dataclass_fields__
 HAS_PROCESSOR = "output_processor" in inspect.signature(GPTModel._postprocess).parameters
@@ -25,8 +26,9 @@ class ModelWithMuP(GPTModel):
     def _scale_logits(self, logits):
         return logits * 0.3
 
-    def compute_language_model_loss(self, labels, logits):
-        return super().compute_language_model_loss(labels, self._scale_logits(logits))
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.output_layer.register_forward_hook(lambda _, inputs, output: (self._scale_logits(output[0]), output[1]))
 
 
 class ModelWithProcessor(GPTModel):
@@ -90,6 +92,38 @@ def logits_that_are_bent():
     except ValueError as error:
         return str(error), type(model) is GPTModel
     return "not refused", False
+
+
+class ModelWithLossOfItsOwn(GPTModel):
+    def compute_language_model_loss(self, labels, logits):
+        return super().compute_language_model_loss(labels, logits) + 1e-4 * logits.logsumexp(-1).square().t()
+
+
+def losses_that_need_logits():
+    built = build(OFF, cls=ModelWithLossOfItsOwn)
+    patched = build(OFF)
+    patched.compute_language_model_loss = lambda labels, logits: logits.sum()
+    constructed = fused_gpt_class(ModelWithLossOfItsOwn)
+    found = []
+    for refused in (
+        lambda: tempoize_loss(built, FUSED),
+        lambda: tempoize_loss(patched, FUSED),
+        lambda: build(OFF, cls=constructed),
+    ):
+        try:
+            refused()
+        except ValueError as error:
+            found.append(str(error))
+    before = run(built)
+    tempoize_loss(built, TempoConfig())
+    return found, choose_loss(built, TempoConfig()), torch.equal(run(built), before)
+
+
+def test_a_model_with_a_loss_of_its_own_is_refused_and_auto_leaves_it_as_it_is():
+    ((found, (choice, reason), is_stock),) = run_megatron_ranks(losses_that_need_logits, 1, 1)
+    assert len(found) == 3 and is_stock and choice == "off"
+    assert "ModelWithLossOfItsOwn has a compute_language_model_loss of its own" in reason
+    assert all("of its own, which needs logits; set tempo.loss to" in text for text in found), found
 
 
 def test_a_model_that_does_something_else_to_its_logits_is_refused():

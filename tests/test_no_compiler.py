@@ -20,7 +20,7 @@ from tempo_kernels.glu import cpu as glu_cpu
 from tempo_kernels.glu import swiglu
 
 ROOT = Path(__file__).parent.parent
-WARNING = "tempo_kernels can compile nothing for the CPU"
+WARNING = "tempo_kernels cannot compile for the CPU"
 has_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here to be broken")
 
 TRAIN = """
@@ -52,9 +52,9 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_a_compiler_large_tensors_go_block_by_block_with_one_warning(untried, monkeypatch) -> None:
     monkeypatch.setattr(compiled, "find_compiler", lambda: None)
     blocks: list[int] = []
-    sums, blocks_of_glu = gelu_cpu._backward_in_chunks, glu_cpu._blocks
-    monkeypatch.setattr(gelu_cpu, "_backward_in_chunks", lambda *a: blocks.append(1) or sums(*a))
-    monkeypatch.setattr(glu_cpu, "_blocks", lambda *a: blocks.append(1) or blocks_of_glu(*a))
+    sums, blocks_of_glu = gelu_cpu._differentiate_in_chunks, glu_cpu._add_in_blocks
+    monkeypatch.setattr(gelu_cpu, "_differentiate_in_chunks", lambda *a: blocks.append(1) or sums(*a))
+    monkeypatch.setattr(glu_cpu, "_add_in_blocks", lambda *a: blocks.append(1) or blocks_of_glu(*a))
     with pytest.warns(RuntimeWarning, match=WARNING) as found:
         for operation in (gelu, swiglu, gelu, swiglu):
             x = torch.randn(514, 2048, requires_grad=True)

@@ -15,7 +15,7 @@ from norm_inputs import (
 from torch.nn import functional as F
 from witness import assert_three_witnesses, assert_within_rule, kept_storages
 
-from tempo_kernels.norm import eager, layer_norm, rms_norm
+from tempo_kernels.norm import cpu, layer_norm, rms_norm
 
 
 @pytest.mark.parametrize("keep", FORMS)
@@ -51,8 +51,8 @@ def test_a_zero_centered_gamma_obeys_the_rule(name, dtype, keep):
 def test_a_small_zero_centered_weight_of_16_bits_is_not_rounded_away(dtype):
     x, weight, bias = torch.randn(4, 32), torch.full((32,), 2.0**-12), torch.zeros(32)
     ours = layer_norm(x.to(dtype), weight.to(dtype), bias.to(dtype), zero_centered=True)
-    wanted = F.layer_norm(x.to(dtype).double(), (32,), (weight + 1).double(), bias.double(), 1e-5)
-    assert torch.equal(ours, wanted.to(dtype))
+    expected = F.layer_norm(x.to(dtype).double(), (32,), (weight + 1).double(), bias.double(), 1e-5)
+    assert torch.equal(ours, expected.to(dtype))
 
 
 @pytest.mark.parametrize("keep", FORMS)
@@ -140,7 +140,7 @@ def test_float64_passes_gradcheck_with_zero_gamma(keep):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("function", [layer_norm, rms_norm])
 def test_what_keeps_its_input_refills_its_output_bit_for_bit(function, dtype, monkeypatch):
-    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 3 * 40)
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 3 * 40)
     x, (weight, bias) = torch.randn(5, 40, 8).transpose(1, 2).to(dtype), PARAMETERS["trained"](40)
     parameters = [weight.to(dtype), bias.to(dtype)][: 2 if function is layer_norm else 1]
     y = function(x.requires_grad_(), *parameters, zero_centered=True, keep="input")
@@ -194,7 +194,7 @@ def test_keeps_one_column_for_each_channel_that_the_output_cannot_carry():
 def test_gradients_are_those_of_the_parameters_of_the_forward_though_they_changed_since(change, dtype):
     x, grad = torch.randn(2, 32, 64).to(dtype)
     leaves = [t.to(dtype).requires_grad_() for t in (x, *PARAMETERS["one in a hundred gamma 0"](64))]
-    wanted = torch.autograd.grad(layer_norm(*leaves), leaves, grad)
+    expected = torch.autograd.grad(layer_norm(*leaves), leaves, grad)
     y = layer_norm(*leaves)
     for leaf in leaves[1:]:
         leaf.grad = torch.ones_like(leaf)
@@ -205,7 +205,7 @@ def test_gradients_are_those_of_the_parameters_of_the_forward_though_they_change
             leaves[1].zero_()
         else:
             leaves[1].data += 7
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, leaves, grad), wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, leaves, grad), expected, strict=True))
 
 
 def test_the_next_linear_keeps_the_same_storage():
@@ -227,16 +227,46 @@ def test_the_next_linear_keeps_the_same_storage():
     [
         (torch.ones(2, 8, dtype=torch.int64), torch.ones(8), torch.ones(8), "floating-point"),
         (torch.ones(2, 8), torch.ones(7), torch.ones(8), r"weight has shape \[7\]"),
-        (torch.ones(2, 8), torch.ones(8), torch.ones(8, dtype=torch.float16), "bias is torch.float16"),
-        (torch.ones(2, 8), torch.ones(8).bfloat16(), torch.ones(8), "weight is torch.bfloat16; x's torch.float32 or"),
+        (
+            torch.ones(2, 8),
+            torch.ones(8),
+            torch.ones(8).half(),
+            "bias is torch.float16; expected torch.float32, beside",
+        ),
+        (
+            torch.ones(2, 8),
+            torch.ones(8).half(),
+            torch.ones(8),
+            "bias is torch.float32; expected torch.float16, beside",
+        ),
+        (
+            torch.ones(2, 8),
+            torch.ones(8).bfloat16(),
+            torch.ones(8).half(),
+            "bias is torch.float16; expected torch.bfloat16, beside x's torch.float32; cast it",
+        ),
+        (
+            torch.ones(2, 8).double(),
+            torch.ones(8).bfloat16(),
+            torch.ones(8),
+            "weight is torch.bfloat16; expected torch.float64 or torch.float32, beside x's torch.float64",
+        ),
         (
             torch.ones(2, 8).half(),
             torch.ones(8).bfloat16(),
             torch.ones(8),
-            "weight is torch.bfloat16; x's torch.float16 or",
+            "weight is torch.bfloat16; expected torch.float16 or torch.float32, beside x's torch.float16",
         ),
     ],
-    ids=["integers", "weight size", "bias dtype", "weight dtype", "other 16-bit weight dtype"],
+    ids=[
+        "integers",
+        "weight size",
+        "bias of 16 bits alone",
+        "weight of 16 bits alone",
+        "two dtypes of 16 bits",
+        "float64 x",
+        "other 16-bit weight dtype",
+    ],
 )
 def test_what_does_not_fit_is_refused(x, weight, bias, message):
     with pytest.raises(ValueError, match=message):
@@ -244,5 +274,5 @@ def test_what_does_not_fit_is_refused(x, weight, bias, message):
 
 
 def test_an_unknown_form_is_refused():
-    with pytest.raises(ValueError, match='keep is "both".*"output" or "input" is expected'):
+    with pytest.raises(ValueError, match='keep is "both".*expected "output" or "input"'):
         layer_norm(torch.ones(2, 8), torch.ones(8), torch.ones(8), keep="both")

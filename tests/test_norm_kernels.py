@@ -111,13 +111,13 @@ def test_another_default_dtype_changes_nothing_in_the_norms(limit, monkeypatch):
         monkeypatch.setattr(norm_kernel, constant, limit)
     inputs = random_norm("one in a hundred gamma 0", (9, 136), torch.float32)
     for run in (norm_forward_and_backward, norm_from_input):
-        wanted = run(norm_kernel, *inputs)
+        expected = run(norm_kernel, *inputs)
         torch.set_default_dtype(torch.bfloat16)
         try:
             found = run(norm_kernel, *inputs)
         finally:
             torch.set_default_dtype(torch.float32)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.gpu

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from interpreted import DEVICE, DTYPES, kernel_test
-from norm_kernel_checks import check_norm, norm_forward_and_backward, random_norm
+from norm_kernel_checks import cast_sums, check_norm, norm_forward_and_backward, norm_of, random_norm
 
 from tempo_kernels.norm import eager, layer_norm
 from tempo_kernels.norm import kernel as norm_kernel
 from tempo_kernels.norm import kernel_long_rows as long_rows
-from tempo_kernels.norm.kernel_lost_channels import find_lost
-from tempo_kernels.norm.reserve import reserve_of
+from tempo_kernels.norm.kernel_lost_channels import prepare_lost_channels
+from tempo_kernels.norm.lost_channels import find_candidate_channels, find_lost_channels
+from tempo_kernels.norm.reserve import find_reserve
 
 SLEEP_CYCLES = 1_000_000_000  # half a second
 
@@ -43,13 +44,13 @@ def test_slots_and_counts_are_the_specified_ones(hidden_size, dtype, zero_center
     weight, bias = random_parameters(hidden_size, dtype)
     x = torch.zeros(1, hidden_size, dtype=dtype, device=DEVICE)
     for beta in (bias, None):
-        reserve = reserve_of(weight, beta, dtype, zero_centered, True)
-        lost = eager.lost_channels(weight, beta, dtype, zero_centered).nonzero().flatten().tolist()
-        candidates = int(eager.candidate_channels(weight, beta, dtype, zero_centered).sum())
+        reserve = find_reserve(weight, beta, dtype, zero_centered, True)
+        lost = find_lost_channels(weight, beta, dtype, zero_centered).nonzero().flatten().tolist()
+        candidates = int(find_candidate_channels(weight, beta, dtype, zero_centered).sum())
         for capacity in (8, hidden_size + 8, max(1, len(lost) - 3)):
             reserve.capacity = capacity
             reserve.counts.fill_(-1)
-            slots, _, _, affine = find_lost(x, weight, beta, zero_centered, True)
+            slots, _, _, affine = prepare_lost_channels(norm_of(weight, beta, zero_centered), x, True)
             found = {channel: slot for channel, slot in enumerate(slots.tolist()) if slot != -1}
             assert found == {channel: slot for slot, channel in enumerate(lost) if slot < capacity}
             assert reserve.counts.tolist() == [candidates, max(0, len(lost) - capacity)]
@@ -66,22 +67,22 @@ def test_a_forward_without_room_counts_what_is_specified(shape, dtype, zero_cent
     weight = torch.full(shape[-1:], 1.0 - zero_centered, device=DEVICE, dtype=dtype)
     bias = torch.zeros_like(weight)
     x = torch.randn(shape, device=DEVICE).to(dtype)
-    counts = reserve_of(weight, bias, dtype, zero_centered, True).counts
+    counts = find_reserve(weight, bias, dtype, zero_centered, True).counts
     for changed in range(3):
         weight.data[: 3 * changed], bias.data[20 : 20 + changed] = -1.0 * zero_centered, 1.9
-        kept = norm_kernel.forward(x, weight, bias, 1e-5, True, zero_centered)
-        assert kept[3].shape == (0,) and counts.tolist() == [4 * changed, 3 * changed]
-        assert torch.equal(kept[2], torch.stack([weight.float() + zero_centered, bias.float()]))
+        _, kept = norm_kernel.forward(x, norm_of(weight, bias, zero_centered))
+        assert kept.lost.shape == (0,) and counts.tolist() == [4 * changed, 3 * changed]
+        assert torch.equal(kept.affine, torch.stack([weight.float() + zero_centered, bias.float()]))
     weight.data.fill_(1.0 - zero_centered)
-    norm_kernel.forward(x, weight, bias, 1e-5, True, zero_centered)
+    norm_kernel.forward(x, norm_of(weight, bias, zero_centered))
     assert counts.tolist() == [2, 6], "the most that were beyond the capacity stay until they are read"
 
 
 @kernel_test
 def test_nothing_is_launched_and_nothing_kept_for_lost_channels_where_none_is_near(monkeypatch):
     x, weight, bias, _ = random_norm("initial", (4, 64), torch.float32)
-    monkeypatch.setattr(norm_kernel.find_lost.__globals__["_slots_kernel"], "fn", None)
-    slots, lost_xhat = norm_kernel.forward(x, weight, bias, 1e-5, True, False)[3:]
+    monkeypatch.setattr(norm_kernel.prepare_lost_channels.__globals__["_slots_kernel"], "fn", None)
+    _, _, slots, lost_xhat = norm_kernel.forward(x, norm_of(weight, bias))[1]
     assert slots.shape == (0,) and lost_xhat.shape == (4, 0)
 
 
@@ -89,12 +90,12 @@ def test_nothing_is_launched_and_nothing_kept_for_lost_channels_where_none_is_ne
 def test_a_column_is_kept_for_each_candidate_in_multiples_of_eight():
     x, weight, bias, grad = random_norm("initial", (4, 64), torch.float32)
     weight[3], weight[17], weight[30], bias[60] = 0.0, -1e-35, 1e-5, 50.0
-    slots, lost_xhat = norm_kernel.forward(x, weight, bias, 1e-5, True, False)[3:]
+    _, _, slots, lost_xhat = norm_kernel.forward(x, norm_of(weight, bias))[1]
     assert lost_xhat.shape == (4, 8)
     assert {channel: slot for channel, slot in enumerate(slots.tolist()) if slot >= 0} == {3: 0, 17: 1, 60: 2}
     # 30 is no candidate that is lost already, but it is lost at once when an optimizer makes it so.
     weight.data[30] = 0.0
-    assert norm_kernel.forward(x, weight, bias, 1e-5, True, False)[3][30] == 2
+    assert norm_kernel.forward(x, norm_of(weight, bias))[1].lost[30] == 2
     check_norm(x, weight, bias, grad)
 
 
@@ -108,7 +109,7 @@ def test_gradients_are_right_in_every_step_while_an_optimizer_takes_gammas_throu
     lost = set()
     for _ in range(80):
         weight -= step
-        lost.add(int(eager.lost_channels(weight, bias, torch.float32, False).sum()))
+        lost.add(int(find_lost_channels(weight, bias, torch.float32, False).sum()))
         check_norm(x, weight, bias, grad)
     assert len(lost) > 3
 
@@ -122,7 +123,7 @@ def test_lost_channels_without_room_have_nan_gradients_and_spoil_no_other_sum(dt
     x, weight, bias, grad = random_norm("initial", (9, 136), dtype)
     bias = bias if has_bias else None
     weight[: room - 1 if room else 0] = 0.0
-    reserve_of(weight, bias, dtype, False, True)
+    find_reserve(weight, bias, dtype, False, True)
     gone = torch.arange(136) % 8 == 7
     values = [0.0, 1e-30, 1e-3, 0.3] if has_bias and dtype != torch.float16 else [0.0]
     weight.data[gone] = torch.tensor(values * 20, dtype=dtype, device=DEVICE)[: gone.sum()]
@@ -132,7 +133,7 @@ def test_lost_channels_without_room_have_nan_gradients_and_spoil_no_other_sum(dt
         weight.data[gone] = 0.0
     gone[7] &= room == 0  # for which there is room
     found = norm_forward_and_backward(norm_kernel, x, weight, bias, grad)
-    assert norm_kernel.forward(x, weight, bias, 1e-5, has_bias, False)[4].size(1) == room
+    assert norm_kernel.forward(x, norm_of(weight, bias))[1].lost_xhat.size(1) == room
     inputs = [t if t is None else t.cpu().double() for t in (x, weight, bias, grad)]
     exact = norm_forward_and_backward(eager, *inputs)
     # Without a bias, y itself is all that the other channels' gradients need of a lost one.
@@ -148,12 +149,13 @@ def test_a_norm_that_changed_since_its_forward_is_differentiated_with_the_channe
     x, weight, bias, grad = random_norm("initial", (6, 64), torch.float32)
     first, second = weight.clone(), weight.clone()
     first[5], second[40:50] = 0.0, 0.0
-    wanted = norm_forward_and_backward(norm_kernel, x, first, bias, grad)
-    y, *kept = norm_kernel.forward(x, first, bias, 1e-5, True, False)
+    expected = norm_forward_and_backward(norm_kernel, x, first, bias, grad)
+    norm = norm_of(first, bias)
+    y, kept = norm_kernel.forward(x, norm)
     first.copy_(second)
-    norm_kernel.forward(x, first, bias, 1e-5, True, False)
-    found = norm_kernel.backward(grad, y, *kept, True, first.dtype, bias.dtype)
-    assert all(torch.equal(a, b) for a, b in zip([y, *found], wanted, strict=True))
+    norm_kernel.forward(x, norm)
+    found = cast_sums(norm, *norm_kernel.backward(grad, y, kept, True, x.dtype))
+    assert all(torch.equal(a, b) for a, b in zip([y, *found], expected, strict=True))
 
 
 @pytest.mark.gpu
@@ -185,12 +187,12 @@ def test_a_captured_graph_gives_the_gradients_of_ordinary_calls():
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
-            wanted = norm_forward_and_backward(norm_kernel, x, weight, bias, grad)
+            expected = norm_forward_and_backward(norm_kernel, x, weight, bias, grad)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = norm_forward_and_backward(norm_kernel, x, weight, bias, grad)
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with pytest.raises(RuntimeError, match="run it once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         norm_forward_and_backward(norm_kernel, x, weight.clone(), bias, grad)

@@ -45,6 +45,7 @@ def test_shapes_and_kept_bytes_are_known_without_data(shape, function, keep, mod
         assert found == sorted([2 * rows * shape[-1], 4 * rows, 4 * len(parameters) * shape[-1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_another_default_dtype_changes_nothing(dtype):
     def results():
@@ -56,13 +57,13 @@ def test_another_default_dtype_changes_nothing(dtype):
         ]
         return [*outputs, *torch.autograd.grad([y.float().square().sum() for y in outputs], leaves)]
 
-    wanted = results()
+    expected = results()
     torch.set_default_dtype(torch.bfloat16)
     try:
         found = results()
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("linear", [True, False])

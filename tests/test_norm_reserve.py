@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from tempo_kernels.norm import reserve as module
-from tempo_kernels.norm.reserve import MAX_MOVES, capacity_for, check_after_backward, reserve_of
+from tempo_kernels.norm.reserve import MAX_MOVES, check_after_backward, choose_capacity, find_reserve
 
 HIDDEN = 64
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def norm(hidden_size=HIDDEN):
 
 def call(weight, bias, dtype=torch.float32, zero_centered=False, needs_grad=True):
     """The capacity that one forward finds."""
-    return reserve_of(weight, bias, dtype, zero_centered, needs_grad).capacity
+    return find_reserve(weight, bias, dtype, zero_centered, needs_grad).capacity
 
 
 class Norm(torch.autograd.Function):
@@ -50,7 +50,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, candidates, beyond):
-        reserve = reserve_of(weight, bias, x.dtype, False, True)
+        reserve = find_reserve(weight, bias, x.dtype, False, True)
         reserve.counts.copy_(torch.tensor([candidates, max(int(reserve.counts[1]), beyond)]))
         return x * 2
 
@@ -199,8 +199,8 @@ def test_too_little_room_raises_in_that_backward_and_makes_room():
         forward(leaves).sum().backward()
         with pytest.raises(
             RuntimeError,
-            match=r"norm \d+ in the order of first calls \(hidden size 64, torch.float32\): 20 channels more than it "
-            r'had room for.* set norm to "recompute"',
+            match=r"norm \d+ in the order of first calls \(hidden size 64, torch.float32\): the output cannot carry 20 "
+            r'channels more than there was room for.* set norm to "recompute"',
         ):
             forward(leaves, 20, beyond=20).sum().backward()
         assert call(*leaves) == 24
@@ -292,6 +292,6 @@ def test_a_captured_graph_keeps_the_room_of_before_and_an_unknown_norm_refuses_i
 
 @pytest.mark.parametrize("candidates", [0, 1, 7, 8, 63, 64, 999, 1000])
 def test_there_is_room_for_every_candidate_in_multiples_of_eight_and_none_where_there_are_none(candidates):
-    capacity = capacity_for(candidates, 1000)
+    capacity = choose_capacity(candidates, 1000)
     assert capacity % 8 == 0 and (capacity > 0) == (candidates > 0)
     assert candidates <= capacity <= 1000

@@ -103,7 +103,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, monkeypatch
     lines = [random_text(seed, 30) for seed in range(100)]
     write_jsonl(tmp_path / "lines.jsonl", lines)
     inputs = ("--input", tmp_path / "long.txt", tmp_path / "lines.jsonl")
-    assert len(corpus.pieces(corpus.list_files(map(str, inputs[1:]), (), "", corpus.LeftOut()))) > 10
+    assert len(corpus.cut_pieces(corpus.list_files(map(str, inputs[1:]), (), "", corpus.LeftOut()))) > 10
     prepare(tmp_path / "one", *inputs)
     prepare(tmp_path / "two", *inputs, "--workers", 2)
     one, two = content(tmp_path / "one"), content(tmp_path / "two")
@@ -163,13 +163,13 @@ def test_a_vocabulary_beyond_16_bits_is_written_in_32(tmp_path: Path) -> None:
 def test_the_training_sample_is_bounded_and_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 1000)
     (tmp_path / "a.txt").write_text(random_text(3, 10_000))
-    pieces = corpus.pieces(corpus.list_files([str(tmp_path / "a.txt")], (), "", corpus.LeftOut()))
-    starts = [piece[0].start for piece in corpus.sample(pieces, 20_000)]
+    pieces = corpus.cut_pieces(corpus.list_files([str(tmp_path / "a.txt")], (), "", corpus.LeftOut()))
+    starts = [piece[0].start for piece in corpus.sample_pieces(pieces, 20_000)]
     total = pieces[-1][-1].end
     assert 10 <= len(starts) <= 20
     assert min(starts) < total / 5 and max(starts) > total * 4 / 5
-    assert corpus.sample(pieces, 10) == pieces[:1]
-    assert corpus.sample(pieces, total) == pieces
+    assert corpus.sample_pieces(pieces, 10) == pieces[:1]
+    assert corpus.sample_pieces(pieces, total) == pieces
 
 
 def test_skip_existing_keeps_what_was_made_from_the_same_and_nothing_else(
@@ -228,7 +228,7 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 1000)
     (tmp_path / "a.txt").write_text(random_text(4, 20_000))
     prepare(tmp_path / "out", "--input", tmp_path / "a.txt")
-    pieces = corpus.pieces(corpus.list_files([str(tmp_path / "a.txt")], (), "", corpus.LeftOut()))
+    pieces = corpus.cut_pieces(corpus.list_files([str(tmp_path / "a.txt")], (), "", corpus.LeftOut()))
     files = (f"{tmp_path / 'out'}-vocab.json", f"{tmp_path / 'out'}-merges.txt")
     results = documents.encode(pieces, *files, "text", "uint16", 2)
     next(results)

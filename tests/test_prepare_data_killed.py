@@ -10,6 +10,7 @@ import time
 import uuid
 from pathlib import Path
 
+import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from tempo_megatron.data.dataset_files import validate_dataset
@@ -76,6 +77,7 @@ def kill_each_moment(folder: Path, start: Path, text: Path) -> list[Path]:
     return [folder / f"work-{n}" for n, _ in ended]
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_that_loads_or_a_whole_data_set(tmp_path: Path) -> None:
     start, old_text, new_text = tmp_path / "start", tmp_path / "old.txt", tmp_path / "new.txt"
     start.mkdir()
@@ -106,6 +108,7 @@ def test_a_killed_run_leaves_nothing_that_loads_or_a_whole_data_set(tmp_path: Pa
     assert_all_can_be_made_again(folders, new_text, new)
 
 
+@pytest.mark.slow
 def test_what_a_killed_first_run_leaves_is_known_as_its_own(tmp_path: Path) -> None:
     start, text = tmp_path / "start", tmp_path / "new.txt"
     start.mkdir()

@@ -81,7 +81,7 @@ def test_a_folder_of_others_is_left_alone(names: list[str], tmp_path: Path, caps
 
 def test_a_file_put_into_the_folder_meanwhile_stays(tmp_path: Path) -> None:
     with PartialOutput(str(tmp_path / "out")) as output:
-        write(Path(output.path(".bin")), "ours")
+        write(Path(output.locate(".bin")), "ours")
         write(Path(output.folder, "notes.txt"), "theirs")
     assert (tmp_path / "out.partial" / "notes.txt").read_text() == "theirs"
     assert not (tmp_path / "out.partial" / "bin").exists()

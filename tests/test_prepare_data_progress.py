@@ -15,6 +15,7 @@ from tempo_megatron.data.prepare_data import main
 from tempo_megatron.data.prepare_progress import Progress
 
 
+@pytest.mark.slow
 def test_a_log_gets_lines_while_the_vocabulary_is_trained_and_while_text_is_tokenized(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,11 +35,11 @@ def test_a_log_gets_lines_while_the_vocabulary_is_trained_and_while_text_is_toke
 
 def test_the_line_tells_rate_and_time_left() -> None:
     progress = Progress("prog", "tokenizing", 200_000_000)
-    assert progress.line(4) == "prog: tokenizing: 0.0 of 200.0 MB, 4 s so far"
+    assert progress.format_line(4) == "prog: tokenizing: 0.0 of 200.0 MB, 4 s so far"
     progress.update(50_000_000)
-    assert progress.line(10) == "prog: tokenizing: 50.0 of 200.0 MB, 5.00 MB/s, 30 s left"
+    assert progress.format_line(10) == "prog: tokenizing: 50.0 of 200.0 MB, 5.00 MB/s, 30 s left"
     progress.begin_unmeasured("learning")
-    assert progress.line(70) == "prog: tokenizing: learning, 70 s so far"
+    assert progress.format_line(70) == "prog: tokenizing: learning, 70 s so far"
     assert prepare_progress._SECONDS_BETWEEN_LINES <= 10
 
 

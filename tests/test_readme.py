@@ -108,12 +108,13 @@ def test_every_command_runs_in_order_as_printed_in_a_fresh_clone(fresh_clone: Pa
     # Nothing of the environment that the tests run in is at hand.
     here = os.path.realpath(Path(sys.executable).parent)
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if os.path.realpath(p) != here)
-    # One thread per process: the two of some commands share the cores with whatever else runs here.
+    # One thread and one compiler per process: the two of some commands share the cores with whatever else runs here.
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_")) or name == "HOME"}
+    single = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-c", f"set -euxo pipefail\n{script}"],
         cwd=fresh_clone,
-        env={**kept, "PATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+        env={**kept, **single, "PATH": path, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
     )

@@ -62,7 +62,7 @@ def test_a_retained_graph_runs_backward_any_number_of_times():
     assert function.alive == [False, False, False]
 
 
-def test_no_reference_cycle_holds_a_graph_that_nobody_wants():
+def test_no_reference_cycle_holds_an_unused_graph():
     x, bias = leaves()
     inputs, linear = [x * 1, bias], linear_of()
     memory = StorageWeakRef(inputs[0].untyped_storage())

@@ -46,8 +46,8 @@ def test_tensors_wherever_they_are_among_the_arguments_are_differentiated(functi
         assert memory.expired()
     expected = linear(function(*args, **kwargs))
     assert torch.equal(out, expected)
-    wanted = [t for t in (x, scale) if t.requires_grad]
-    assert_same(torch.autograd.grad(out.sum(), wanted), torch.autograd.grad(expected.sum(), wanted))
+    differentiated = [t for t in (x, scale) if t.requires_grad]
+    assert_same(torch.autograd.grad(out.sum(), differentiated), torch.autograd.grad(expected.sum(), differentiated))
 
 
 class Gated(nn.Module):
@@ -236,7 +236,7 @@ class Counting(nn.Module):
 REFUSED = {
     "an argument": (lambda x: x, ValueError, "returns one of its arguments or a view of one"),
     "a view": (lambda x: x.view(-1), ValueError, "returns one of its arguments or a view of one"),
-    "a tuple": (lambda x: (x.exp(), x), ValueError, "function returns tuple; one tensor is expected"),
+    "a tuple": (lambda x: (x.exp(), x), ValueError, "function returns tuple; expected one tensor"),
     "a write to an argument": (lambda x: x.detach().mul_(2) + x, ValueError, "function writes to an argument"),
     "running statistics": (nn.BatchNorm1d(24), ValueError, "function writes to an argument or to a buffer"),
     "a new buffer": (Counting(), ValueError, "function writes to an argument or to a buffer"),

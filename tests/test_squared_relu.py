@@ -107,7 +107,7 @@ def test_second_derivative_is_refused(keep):
 @pytest.mark.parametrize(
     ("arguments", "keep", "message"),
     [
-        ((torch.arange(4),), "input", "x is torch.int64; expected a floating-point tensor"),
+        ((torch.arange(4),), "input", "squared_relu: x is torch.int64; expected float32"),
         ((torch.ones(4),), "both", 'keep is \'both\'; expected "output" or "input"'),
         ((torch.ones(2, 4), torch.ones(2)), "input", "bias is torch.float32 of shape \\[2\\]"),
         ((torch.ones(4), torch.ones(4).half()), "output", "bias is torch.float16 of shape \\[4\\]"),

@@ -78,7 +78,7 @@ def test_cutting_a_long_text_does_not_change_its_tokens(text: str, tokenizer: GP
 
 def test_long_texts_really_are_cut() -> None:
     text = "word " * 300_000
-    segments = list(tokenizer_module._segments(text))
+    segments = list(tokenizer_module._cut_segments(text))
     assert "".join(segments) == text
     assert len(segments) > 3
 
@@ -149,5 +149,5 @@ def test_vocabularies_are_padded_for_tensor_parallelism(vocab_size: int, divisor
 
 
 def test_padding_to_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="must all be at least 1"):
+    with pytest.raises(ValueError, match="expected at least 1 for each"):
         pad_vocab_size(100, 0, 1)

@@ -140,6 +140,7 @@ def first_samples(
     return order, len(train), built.sample_parts
 
 
+@pytest.mark.slow
 def test_a_longer_run_keeps_the_order_of_its_first_samples(data: Data, tmp_path: Path) -> None:
     def order(train_iters: int, parts: tuple[int, ...]) -> tuple[list[int], int, Any]:
         return run_megatron_ranks(first_samples, 1, 1, data, str(tmp_path), train_iters, parts)[0]

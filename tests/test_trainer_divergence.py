@@ -36,10 +36,14 @@ CASES = {
     "bf16, ZeRO 3, DP 2": (2, [], {"zero_optimization": {"stage": 3}, **BF16}),
     "fp32, TP 2": (2, ["--tensor-model-parallel-size", "2"], {"zero_optimization": {"stage": 2}}),
 }
+QUICK = ("fp32, ZeRO 0", "bf16, ZeRO 1", "fp32, TP 2")
 
 
 @pytest.mark.parametrize("interval", ["1", "2"])
-@pytest.mark.parametrize(("world_size", "extra", "config"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("world_size", "extra", "config"),
+    [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+)
 def test_a_diverged_model_is_not_saved(
     data: Data, tmp_path: Path, world_size: int, extra: list[str], config: dict[str, Any], interval: str
 ) -> None:

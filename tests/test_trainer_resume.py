@@ -80,6 +80,7 @@ TYPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "value", "changed"), [(name, *case) for name, case in TYPED.items()], ids=TYPED)
 def test_what_is_typed_takes_effect(
     data: Data, saved: Path, tmp_path: Path, option: str, value: str, changed: dict[str, Any]
@@ -91,6 +92,7 @@ def test_what_is_typed_takes_effect(
     assert all(ours != theirs for ours, theirs in zip(result.losses_hex[1:], as_before.losses_hex[1:], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", STAGES.values(), ids=STAGES)
 def test_every_optimizer_takes_what_is_typed(data: Data, tmp_path: Path, config: dict[str, Any]) -> None:
     successful(first_run(data, tmp_path / "first", config))
@@ -131,6 +133,7 @@ def finished(data: Data, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return folder / "save", successful(run(data, folder, "--train-iters", "4", "--save", str(folder / "save")))
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended(data: Data, finished: tuple[Path, Run], tmp_path: Path) -> None:
     load = ["--load", str(finished[0]), "--train-iters", "8"]
     zero = run(data, tmp_path / "zero", *load)
@@ -146,6 +149,7 @@ def test_a_finished_run_is_extended(data: Data, finished: tuple[Path, Run], tmp_
     )
 
 
+@pytest.mark.slow
 def test_an_extended_run_keeps_the_order_of_its_samples(data: Data, tmp_path: Path) -> None:
     """One document of a few hundred samples: a run that was begun for one epoch goes on for several."""
     constant = [

@@ -82,6 +82,34 @@ def test_with_dropout_fifty_steps_of_every_layout_have_the_losses_of_one_process
     assert result.losses == pytest.approx(one_process.losses, rel=1e-3)
 
 
+def give_built_models_the_fused_head() -> None:
+    """As for who cannot choose the class: the model is stock's, and its loss is replaced once it is built."""
+    from megatron.core.models.gpt import GPTModel
+
+    from tempo_megatron import TempoConfig, tempoize_loss
+    from tempo_megatron.training import model
+
+    def build(**arguments: Any) -> GPTModel:
+        built = GPTModel(**arguments)
+        tempoize_loss(built, TempoConfig(loss="fused"))
+        assert type(built) is GPTModel and "_postprocess" in vars(built)
+        return built
+
+    model.TempoGPTModel = build
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_built_model_with_the_fused_head_trains_as_one_that_was_built_with_it(
+    data: Data, tmp_path: Path, stage: int
+) -> None:
+    layout: dict[str, Any] = {"world_size": 2, "config": {"zero_optimization": {"stage": stage}}}
+    short = [*BATCH_OF_8, "--train-iters", "3", "--use-tempo", "--untie-embeddings-and-output-weights"]
+    constructed = successful(run(data, tmp_path / "constructed", *short, **layout))
+    built = successful(run(data, tmp_path / "built", *short, **layout, before=give_built_models_the_fused_head))
+    assert built.losses_hex == constructed.losses_hex
+
+
 def test_dropout_changes_the_losses(data: Data, tmp_path: Path) -> None:
     """Else the agreement of layouts would say nothing about masks."""
     short = [*BATCH_OF_8, "--train-iters", "3", "--use-tempo"]

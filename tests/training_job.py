@@ -8,6 +8,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -39,7 +40,9 @@ _TEXTS = (
 
 # One server imports the slow packages; each rank is a fork of it.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "megatron.core", "deepspeed", "tempo_megatron.training.loop"])
+_processes.set_forkserver_preload(
+    ["torch", "torch._inductor.compile_fx", "megatron.core", "deepspeed", "tempo_megatron.training.loop"]
+)
 
 
 @dataclasses.dataclass
@@ -208,6 +211,10 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing uses, below those that the system hands out to whoever opens a socket meanwhile."""
+    draw = random.SystemRandom()  # not that of the tests, which has one seed for all processes
+    while True:
+        port = draw.randrange(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

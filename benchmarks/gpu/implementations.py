@@ -103,10 +103,10 @@ def results(implementation: Implementation, tensors: Sequence[Tensor], grads: Se
     return [t.view(like.shape) for t, like in zip(found, [*grads, *tensors], strict=True)]
 
 
-def disagreement(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The largest norm(found - wanted) / norm(wanted) over the results; NaN counts as infinite."""
+def disagreement(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest norm(found - expected) / norm(expected) over the results; NaN counts as infinite."""
     largest = 0.0
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(found, expected, strict=True):
         error = (a.double() - b.double()).norm() / b.double().norm()
         largest = max(largest, error.nan_to_num(float("inf")).item())
     return largest
@@ -115,8 +115,8 @@ def disagreement(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 def errors_of_tempo(operation: Operation, sizes: Sizes, device: torch.device | str) -> dict[str, float]:
     """How far each of Tempo's forms is from torch eager; without dropout, of which each draws its own."""
     sizes = sizes._replace(p=0.0)
-    tensors, grads, wanted = _reference(operation, sizes, device)
-    return {form.name: disagreement(results(form, tensors, grads), wanted) for form in tempo(operation, sizes)}
+    tensors, grads, expected = _reference(operation, sizes, device)
+    return {form.name: disagreement(results(form, tensors, grads), expected) for form in tempo(operation, sizes)}
 
 
 def comparable(
@@ -126,7 +126,7 @@ def comparable(
 
     They are other people's: whatever one raises is a reason to leave it out, and none to stop.
     """
-    tensors, grads, wanted = _reference(operation, sizes, device)
+    tensors, grads, expected = _reference(operation, sizes, device)
     makers: dict[str, Callable[[], Implementation]] = {
         COMPILE: lambda: compiled(operation, sizes),
         AUTOTUNED: lambda: compiled(operation, sizes, is_autotuned=True),
@@ -136,7 +136,7 @@ def comparable(
     for name in names:
         try:
             implementation = makers[name]()
-            error = disagreement(results(implementation, tensors, grads), wanted)
+            error = disagreement(results(implementation, tensors, grads), expected)
         except Exception as reason:
             left_out[name] = f"{type(reason).__name__}: {reason}".partition("\n")[0]
             continue

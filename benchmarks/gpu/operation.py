@@ -49,7 +49,7 @@ class Traffic(NamedTuple):
         )
 
 
-# Of the dropout probability: a function of tensors only, as torch.compile wants it.
+# Of the dropout probability: a function of tensors only, as torch.compile expects it.
 Factory = Callable[[float], Callable[..., Any]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -72,12 +73,33 @@ def _squared_relu_keeping(keep: str) -> Factory:
     return _always(lambda x: squared_relu(x, keep=keep))
 
 
-def _layer_norm_keeping(keep: str) -> Factory:
-    return _always(lambda x, weight, bias: layer_norm(x, weight, bias, keep=keep))
-
-
-def _rms_norm_keeping(keep: str) -> Factory:
-    return _always(lambda x, weight: rms_norm(x, weight, keep=keep))
+def _norm(tempo: Callable[..., Any], parameters: tuple[str, ...], plain: Callable[..., Any], liger: Liger) -> Operation:
+    # As many statistics of a row as parameters: mean and rstd beside weight and bias, or rstd beside weight. The form
+    # that keeps its output keeps rstd only, and the parameters in float32.
+    count = len(parameters)
+    all_statistics, float32_parameters = 4 * count, 4 * count
+    return Operation(
+        tempo.__name__,
+        ("x", *parameters),
+        "h",
+        (
+            Form(
+                "output",
+                _always(functools.partial(tempo, keep="output")),
+                Traffic(2, count, row_bytes=4, column_bytes=float32_parameters),
+                Traffic(3, count, row_bytes=4, column_bytes=float32_parameters),
+            ),
+            Form(
+                "input",
+                _always(functools.partial(tempo, keep="input")),
+                Traffic(2, count, all_statistics),
+                Traffic(3, count + 1, all_statistics),
+                refill=Traffic(2, count, all_statistics),
+            ),
+        ),
+        _always(plain),
+        (liger,),
+    )
 
 
 def _tempo_bias_dropout_add(p: float) -> Callable[..., Any]:
@@ -101,38 +123,17 @@ OPERATIONS = [
         kept_output=None,
         draws=True,
     ),
-    Operation(
-        "layer_norm",
-        ("x", "weight", "bias"),
-        "h",
-        (
-            # gamma and beta are kept in float32.
-            Form(
-                "output",
-                _layer_norm_keeping("output"),
-                Traffic(2, 2, row_bytes=4, column_bytes=8),
-                Traffic(3, 2, row_bytes=4, column_bytes=8),
-            ),
-            Form("input", _layer_norm_keeping("input"), Traffic(2, 2, 8), Traffic(3, 3, 8), refill=Traffic(2, 2, 8)),
-        ),
-        _always(lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias)),
-        (Liger("liger_kernel.ops.layer_norm", "LigerLayerNormFunction", (1e-5,)),),
+    _norm(
+        layer_norm,
+        ("weight", "bias"),
+        lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias),
+        Liger("liger_kernel.ops.layer_norm", "LigerLayerNormFunction", (1e-5,)),
     ),
-    Operation(
-        "rms_norm",
-        ("x", "weight"),
-        "h",
-        (
-            Form(
-                "output",
-                _rms_norm_keeping("output"),
-                Traffic(2, 1, row_bytes=4, column_bytes=4),
-                Traffic(3, 1, row_bytes=4, column_bytes=4),
-            ),
-            Form("input", _rms_norm_keeping("input"), Traffic(2, 1, 4), Traffic(3, 2, 4), refill=Traffic(2, 1, 4)),
-        ),
-        _always(lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5)),
-        (Liger("liger_kernel.ops.rms_norm", "LigerRMSNormFunction", (1e-5,), overwrites=True),),
+    _norm(
+        rms_norm,
+        ("weight",),
+        lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5),
+        Liger("liger_kernel.ops.rms_norm", "LigerRMSNormFunction", (1e-5,), overwrites=True),
     ),
     _gated("swiglu", swiglu, F.silu, "SiLUMulFunction"),
     # Liger's is the tanh form.

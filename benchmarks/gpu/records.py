@@ -137,5 +137,5 @@ def _compared(record: Mapping[str, Any]) -> Iterable[str]:
 def _missed(goals: Goals) -> Iterable[str]:
     for name, goal in goals.items():
         if not is_met(goal):
-            [(bound, wanted)] = [item for item in goal.items() if item[0] != "found"]
-            yield f"{name} {goal['found']:.3g}, {bound.replace('_', ' ')} {wanted:g} wanted"
+            [(bound, expected)] = [item for item in goal.items() if item[0] != "found"]
+            yield f"{name} {goal['found']:.3g}, expected {bound.replace('_', ' ')} {expected:g}"

@@ -1,10 +1,10 @@
 """Plain torch functions compiled by Inductor for the CPU, where a C++ compiler is found and works.
 
-The functions stay the definition: compiled or not, they are the same source. Compiling costs seconds, once per process
-and, the first time on a machine, more; so every caller says from when on it pays. Whether compiling works at all is
-tried once, on a small function, when something large enough comes: a compiler without Python's headers, one that CXX
-names and that is none, or a cache that cannot be written shows only then. Where it does not work, one warning says so,
-and what runs instead goes block by block.
+Compiled or not, a function is the same source. Compiling costs seconds in each process, and more the first time on a
+machine; therefore every caller says from which size on it pays. When the first tensor of such a size comes, one small
+function is compiled to find out whether compiling works at all. Only that shows that Python's headers are missing, that
+CXX names no compiler, or that the cache cannot be written. Where compiling does not work, one warning says so and plain
+torch runs block by block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True}
 _SHOWN_CHARACTERS = 200
 
 _failure: str | None = None
-"""Why compiling failed in this process."""
+"""Why compiling failed in this process, once it has."""
 
 
 def find_compiler() -> str | None:
@@ -35,7 +35,7 @@ def find_compiler() -> str | None:
 
 
 def find_obstacle() -> str | None:
-    """Why nothing can be compiled here, in a few words; None where a small function was compiled as it should be."""
+    """Why nothing can be compiled here, in a few words; None where compiling a small function worked."""
     global _failure
     if _failure is None:
         _failure = _try_once()
@@ -61,7 +61,7 @@ def _add_one_if_compiled(x: Tensor) -> Tensor:
 
 
 def _describe(error: Exception) -> str:
-    """One line of a message that may hold a command and the compiler's whole output."""
+    """One line of the error's message, which may hold a command and the compiler's whole output."""
     error = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
     line = next((line for line in lines if "error: " in line), lines[0])
@@ -79,33 +79,35 @@ def _works() -> bool:
 def _warn(obstacle: str) -> None:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     warnings.warn(
-        f"tempo_kernels can compile nothing for the CPU ({obstacle}). Training runs without: large tensors take plain "
-        "torch, block by block, slower and equal to rounding. To change that, install a C++ compiler with Python's "
-        f"headers (Debian: apt-get install g++ python{version}-dev), or correct CXX or TORCHINDUCTOR_CACHE_DIR",
+        f"tempo_kernels cannot compile for the CPU ({obstacle}). Training runs without: large tensors take plain "
+        "torch, block by block, which is slower and gives equal results up to rounding. To compile, install a C++ "
+        f"compiler with Python's headers (Debian: apt-get install g++ python{version}-dev), or correct CXX or "
+        "TORCHINDUCTOR_CACHE_DIR",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
 def pays_for(x: Tensor, min_elements: int, *sizes: int) -> bool:
-    """Whether compiled functions of float32 arithmetic are for x: on a CPU, large enough to be worth the compiler's
-    seconds, without a 1 among `sizes`, the shape in which it is handed over, which would be compiled in, and where
-    compiling works."""
+    """Whether it pays to run compiled functions of float32 arithmetic on x: compiling works, x is on the CPU, and x is
+    large enough to be worth the compiler's seconds. `sizes` is the shape in which x is handed over; a 1 in it would be
+    compiled in, so it must have none."""
     is_large = x.numel() >= min_elements and all(size > 1 for size in sizes)
     return is_large and _is_real(x) and x.dtype != torch.float64 and _works()
 
 
 def _is_real(x: Tensor) -> bool:
-    """Whether x has numbers, on the CPU: a fake tensor has none, and of other subclasses torch compiles a case each."""
+    """Whether x is an ordinary tensor on the CPU. A fake tensor has no numbers, and torch compiles every other subclass
+    anew."""
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"
 
 
 class Compiled:
-    """A function that runs compiled where its tensors are real and on the CPU and compiling works; else as it is.
+    """A function that runs compiled where its tensors are ordinary ones on the CPU and compiling works; else as it is.
 
     Args:
-        function: of tensors only, since numbers would be compiled in; nothing is differentiated through it, and it
-            writes to none of them.
+        function: takes tensors only, since numbers would be compiled in, and writes to none of them. No gradient goes
+            through it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -116,12 +118,12 @@ class Compiled:
         """function(*tensors)."""
         if not all(_is_real(t) for t in tensors) or not _works():
             return self._function(*tensors)
-        # Detached: whether a tensor is somebody's leaf or needs a gradient would be compiled in too.
+        # Detached, since whether a tensor is a leaf or needs a gradient would be compiled in too.
         tensors = tuple(t.detach() for t in tensors)
         try:
             if self._compiled is None:
-                # dynamic: one compilation serves every shape. Not fullgraph: a function that met more dtypes than torch
-                # compiles one for goes on as it is, instead of failing.
+                # dynamic: one compilation serves every shape. Not fullgraph: torch compiles a function for a limited
+                # number of dtypes; with one more it then runs uncompiled instead of failing.
                 self._compiled = torch.compile(_copy(self._function), dynamic=True, options=_OPTIONS)
             return self._compiled(*tensors)
         except Exception as error:
@@ -138,13 +140,13 @@ def _note_failure(error: Exception) -> None:
 
 
 def _is_of_the_compiler(error: Exception) -> bool:
-    """Whether compiling failed (a disk full since the trial, a compiler removed), rather than what was compiled."""
-    from torch._dynamo.exc import TorchDynamoException  # seconds, which only those pay who compile
+    """Whether compiling failed (the disk is full since the trial, or the compiler gone), and not what was compiled."""
+    from torch._dynamo.exc import TorchDynamoException  # importing it takes seconds, which only those pay who compile
 
     return isinstance(error, (TorchDynamoException, OSError))
 
 
 def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own: torch counts the compilations of each, and stops at eight."""
+    """The same function with a code object of its own: torch stops at eight compilations of one code object."""
     code, scope = function.__code__.replace(), function.__globals__
     return types.FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)

@@ -1,7 +1,7 @@
-"""A backward that says so when somebody differentiates it.
+"""A backward that raises an error when somebody differentiates it.
 
-torch's `once_differentiable` looks at the incoming gradients alone. Where those are constants, as in a gradient
-penalty, the first derivative that it hands out counts as a constant too, and its own gradient is 0 without a word.
+torch's `once_differentiable` looks at the incoming gradients alone. Where they are constants, as in a gradient penalty,
+it returns the first derivative as a constant, whose gradient is then silently 0.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from torch import Tensor
 Backward = Callable[..., Any]
 
 
-def first_derivative_only(operation: str, switch: str | None = None) -> Callable[[Backward], Backward]:
+def first_derivative_only(
+    operation: str | Callable[[Any], str], switch: str | None = None
+) -> Callable[[Backward], Backward]:
     """Decorates the backward of an autograd.Function whose derivative must not be differentiated again.
 
     Args:
-        operation: what the error calls it.
-        switch: the name in TempoConfig that leaves the operation to stock Megatron, if one does.
+        operation: its name in the error, or a function of ctx that gives it.
+        switch: the name in TempoConfig of the switch that leaves the operation to stock Megatron, where there is one.
 
-    The derivative stays connected to the incoming gradients and to what was given to `save_for_backward`, which has to
-    include an input or the output for a second derivative to be noticed. Under create_graph=False it costs nothing.
+    The derivative stays connected to the incoming gradients and to what was given to `save_for_backward`. A second
+    derivative is noticed only if that includes an input or the output. Under create_graph=False this costs nothing.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -32,7 +34,8 @@ def first_derivative_only(operation: str, switch: str | None = None) -> Callable
         def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
-            return _FirstDerivative.apply((operation, switch), backward, ctx, len(grads), *grads, *ctx.saved_tensors)
+            name = operation if isinstance(operation, str) else operation(ctx)
+            return _FirstDerivative.apply((name, switch), backward, ctx, len(grads), *grads, *ctx.saved_tensors)
 
         return differentiate
 
@@ -53,5 +56,5 @@ class _FirstDerivative(torch.autograd.Function):
         in_megatron = f', in Megatron by setting tempo.{switch} to "off"' if switch else ""
         raise RuntimeError(
             f"{operation} is not twice differentiable, and a second derivative was asked for; use torch's operation "
-            f"there{in_megatron}"
+            f"instead{in_megatron}"
         )

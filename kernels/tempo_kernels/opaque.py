@@ -1,10 +1,10 @@
 """Functions that torch.compile, fake tensors and autocast do not look into.
 
-What a backend computes is a node of its own in a compiled graph, with its shapes known beforehand: nothing in it is
-traced, so that no size, number or key is compiled in, and no branch on data breaks the graph. A fake or meta tensor
-gets the same shapes without any work. With ordinary tensors the function is called as it is, at no cost.
+In a compiled graph such a function is one node whose shapes are known beforehand. Nothing in it is traced: no size,
+number or key is compiled in, and no branch on data breaks the graph. Fake and meta tensors get the same shapes without
+any work. With ordinary tensors the function is called as it is, at no cost.
 
-Autocast does not reach what is inside: the dtype of the inputs is that of the products, in forward and in backward.
+Autocast does not reach inside: the dtype of the inputs is that of the products, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORD = 1 << 32
 
 
 class Opaque:
-    """A function whose tensors the compiler does not look into; made by `opaque`."""
+    """A function that the compiler does not look into; `opaque` makes it."""
 
     def __init__(self, schema: str, function: Function, shapes: Function) -> None:
         name, signature = schema.split("(", 1)
@@ -37,14 +37,14 @@ class Opaque:
         self._operator.register_fake(shapes)
 
     def call(self, first: Tensor, *others: Any, **more: Any) -> Sequence[Tensor]:
-        """The function itself, whatever `first` is, with what an operator cannot have too."""
+        """The function itself, whatever `first` is. `more` may hold what an operator cannot take."""
         if torch.is_autocast_enabled(first.device.type):
             with without_autocast(first.device.type):
                 return self._function(first, *others, **more)
         return self._function(first, *others, **more)
 
     def __call__(self, first: Tensor, *others: Any) -> Sequence[Tensor]:
-        """The function's results; `first` says on which device."""
+        """The function's results, as an operator's where `first` is traced."""
         if is_traced(first):
             results: Sequence[Tensor] = self._operator(first, *others)
             return results
@@ -52,7 +52,7 @@ class Opaque:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether torch.compile is looking, or the tensor has no numbers."""
+    """Whether torch.compile traces this call, or the tensor has no numbers."""
     return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
@@ -60,15 +60,15 @@ def opaque(schema: str, shapes: Function) -> Callable[[Function], Opaque]:
     """Decorates a function of tensors and numbers that returns a sequence of new tensors.
 
     Args:
-        schema: name, arguments and results as torch.library has them; the first argument is a tensor.
-        shapes: of the same arguments; makes empty tensors of the results' shapes and dtypes.
+        schema: name, arguments and results, as torch.library writes them; the first argument is a tensor.
+        shapes: takes the same arguments and returns empty tensors of the results' shapes and dtypes.
     """
     return lambda function: Opaque(schema, function, shapes)
 
 
 def separate(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors, each another object where torch.compile traces: it refuses an autograd.Function that is given the
-    same one twice, as in attention(x, x, x)."""
+    """The tensors; under torch.compile, another object for each. It refuses an autograd.Function that is given the same
+    object twice, as in attention(x, x, x)."""
     if not torch.compiler.is_compiling():
         return list(tensors)
     return [None if t is None else t.view_as(t) for t in tensors]
@@ -80,8 +80,8 @@ def without_autocast(device_type: str) -> torch.autocast:
 
 
 def split_key(key: int | Tensor | None) -> tuple[int, int]:
-    """The low and high 32 bits of a key, signed or not: an operator's numbers have 63. (0, 0) for a tensor, which
-    travels beside."""
+    """The low and high 32 bits of a key, which may be signed: an operator's numbers have only 63 bits. (0, 0) for a
+    tensor, which the operator takes as a tensor."""
     if key is None or isinstance(key, Tensor):
         return 0, 0
     return key % _WORD, key // _WORD % _WORD

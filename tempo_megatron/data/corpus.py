@@ -25,7 +25,7 @@ STDLIB_SUFFIXES = (".py", ".txt")
 # Tests hold broken encodings and tables of data; the others are not part of the library or not text.
 _STDLIB_LEFT_OUT = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
-# Why a file is left out of a directory tree: what is said of it where the user named it himself.
+# Why a file of a directory tree is left out -> what is said where the user named such a file himself.
 _REFUSED = {
     "binary": "a binary file (it has NUL bytes)",
     "not a regular file": "neither a file nor a directory",
@@ -76,7 +76,7 @@ Piece = tuple[Part, ...]
 
 @dataclass(slots=True)
 class LeftOut:
-    """What was not used: how often per reason, and the first file of each."""
+    """Files that were not used: how many for each reason, and the first of them."""
 
     count: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class LeftOut:
         self.first = {**other.first, **self.first}
 
 
-def shown(path: str) -> str:
+def format_path(path: str) -> str:
     """`path` for a message, also where its name is not UTF-8."""
     return os.fsencode(path).decode("utf-8", "replace")
 
@@ -118,11 +118,11 @@ def list_files(
                 elif os.path.islink(found) and os.path.exists(found) and not is_inside(found, path):
                     left_out.add("links out of the tree", found)
                 else:
-                    files.extend(_usable(found, is_named=False, left_out=left_out))
+                    files.extend(_take_usable(found, is_named=False, left_out=left_out))
         elif _is_output(path, output_prefix):
-            raise DataError(f"{shown(path)} is a file of the output; choose another --output-prefix")
+            raise DataError(f"{format_path(path)} is a file of the output; choose another --output-prefix")
         else:
-            files.extend(_usable(path, is_named=True, left_out=left_out))
+            files.extend(_take_usable(path, is_named=True, left_out=left_out))
     return files
 
 
@@ -133,13 +133,13 @@ def list_stdlib(left_out: LeftOut) -> list[InputFile]:
     for path in _walk(root, left_out, _STDLIB_LEFT_OUT):
         # Distributions link to files of packages that may not be installed.
         if path.endswith(STDLIB_SUFFIXES) and os.path.exists(path):
-            files.extend(_usable(path, is_named=False, left_out=left_out))
+            files.extend(_take_usable(path, is_named=False, left_out=left_out))
     if not files:
         raise DataError(f"--input-stdlib: this Python has no sources in {root}; give files or directories with --input")
     return files
 
 
-def first_bytes(files: list[InputFile], max_bytes: int, left_out: LeftOut) -> list[InputFile]:
+def take_first_bytes(files: list[InputFile], max_bytes: int, left_out: LeftOut) -> list[InputFile]:
     """The files up to max_bytes in total; the last one is cut at the first word's or line's end after the limit."""
     taken: list[InputFile] = []
     budget = max_bytes
@@ -148,21 +148,21 @@ def first_bytes(files: list[InputFile], max_bytes: int, left_out: LeftOut) -> li
             left_out.add("beyond --max-bytes", file.path)
             continue
         if file.size > budget:
-            cut = next(_cuts(file, budget), file.size)
+            cut = next(_find_cuts(file, budget), file.size)
             file = replace(file, size=cut)
         taken.append(file)
         budget -= file.size
     return taken
 
 
-def pieces(files: list[InputFile]) -> list[Piece]:
+def cut_pieces(files: list[InputFile]) -> list[Piece]:
     """The files in order, cut and grouped into pieces of 1 to 8 MiB (more for more data)."""
     piece_bytes = min(_LARGEST_PIECE, max(_SMALLEST_PIECE, sum(file.size for file in files) >> 12))
     result: list[Piece] = []
     group: list[Part] = []
     group_bytes = 0
     for file in files:
-        offsets = [0, *_cuts(file, piece_bytes), file.size]
+        offsets = [0, *_find_cuts(file, piece_bytes), file.size]
         for start, end in pairwise(offsets):
             group.append(Part(file, start, end, is_last=end == file.size))
             group_bytes += end - start
@@ -174,7 +174,7 @@ def pieces(files: list[InputFile]) -> list[Piece]:
     return result
 
 
-def sample(all_pieces: list[Piece], max_bytes: int) -> list[Piece]:
+def sample_pieces(all_pieces: list[Piece], max_bytes: int) -> list[Piece]:
     """Pieces spread evenly over all, max_bytes in total; the first one where none is as small as that."""
     sizes = [sum(part.end - part.start for part in piece) for piece in all_pieces]
     share = min(1.0, max_bytes / max(1, sum(sizes)))
@@ -190,7 +190,7 @@ def sample(all_pieces: list[Piece], max_bytes: int) -> list[Piece]:
 
 def _walk(root: str, left_out: LeftOut, names_left_out: Iterable[str] = ()) -> Iterator[str]:
     def stop(error: OSError) -> None:
-        raise DataError(f"cannot read the directory {shown(error.filename)}: {error.strerror}") from error
+        raise DataError(f"cannot read the directory {format_path(error.filename)}: {error.strerror}") from error
 
     for folder, folders, names in os.walk(root, onerror=stop):
         for name in [name for name in folders + names if name.startswith(".")]:
@@ -208,7 +208,7 @@ def _is_output(path: str, prefix: str) -> bool:
     return rest in SUFFIXES or rest.startswith(".partial" + os.sep)
 
 
-def _usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile]:
+def _take_usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile]:
     """The file as a list of one, or none where it is left out."""
     reason = ""
     try:
@@ -223,21 +223,21 @@ def _usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile]:
     except OSError as error:
         link = " (a link that leads nowhere)" if os.path.islink(path) and not os.path.exists(path) else ""
         raise DataError(
-            f"cannot read {shown(path)}: {error.strerror}{link}; repair it, or choose other files with --input or "
-            "--extensions"
+            f"cannot read {format_path(path)}: {error.strerror}{link}; repair it, or choose other files with --input "
+            "or --extensions"
         ) from error
     if is_named and reason in _REFUSED:
         what = _REFUSED[reason]
         if reason == "binary" and path.lower().endswith(_COMPRESSED_SUFFIXES):
             what = "compressed (unpack it first, for example with gunzip)"
-        raise DataError(f"{shown(path)} is {what}; --input takes UTF-8 text and JSON-lines")
+        raise DataError(f"{format_path(path)} is {what}; --input takes UTF-8 text and JSON-lines")
     if reason:
         left_out.add(reason, path)
         return []
     return [InputFile(path, info.st_size, info.st_mtime_ns, is_named)]
 
 
-def _cuts(file: InputFile, step: int) -> Iterator[int]:
+def _find_cuts(file: InputFile, step: int) -> Iterator[int]:
     """The offsets, each the first possible one at least `step` bytes after the one before, that cut a file."""
     if file.size <= step:
         return
@@ -261,4 +261,4 @@ def _cuts(file: InputFile, step: int) -> Iterator[int]:
                 yield cut
                 position = cut + step
     except OSError as error:
-        raise DataError(f"cannot read {shown(file.path)}: {error.strerror}") from error
+        raise DataError(f"cannot read {format_path(file.path)}: {error.strerror}") from error

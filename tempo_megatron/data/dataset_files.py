@@ -63,7 +63,7 @@ class Sidecar:
             json.dump(asdict(self), stream, indent=2)
             stream.write("\n")
 
-    def tokenizer_files(self, prefix: str) -> tuple[str, str]:
+    def find_tokenizer_files(self, prefix: str) -> tuple[str, str]:
         """The paths of the tokenizer's two files.
 
         Raises: DataError (a ValueError) where PREFIX.json names a file outside of its own directory: data sets come
@@ -138,7 +138,7 @@ def load_dataset_tokenizer(prefix: str, vocab_file: str | None = None, merge_fil
             raise DataError(
                 f"{prefix}.json, which names the tokenizer of the data, is missing; give --vocab-file and --merge-file"
             )
-        vocab_file, merge_file = sidecar.tokenizer_files(prefix)
+        vocab_file, merge_file = sidecar.find_tokenizer_files(prefix)
     tokenizer = GPT2Tokenizer.load(vocab_file, merge_file)
     if sidecar is not None:
         for path, key in ((vocab_file, "vocab_sha256"), (merge_file, "merge_sha256")):
@@ -172,7 +172,7 @@ def validate_dataset(prefix: str, vocab_size: int, *, scan_bytes: int = 1 << 30)
                 "model the vocabulary of its data"
             )
         return
-    smallest, largest = _token_range(prefix, dtype, tokens, scan_bytes)
+    smallest, largest = _find_token_range(prefix, dtype, tokens, scan_bytes)
     if smallest < 0 or largest >= vocab_size:
         wrong = smallest if smallest < 0 else largest
         raise DataError(
@@ -227,7 +227,7 @@ def _check_index(prefix: str) -> tuple[Any, int]:
     return DTYPES[code], tokens
 
 
-def _token_range(prefix: str, dtype: Any, tokens: int, scan_bytes: int) -> tuple[int, int]:
+def _find_token_range(prefix: str, dtype: Any, tokens: int, scan_bytes: int) -> tuple[int, int]:
     itemsize = np.dtype(dtype).itemsize
     block = min(tokens, max(1, min(scan_bytes, 1 << 24) // itemsize))
     blocks = max(1, min(-(-tokens // block), scan_bytes // (block * itemsize)))

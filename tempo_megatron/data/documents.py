@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tempo_megatron.data.corpus import LeftOut, Part, Piece, shown
+from tempo_megatron.data.corpus import LeftOut, Part, Piece, format_path
 from tempo_megatron.data.data_error import DataError
 from tempo_megatron.data.tokenizer import GPT2Tokenizer
 
@@ -60,17 +60,19 @@ def read_texts(piece: Piece, json_key: str, left_out: LeftOut, skip_bad_lines: b
                 stream.seek(part.start)
                 content = stream.read(part.end - part.start)
         except OSError as error:
-            raise DataError(f"cannot read {shown(part.file.path)}: {error.strerror}") from error
+            raise DataError(f"cannot read {format_path(part.file.path)}: {error.strerror}") from error
         if len(content) < part.end - part.start:
-            raise DataError(f"{shown(part.file.path)} became shorter while it was read; start again")
-        yield from (_json_texts if part.file.is_json else _text)(part, content, json_key, left_out, skip_bad_lines)
+            raise DataError(f"{format_path(part.file.path)} became shorter while it was read; start again")
+        yield from (_read_json_texts if part.file.is_json else _read_text)(
+            part, content, json_key, left_out, skip_bad_lines
+        )
 
 
-def _text(part: Part, content: bytes, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
-    path = shown(part.file.path)
+def _read_text(part: Part, content: bytes, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
+    path = format_path(part.file.path)
     if skip_bad_lines:
         # Of a line that lies in two pieces, the bad one of its parts is left out: no piece knows the other.
-        text = _good_lines(part, content, left_out)
+        text = _decode_good_lines(part, content, left_out)
         if text or (part.start > 0 and part.is_last):  # a document that began in another piece must end
             yield Text(text, part.is_last, path)
         return
@@ -86,7 +88,7 @@ def _text(part: Part, content: bytes, json_key: str, left_out: LeftOut, skip_bad
         left_out.add("not UTF-8", part.file.path)
 
 
-def _good_lines(part: Part, content: bytes, left_out: LeftOut) -> str:
+def _decode_good_lines(part: Part, content: bytes, left_out: LeftOut) -> str:
     """The content without the lines that are not UTF-8."""
     try:
         return content.decode("utf-8")
@@ -103,8 +105,10 @@ def _good_lines(part: Part, content: bytes, left_out: LeftOut) -> str:
     return "".join(good)
 
 
-def _json_texts(part: Part, content: bytes, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
-    path = shown(part.file.path)
+def _read_json_texts(
+    part: Part, content: bytes, json_key: str, left_out: LeftOut, skip_bad_lines: bool
+) -> Iterator[Text]:
+    path = format_path(part.file.path)
     offset = part.start
     for index, whole_line in enumerate(content.split(b"\n")):
         line, start = whole_line, offset
@@ -114,12 +118,12 @@ def _json_texts(part: Part, content: bytes, json_key: str, left_out: LeftOut, sk
         if not line.strip():
             continue
         try:
-            text = _json_text(line, json_key)
+            text = _parse_json_text(line, json_key)
         except DataError as error:
             if skip_bad_lines:
                 left_out.add("bad lines", f"{part.file.path} at offset {start}")
                 continue
-            number = _newlines_before(part) + index + 1
+            number = _count_newlines_before(part) + index + 1
             raise DataError(
                 f"line {number} of {path} {error}, or leave out such lines with --skip-bad-lines"
             ) from error
@@ -129,7 +133,7 @@ def _json_texts(part: Part, content: bytes, json_key: str, left_out: LeftOut, sk
             left_out.add("empty", part.file.path)
 
 
-def _json_text(line: bytes, json_key: str) -> str:
+def _parse_json_text(line: bytes, json_key: str) -> str:
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -153,7 +157,7 @@ def _json_text(line: bytes, json_key: str) -> str:
     return text
 
 
-def _newlines_before(part: Part) -> int:
+def _count_newlines_before(part: Part) -> int:
     with open(part.file.path, "rb") as stream:
         blocks = iter(lambda: stream.read(min(1 << 20, part.start - stream.tell())), b"")
         return sum(block.count(b"\n") for block in blocks)
@@ -191,7 +195,7 @@ def encode(
     workers: int,
     skip_bad_lines: bool = False,
 ) -> Iterator[Encoded]:
-    """encode_piece over all pieces in order, in `workers` processes (1: in this one), few of them ahead of the reader.
+    """encode_piece over all pieces in order, in `workers` processes (1: in this one), a few ahead of the reader.
 
     Raises: DataError (a ValueError) as read_texts and tokenize do, and where a worker was killed.
     """

@@ -12,6 +12,7 @@ from typing import Any
 
 from tempo_megatron.data.data_error import DataError
 from tempo_megatron.data.dataset_files import find_foreign_files, stamp_file
+from tempo_megatron.disk import flush_to_disk
 
 # What a data set consists of, in the order in which the files get their names. Without .idx nothing loads, so it is
 # the first to go and the last to come.
@@ -52,13 +53,13 @@ class PartialOutput:
             self._refuse_strangers()
             self._lock()
         except OSError as error:
-            raise self._not_writable(error) from error
+            raise self._explain(error) from error
         try:
             self._check_is_free()
             self._remove_leftovers()
         except OSError as error:
             os.close(self._lock_fd)
-            raise self._not_writable(error) from error
+            raise self._explain(error) from error
         except DataError:
             self._leave()
             raise
@@ -72,25 +73,25 @@ class PartialOutput:
                 self._remove(os.path.join(self.folder, name))
         self._leave()
 
-    def path(self, suffix: str) -> str:
+    def locate(self, suffix: str) -> str:
         """Where to write the file that will be called PREFIX + suffix."""
         return os.path.join(self.folder, suffix[1:])
 
     def publish(self) -> None:
         """Give every file its name; the data set that had it before is gone from the first step on."""
-        written = [suffix for suffix in SUFFIXES if os.path.exists(self.path(suffix))]
+        written = [suffix for suffix in SUFFIXES if os.path.exists(self.locate(suffix))]
         assert set(written) <= set(self._suffixes)
         self._check_is_free()  # once more: writing may have taken hours
         for suffix in written:
-            _to_disk(self.path(suffix))
-        self._write_published({suffix: stamp_file(self.path(suffix)) for suffix in written})
+            flush_to_disk(self.locate(suffix))
+        self._write_published({suffix: stamp_file(self.locate(suffix)) for suffix in written})
         parent = os.path.dirname(self.prefix) or "."
         if os.path.lexists(self.prefix + SUFFIXES[-1]):
             os.remove(self.prefix + SUFFIXES[-1])
-            _to_disk(parent)
+            flush_to_disk(parent)
         for suffix in written:
-            os.replace(self.path(suffix), self.prefix + suffix)
-            _to_disk(parent)
+            os.replace(self.locate(suffix), self.prefix + suffix)
+            flush_to_disk(parent)
 
     def _check_is_free(self) -> None:
         """Raises: DataError where a file that would be replaced is not one that prepare_data made."""
@@ -111,7 +112,7 @@ class PartialOutput:
                 "for itself; move it away, or choose another --output-prefix"
             )
 
-    def _not_writable(self, error: OSError) -> DataError:
+    def _explain(self, error: OSError) -> DataError:
         return DataError(
             f"--output-prefix {self.prefix}: cannot write in {os.path.dirname(self.prefix) or '.'} "
             f"({error.filename or self.folder}: {error.strerror}); choose another place"
@@ -130,8 +131,8 @@ class PartialOutput:
         path = os.path.join(self.folder, _PUBLISHED)
         with open(path, "w", encoding="utf-8") as stream:
             json.dump(stamps, stream)
-        _to_disk(path)
-        _to_disk(self.folder)
+        flush_to_disk(path)
+        flush_to_disk(self.folder)
 
     def _lock(self) -> None:
         while True:
@@ -153,7 +154,7 @@ class PartialOutput:
             os.close(self._lock_fd)
 
     def _remove_leftovers(self) -> None:
-        """Of a killed run: what it wrote, and what it had given a name to where the index, the last one, has none."""
+        """Delete what a killed run wrote, and what it had named unless the index, the last one, has its name."""
         if not os.path.lexists(self.prefix + SUFFIXES[-1]):
             for suffix, stamp in self._read_published().items():
                 if os.path.lexists(self.prefix + suffix) and stamp_file(self.prefix + suffix) == stamp:
@@ -174,11 +175,3 @@ class PartialOutput:
     def _remove(path: str) -> None:
         with suppress(FileNotFoundError):
             os.remove(path)
-
-
-def _to_disk(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

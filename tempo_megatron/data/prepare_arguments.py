@@ -1,8 +1,11 @@
+"""The command line of prepare_data: parsed, checked and completed into one object that is only read afterwards."""
+
 from __future__ import annotations
 
 import argparse
 import os
 import re
+from dataclasses import dataclass
 
 from tempo_megatron.data.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 
@@ -11,8 +14,47 @@ VOCAB_SIZE = 50257
 TRAIN_BYTES = 32_000_000
 
 
-def parse_prepare_arguments(argv: list[str] | None, prog: str) -> argparse.Namespace:
-    """The command line of prepare_data, defaults filled in; what contradicts itself ends the process with status 2."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
+    """One data set to make. A field means what `--help` says of the argument of that name."""
+
+    prog: str
+    """The command, for messages."""
+    input: tuple[str, ...]
+    input_stdlib: bool
+    output_prefix: str
+    json_key: str | None
+    extensions: tuple[str, ...]
+    max_bytes: int | None
+    vocab_file: str | None
+    merge_file: str | None
+    vocab_size: int
+    train_bytes: int
+    workers: int
+    skip_bad_lines: bool
+    overwrite: bool
+    skip_existing: bool
+
+    @property
+    def text_key(self) -> str:
+        return "text" if self.json_key is None else self.json_key
+
+
+def parse_prepare_arguments(argv: list[str] | None, prog: str) -> PrepareOptions:
+    """What was typed, checked and completed; what contradicts itself ends the process with status 2."""
+    parser = _build_parser(prog)
+    typed = parser.parse_args(argv)
+    _check(parser, typed)
+    completed = {
+        "input": tuple(typed.input),
+        "extensions": tuple(typed.extensions),
+        "train_bytes": typed.train_bytes or TRAIN_BYTES,
+        "vocab_size": VOCAB_SIZE if typed.vocab_size is None else typed.vocab_size,
+    }
+    return PrepareOptions(**{**vars(typed), **completed, "prog": prog})
+
+
+def _build_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
     add = parser.add_argument
     add("--input", nargs="+", action="extend", default=[], metavar="PATH", help="text, .json/.jsonl, directory trees")
@@ -24,13 +66,15 @@ def parse_prepare_arguments(argv: list[str] | None, prog: str) -> argparse.Names
         nargs="+",
         default=[],
         metavar="EXT",
-        help="of directory trees, only files that end so: .txt .md",
+        help="of directory trees take only files that end so, for example .txt .md",
     )
-    add("--max-bytes", type=_byte_count, default=None, metavar="N", help="use the first N bytes only; 12M, 1.5GiB")
+    add(
+        "--max-bytes", type=_parse_byte_count, default=None, metavar="N", help="use the first N bytes only; 12M, 1.5GiB"
+    )
     add("--vocab-file", default=None, help="GPT-2's vocab.json; without it a vocabulary is trained")
     add("--merge-file", default=None, help="GPT-2's merges.txt")
     add("--vocab-size", type=int, default=None, help=f"tokens of the trained vocabulary (default: {VOCAB_SIZE})")
-    add("--train-bytes", type=_byte_count, default=None, help="text to train the vocabulary on (default: 32M)")
+    add("--train-bytes", type=_parse_byte_count, default=None, help="text to train the vocabulary on (default: 32M)")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one per core)")
     add(
         "--skip-bad-lines",
@@ -39,7 +83,10 @@ def parse_prepare_arguments(argv: list[str] | None, prog: str) -> argparse.Names
     )
     add("--overwrite", action="store_true", help="replace files named like the output that prepare_data did not make")
     add("--skip-existing", action="store_true", help="keep P where it was made from the same files in the same way")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if not options.input and not options.input_stdlib:
         parser.error("nothing to read; give --input PATH... or --input-stdlib")
     if options.workers < 1:
@@ -49,17 +96,15 @@ def parse_prepare_arguments(argv: list[str] | None, prog: str) -> argparse.Names
     for name in ("vocab_size", "train_bytes"):
         if options.vocab_file is not None and getattr(options, name) is not None:
             parser.error(f"--{name.replace('_', '-')} is for a trained vocabulary, --vocab-file gives one; choose")
-    options.train_bytes = options.train_bytes or TRAIN_BYTES
-    options.vocab_size = VOCAB_SIZE if options.vocab_size is None else options.vocab_size
+    if options.vocab_size is None:
+        return
     if options.vocab_size < SMALLEST_VOCABULARY:
         parser.error(f"--vocab-size {options.vocab_size}: expected at least {SMALLEST_VOCABULARY} (256 bytes and one)")
     if options.vocab_size > LARGEST_VOCABULARY:
         parser.error(f"--vocab-size {options.vocab_size}: expected at most {LARGEST_VOCABULARY}; GPT-2 has 50257")
-    options.prog = prog
-    return options
 
 
-def _byte_count(text: str) -> int:
+def _parse_byte_count(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kKMGT])(i?))?B?", text.strip())
     size = 0
     if match:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from tempo_megatron.data.dataset_files import (
 from tempo_megatron.data.dataset_writer import DatasetWriter, choose_token_dtype
 from tempo_megatron.data.documents import Encoded, encode, read_texts
 from tempo_megatron.data.partial_output import SUFFIXES, PartialOutput
-from tempo_megatron.data.prepare_arguments import parse_prepare_arguments
+from tempo_megatron.data.prepare_arguments import PrepareOptions, parse_prepare_arguments
 from tempo_megatron.data.prepare_progress import Progress
 from tempo_megatron.data.tokenizer import GPT2Tokenizer, check_both_or_neither, train_tokenizer
 
@@ -47,7 +46,7 @@ def main(argv: list[str] | None = None, prog: str = "prepare_data") -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(
-            f"{prog}: writing {error.filename or corpus.shown(options.output_prefix)} failed: {error.strerror}; "
+            f"{prog}: writing {error.filename or corpus.format_path(options.output_prefix)} failed: {error.strerror}; "
             "free some space, or choose another place",
             file=sys.stderr,
         )
@@ -58,7 +57,7 @@ def main(argv: list[str] | None = None, prog: str = "prepare_data") -> int:
     return 0
 
 
-def prepare(options: argparse.Namespace) -> None:
+def prepare(options: PrepareOptions) -> None:
     """Make the data set that the parsed arguments describe.
 
     Raises: DataError (a ValueError) where the input, the vocabulary or the output cannot be used; OSError where the
@@ -68,27 +67,28 @@ def prepare(options: argparse.Namespace) -> None:
     prefix = options.output_prefix
     left_out = corpus.LeftOut()
     check_both_or_neither(options.vocab_file, options.merge_file)
-    files = _input_files(options, left_out)
-    fingerprint = _fingerprint(options, files)
+    files = _choose_input_files(options, left_out)
+    fingerprint = _compute_fingerprint(options, files)
     if options.skip_existing and _is_current(prefix, fingerprint):
         if os.path.isdir(prefix + ".partial"):  # of a run killed at its very end
             with suppress(DataError), PartialOutput(prefix):
                 pass
         print(
-            f"{options.prog}: {corpus.shown(prefix)} is already there, made from the same files in the same way; kept"
+            f"{options.prog}: {corpus.format_path(prefix)} is already there, made from the same files in the "
+            "same way; kept"
         )
         return
-    pieces = corpus.pieces(files)
-    with PartialOutput(prefix, _suffixes(options), overwrite=options.overwrite) as output:
-        tokenizer, vocab_file, merge_file = _tokenizer(options, pieces, output)
+    pieces = corpus.cut_pieces(files)
+    with PartialOutput(prefix, _list_suffixes(options), overwrite=options.overwrite) as output:
+        tokenizer, vocab_file, merge_file = _load_or_train_tokenizer(options, pieces, output)
         dtype = choose_token_dtype(tokenizer.vocab_size)
         workers = max(1, min(options.workers, len(pieces)))
-        encoded = encode(pieces, vocab_file, merge_file, options.json_key, dtype, workers, options.skip_bad_lines)
+        encoded = encode(pieces, vocab_file, merge_file, options.text_key, dtype, workers, options.skip_bad_lines)
         progress = Progress(options.prog, "tokenizing", sum(file.size for file in files))
         written = _write(output, encoded, dtype, progress, left_out)
         names = [
             _name_beside(prefix, given, suffix) or os.path.basename(prefix) + suffix
-            for given, suffix in _given_files(options)
+            for given, suffix in _list_given_files(options)
         ]
         sidecar = Sidecar(
             vocab_file=names[0],
@@ -102,35 +102,33 @@ def prepare(options: argparse.Namespace) -> None:
             fingerprint=fingerprint,
             **asdict(written),
         )
-        sidecar.write(output.path(".json"))
+        sidecar.write(output.locate(".json"))
         output.publish()
     _report(options, sidecar, left_out, time.monotonic() - started)
 
 
-def _input_files(options: argparse.Namespace, left_out: corpus.LeftOut) -> list[corpus.InputFile]:
-    """The files to read; completes options.json_key."""
-    files = corpus.list_files(options.input, tuple(options.extensions), options.output_prefix, left_out)
+def _choose_input_files(options: PrepareOptions, left_out: corpus.LeftOut) -> list[corpus.InputFile]:
+    files = corpus.list_files(options.input, options.extensions, options.output_prefix, left_out)
     if options.input_stdlib:
         files += corpus.list_stdlib(left_out)
     if options.max_bytes is not None:
-        files = corpus.first_bytes(files, options.max_bytes, left_out)
+        files = corpus.take_first_bytes(files, options.max_bytes, left_out)
     if not files:
-        raise DataError(f"there is no text in the input{_counts(left_out)}; give other files with --input")
+        raise DataError(f"there is no text in the input{_format_left_out(left_out)}; give other files with --input")
     if options.json_key is not None and not any(file.is_json for file in files):
         raise DataError("--json-key is for .json and .jsonl files, and the input has none; leave it out")
-    options.json_key = "text" if options.json_key is None else options.json_key
     return files
 
 
-def _fingerprint(options: argparse.Namespace, files: list[corpus.InputFile]) -> str:
+def _compute_fingerprint(options: PrepareOptions, files: list[corpus.InputFile]) -> str:
     """A digest of all that the output depends on; files by name, size and time of change."""
-    if options.vocab_file is not None:
+    if options.vocab_file is not None and options.merge_file is not None:
         identifiers = GPT2Tokenizer.load(options.vocab_file, options.merge_file).unique_identifiers
         vocabulary: list[Any] = [identifiers["vocab_sha256"], identifiers["merge_sha256"]]
     else:
         vocabulary = [options.vocab_size, options.train_bytes]
     inputs = [(os.path.abspath(file.path), file.size, file.mtime_ns, file.is_named) for file in files]
-    content = json.dumps([FORMAT, vocabulary, options.json_key, inputs, *["bad lines"] * options.skip_bad_lines])
+    content = json.dumps([FORMAT, vocabulary, options.text_key, inputs, *["bad lines"] * options.skip_bad_lines])
     return hashlib.sha256(content.encode("ascii")).hexdigest()
 
 
@@ -146,8 +144,8 @@ def _is_current(prefix: str, fingerprint: str) -> bool:
     return True
 
 
-def _tokenizer(
-    options: argparse.Namespace, pieces: list[corpus.Piece], output: PartialOutput
+def _load_or_train_tokenizer(
+    options: PrepareOptions, pieces: list[corpus.Piece], output: PartialOutput
 ) -> tuple[GPT2Tokenizer, str, str]:
     """The tokenizer and its two files: those given, or new ones among the output.
 
@@ -155,36 +153,39 @@ def _tokenizer(
     """
     if options.vocab_file is not None:
         paths: list[str] = []
-        for given, suffix in _given_files(options):
+        for given, suffix in _list_given_files(options):
+            assert given is not None  # prepare has checked that both are there
             is_beside = _name_beside(options.output_prefix, given, suffix) is not None
-            paths.append(given if is_beside else shutil.copyfile(given, output.path(suffix)))
+            paths.append(given if is_beside else shutil.copyfile(given, output.locate(suffix)))
         return GPT2Tokenizer.load(*paths), paths[0], paths[1]
-    chosen = corpus.sample(pieces, options.train_bytes)
+    chosen = corpus.sample_pieces(pieces, options.train_bytes)
     chosen_bytes = sum(part.end - part.start for piece in chosen for part in piece)
     with Progress(options.prog, "training the vocabulary", min(chosen_bytes, options.train_bytes)) as progress:
-        texts = _training_texts(chosen, options, progress)
+        texts = _read_training_texts(chosen, options, progress)
         tokenizer = train_tokenizer(texts, options.vocab_size, output.folder)
-    return tokenizer, output.path("-vocab.json"), output.path("-merges.txt")
+    return tokenizer, output.locate("-vocab.json"), output.locate("-merges.txt")
 
 
-def _given_files(options: argparse.Namespace) -> list[tuple[Any, str]]:
+def _list_given_files(options: PrepareOptions) -> list[tuple[str | None, str]]:
     """The tokenizer files as given (None: not), each with the suffix of its place among the output."""
     return [(options.vocab_file, "-vocab.json"), (options.merge_file, "-merges.txt")]
 
 
-def _suffixes(options: argparse.Namespace) -> list[str]:
+def _list_suffixes(options: PrepareOptions) -> list[str]:
     """Of the files to write: a tokenizer file stays where it is if it is given and below the output's directory."""
-    kept = {suffix for given, suffix in _given_files(options) if _name_beside(options.output_prefix, given, suffix)}
+    kept = {
+        suffix for given, suffix in _list_given_files(options) if _name_beside(options.output_prefix, given, suffix)
+    }
     return [suffix for suffix in SUFFIXES if suffix not in kept]
 
 
-def _training_texts(pieces: Iterable[corpus.Piece], options: argparse.Namespace, progress: Progress) -> Iterator[str]:
+def _read_training_texts(pieces: Iterable[corpus.Piece], options: PrepareOptions, progress: Progress) -> Iterator[str]:
     """The first --train-bytes of the pieces."""
     budget = options.train_bytes
     texts = (
         text.text
         for piece in pieces
-        for text in read_texts(piece, options.json_key, corpus.LeftOut(), options.skip_bad_lines)
+        for text in read_texts(piece, options.text_key, corpus.LeftOut(), options.skip_bad_lines)
     )
     while budget > 0 and (text := next(texts, None)) is not None:
         content = text[:budget]  # characters, at most as many as bytes
@@ -211,7 +212,7 @@ def _write(
     left_out: corpus.LeftOut,
 ) -> _Written:
     written = _Written()
-    with DatasetWriter(output.path(".bin"), dtype) as writer, progress:
+    with DatasetWriter(output.locate(".bin"), dtype) as writer, progress:
         for piece in encoded:
             writer.add(piece.ids, piece.lengths, piece.ends)
             written.documents += sum(piece.ends)
@@ -221,8 +222,10 @@ def _write(
             left_out.update(piece.left_out)
             progress.update(piece.source_bytes)
         if written.documents == 0:
-            raise DataError(f"there is no document in the input{_counts(left_out)}; give other files with --input")
-        writer.finish(output.path(".idx"))
+            raise DataError(
+                f"there is no document in the input{_format_left_out(left_out)}; give other files with --input"
+            )
+        writer.finish(output.locate(".idx"))
     return written
 
 
@@ -238,20 +241,20 @@ def _name_beside(prefix: str, given: str | None, suffix: str) -> str | None:
     return os.path.join(os.curdir, name) if name == os.path.basename(prefix) + suffix else name
 
 
-def _counts(left_out: corpus.LeftOut) -> str:
+def _format_left_out(left_out: corpus.LeftOut) -> str:
     """What was left out, for a message: '; left out: 2 binary (the first: a.png)'."""
     reasons = [
-        f"{count} {reason} (the first: {corpus.shown(left_out.first[reason])})"
+        f"{count} {reason} (the first: {corpus.format_path(left_out.first[reason])})"
         for reason, count in sorted(left_out.count.items())
     ]
     return f"; left out: {', '.join(reasons)}" if reasons else ""
 
 
-def _report(options: argparse.Namespace, sidecar: Sidecar, left_out: corpus.LeftOut, seconds: float) -> None:
+def _report(options: PrepareOptions, sidecar: Sidecar, left_out: corpus.LeftOut, seconds: float) -> None:
     print(
-        f"{options.prog}: {corpus.shown(options.output_prefix)}: {sidecar.documents} documents, "
+        f"{options.prog}: {corpus.format_path(options.output_prefix)}: {sidecar.documents} documents, "
         f"{sidecar.source_bytes} bytes, {sidecar.tokens} tokens ({sidecar.dtype}, vocabulary {sidecar.vocab_size}) "
-        f"in {seconds:.1f} s{_counts(left_out)}"
+        f"in {seconds:.1f} s{_format_left_out(left_out)}"
     )
     if options.vocab_file is None and sidecar.vocab_size < options.vocab_size:
         print(

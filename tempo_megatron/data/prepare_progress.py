@@ -48,7 +48,7 @@ class Progress:
         """All is read; what follows, `phase`, takes time that nobody can foretell."""
         self._phase = phase
 
-    def line(self, seconds: float) -> str:
+    def format_line(self, seconds: float) -> str:
         """The line of a log, `seconds` after the beginning."""
         begin = f"{self._prog}: {self._what}: "
         if self._phase:
@@ -62,7 +62,7 @@ class Progress:
     def _report(self) -> None:
         if self._bar is None:
             while not self._ended.wait(_SECONDS_BETWEEN_LINES):
-                print(self.line(time.monotonic() - self._started), file=sys.stderr, flush=True)
+                print(self.format_line(time.monotonic() - self._started), file=sys.stderr, flush=True)
             return
         while not self._ended.wait(0.2):
             self._bar.set_description(f"{self._what}, {self._phase}" if self._phase else self._what, refresh=False)

@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE: a tokenizer as megatron-core's datasets want it, and the training of a new vocabulary.
+"""GPT-2's byte-level BPE: a tokenizer as megatron-core's datasets expect it, and the training of a new vocabulary.
 
 Files are GPT-2's own two: vocab.json (token -> id) and merges.txt (one pair per line, best first). A token is written
 in GPT-2's alphabet of 256 printable characters, one per byte, so every text can be expressed.
@@ -43,8 +43,8 @@ class GPT2Tokenizer:
         self.eod = vocab[END_OF_TEXT]
         self.eos = self.eod
         self.unique_identifiers = unique_identifiers
-        self._missing_bytes = {byte for byte, character in _byte_alphabet().items() if character not in vocab}
-        self._tokenizer = _byte_level(models.BPE(vocab=vocab, merges=merges))
+        self._missing_bytes = {byte for byte, character in _map_bytes_to_characters().items() if character not in vocab}
+        self._tokenizer = _build_byte_level(models.BPE(vocab=vocab, merges=merges))
         # The fast one, which tokenizers has from 0.20 on, leaves out the places of the tokens in the text.
         self._encode_batch = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
 
@@ -55,7 +55,7 @@ class GPT2Tokenizer:
         Raises: DataError (a ValueError) where a file cannot be read, is not of GPT-2's format, has no `<|endoftext|>`,
             or where a merge needs a token that the vocabulary lacks.
         """
-        vocab_bytes, merge_bytes = _file_bytes(vocab_file), _file_bytes(merge_file)
+        vocab_bytes, merge_bytes = _read_bytes(vocab_file), _read_bytes(merge_file)
         vocab = _parse_vocab(vocab_file, vocab_bytes)
         merges = _parse_merges(merge_file, merge_bytes)
         if END_OF_TEXT not in vocab:
@@ -79,14 +79,15 @@ class GPT2Tokenizer:
 
         Raises: DataError (a ValueError) where the vocabulary lacks a byte of the text.
         """
-        return self.tokenize_batch([text])[0].tolist()
+        ids: list[int] = self.tokenize_batch([text])[0].tolist()
+        return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Per text its ids, int32, [number of tokens]. Raises as tokenize does."""
         for text in texts if self._missing_bytes else ():
             self._check_expressible(text)
         ids: list[list[np.ndarray]] = [[] for _ in texts]
-        for batch in _batches(texts):
+        for batch in _cut_batches(texts):
             encodings = self._encode_batch([part for _, part in batch], add_special_tokens=False)
             for (index, _), encoding in zip(batch, encodings, strict=True):
                 ids[index].append(np.array(encoding.ids, dtype=np.int32))
@@ -122,11 +123,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str) -> GPT2T
     Raises: DataError (a ValueError) or OSError where the files cannot be written.
     """
     assert SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY
-    tokenizer = _byte_level(models.BPE())
+    tokenizer = _build_byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
         min_frequency=2,
-        initial_alphabet=sorted(_byte_alphabet().values()),
+        initial_alphabet=sorted(_map_bytes_to_characters().values()),
         show_progress=False,
     )
     tokenizer.train_from_iterator((part for text in texts for part in cut_long_runs(text)), trainer)
@@ -156,32 +157,32 @@ def pad_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) 
     if min(vocab_size, make_vocab_size_divisible_by, tp) < 1:
         raise ValueError(
             f"vocab_size {vocab_size}, make_vocab_size_divisible_by {make_vocab_size_divisible_by} and tensor parallel "
-            f"size {tp} must all be at least 1"
+            f"size {tp} are given; expected at least 1 for each, correct the one below"
         )
     multiple = make_vocab_size_divisible_by * tp
     return -(-vocab_size // multiple) * multiple
 
 
-def _byte_level(model: models.BPE) -> Tokenizer:
+def _build_byte_level(model: models.BPE) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _byte_alphabet() -> dict[int, str]:
+def _map_bytes_to_characters() -> dict[int, str]:
     """Byte -> its character: itself where Latin-1 prints it, else the next free one from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
-def _batches(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
+def _cut_batches(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
     """The texts cut into parts, each with the index of its text, some four segments' length at a time."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for index, text in enumerate(texts):
-        for part in (part for segment in _segments(text) for part in cut_long_runs(segment)):
+        for part in (part for segment in _cut_segments(text) for part in cut_long_runs(segment)):
             batch.append((index, part))
             characters += len(part)
             if characters >= 4 * _SEGMENT_CHARS:
@@ -191,7 +192,7 @@ def _batches(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
         yield batch
 
 
-def _segments(text: str) -> Iterator[str]:
+def _cut_segments(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > 2 * _SEGMENT_CHARS:
         cut = _CUT.search(text, start + _SEGMENT_CHARS)
@@ -202,7 +203,7 @@ def _segments(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _file_bytes(path: str) -> bytes:
+def _read_bytes(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:

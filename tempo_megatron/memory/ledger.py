@@ -22,6 +22,7 @@ from tempo_megatron.config import TempoConfig
 from tempo_megatron.memory.recorder import Recorder, SavedStorage
 from tempo_megatron.operations import ACTIVATION, LAYER, LEDGER_ROWS, OPERATIONS, SCORES, LedgerRow
 from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.choices import Choices, choose
 from tempo_megatron.slots.embedding import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempo_block_spec
 from tempo_megatron.slots.loss import tempoize_loss
@@ -53,8 +54,10 @@ class Ledger:
     micro_batch_size: int
     hidden_size: int
     num_layers: int
+    choices: Choices
+    """What was measured, and why "auto" was less than its first choice."""
 
-    def sbh(self, num_bytes: int) -> float:
+    def convert_to_sbh(self, num_bytes: int) -> float:
         """Bytes in units of s * b * h."""
         return num_bytes / (self.seq_length * self.micro_batch_size * self.hidden_size)
 
@@ -79,7 +82,7 @@ class Ledger:
     @property
     def layer_sbh(self) -> float:
         """One transformer layer without its s*s tensors, in sbh."""
-        return self.sbh(self.layer_bytes - self.scores_bytes)
+        return self.convert_to_sbh(self.layer_bytes - self.scores_bytes)
 
     @property
     def model_bytes(self) -> int:
@@ -101,7 +104,7 @@ def measure(
     Args:
         transformer_config: Megatron's; its `num_layers` is taken as 1 for the run. Model parallelism must be
             initialised (see `tempo_megatron.memory.layout.simulate_layout`) with its sizes.
-        tempo_config: `TempoConfig.off()` for stock.
+        tempo_config: `TempoConfig.off()` for stock; "auto" becomes what the configuration allows.
         vocab_size: padded size of the vocabulary, divisible by the tensor parallel size.
         seq_length, micro_batch_size: s and b.
         num_layers: layers of the whole model, for the totals (default: transformer_config.num_layers).
@@ -110,6 +113,8 @@ def measure(
         The ledger of this rank.
     """
     one_layer = dataclasses.replace(transformer_config, num_layers=1)
+    choices = choose(one_layer, tempo_config)
+    tempo_config = choices.config
     model_parallel_cuda_manual_seed(1234)
     dropout_rng.set_micro_batch(1234, 0)
     model = GPTModel(
@@ -132,9 +137,9 @@ def measure(
     layer = model.decoder.layers[0]
     for name in _BDA:
         setattr(layer, name, _scope_bda(recorder, f"{LAYER}.{name}", getattr(layer, name)))
-    with recorder.recording():
+    with recorder.record():
         loss = model(tokens, positions, mask, labels=tokens)
-    rows = _sum_rows(recorder.saved(), seq_length, describe_activation(one_layer))
+    rows = _sum_rows(recorder.list_saved(), seq_length, describe_activation(one_layer))
     del loss
     return Ledger(
         rows=rows,
@@ -142,6 +147,7 @@ def measure(
         micro_batch_size=micro_batch_size,
         hidden_size=one_layer.hidden_size,
         num_layers=num_layers or transformer_config.num_layers,
+        choices=choices,
     )
 
 
@@ -178,7 +184,7 @@ def build_transformer_config(
 
 
 def _scope_bda(recorder: Recorder, operation: str, get_function: Any) -> Any:
-    return lambda training, fused: recorder.scoped(operation, get_function(training, fused))
+    return lambda training, fused: recorder.scope(operation, get_function(training, fused))
 
 
 def _find_row(saved: SavedStorage, seq_length: int) -> LedgerRow:

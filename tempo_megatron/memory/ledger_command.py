@@ -23,7 +23,7 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tempo-megatron ledger`."""
     parser.add_argument("--model", required=True, metavar="JSON", help="sizes, such as configs/model/gpt2_124m.json")
-    parser.add_argument("--tp", type=_positive, default=1, metavar="N", help="tensor parallel size (default 1)")
+    parser.add_argument("--tp", type=_parse_positive, default=1, metavar="N", help="tensor parallel size (default 1)")
     parser.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
     parser.add_argument(
         "--recompute",
@@ -33,9 +33,13 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="Megatron's recomputation: full, or any of core_attn and mlp",
     )
-    parser.add_argument("--seq-length", type=_positive, metavar="S", help="tokens per sample (default the model's)")
-    parser.add_argument("--micro-batch-size", type=_positive, default=1, metavar="B", help="samples (default 1)")
-    parser.add_argument("--vocab-size", type=_positive, metavar="V", help="tokens (default the model's, else 50257)")
+    parser.add_argument(
+        "--seq-length", type=_parse_positive, metavar="S", help="tokens per sample (default the model's)"
+    )
+    parser.add_argument("--micro-batch-size", type=_parse_positive, default=1, metavar="B", help="samples (default 1)")
+    parser.add_argument(
+        "--vocab-size", type=_parse_positive, metavar="V", help="tokens (default the model's, else 50257)"
+    )
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="default %(default)s")
     parser.add_argument("--dropout", type=float, default=0.1, metavar="P", help="hidden and attention (default 0.1)")
     parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
@@ -51,13 +55,13 @@ def run_ledger(args: argparse.Namespace) -> int:
     print(f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, ", end="")
     print(f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}", end="")
     print(f", recompute {' '.join(args.recompute)}" if args.recompute else "")
-    print(f"tempo: {tempo_config.describe()}\n")
+    print(f"tempo: {tempo.choices.describe()}\n")
     print(format_table(stock, tempo))
     if args.json:
         figures = {
             "stock": _list_figures(stock),
             "tempo": _list_figures(tempo),
-            "tempo_config": tempo_config.describe(),
+            "tempo_config": tempo.choices.describe(),
         }
         Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -93,27 +97,27 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
     rule = "-" * len(lines[0])
     by_operation = [{row.operation: row for row in ledger.rows} for ledger in (stock, tempo)]
 
-    def line(name: str, stock_bytes: int, tempo_bytes: int) -> str:
+    def format_line(name: str, stock_bytes: int, tempo_bytes: int) -> str:
         return f"{name:<28}" + "".join(
-            f"{num_bytes:>17,}{ledger.sbh(num_bytes):>9.3f}"
+            f"{num_bytes:>17,}{ledger.convert_to_sbh(num_bytes):>9.3f}"
             for ledger, num_bytes in ((stock, stock_bytes), (tempo, tempo_bytes))
         )
 
-    def rows(part: str) -> list[str]:
+    def format_rows(part: str) -> list[str]:
         places = {row.operation: row.place for ledger in (stock, tempo) for row in getattr(ledger, part)}
         none = Row("", 0, 0)
         return [
-            line(name, *(rows_of.get(name, none).num_bytes for rows_of in by_operation))
+            format_line(name, *(rows_of.get(name, none).num_bytes for rows_of in by_operation))
             for name in sorted(places, key=lambda name: (places[name], name))
         ]
 
-    lines += [rule, *rows("layer_rows"), rule]
+    lines += [rule, *format_rows("layer_rows"), rule]
     lines.append(
-        line("one layer without s*s", *(ledger.layer_bytes - ledger.scores_bytes for ledger in (stock, tempo)))
+        format_line("one layer without s*s", *(ledger.layer_bytes - ledger.scores_bytes for ledger in (stock, tempo)))
     )
-    lines.append(line("one layer", stock.layer_bytes, tempo.layer_bytes))
-    lines += [rule, *rows("outside_rows"), rule]
-    lines.append(line(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes))
+    lines.append(format_line("one layer", stock.layer_bytes, tempo.layer_bytes))
+    lines += [rule, *format_rows("outside_rows"), rule]
+    lines.append(format_line(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes))
     lines.append(
         f"{'Tempo / stock':<28}{'layer':>26}{tempo.layer_bytes / stock.layer_bytes:>9.3f}",
     )
@@ -139,7 +143,7 @@ def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
 
 def _read_sizes(args: argparse.Namespace) -> dict[str, Any]:
     try:
-        sizes = json.loads(Path(args.model).read_text(encoding="utf-8"))
+        sizes: dict[str, Any] = json.loads(Path(args.model).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--model {args.model} cannot be read ({error.strerror}); give a file of sizes") from error
     except ValueError as error:
@@ -161,7 +165,7 @@ def _read_sizes(args: argparse.Namespace) -> dict[str, Any]:
     if "full" in args.recompute and len(args.recompute) > 1:
         raise ValueError("--recompute full already recomputes everything; give it alone")
     if not 0 <= args.dropout < 1:
-        raise ValueError(f"--dropout is {args.dropout}; it must be in [0, 1)")
+        raise ValueError(f"--dropout is {args.dropout}; expected a probability in [0, 1)")
     return sizes
 
 
@@ -169,13 +173,13 @@ def _list_figures(ledger: Ledger) -> dict[str, Any]:
     return {
         "layer_bytes": ledger.layer_bytes,
         "layer_sbh_without_scores": ledger.layer_sbh,
-        "layer_sbh": ledger.sbh(ledger.layer_bytes),
+        "layer_sbh": ledger.convert_to_sbh(ledger.layer_bytes),
         "model_bytes": ledger.model_bytes,
         "rows": {row.operation: row.num_bytes for row in ledger.rows},
     }
 
 
-def _positive(text: str) -> int:
+def _parse_positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value

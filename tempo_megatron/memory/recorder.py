@@ -25,7 +25,7 @@ class SavedStorage:
 
 
 class _Handle(Kept):
-    """What autograd holds in a saved tensor's place; it lives exactly as long as the graph wants the tensor."""
+    """What autograd holds in a saved tensor's place; it lives exactly as long as the graph needs the tensor."""
 
     def __init__(self, tensor: Tensor, operation: str) -> None:
         super().__init__(tensor)
@@ -50,8 +50,8 @@ class Recorder:
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record what autograd saves inside, by the innermost module or `scoped` function that runs."""
+    def record(self) -> Iterator[None]:
+        """Record what autograd saves inside, by the innermost module or function in `scope` that runs."""
         hooks = []
         for name, module in self._model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._scopes.append(name)))
@@ -63,7 +63,7 @@ class Recorder:
             for hook in hooks:
                 hook.remove()
 
-    def scoped(self, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def scope(self, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, with what it saves recorded under `operation`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ class Recorder:
 
         return run
 
-    def saved(self) -> list[SavedStorage]:
+    def list_saved(self) -> list[SavedStorage]:
         """The distinct storages that autograd still holds, in the order in which they were saved."""
         storages: dict[int, SavedStorage] = {}
         for reference in self._handles:

@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tempo_kernels.attention import attention
-from tempo_megatron.slots.dropout_rng import Site, Stack, draw_arguments
+from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample
 
 
 class TempoDotProductAttention(DotProductAttention):
@@ -22,13 +22,13 @@ class TempoDotProductAttention(DotProductAttention):
     whatever `attention_softmax_in_fp32` says, and `apply_query_key_layer_scaling`, which exists to protect float16
     scores, divides and multiplies by one number.
 
-    Keeps for backward: q, k, v, the output (shared with linear_proj) and 4 bytes per token and head. Views of memory
-    that holds more than q, k and v (with several groups of queries Megatron copies q, and k and v keep the whole
-    projection) are copied, so that the rest goes.
+    Keeps for backward: q, k, v, the output (shared with linear_proj) and 4 bytes per token and head. Where q, k and v
+    are views of memory that holds more, they are copied, so that the rest is freed: with several groups of queries
+    Megatron copies q, and k and v alone would keep the whole projection.
 
     Args, beside Megatron's:
         stack: whose masks are drawn.
-        has_pinned_projection: whether a norm of q or k keeps the projection for itself, so that copies save nothing.
+        has_pinned_projection: whether a norm of q or k keeps the projection anyway, so that copies would save nothing.
     """
 
     form: ClassVar[str] = "flash"
@@ -68,14 +68,15 @@ class TempoDotProductAttention(DotProductAttention):
             )
         if not self.training and query.size(0) == 1 < key.size(0):
             # One new token beside a cache of keys: there is nothing to save, and stock knows inference.
-            return super().forward(query, key, value, attention_mask, attn_mask_type)
+            of_stock: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type)
+            return of_stock
         mask_type = attn_mask_type or self.attn_mask_type
         window_size = self.scale_mask_softmax.window_size
         mask = attention_mask if window_size is None else None
         dropout_p = self.attention_dropout.p if self.training else 0.0
         draw = self._draw(query) if dropout_p > 0 else {}
         if torch.is_grad_enabled() and not self.has_pinned_projection:
-            query, key, value = _without_the_rest(query, key, value)
+            query, key, value = _copy_without_the_rest(query, key, value)
         context = attention(
             query,
             key,
@@ -92,13 +93,13 @@ class TempoDotProductAttention(DotProductAttention):
 
     def _draw(self, query: Tensor) -> dict[str, Any]:
         """The arguments of this rank's mask."""
-        dropout_key, first_sample = draw_arguments(self.layer_number, self.site, self.stack)
+        dropout_key, first_sample = find_key_and_sample(self.layer_number, self.site, self.stack)
         first_head = self.tp_group.rank() * query.size(2)
         return {"dropout_key": dropout_key, "first_sample": first_sample, "first_head": first_head}
 
 
-def _without_the_rest(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, copied where their memory holds more than them, all of which they would keep."""
+def _copy_without_the_rest(*tensors: Tensor) -> list[Tensor]:
+    """The tensors; those whose memory holds more than the tensors themselves are copied, as a view keeps all of it."""
     # By the storage itself: traced tensors have no address.
     used: Counter[int] = Counter()
     for tensor in tensors:

@@ -11,7 +11,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from tempo_kernels.dropout_add import bias_dropout_add
-from tempo_megatron.slots.dropout_rng import Site, Stack, draw_arguments
+from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample
 
 XWithBias = tuple[Tensor, Tensor | None]
 
@@ -22,8 +22,8 @@ _RESIDUAL_DECIDES = Version(megatron.core.__version__) >= Version("0.17.0a0")
 def tempo_bias_dropout_add(config: Any, layer_number: int, site: Site, stack: Stack) -> Callable[..., Any]:
     """The function that stands in a bda slot of global layer `layer_number` (1-based), with Megatron's signature.
 
-    It is a plain function, as the slot wants, that writes over none of its inputs:
-    `f(training, fused)((x, bias), residual, prob) -> out` with x, residual [s, b, h] and bias [h] or None.
+    `f(training, fused)((x, bias), residual, prob) -> out` with x, residual [s, b, h] and bias [h] or None. It is a
+    plain function, as the slot expects, and writes to none of its inputs.
     """
 
     def get_tempo_bias_dropout_add(training: bool, fused: bool) -> Callable[[XWithBias, Tensor, float], Tensor]:
@@ -31,14 +31,14 @@ def tempo_bias_dropout_add(config: Any, layer_number: int, site: Site, stack: St
             x, bias = x_with_bias
             if residual.dtype != x.dtype:
                 x, residual = (x.to(residual.dtype), residual) if _RESIDUAL_DECIDES else (x, residual.to(x.dtype))
-            return dropout(x, bias, residual, prob if training else 0.0, config, layer_number, site, stack)
+            return apply_dropout(x, bias, residual, prob if training else 0.0, config, layer_number, site, stack)
 
         return add
 
     return get_tempo_bias_dropout_add
 
 
-def dropout(
+def apply_dropout(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -52,7 +52,7 @@ def dropout(
     if prob == 0.0:
         x = x if bias is None else x + bias
         return x if residual is None else residual + x
-    key, first_sample = draw_arguments(layer_number, site, stack)
+    key, first_sample = find_key_and_sample(layer_number, site, stack)
     # Under sequence parallelism this rank holds the rows that start here.
     rank = parallel_state.get_tensor_model_parallel_rank() if config.sequence_parallel else 0
     first_row = rank * x.size(0)

@@ -54,7 +54,7 @@ def set_micro_batch(seed: int, first_sample: int) -> None:
     get_cuda_rng_tracker().states_[STATE_NAME] = torch.tensor([signed_seed, first_sample], dtype=torch.int64)
 
 
-def micro_batch() -> tuple[int, int]:
+def read_micro_batch() -> tuple[int, int]:
     """(seed, first_sample) of the micro batch whose forward, or recomputed forward, is running.
 
     Raises RuntimeError where `set_micro_batch` was never called.
@@ -70,17 +70,17 @@ def micro_batch() -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def site_key(seed: int, stack: Stack, layer_number: int, site: Site) -> int:
+def derive_site_key(seed: int, stack: Stack, layer_number: int, site: Site) -> int:
     """The 64-bit key of the masks at `site` of global layer `layer_number` of `stack`: no two places share one."""
     # A decoder's keys, GPT's too, are those of the masks drawn before there were stacks.
     path = (layer_number, site) if stack == Stack.DECODER else (layer_number, site, stack)
     return derive_key(seed, *map(int, path))
 
 
-def draw_arguments(layer_number: int, site: Site, stack: Stack = Stack.DECODER) -> tuple[int, int]:
+def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECODER) -> tuple[int, int]:
     """(64-bit key, first sample) for a dropout at `site` of layer `layer_number` (1-based) of `stack` in this forward.
 
     The layer number is global, over all pipeline stages.
     """
-    seed, first_sample = micro_batch()
-    return site_key(seed, stack, layer_number, site), first_sample
+    seed, first_sample = read_micro_batch()
+    return derive_site_key(seed, stack, layer_number, site), first_sample

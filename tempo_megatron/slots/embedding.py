@@ -12,7 +12,7 @@ from megatron.core.models.T5.t5_model import T5Model
 from torch import Tensor
 
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.slots.bias_dropout_add import dropout
+from tempo_megatron.slots.bias_dropout_add import apply_dropout
 from tempo_megatron.slots.choices import choose_operation
 from tempo_megatron.slots.dropout_rng import Site, Stack
 
@@ -27,7 +27,8 @@ class TempoEmbeddingDropout(torch.nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         """dropout(x), the same for any layout of the model over devices."""
-        return dropout(x, None, None, self.p if self.training else 0.0, self.config, 0, Site.EMBEDDING, self.stack)
+        p = self.p if self.training else 0.0
+        return apply_dropout(x, None, None, p, self.config, 0, Site.EMBEDDING, self.stack)
 
 
 class TempoSharedEmbeddingDropout(TempoEmbeddingDropout):
@@ -38,7 +39,7 @@ class TempoSharedEmbeddingDropout(TempoEmbeddingDropout):
         self._stacks_to_come: list[Stack] = []
 
     def begin(self, *stacks: Stack) -> None:
-        """Say for which stacks the forward that begins embeds, in its order."""
+        """Say which stacks the forward that begins will embed, in that order."""
         self._stacks_to_come = list(stacks)
 
     def forward(self, x: Tensor) -> Tensor:

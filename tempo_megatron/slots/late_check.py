@@ -1,4 +1,4 @@
-"""Conditions found on a GPU and told on the host later, once they have arrived there: nothing waits for the device."""
+"""Errors that a GPU finds and the host raises later, once the flag has arrived there: nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class LateCheck:
         self._under_way: collections.deque[tuple[Tensor, Callable[[], bool]]] = collections.deque()
 
     def note(self, flag: Tensor) -> None:
-        """Takes one 0-dim bool flag. Inside of the capture of a CUDA graph, which the host does not follow, none."""
+        """Take one 0-dim bool flag; ignore it during the capture of a CUDA graph, which the host does not follow."""
         if flag.device.type == "cpu":
             self._raise_if(flag)
         elif not torch.cuda.is_current_stream_capturing():
             self._under_way.append(copy_to_host(flag))
 
     def raise_if_noted(self) -> None:
-        """Raises RuntimeError where a flag that has arrived is True."""
+        """Raise RuntimeError where a flag that has arrived is True."""
         while self._under_way and self._under_way[0][1]():
             self._raise_if(self._under_way.popleft()[0])
 
@@ -40,7 +40,7 @@ class LateCheck:
 
 
 def copy_to_host(flag: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """Host memory that a flag on a GPU is on its way to, and a function that says whether it is there."""
+    """Start the copy of a flag from a GPU. Returns host memory, and a function that says whether the flag is there."""
     host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
     event = torch.cuda.Event()

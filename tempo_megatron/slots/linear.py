@@ -13,13 +13,14 @@ from tempo_kernels.recompute import can_refill, drop
 class TempoColumnParallelLinear(ColumnParallelLinear):
     """ColumnParallelLinear that does not keep its input, where that came from a norm that can make it again.
 
-    The input is made again for this linear's backward, before sequence parallelism's all-gather. Its memory is free in
-    between, from when Megatron's layer lets go of it at the end of its attention or MLP; somebody who holds on to it,
-    such as a forward hook that stores it, finds it whole, and there nothing is saved.
+    The norm makes the input again for this linear's backward, before the all-gather of sequence parallelism. In between
+    its memory is free, as soon as Megatron's layer releases it at the end of its attention or MLP. Where something else
+    holds the input, such as a forward hook that stores it, the input stays whole and nothing is saved.
     """
 
     def __call__(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """(output, bias), as ColumnParallelLinear. Around the module's hooks, of which ZeRO-3's wrap the input."""
+        """(output, bias), as ColumnParallelLinear."""
+        # Not in forward: ZeRO-3's hooks wrap the input that forward sees.
         result = super().__call__(input_, *args, **kwargs)
         if can_refill(input_):
             drop(input_, after=result[0])

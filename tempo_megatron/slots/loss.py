@@ -7,7 +7,9 @@ output layer gives the losses at once, inside its own forward, so that whatever 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import types
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from tempo_megatron.slots.late_check import LateCheck
 from tempo_megatron.slots.refusals import find_refusal
 
 _IGNORED = -100
+# What a model with the fused head does otherwise.
+_METHODS = ("_postprocess", "_scale_logits", "compute_language_model_loss")
 # Of the largest gradient: what float32 leaves of proportions.
 _TOLERANCE = 1e-4
 _IS_MULTIPLE = LateCheck(
@@ -31,89 +35,123 @@ _IS_MULTIPLE = LateCheck(
 )
 
 
-class TempoOutputLayer(ColumnParallelLinear):
-    """ColumnParallelLinear that gives the losses of the labels it is told, and without them logits."""
+@dataclasses.dataclass
+class LossHead:
+    """What a fused output layer is told about the forward that is running."""
 
-    labels: Tensor | None = None
-    loss_mask: Tensor | None = None
-    logits_scale: float = 1.0
+    logits_scale: float
     """What the model multiplies logits by (MuP); the losses are those of the logits so scaled."""
 
-    def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """(losses [b, s] in float32, None) of input_ [s, b, h], or with sequence parallelism [s/p, b, h]."""
-        _IS_MULTIPLE.raise_if_noted()
-        if self.labels is None:
-            return super().forward(input_, weight, runtime_gather_output)
-        weight = self.weight if weight is None else weight
-        bias = None if self.skip_bias_add else self.bias
-        if self.logits_scale != 1.0:
-            # There are no logits to scale; what they are made of is.
-            input_ = input_ * self.logits_scale
-            bias = None if bias is None else bias * self.logits_scale
-        num_rows = weight.size(0)
-        is_outside = (self.labels < 0) | (self.labels >= num_rows * get_pg_size(self.tp_group))
-        token_weights = None
-        if self.loss_mask is not None and torch.is_grad_enabled():
-            token_weights = self.loss_mask.view_as(self.labels).float()
-        found = linear_cross_entropy(
-            input_,
-            weight,
-            self.labels.masked_fill(is_outside, _IGNORED),
-            bias=bias,
-            ignore_index=_IGNORED,
-            vocab_start=get_pg_rank(self.tp_group) * num_rows,
-            group=self.tp_group,
-            sequence_parallel=self.sequence_parallel,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            token_weights=token_weights,
-        )
-        return (found if token_weights is None else _LossesOfTotal.apply(*found, token_weights)), None
+    labels: Tensor | None = None
+    """[b, s]; None asks for logits."""
+
+    loss_mask: Tensor | None = None
 
 
-class _FusedLoss:
-    """What a GPTModel does otherwise where its output layer is a TempoOutputLayer."""
+def forward_output_layer(
+    layer: Any, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+) -> Any:
+    """The forward of an output layer that has a LossHead: losses of the labels that it is told, without them logits.
 
-    output_layer: TempoOutputLayer
+    Args:
+        layer: the ColumnParallelLinear.
+        input_, weight, runtime_gather_output: as ColumnParallelLinear's; input_ is [s, b, h], or with sequence
+            parallelism [s/p, b, h].
 
-    def _postprocess(
-        self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        if kwargs.get("output_processor") is not None:
-            # It is the user's, and may ask the output layer for logits.
-            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)  # type: ignore[misc]
-        layer = self.output_layer
-        layer.labels, layer.loss_mask = labels, kwargs.get("loss_mask")
-        try:
-            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            layer.labels = layer.loss_mask = None
+    Returns:
+        (losses [b, s] in float32, None), or what ColumnParallelLinear returns.
+    """
+    _IS_MULTIPLE.raise_if_noted()
+    head: LossHead = layer.loss_head
+    if head.labels is None:
+        return ColumnParallelLinear.forward(layer, input_, weight, runtime_gather_output)
+    weight = layer.weight if weight is None else weight
+    assert weight is not None
+    bias = None if layer.skip_bias_add else layer.bias
+    if head.logits_scale != 1.0:
+        # There are no logits to scale; what they are made of is.
+        input_ = input_ * head.logits_scale
+        bias = None if bias is None else bias * head.logits_scale
+    num_rows = weight.size(0)
+    is_outside = (head.labels < 0) | (head.labels >= num_rows * get_pg_size(layer.tp_group))
+    token_weights = None
+    if head.loss_mask is not None and torch.is_grad_enabled():
+        token_weights = head.loss_mask.view_as(head.labels).float()
+    found = linear_cross_entropy(
+        input_,
+        weight,
+        head.labels.masked_fill(is_outside, _IGNORED),
+        bias=bias,
+        ignore_index=_IGNORED,
+        vocab_start=get_pg_rank(layer.tp_group) * num_rows,
+        group=layer.tp_group,
+        sequence_parallel=layer.sequence_parallel,
+        gradient_accumulation_fusion=layer.gradient_accumulation_fusion,
+        token_weights=token_weights,
+    )
+    return (found if token_weights is None else _LossesOfTotal.apply(*found, token_weights)), None
 
-    def _scale_logits(self, logits: Tensor) -> Tensor:
-        """Logits as the model scales them; losses are those of scaled logits already."""
-        if self.output_layer.labels is not None:
-            return logits
-        return super()._scale_logits(logits)  # type: ignore[misc]
 
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """The losses that the output layer gave, or of real logits Megatron's."""
-        if self.output_layer.labels is not None:
-            return logits
-        return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
+@functools.cache
+def fused_gpt_class(cls: Any = GPTModel) -> Any:
+    """A subclass of `cls`, GPTModel or a class that derives from it, whose models are built with the fused loss head.
+
+    It is for who can choose the class of a model; `tempoize_loss` is for a model that is built already, and says what
+    the head does. Constructor, modules, parameters and checkpoint keys are those of `cls`.
+
+    The constructor raises ValueError where the model or its configuration has what the fused head cannot do.
+    """
+
+    # The methods name `cls` where others would write super(): tempoize_loss binds them to models of `cls` too.
+    class FusedGPTModel(cls):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            choose_loss(self, TempoConfig(loss="fused"))
+            _fuse_output_layer(self)
+
+        def _postprocess(
+            self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            run = functools.partial(cls._postprocess, self, hidden_states, input_ids, position_ids, labels)
+            head = _find_head(self)
+            if head is None or kwargs.get("output_processor") is not None:
+                # The processor is the user's, and may ask the output layer for logits.
+                return run(*args, **kwargs)
+            head.labels, head.loss_mask = labels, kwargs.get("loss_mask")
+            try:
+                return run(*args, **kwargs)
+            finally:
+                head.labels = head.loss_mask = None
+
+        if hasattr(cls, "_scale_logits"):  # not in older Megatrons
+
+            def _scale_logits(self, logits: Tensor) -> Any:
+                """Logits as the model scales them; losses are those of scaled logits already."""
+                return logits if _is_told_labels(self) else cls._scale_logits(self, logits)
+
+        def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Any:
+            """The losses that the output layer gave, or of real logits Megatron's."""
+            return logits if _is_told_labels(self) else cls.compute_language_model_loss(self, labels, logits)
+
+    FusedGPTModel.__name__ = FusedGPTModel.__qualname__ = f"Tempo{cls.__name__}"
+    FusedGPTModel.__doc__ = f"{cls.__name__} with the fused loss head; see fused_gpt_class."
+    return FusedGPTModel
 
 
-class TempoGPTModel(_FusedLoss, GPTModel):
-    """GPTModel with the fused loss head."""
+TempoGPTModel = fused_gpt_class()
 
 
 def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     """Give a built GPTModel the fused loss head, where `choose_loss` says so and it has a head at all.
 
-    The model keeps its modules, parameters and checkpoint keys; it and its output layer change class. Called with
-    labels it gives losses [b, s] in float32 and keeps no logits; called without, logits. A label outside of the
-    vocabulary has loss 0. Called with an `output_processor` it is as in Megatron. Where the model scales its logits
-    (MuP) a scaled copy of the hidden states is kept.
+    Methods of this one model and the forward of its output layer are replaced, by attributes of the two objects. Both
+    keep their class, and with it `isinstance`; no module, parameter, hook or checkpoint key changes, and whatever
+    gathers the output layer's weight around its forward (ZeRO-3) does so as before. A copy.deepcopy is a model with a
+    head of its own. Who can choose the class builds a `TempoGPTModel` instead.
+
+    Called with labels the model gives losses [b, s] in float32 and keeps no logits; called without, logits. A label
+    outside of the vocabulary has loss 0. Called with an `output_processor` it is as in Megatron. Where the model scales
+    its logits (MuP) a scaled copy of the hidden states is kept.
 
     Called with `loss_mask` too, as Megatron's pretrain_gpt.py does, it makes the gradients in forward and spares the
     recomputation of the logits. The loss must then be a number times sum(loss_mask * losses), which is what
@@ -123,29 +161,47 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     Raises ValueError where `tempo_config.loss` is "fused" and the model or its configuration has what the fused head
     cannot do; "auto" leaves such a model as it is.
     """
-    if choose_loss(model, tempo_config)[0] == "off" or not model.post_process:
+    if choose_loss(model, tempo_config)[0] == "off" or not model.post_process or _find_head(model) is not None:
         return
+    _fuse_output_layer(model)
     cls: Any = type(model)
-    logits_scale = _find_logits_scale(model)
-    model.output_layer.__class__ = TempoOutputLayer
-    model.output_layer.logits_scale = logits_scale
-    model.__class__ = _make_fused_class(cls)
+    methods = vars(fused_gpt_class(cls))
+    for name in _METHODS:
+        if name in methods:
+            setattr(model, name, types.MethodType(methods[name], model))
+
+
+def _fuse_output_layer(model: Any) -> None:
+    """Give the output layer its LossHead; a pipeline stage without an output layer stays as it is."""
+    if not model.post_process:
+        return
+    layer = model.output_layer
+    layer.loss_head = LossHead(_find_logits_scale(model))
+    layer.forward = types.MethodType(forward_output_layer, layer)
+
+
+def _find_head(model: Any) -> LossHead | None:
+    return getattr(getattr(model, "output_layer", None), "loss_head", None)
+
+
+def _is_told_labels(model: Any) -> bool:
+    head = _find_head(model)
+    return head is not None and head.labels is not None
 
 
 def choose_loss(model: Any, tempo_config: TempoConfig) -> tuple[str, str | None]:
-    """("fused" or "off", why "auto" is "off") for a built model; the reason is None where "auto" has its first choice
-    and where the value was written.
+    """What a built model takes: "fused" or "off", and why "auto" is "off" here (None where it is not, or was written).
 
     Raises ValueError where `tempo_config.loss` is "fused" and the model cannot have it.
     """
     if tempo_config.loss == "off":
         return "off", None
-    reason = _find_obstacle(model)
-    if reason is None:
+    obstacle = _find_obstacle(model)
+    if obstacle is None:
         return "fused", None
     if tempo_config.loss == "auto":
-        return "off", reason
-    raise ValueError(f'{reason}; set tempo.loss to "off"')
+        return "off", obstacle
+    raise ValueError(f'{obstacle}; set tempo.loss to "off"')
 
 
 def _find_obstacle(model: Any) -> str | None:
@@ -155,33 +211,36 @@ def _find_obstacle(model: Any) -> str | None:
     refusal = find_refusal("loss", "fused", model.config)
     if refusal is not None:
         return refusal.reason
-    if not model.post_process:
+    if not model.post_process or _find_head(model) is not None:
         return None
     layer = model.output_layer
-    if type(layer) not in (ColumnParallelLinear, TempoOutputLayer):
+    if type(layer) is not ColumnParallelLinear:
         return f"the output layer is a {type(layer).__name__}, where a ColumnParallelLinear is expected"
+    if "forward" in vars(layer):
+        return "the output layer has a forward of its own, which the fused head would replace"
+    if _has_loss_of_its_own(model):
+        return f"{type(model).__name__} has a compute_language_model_loss of its own, which needs logits"
     if _find_logits_scale(model) is None:
         return f"{type(model).__name__} does more to its logits than multiply them by a number"
     return None
 
 
-def _find_logits_scale(model: Any) -> float | None:
+def _has_loss_of_its_own(model: Any) -> bool:
+    """Whether the model, or a class between it and Megatron's, computes the loss in another way than Megatron."""
+    name = "compute_language_model_loss"
+    owners = [owner.__module__ for owner in type(model).__mro__ if name in vars(owner)]
+    theirs = next(module for module in owners if module != __name__)
+    return name in vars(model) or not theirs.startswith("megatron.core.")
+
+
+def _find_logits_scale(model: Any) -> Any:
     """The number that a model's logits are multiplied by; None where it does something else with them."""
-    if isinstance(model, _FusedLoss):
-        return model.output_layer.logits_scale
     scale_logits = getattr(model, "_scale_logits", None)
     if scale_logits is None:
         return 1.0
     logits = torch.tensor([1.0, -3.0, 50.0], dtype=torch.float64)
     scaled = scale_logits(logits)
     return scaled[0].item() if torch.equal(scaled, scaled[0] * logits) else None
-
-
-@functools.cache
-def _make_fused_class(cls: Any) -> Any:
-    if issubclass(cls, _FusedLoss):
-        return cls
-    return TempoGPTModel if cls is GPTModel else type(f"Tempo{cls.__name__}", (_FusedLoss, cls), {})
 
 
 class _LossesOfTotal(torch.autograd.Function):

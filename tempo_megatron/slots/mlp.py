@@ -16,13 +16,14 @@ from torch.nn import functional as F
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, reglu, swiglu
 from tempo_kernels.recompute import drop
+from tempo_kernels.silu import silu
 from tempo_kernels.squared_relu import squared_relu
 
 _MLP_ARGUMENTS = frozenset(inspect.signature(MLP.__init__).parameters)
 
 _IN_PLACE = {"gelu", "squared_relu"}
 _GATED: dict[Any, str] = {F.silu: "swiglu", F.gelu: "geglu", F.relu: "reglu"}
-_PLAIN: dict[Any, str] = {F.gelu: "gelu", megatron_squared_relu: "squared_relu"}
+_PLAIN: dict[Any, str] = {F.gelu: "gelu", megatron_squared_relu: "squared_relu", F.silu: "silu"}
 
 
 def name_activation(config: TransformerConfig) -> str | None:
@@ -46,8 +47,8 @@ def find_activation_refusal(config: TransformerConfig, choice: str) -> str | Non
     name = name_activation(config)
     if name is None:
         return (
-            f"activation is {describe_activation(config)}, and Tempo has gelu, squared relu, swiglu, geglu and reglu "
-            "only"
+            f"activation is {describe_activation(config)}, and Tempo has gelu, squared relu, silu, swiglu, geglu and "
+            "reglu only"
         )
     if choice == "inplace" and name not in _IN_PLACE:
         return f"activation is {name}, and in place exists for gelu and squared relu only"
@@ -60,6 +61,7 @@ def _choose_activation(config: TransformerConfig, keep: str) -> Callable[[Tensor
     functions: dict[str | None, Callable[[Tensor, Tensor | None], Tensor]] = {
         "gelu": lambda x, bias: gelu(x, bias, approximate, keep=keep),
         "squared_relu": lambda x, bias: squared_relu(x, bias, keep=keep),
+        "silu": silu,
         "swiglu": swiglu,
         "geglu": lambda x, bias: geglu(x, bias, approximate),
         "reglu": reglu,

@@ -94,7 +94,7 @@ class TempoLayerNorm(TorchLayerNorm):
     keep: ClassVar[str] = "output"
 
     def forward(self, x: Tensor) -> Tensor:
-        """y of x's shape and dtype, in memory of its own."""
+        """y of x's shape and dtype (of weight's, where x is a float32 residual), in memory of its own."""
         assert self.bias is not None
         return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered_gamma, keep=self.keep)
 
@@ -105,7 +105,7 @@ class TempoRMSNorm(TorchRMSNorm):
     keep: ClassVar[str] = "output"
 
     def forward(self, x: Tensor) -> Tensor:
-        """y of x's shape and dtype, in memory of its own."""
+        """y of x's shape and dtype (of weight's, where x is a float32 residual), in memory of its own."""
         return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered_gamma, keep=self.keep)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-import torch
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -125,11 +124,6 @@ def _find_norm_refusal(transformer_config: TransformerConfig, value: str) -> str
         return (
             "apply_residual_connection_post_layernorm is on, which reads a norm's output once more after the linear "
             "that follows it"
-        )
-    if transformer_config.fp32_residual_connection and transformer_config.params_dtype != torch.float32:
-        return (
-            f"fp32_residual_connection is on with parameters in {transformer_config.params_dtype}, and Tempo's norms "
-            "expect the residual in the dtype of their weights"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Words of a command line that mean more than text, and one sentence for what cannot be read."""
+"""Parsers for words of a command line; a word that cannot be read is one sentence."""
 
 from __future__ import annotations
 
@@ -6,54 +6,58 @@ import argparse
 import math
 
 
-def whole(text: str) -> int:
+def parse_whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
-def number(text: str) -> float:
+def parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def positive(text: str) -> int:
-    if (value := whole(text)) < 1:
+def parse_positive(text: str) -> int:
+    if (value := parse_whole(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
 
 
-def not_negative(text: str) -> int:
-    if (value := whole(text)) < 0:
+def parse_not_negative(text: str) -> int:
+    if (value := parse_whole(text)) < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
     return value
 
 
-def positive_float(text: str) -> float:
-    if not 0.0 < (value := number(text)) < float("inf"):
+def parse_positive_float(text: str) -> float:
+    if not 0.0 < (value := parse_number(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
 
 
-def not_negative_float(text: str) -> float:
-    if not 0.0 <= (value := number(text)) < float("inf"):
+def parse_not_negative_float(text: str) -> float:
+    if not 0.0 <= (value := parse_number(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is negative or not finite")
     return value
 
 
-def fraction(text: str) -> float:
-    if not 0.0 <= (value := number(text)) < 1.0:
+def parse_fraction(text: str) -> float:
+    if not 0.0 <= (value := parse_number(text)) < 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
     return value
 
 
-def parse_blend(words: list[str]) -> tuple[list[str], list[float] | None]:
+Blend = tuple[tuple[str, ...], tuple[float, ...] | None]
+"""Prefixes of data sets, and their weights where there are several."""
+
+
+def parse_blend(words: list[str]) -> Blend:
     """(prefixes, weights) of `--data-path PREFIX` or `--data-path WEIGHT PREFIX WEIGHT PREFIX ...`."""
     if len(words) == 1:
-        return [words[0]], None
+        return (words[0],), None
     if len(words) % 2:
         raise ValueError(f"--data-path has {len(words)} words; give one prefix, or pairs of a weight and a prefix")
     weights = []
@@ -67,7 +71,7 @@ def parse_blend(words: list[str]) -> tuple[list[str], list[float] | None]:
         if not (weight > 0 and math.isfinite(weight)):
             raise ValueError(f"--data-path: weight {word} is not positive; give positive weights")
         weights.append(weight)
-    return words[1::2], weights
+    return tuple(words[1::2]), tuple(weights)
 
 
 def parse_split(split: str) -> tuple[float, float, float]:

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 from tempo_megatron import __version__
 from tempo_megatron.arguments import add_tempo_arguments
 from tempo_megatron.training.argument_types import (
-    fraction,
-    not_negative,
-    not_negative_float,
-    positive,
-    positive_float,
+    parse_fraction,
+    parse_not_negative,
+    parse_not_negative_float,
+    parse_positive,
+    parse_positive_float,
 )
 
 # What a file of configs/model may say; an explicit argument wins over it.
@@ -59,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
 class _Formatter(argparse.HelpFormatter):
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         """N for a whole number and X for another, instead of the option's name once more."""
-        if action.type in (positive, not_negative, int):
+        if action.type in (parse_positive, parse_not_negative, int):
             return "N"
         return "X" if action.type else super()._get_default_metavar_for_optional(action)
 
@@ -95,52 +95,54 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model", "each size may also come from --model; an explicit argument wins")
     group.add_argument("--model", metavar="JSON", help="file with sizes, such as configs/model/gpt2_124m.json")
-    group.add_argument("--num-layers", type=positive, help="transformer layers")
-    group.add_argument("--hidden-size", type=positive, help="hidden size h")
-    group.add_argument("--ffn-hidden-size", type=positive, help="inner size of the MLP (default 4 h)")
-    group.add_argument("--num-attention-heads", type=positive, help="attention heads")
-    group.add_argument("--seq-length", type=positive, help="tokens per sample")
-    group.add_argument("--max-position-embeddings", type=positive, help="learned positions (default --seq-length)")
-    group.add_argument("--vocab-size", type=positive, help="tokens before padding (default: the tokenizer's)")
+    group.add_argument("--num-layers", type=parse_positive, help="transformer layers")
+    group.add_argument("--hidden-size", type=parse_positive, help="hidden size h")
+    group.add_argument("--ffn-hidden-size", type=parse_positive, help="inner size of the MLP (default 4 h)")
+    group.add_argument("--num-attention-heads", type=parse_positive, help="attention heads")
+    group.add_argument("--seq-length", type=parse_positive, help="tokens per sample")
+    group.add_argument(
+        "--max-position-embeddings", type=parse_positive, help="learned positions (default --seq-length)"
+    )
+    group.add_argument("--vocab-size", type=parse_positive, help="tokens before padding (default: the tokenizer's)")
     group.add_argument(
         "--make-vocab-size-divisible-by",
-        type=positive,
+        type=parse_positive,
         default=128,
         metavar="N",
         help="pad the vocabulary to a multiple of N times tensor parallel size (default %(default)s)",
     )
-    group.add_argument("--init-method-std", type=positive_float, default=0.02, help="default %(default)s")
+    group.add_argument("--init-method-std", type=parse_positive_float, default=0.02, help="default %(default)s")
     group.add_argument(
         "--untie-embeddings-and-output-weights",
         action="store_true",
         help="give the output layer weights of its own instead of the embedding's",
     )
-    group.add_argument("--attention-dropout", type=fraction, default=0.1, help="default %(default)s")
-    group.add_argument("--hidden-dropout", type=fraction, default=0.1, help="default %(default)s")
+    group.add_argument("--attention-dropout", type=parse_fraction, default=0.1, help="default %(default)s")
+    group.add_argument("--hidden-dropout", type=parse_fraction, default=0.1, help="default %(default)s")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--micro-batch-size", type=positive, help="samples per device and forward pass")
+    group.add_argument("--micro-batch-size", type=parse_positive, help="samples per device and forward pass")
     group.add_argument(
         "--global-batch-size",
-        type=positive,
+        type=parse_positive,
         help="samples per step over all devices (default micro batch x data parallel size x the JSON's accumulation)",
     )
-    group.add_argument("--train-iters", type=positive, required=True, help="steps of the whole run")
-    group.add_argument("--exit-interval", type=positive, help="save and exit at every multiple of this step")
+    group.add_argument("--train-iters", type=parse_positive, required=True, help="steps of the whole run")
+    group.add_argument("--exit-interval", type=parse_positive, help="save and exit at every multiple of this step")
     group.add_argument(
         "--exit-signal-handler",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="on SIGTERM finish the step, save and exit (default on)",
     )
-    group.add_argument("--seed", type=not_negative, default=1234, help="default %(default)s")
+    group.add_argument("--seed", type=parse_not_negative, default=1234, help="default %(default)s")
     group.add_argument("--bf16", action="store_true", help="bfloat16 (the DeepSpeed JSON must not say otherwise)")
     group.add_argument("--fp16", action="store_true", help="float16 (the DeepSpeed JSON must not say otherwise)")
 
 
-def _default(name: str) -> str:
+def _describe_default(name: str) -> str:
     return f" (default {DEFAULTS[name]})"
 
 
@@ -150,20 +152,24 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         "AdamW; parameters with one dimension and biases do not decay. With --load what is left out is as in the "
         "checkpoint",
     )
-    group.add_argument("--lr", type=positive_float, help="highest learning rate; needed without --load")
-    group.add_argument("--min-lr", type=not_negative_float, help="lowest after warm-up" + _default("min_lr"))
+    group.add_argument("--lr", type=parse_positive_float, help="highest learning rate; needed without --load")
     group.add_argument(
-        "--lr-warmup-iters", type=not_negative, help="steps of linear warm-up" + _default("lr_warmup_iters")
+        "--min-lr", type=parse_not_negative_float, help="lowest after warm-up" + _describe_default("min_lr")
     )
-    group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, help=_default("lr_decay_style"))
-    group.add_argument("--lr-decay-iters", type=positive, help="steps until --min-lr (default --train-iters)")
-    group.add_argument("--weight-decay", type=not_negative_float, help=_default("weight_decay"))
-    group.add_argument("--adam-beta1", type=fraction, help=_default("adam_beta1"))
-    group.add_argument("--adam-beta2", type=fraction, help=_default("adam_beta2"))
-    group.add_argument("--adam-eps", type=positive_float, help=_default("adam_eps"))
+    group.add_argument(
+        "--lr-warmup-iters",
+        type=parse_not_negative,
+        help="steps of linear warm-up" + _describe_default("lr_warmup_iters"),
+    )
+    group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, help=_describe_default("lr_decay_style"))
+    group.add_argument("--lr-decay-iters", type=parse_positive, help="steps until --min-lr (default --train-iters)")
+    group.add_argument("--weight-decay", type=parse_not_negative_float, help=_describe_default("weight_decay"))
+    group.add_argument("--adam-beta1", type=parse_fraction, help=_describe_default("adam_beta1"))
+    group.add_argument("--adam-beta2", type=parse_fraction, help=_describe_default("adam_beta2"))
+    group.add_argument("--adam-eps", type=parse_positive_float, help=_describe_default("adam_eps"))
     group.add_argument(
         "--clip-grad",
-        type=not_negative_float,
+        type=parse_not_negative_float,
         help="highest global gradient norm; 0 is no clipping (default the JSON's gradient_clipping, else "
         f"{DEFAULTS['clip_grad']:g})",
     )
@@ -189,9 +195,11 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--vocab-file", help="GPT-2 vocab.json (default: the tokenizer stored beside the data)")
     group.add_argument("--merge-file", help="GPT-2 merges.txt")
     group.add_argument("--eod-mask-loss", action="store_true", help="no loss where the input is end-of-document")
-    group.add_argument("--num-workers", type=not_negative, help="loader processes (default 2 with a GPU, else 0)")
-    group.add_argument("--eval-interval", type=positive, default=1000, help="steps between validations")
-    group.add_argument("--eval-iters", type=not_negative, default=100, help="global batches a validation; 0 is none")
+    group.add_argument("--num-workers", type=parse_not_negative, help="loader processes (default 2 with a GPU, else 0)")
+    group.add_argument("--eval-interval", type=parse_positive, default=1000, help="steps between validations")
+    group.add_argument(
+        "--eval-iters", type=parse_not_negative, default=100, help="global batches a validation; 0 is none"
+    )
 
 
 def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:
@@ -201,7 +209,7 @@ def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--recompute-granularity", choices=("full", "selective"), help="which activations to recompute")
     group.add_argument("--recompute-method", choices=("uniform", "block"), help="for full recomputation")
-    group.add_argument("--recompute-num-layers", type=positive, help="for full recomputation")
+    group.add_argument("--recompute-num-layers", type=parse_positive, help="for full recomputation")
     group.add_argument(
         "--recompute-modules",
         nargs="+",
@@ -220,11 +228,15 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--save", metavar="DIR", help="where checkpoints go; every node must see the same folder")
     group.add_argument("--load", metavar="DIR", help="continue from the latest checkpoint in this folder")
-    group.add_argument("--save-interval", type=positive, help="steps between checkpoints (default: only at the end)")
     group.add_argument(
-        "--keep-checkpoints", type=positive, help="newest checkpoints that stay in --save (default: all of them)"
+        "--save-interval", type=parse_positive, help="steps between checkpoints (default: only at the end)"
     )
-    group.add_argument("--log-interval", type=positive, default=10, help="steps per log line (default %(default)s)")
+    group.add_argument(
+        "--keep-checkpoints", type=parse_positive, help="newest checkpoints that stay in --save (default: all of them)"
+    )
+    group.add_argument(
+        "--log-interval", type=parse_positive, default=10, help="steps per log line (default %(default)s)"
+    )
     group.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events there")
     group.add_argument("--metrics-file", metavar="JSONL", help="one JSON line per step (default DIR of --save)")
     group.add_argument("--loss-plot", metavar="PNG", help="loss curve drawn at the end (default DIR of --save)")
@@ -236,14 +248,14 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
         "--deepspeed_config", "--deepspeed-config", metavar="JSON", required=True, help="the DeepSpeed configuration"
     )
     group.add_argument("--deepspeed", action="store_true", help="accepted as DeepSpeed scripts do; it is always on")
-    group.add_argument("--tensor-model-parallel-size", type=positive, default=1, help="default %(default)s")
+    group.add_argument("--tensor-model-parallel-size", type=parse_positive, default=1, help="default %(default)s")
     group.add_argument(
         "--sequence-parallel", action="store_true", help="also split norms and dropout over the tensor parallel ranks"
     )
     group.add_argument(
         "--use-cpu-initialization", action="store_true", help="draw the weights on the CPU: same for any TP"
     )
-    group.add_argument("--distributed-timeout-minutes", type=positive, default=10, help="default %(default)s")
+    group.add_argument("--distributed-timeout-minutes", type=parse_positive, default=10, help="default %(default)s")
     group.add_argument(
         "--local_rank", "--local-rank", type=int, default=-1, help="set by launchers; LOCAL_RANK decides"
     )

@@ -12,6 +12,7 @@ import torch
 
 from tempo_megatron.doctor import describe_implementation
 from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.slots.choices import Choices
 from tempo_megatron.training.deepspeed_config import find_unknown_keys, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run_config import RunConfig
 
@@ -34,6 +35,7 @@ def find_versions() -> dict[str, str]:
 
 def write_banner(
     run: RunConfig,
+    choices: Choices,
     *,
     launcher: str,
     device: torch.device,
@@ -43,7 +45,13 @@ def write_banner(
     settings: Mapping[str, Any],
     gelu_form: str,
 ) -> str:
-    """One line per subject, from the packages to Tempo. `settings` is what the optimizer itself works with."""
+    """One line per subject, from the packages to Tempo.
+
+    Args:
+        run: with the values of `choices`, where its arguments and its file said "auto".
+        choices: these values, and why one is less than the first choice.
+        settings: what the optimizer itself works with.
+    """
     tp, dp = run.tensor_model_parallel_size, run.data_parallel_size
     parallel = f"TP {tp}{' + SP' if run.sequence_parallel else ''}, DP {dp}"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
@@ -56,13 +64,13 @@ def write_banner(
         "dropout": f"attention {run.attention_dropout:g}, hidden {run.hidden_dropout:g}",
         "batch": f"global {run.global_batch_size} = micro {run.micro_batch_size} x DP {dp} x "
         f"{run.num_micro_batches} accumulated",
-        "deepspeed": _deepspeed_line(run, optimizer_name),
+        "deepspeed": _describe_deepspeed(run, optimizer_name),
         "optimizer": f"AdamW, betas {' '.join(f'{beta:g}' for beta in settings['adam_betas'])}, "
         f"eps {settings['adam_eps']:g}, weight decay {settings['weight_decay']:g}, clipping {settings['clip_grad']:g}",
-        "schedule": _schedule_line(run),
-        "recompute": _recompute_line(run),
+        "schedule": _describe_schedule(run),
+        "recompute": _describe_recomputation(run),
         "data": " ".join(run.data_path),
-        "tempo": _tempo_line(run),
+        "tempo": _describe_tempo(run, choices),
     }
     for operation in OPERATIONS.values():
         choice = getattr(run.tempo, operation.name)
@@ -74,7 +82,7 @@ def write_banner(
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 
 
-def _deepspeed_line(run: RunConfig, optimizer_name: str) -> str:
+def _describe_deepspeed(run: RunConfig, optimizer_name: str) -> str:
     config = run.deepspeed
     accumulated = config.get("data_types", {}).get("grad_accum_dtype") or run.precision
     offload = ", optimizer offloaded" if offloads_optimizer(config) else ""
@@ -84,21 +92,20 @@ def _deepspeed_line(run: RunConfig, optimizer_name: str) -> str:
     )
 
 
-def _schedule_line(run: RunConfig) -> str:
+def _describe_schedule(run: RunConfig) -> str:
     decay = "" if run.lr_decay_style == "constant" else f" to {run.min_lr:g} at step {run.lr_decay_iters}"
     return f"learning rate {run.lr:g}, warm-up {run.lr_warmup_iters} steps, then {run.lr_decay_style}{decay}"
 
 
-def _recompute_line(run: RunConfig) -> str:
+def _describe_recomputation(run: RunConfig) -> str:
     if run.recompute_granularity == "full":
         return f"full, {run.recompute_method}, {run.recompute_num_layers} layers"
     if run.recompute_granularity == "selective":
-        return f"selective, {' '.join(run.recompute_modules or ['core_attn'])}"
+        return f"selective, {' '.join(run.recompute_modules or ('core_attn',))}"
     return "none"
 
 
-def _tempo_line(run: RunConfig) -> str:
+def _describe_tempo(run: RunConfig, choices: Choices) -> str:
     block = run.deepspeed.get("tempo")
     said = "none" if block is None else " ".join(f"{key}={str(value).lower()}" for key, value in block.items())
-    result = "off (stock)" if run.tempo.is_off else run.tempo.describe()
-    return f"{result} (arguments: {run.tempo_arguments}; block: {said})"
+    return f"{choices.describe()} (arguments: {run.tempo_arguments}; block: {said})"

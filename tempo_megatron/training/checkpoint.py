@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tempo_megatron.disk import flush_all_to_disk
 from tempo_megatron.training.agreement import differs_between_ranks, raise_on_all_ranks
-from tempo_megatron.training.checkpoint_files import fault_in_checkpoint, read_tensors, why_not_written
+from tempo_megatron.training.checkpoint_files import find_fault_in_checkpoint, read_tensors, try_to_write
 from tempo_megatron.training.checkpoint_folder import (
     CheckpointFolder,
-    flush_all_to_disk,
     name_unfinished,
     parse_iteration,
 )
@@ -63,21 +63,21 @@ class Checkpoints:
         """
         assert self.run.save is not None
         folder = CheckpointFolder(self.run.save)
-        self._everywhere(progress, why_not_written(folder.begin, progress.iteration) if self.rank == 0 else None)
+        self._raise_everywhere(progress, try_to_write(folder.begin, progress.iteration) if self.rank == 0 else None)
         unfinished = folder.path / name_unfinished(progress.iteration)
-        self._everywhere(progress, self._write(unfinished, progress))
+        self._raise_everywhere(progress, self._write(unfinished, progress))
         if self.rank == 0:
-            self._everywhere(progress, why_not_written(self._describe, unfinished, progress))
+            self._raise_everywhere(progress, try_to_write(self._describe, unfinished, progress))
         else:
-            self._everywhere(progress, None)
+            self._raise_everywhere(progress, None)
         flushes = int(os.environ["LOCAL_RANK"]) == 0
-        self._everywhere(progress, why_not_written(flush_all_to_disk, unfinished) if flushes else None)
-        self._everywhere(progress, why_not_written(folder.commit, progress.iteration) if self.rank == 0 else None)
+        self._raise_everywhere(progress, try_to_write(flush_all_to_disk, unfinished) if flushes else None)
+        self._raise_everywhere(progress, try_to_write(folder.commit, progress.iteration) if self.rank == 0 else None)
         if self.rank == 0 and self.run.keep_checkpoints:
             folder.remove_older_than_newest(self.run.keep_checkpoints)
         self.last_saved = progress.iteration
 
-    def _everywhere(self, progress: Progress, reason: str | None) -> None:
+    def _raise_everywhere(self, progress: Progress, reason: str | None) -> None:
         """Wait for every rank to be as far as this one. Where one has a reason to give up, clean up and raise."""
         sentence = reason and (
             f"--save {self.run.save}: the checkpoint of step {progress.iteration} cannot be written ({reason}); "
@@ -93,10 +93,9 @@ class Checkpoints:
             raise
 
     def _write(self, unfinished: Path, progress: Progress) -> str | None:
-        self.engine.files.failure = None
         self.engine.deepspeed.save_checkpoint(str(unfinished.parent), tag=unfinished.name, save_latest=False)
-        path = unfinished / _rank_file(self.rank)
-        return self.engine.files.failure or why_not_written(torch.save, self._rank_state(progress), path)
+        path = unfinished / _name_rank_file(self.rank)
+        return self.engine.files.take_failure() or try_to_write(torch.save, self._collect_rank_state(progress), path)
 
     def _describe(self, unfinished: Path, progress: Progress) -> None:
         content = {
@@ -109,7 +108,7 @@ class Checkpoints:
         (unfinished / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def load(self, saved: Mapping[str, Any]) -> Progress:
-        """Put everything back from the checkpoint that `saved` (read_saved_run) describes; how far it was.
+        """Put everything back from the checkpoint that `saved` (read_saved_run) describes; returns how far it was.
 
         Raises ValueError on every rank where the checkpoint belongs to another run, is damaged, or holds anything
         that would have to be executed.
@@ -119,9 +118,9 @@ class Checkpoints:
         checkpoint = Path(self.run.load) / saved["checkpoint"]
         missing = [name for name in saved["files"] if not (checkpoint / name).is_file()]
         raise_on_all_ranks(f"{checkpoint} lacks {', '.join(missing)}; give another checkpoint" if missing else None)
-        raise_on_all_ranks(fault_in_checkpoint(checkpoint))
+        raise_on_all_ranks(find_fault_in_checkpoint(checkpoint))
         self.engine.load(checkpoint, self.run)
-        state = read_tensors(checkpoint / _rank_file(self.rank))
+        state = read_tensors(checkpoint / _name_rank_file(self.rank))
         self.engine.scheduler.load_state_dict(state["scheduler"])
         set_rng_state(state["rng"], self.run.on_gpu)
         progress = Progress(**state["progress"])
@@ -130,7 +129,7 @@ class Checkpoints:
             self.last_saved = progress.iteration
         return progress
 
-    def _rank_state(self, progress: Progress) -> dict[str, Any]:
+    def _collect_rank_state(self, progress: Progress) -> dict[str, Any]:
         return {
             "progress": dataclasses.asdict(progress),
             "scheduler": self.engine.scheduler.state_dict(),
@@ -139,7 +138,7 @@ class Checkpoints:
 
 
 def claim_save_folder(run: RunConfig) -> CheckpointFolder | None:
-    """The folder of --save, which on rank 0 no other run can write to as long as the result is kept.
+    """Lock the folder of --save on rank 0 and return it; no other run can write there while the result is kept.
 
     Raises ValueError where another run writes to it, or where it holds checkpoints that this run neither continues
     nor may overwrite.
@@ -150,7 +149,7 @@ def claim_save_folder(run: RunConfig) -> CheckpointFolder | None:
     if int(os.environ["RANK"]) == 0:
         folder.lock()
     resumes = run.load and Path(run.load).resolve() == Path(run.save).resolve()
-    if not resumes and (name := folder.latest()) is not None:
+    if not resumes and (name := folder.find_latest()) is not None:
         raise ValueError(
             f"--save {run.save} already holds checkpoints up to {name}; add --load {run.save} to go on from there, "
             "or give another folder"
@@ -173,7 +172,7 @@ def check_all_ranks_share(folder: Path) -> None:
     dist.broadcast_object_list(token, src=0)
     names = [folder / f"shared_{token[0]}_{rank}.tmp" for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
-    reason = why_not_written(names[rank].touch)
+    reason = try_to_write(names[rank].touch)
     sentence = f"--save {folder} cannot be written by rank {rank} ({reason}); give another folder" if reason else None
     dist.barrier()
     if sentence is None and not names[0].exists():
@@ -186,5 +185,5 @@ def check_all_ranks_share(folder: Path) -> None:
     raise_on_all_ranks(sentence)
 
 
-def _rank_file(rank: int) -> str:
+def _name_rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"

@@ -21,21 +21,27 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 ALLOWED_CLASSES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
-def read_tensors(path: str | Path, map_location: Any = "cpu") -> Any:
+def read_tensors(path: str | Path, map_location: Any = "cpu", *, is_mapped: bool = False) -> Any:
     """What torch.save wrote to `path`: tensors, plain containers and the few classes of DeepSpeed's optimizers.
 
-    Raises ValueError where the file holds anything else, which is not executed, or is damaged.
+    With `is_mapped` a tensor is read from the disk when it is used, and one that is not used never.
+
+    Raises ValueError where the file is missing or damaged, or holds anything else, which is not executed.
     """
     try:
         with safe_globals(ALLOWED_CLASSES):
-            return torch.load(path, map_location=map_location, weights_only=True)
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
-        raise ValueError(fault_in(path) or f"{path} is damaged; give another checkpoint") from error
+        raise ValueError(find_fault(path) or f"{path} is damaged; give another checkpoint") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing, so the checkpoint is not whole; give another checkpoint") from error
     except (OSError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read ({_first_line(error)}); give another checkpoint") from error
+        raise ValueError(
+            f"{path} is damaged or cannot be read ({_take_first_line(error)}); give another one"
+        ) from error
 
 
-def fault_in(path: str | Path) -> str | None:
+def find_fault(path: str | Path) -> str | None:
     """One sentence where the file is damaged or holds more than tensors and what DeepSpeed adds; else None.
 
     Reads the outline of the file, not its tensors, and executes nothing.
@@ -44,7 +50,7 @@ def fault_in(path: str | Path) -> str | None:
         with safe_globals(ALLOWED_CLASSES):
             foreign = get_unsafe_globals_in_checkpoint(str(path))
     except Exception as error:  # whatever a parser says of a file that is not one of torch's
-        return f"{path} is damaged or not a file of torch.save ({_first_line(error)}); give another checkpoint"
+        return f"{path} is damaged or not a file of torch.save ({_take_first_line(error)}); give another checkpoint"
     if not foreign:
         return None
     return (
@@ -53,37 +59,42 @@ def fault_in(path: str | Path) -> str | None:
     )
 
 
-def fault_in_checkpoint(checkpoint: Path) -> str | None:
-    """The first fault_in of this rank's share of the files; all ranks together look at every one."""
+def find_fault_in_checkpoint(checkpoint: Path) -> str | None:
+    """The first find_fault of this rank's share of the files; all ranks together look at every one."""
     files = sorted(checkpoint.rglob("*.pt"))
-    faults = (fault_in(path) for path in files[dist.get_rank() :: dist.get_world_size()])
+    faults = (find_fault(path) for path in files[dist.get_rank() :: dist.get_world_size()])
     return next((fault for fault in faults if fault), None)
 
 
-class CheckpointFiles(TorchCheckpointEngine):
+class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy DeepSpeed's class is Any
     """The checkpoint engine that DeepSpeed reads and writes its files through.
 
-    A file that cannot be written does not raise at once: the other ranks wait for this one inside DeepSpeed. Ask
-    `failure` when DeepSpeed is through.
+    A file that cannot be written does not raise at once: the other ranks wait for this one inside DeepSpeed. Call
+    take_failure when DeepSpeed is through.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.zipfile_serialization = True  # fault_in reads no other format
-        self.failure: str | None = None
+        self.zipfile_serialization = True  # find_fault reads no other format
+        self._failure: str | None = None
+
+    def take_failure(self) -> str | None:
+        """What the disk had against the first file that was not written since the last call; None where all were."""
+        failure, self._failure = self._failure, None
+        return failure
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return read_tensors(path, map_location)
 
     def save(self, state_dict: Any, path: str) -> None:
-        self.failure = self.failure or why_not_written(torch.save, state_dict, path)
+        self._failure = self._failure or try_to_write(torch.save, state_dict, path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self.failure = self.failure or why_not_written(os.makedirs, path, exist_ok=exist_ok)
+        self._failure = self._failure or try_to_write(os.makedirs, path, exist_ok=exist_ok)
 
 
-def why_not_written(write: Any, *args: Any, **options: Any) -> str | None:
-    """Call `write`; what the disk had against it, None where it has done its work."""
+def try_to_write(write: Any, *args: Any, **options: Any) -> str | None:
+    """Call `write`; returns what the disk had against it, None where it succeeded."""
     try:
         write(*args, **options)
     except OSError as error:
@@ -96,5 +107,5 @@ def why_not_written(write: Any, *args: Any, **options: Any) -> str | None:
     return None
 
 
-def _first_line(error: Exception) -> str:
+def _take_first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -11,8 +11,9 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
+
+from tempo_megatron.disk import flush_to_disk
 
 LATEST = "latest"
 LOCK = "lock"
@@ -27,7 +28,7 @@ class CheckpointFolder:
         self.path = Path(path)
         self._lock: int | None = None
 
-    def latest(self) -> str | None:
+    def find_latest(self) -> str | None:
         """Name of the newest whole checkpoint; None where there is none.
 
         It is the one that the file `latest` names. Without that file it is the one of the highest step: a checkpoint
@@ -38,9 +39,9 @@ class CheckpointFolder:
         try:
             name = (self.path / LATEST).read_text(encoding="utf-8").strip()
         except (FileNotFoundError, NotADirectoryError):
-            return max(self._present(), key=parse_iteration, default=None)
+            return max(self._list_checkpoints(), key=parse_iteration, default=None)
         if not _NAME.fullmatch(name) or not (self.path / name).is_dir():
-            present = self._present()
+            present = self._list_checkpoints()
             choice = f"write one of {', '.join(present)} into it" if present else "remove it to start anew"
             raise ValueError(f"{self.path / LATEST} names {name!r}, which is not a checkpoint there; {choice}")
         return name
@@ -49,7 +50,7 @@ class CheckpointFolder:
         """Whether a file `latest` says which checkpoint is the newest."""
         return (self.path / LATEST).exists()
 
-    def _present(self) -> list[str]:
+    def _list_checkpoints(self) -> list[str]:
         return sorted(entry.name for entry in self.path.glob("iter_*") if _NAME.fullmatch(entry.name))
 
     def lock(self) -> None:
@@ -91,7 +92,7 @@ class CheckpointFolder:
         target, replaced = self.path / name, self.path / f"{name}.old.tmp"
         if target.exists():
             # Of a run that was killed before it could say so in `latest`, or that went on from an earlier checkpoint.
-            if self.latest() == name:
+            if self.find_latest() == name:
                 raise ValueError(f"{target} is already the latest checkpoint")
             target.rename(replaced)
         (self.path / name_unfinished(iteration)).rename(target)
@@ -109,9 +110,9 @@ class CheckpointFolder:
         A checkpoint loses its name before its files go, so that a kill never leaves half of one under its name. What
         cannot be deleted stays.
         """
-        latest = self.latest()
+        latest = self.find_latest()
         assert latest is not None and number >= 1
-        steps = sorted(parse_iteration(name) for name in self._present())
+        steps = sorted(parse_iteration(name) for name in self._list_checkpoints())
         for iteration in [step for step in steps if step <= parse_iteration(latest)][:-number]:
             name = name_checkpoint(iteration)
             doomed = self.path / f"{name}.old.tmp"
@@ -140,26 +141,3 @@ def parse_iteration(name: str) -> int:
     match = _NAME.fullmatch(name)
     assert match is not None, name
     return int(match[1])
-
-
-def flush_all_to_disk(folder: Path) -> None:
-    """Flush every file below `folder`, and the folders themselves, from this machine's memory to disk."""
-    for entry in _walk(folder):
-        flush_to_disk(entry)
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for entry in sorted(folder.iterdir()):
-        if entry.is_dir():
-            yield from _walk(entry)
-        else:
-            yield entry
-    yield folder
-
-
-def flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -66,7 +66,7 @@ def _check_precision(run: RunConfig) -> None:
         raise ValueError("fp16 is asked for but there is no GPU and DeepSpeed has no fp16 on CPU; use bf16 or fp32")
     stage = read_zero_stage(config)
     if stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_optimization.stage in the DeepSpeed JSON is {stage}; it must be 0, 1, 2 or 3")
+        raise ValueError(f"zero_optimization.stage in the DeepSpeed JSON is {stage}; expected 0, 1, 2 or 3")
     if stage == 0 and run.precision != "fp32":
         raise ValueError(
             f"{run.precision} without ZeRO is asked for, but DeepSpeed's optimizer for it takes a step of its own at "

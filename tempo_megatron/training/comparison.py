@@ -26,12 +26,12 @@ def compare(stock: str | Path, tempo: str | Path, ledger: str | Path) -> str:
 
     Raises: ValueError where a file lacks what the table needs.
     """
-    runs = [_run(path) for path in (stock, tempo)]
+    runs = [_summarize_run(path) for path in (stock, tempo)]
     if runs[0]["steps"] != runs[1]["steps"]:
         raise ValueError(
             f"{stock} has {runs[0]['steps']} steps and {tempo} has {runs[1]['steps']}; give runs of one length"
         )
-    kept = _kept(ledger)
+    kept = _read_ledger(ledger)
     rows = [(f"training loss, last {LAST_STEPS} steps", [run["loss"] for run in runs], ".4f")]
     if all(run["validation"] is not None for run in runs):
         rows.append(("validation loss", [run["validation"] for run in runs], ".4f"))
@@ -48,7 +48,7 @@ def compare(stock: str | Path, tempo: str | Path, ledger: str | Path) -> str:
     return "\n".join(lines)
 
 
-def _run(path: str | Path) -> dict[str, Any]:
+def _summarize_run(path: str | Path) -> dict[str, Any]:
     records = read_metrics(path)
     train = [record for record in records if record["kind"] == "train" and record["loss"] is not None]
     if not train:
@@ -64,7 +64,7 @@ def _run(path: str | Path) -> dict[str, Any]:
     }
 
 
-def _kept(path: str | Path) -> list[dict[str, Any]]:
+def _read_ledger(path: str | Path) -> list[dict[str, Any]]:
     try:
         figures = json.loads(Path(path).read_text(encoding="utf-8"))
         return [figures["stock"], figures["tempo"]]

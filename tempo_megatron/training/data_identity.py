@@ -20,15 +20,15 @@ def identify_data(run: RunConfig, tokenizer: GPT2Tokenizer) -> dict[str, Any]:
     identity: list[Any] = [None]
     if dist.get_rank() == 0:
         prefixes, weights = run.blend
-        weights = weights or [1.0]
+        weights = weights or (1.0,)
         shares = [weight / sum(weights) for weight in weights]
-        identity = [[[share, checksum(prefix)] for share, prefix in zip(shares, prefixes, strict=True)]]
+        identity = [[[share, compute_checksum(prefix)] for share, prefix in zip(shares, prefixes, strict=True)]]
     dist.broadcast_object_list(identity, src=0)
     files = sorted(f"{name} {value}" for name, value in tokenizer.unique_identifiers.items())
     return {"data": identity[0], "tokenizer": hashlib.sha256("\n".join(files).encode()).hexdigest()}
 
 
-def checksum(prefix: str) -> str:
+def compute_checksum(prefix: str) -> str:
     """sha256 of all of PREFIX.idx and of 64 evenly spaced blocks of PREFIX.bin, which may be too large to read."""
     digest = hashlib.sha256()
     with open(prefix + ".idx", "rb") as index:

@@ -28,7 +28,7 @@ class Vocabulary:
     tokenizer: GPT2Tokenizer
     size: int
     padded_size: int
-    """`size` on the next multiple that tensor parallelism divides."""
+    """`size`, rounded up to a multiple that tensor parallelism divides."""
     files: Mapping[str, Mapping[str, str]]
     """Path and sha256 of "vocab_file" and "merge_file", so that they can go along with exported weights."""
 
@@ -43,7 +43,7 @@ class Vocabulary:
 
 
 def load_vocabulary(run: RunConfig) -> Vocabulary:
-    """The tokenizer all data sets of `--data-path` were made with, and the size of its vocabulary.
+    """The tokenizer that all data sets of `--data-path` were made with, and the size of its vocabulary.
 
     Raises ValueError where a data set is broken, has another tokenizer, or does not fit the vocabulary.
     """
@@ -143,22 +143,24 @@ def build_datasets(run: RunConfig, tokenizer: GPT2Tokenizer) -> Datasets:
 def _build_part(
     run: RunConfig, tokenizer: GPT2Tokenizer, seed: int, train_samples: int, valid_samples: int
 ) -> tuple[Any, Any]:
+    prefixes, weights = run.blend
     config = GPTDatasetConfig(
         random_seed=seed % 2**32,  # what numpy takes
         sequence_length=run.seq_length,
-        blend=run.blend,
+        blend=(list(prefixes), None if weights is None else list(weights)),
         split=run.split,
         path_to_cache=run.data_cache_path,
-        tokenizer=tokenizer,  # type: ignore[arg-type]
+        tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=run.eod_mask_loss,
         create_attention_mask=False,
     )
     assert config.split_matrix is not None
-    config.split_matrix[2] = None  # type: ignore[call-overload]
+    # No part is built for testing, nor one of which no sample is asked for; Megatron takes no such split as argument.
+    config.split_matrix[2] = None
     if not valid_samples:
-        config.split_matrix[1] = None  # type: ignore[call-overload]
+        config.split_matrix[1] = None
     sizes = [train_samples, valid_samples, 0]
     try:
         train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
@@ -267,11 +269,11 @@ class BatchStream:
         )
         self._batches = iter(self._loader)
 
-    def next(self) -> dict[str, Tensor]:
+    def take_next(self) -> dict[str, Tensor]:
         batch = next(self._batches)
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
-    def first_sample(self, consumed_samples: int, micro_batch: int) -> int:
+    def find_first_sample(self, consumed_samples: int, micro_batch: int) -> int:
         """Global index of the first sample of this rank's micro batch of the step that starts at consumed_samples."""
         return consumed_samples + (micro_batch * self.data_parallel_size + self.rank) * self.micro_batch_size
 
@@ -284,7 +286,7 @@ def _describe_tokenizer_files(run: RunConfig, tokenizer: GPT2Tokenizer) -> dict[
     else:
         sidecar = Sidecar.read(prefix)
         assert sidecar is not None  # load_dataset_tokenizer has read it
-        paths = sidecar.tokenizer_files(prefix)
+        paths = sidecar.find_tokenizer_files(prefix)
     sha256 = (tokenizer.unique_identifiers[f"{kind}_sha256"] for kind in ("vocab", "merge"))
     described = [{"path": os.path.abspath(path), "sha256": digest} for path, digest in zip(paths, sha256, strict=True)]
     return dict(zip(("vocab_file", "merge_file"), described, strict=True))

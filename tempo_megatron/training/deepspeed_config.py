@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import hjson
@@ -40,7 +41,7 @@ _KNOWN = (
     "log_level flops_profiler comms_logger tensorboard wandb csv_monitor comet monitor aio checkpoint "
     "graph_harvesting gradient_allreduce_op timers seq_parallel_communication_data_type disable_allgather tempo"
 ).split()
-# The blocks that something of this package reads.
+# The blocks that this package itself reads.
 _BLOCKS = ("bf16", "fp16", "zero_optimization", "data_types", "checkpoint")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -55,7 +56,7 @@ def read_deepspeed_config(path: str) -> dict[str, Any]:
             "configs/deepspeed/zero1_bf16.json"
         ) from error
     try:
-        config = hjson.loads(text, object_pairs_hook=_without_duplicates)
+        config = hjson.loads(text, object_pairs_hook=_refuse_duplicates)
     except ValueError as error:
         raise ValueError(f"--deepspeed_config {path} is not valid JSON ({error}); correct it") from error
     if not isinstance(config, dict):
@@ -68,21 +69,21 @@ def read_deepspeed_config(path: str) -> dict[str, Any]:
         if not isinstance(config.get(key, {}), dict):
             raise ValueError(f'--deepspeed_config {path}: "{key}" is {config[key]!r}; expected an object {{...}}')
     if "memory_breakdown" in config:
-        config["memory_breakdown"] = _boolean(path, "memory_breakdown", config["memory_breakdown"])
+        config["memory_breakdown"] = _parse_boolean(path, "memory_breakdown", config["memory_breakdown"])
     for name in ("bf16", "fp16"):
         if (enabled := config.get(name, {}).get("enabled")) not in (None, "auto"):
-            config[name]["enabled"] = _boolean(path, f"{name}.enabled", enabled)
+            config[name]["enabled"] = _parse_boolean(path, f"{name}.enabled", enabled)
     for key in _REFUSED_CHECKPOINT:
         value = config.get("checkpoint", {}).get(key)
-        if value if key == "writer" else value is not None and _boolean(path, f"checkpoint.{key}", value):
+        if value if key == "writer" else value is not None and _parse_boolean(path, f"checkpoint.{key}", value):
             raise ValueError(f'--deepspeed_config {path}: "checkpoint.{key}" is not used here; use --save and --load')
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if not isinstance(stage, int) or isinstance(stage, bool):
-        raise ValueError(f'--deepspeed_config {path}: "zero_optimization.stage" is {stage!r}; it must be 0, 1, 2 or 3')
+        raise ValueError(f'--deepspeed_config {path}: "zero_optimization.stage" is {stage!r}; expected 0, 1, 2 or 3')
     return config
 
 
-def _boolean(path: str, key: str, value: Any) -> bool:
+def _parse_boolean(path: str, key: str, value: Any) -> bool:
     """As DeepSpeed, whose configuration is made of pydantic models, reads it: 1, "true" and "yes" are true as well."""
     try:
         return TypeAdapter(bool).validate_python(value)
@@ -90,7 +91,7 @@ def _boolean(path: str, key: str, value: Any) -> bool:
         raise ValueError(f'--deepspeed_config {path}: "{key}" is {value!r}; expected true or false') from None
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
@@ -136,7 +137,7 @@ def complete_deepspeed_config(
     Raises ValueError where the command line and the JSON contradict each other or the sizes do not divide.
     """
     filled = {**config, **_decide_batch_sizes(config, given, data_parallel_size), **_decide_precision(config, given)}
-    clip = _agree("--clip-grad", given["clip_grad"], "gradient_clipping", _number(config, "gradient_clipping"))
+    clip = _agree("--clip-grad", given["clip_grad"], "gradient_clipping", _read_number(config, "gradient_clipping"))
     filled["gradient_clipping"] = DEFAULTS["clip_grad"] if clip is None else float(clip)
     filled.setdefault("steps_per_print", 10**9)  # the trainer prints its own line
     zero = dict(filled.get("zero_optimization", {}))
@@ -147,7 +148,29 @@ def complete_deepspeed_config(
     return filled
 
 
-def _number(config: Mapping[str, Any], key: str) -> Any:
+def freeze_deepspeed_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same content, which nobody can change: mappings that are only read, tuples for lists."""
+    return MappingProxyType({key: _freeze(value) for key, value in config.items()})
+
+
+def copy_deepspeed_config(frozen: Mapping[str, Any]) -> dict[str, Any]:
+    """The dict and its lists that freeze_deepspeed_config was given, for DeepSpeed, which may write into its own."""
+    return {key: _thaw(value) for key, value in frozen.items()}
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return freeze_deepspeed_config(value)
+    return tuple(map(_freeze, value)) if isinstance(value, list) else value
+
+
+def _thaw(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return copy_deepspeed_config(value)
+    return list(map(_thaw, value)) if isinstance(value, tuple) else value
+
+
+def _read_number(config: Mapping[str, Any], key: str) -> Any:
     """The JSON's value; None where it is absent or "auto"."""
     value = config.get(key)
     if value is None or value == "auto":
@@ -167,9 +190,9 @@ def _agree(option: str, given: Any, key: str, configured: Any) -> Any:
 
 def _decide_batch_sizes(config: Mapping[str, Any], given: Mapping[str, Any], data_parallel_size: int) -> dict[str, int]:
     total_key, micro_key, steps_key = _BATCH_KEYS
-    micro = _agree("--micro-batch-size", given["micro_batch_size"], micro_key, _number(config, micro_key))
-    total = _agree("--global-batch-size", given["global_batch_size"], total_key, _number(config, total_key))
-    steps = _number(config, steps_key)
+    micro = _agree("--micro-batch-size", given["micro_batch_size"], micro_key, _read_number(config, micro_key))
+    total = _agree("--global-batch-size", given["global_batch_size"], total_key, _read_number(config, total_key))
+    steps = _read_number(config, steps_key)
     if micro is None:
         raise ValueError(f'--micro-batch-size is missing; give it, or "{micro_key}" in the DeepSpeed JSON')
     per_round = micro * data_parallel_size

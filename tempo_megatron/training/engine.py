@@ -19,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from tempo_megatron.training.checkpoint_files import CheckpointFiles
-from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_zero_stage
+from tempo_megatron.training.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run_config import RunConfig
 
 # What a user whose model has diverged can do; the last checkpoint is one from before.
@@ -46,7 +46,7 @@ class MPU:
 
 
 def initialize_distributed(run: RunConfig) -> torch.device:
-    """torch.distributed, DeepSpeed's communication and Megatron's groups; this rank's device.
+    """Start torch.distributed, DeepSpeed's communication and Megatron's groups; returns this rank's device.
 
     Raises ValueError where rank 0's port is taken or the ranks do not find one another.
     """
@@ -86,9 +86,12 @@ def choose_construction_context(run: RunConfig) -> contextlib.AbstractContextMan
     config = run.deepspeed
     if read_zero_stage(config) < 3 or parallel_state.get_data_parallel_world_size() == 1:
         return contextlib.nullcontext()
-    return deepspeed.zero.Init(
-        data_parallel_group=parallel_state.get_data_parallel_group(), config_dict_or_path=dict(config), mpu=MPU()
+    partitioning: contextlib.AbstractContextManager[Any] = deepspeed.zero.Init(
+        data_parallel_group=parallel_state.get_data_parallel_group(),
+        config_dict_or_path=copy_deepspeed_config(config),
+        mpu=MPU(),
     )
+    return partitioning
 
 
 def extend_to_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -97,14 +100,14 @@ def extend_to_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Ten
     Megatron draws the learned positions after torch's Embedding exists; without this they would keep torch's values.
     """
 
-    def init(weight: Tensor) -> Any:
+    def initialize(weight: Tensor) -> Any:
         if not hasattr(weight, "ds_id"):
             return init_method(weight)
         # Every rank draws the same numbers, so that their generators stay equal; rank 0's are kept.
         with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
             return init_method(weight)
 
-    return init
+    return initialize
 
 
 def sum_sequence_parallel_gradients(model: torch.nn.Module) -> int:
@@ -115,14 +118,14 @@ def sum_sequence_parallel_gradients(model: torch.nn.Module) -> int:
     """
     group = parallel_state.get_tensor_model_parallel_group()
 
-    def summed(grad: Tensor) -> Tensor:
+    def sum_over_ranks(grad: Tensor) -> Tensor:
         total = grad.to(torch.float32, copy=True)
         dist.all_reduce(total, group=group)
         return total.to(grad.dtype)
 
     marked = [parameter for parameter in model.parameters() if getattr(parameter, "sequence_parallel", False)]
     for parameter in marked:
-        parameter.register_hook(summed)
+        parameter.register_hook(sum_over_ranks)
     return len(marked)
 
 
@@ -144,7 +147,8 @@ def build_optimizer(model: torch.nn.Module, run: RunConfig) -> torch.optim.Optim
     groups = group_by_decay(model, run.weight_decay)
     options: dict[str, Any] = {"lr": run.lr, "betas": (run.adam_beta1, run.adam_beta2), "eps": run.adam_eps}
     if offloads_optimizer(run.deepspeed):
-        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+        on_the_cpu: torch.optim.Optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+        return on_the_cpu
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
@@ -152,7 +156,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, run: RunConfig) -> Optimiz
     """Megatron's learning rate schedule, counted in samples."""
     samples = run.global_batch_size
     return OptimizerParamScheduler(
-        optimizer,  # type: ignore[arg-type]
+        optimizer,
         init_lr=0.0,
         max_lr=run.lr,
         min_lr=run.min_lr,
@@ -190,7 +194,7 @@ class Engine:
         )
         with quiet:
             self.deepspeed, optimizer, _, _ = deepspeed.initialize(
-                model=model, optimizer=build_optimizer(model, run), config=dict(config), mpu=MPU()
+                model=model, optimizer=build_optimizer(model, run), config=copy_deepspeed_config(config), mpu=MPU()
             )
         self.files = self.deepspeed.checkpoint_engine = CheckpointFiles()
         self.optimizer_name = type(optimizer).__name__
@@ -227,7 +231,7 @@ class Engine:
             take_scale(loss_scaler, optimizer.loss_scaler)
             optimizer.loss_scaler, optimizer.dynamic_loss_scale = loss_scaler, loss_scaler.dynamic
 
-    def settings(self) -> dict[str, Any]:
+    def read_settings(self) -> dict[str, Any]:
         """What the optimizer works with, read from it."""
         groups = self.scheduler.optimizer.param_groups
         return {

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_megatron.disk import flush_to_disk
 from tempo_megatron.extras import check_installed
-from tempo_megatron.training.checkpoint_folder import CheckpointFolder, flush_to_disk, name_checkpoint
-from tempo_megatron.training.resume import RUN_FILE
+from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_checkpoint
+from tempo_megatron.training.resume import RUN_FILE, read_description
 from tempo_megatron.training.weight_names import build_gpt2_config, convert_to_gpt2, join_ranks, list_weight_shapes
 from tempo_megatron.training.zero_files import read_rank
 
@@ -60,7 +61,7 @@ def run_export(args: argparse.Namespace) -> int:
     num_bytes = sum(value.nbytes for value in weights.values())
     print(f"writing {len(weights)} tensors, {num_bytes / 2**20:,.1f} MiB in {args.dtype}, to {output}", flush=True)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with _renamed_when_whole(output) as unfinished:
+    with _rename_when_whole(output) as unfinished:
         _save(weights, unfinished, run)
         if args.format == "huggingface":
             _write_companions(output.parent, run, args.dtype)
@@ -106,7 +107,7 @@ def _find_checkpoint(load: str, iteration: int | None) -> Path:
     folder = CheckpointFolder(load)
     if (folder.path / RUN_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint; give the folder around it, and --iteration to choose")
-    name = folder.latest() if iteration is None else name_checkpoint(iteration)
+    name = folder.find_latest() if iteration is None else name_checkpoint(iteration)
     if name is None:
         raise ValueError(f"--load {load} holds no checkpoint; give a folder that the trainer saved to")
     if not (folder.path / name).is_dir():
@@ -117,10 +118,10 @@ def _find_checkpoint(load: str, iteration: int | None) -> Path:
 
 
 def _read_run(checkpoint: Path, form: str) -> dict[str, Any]:
+    run = read_description(checkpoint)
     try:
-        run = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
         shapes, missing = list_weight_shapes(run), [name for name in _LAYOUT_FIELDS if name not in run]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(
             f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt, whose {RUN_FILE} describes a GPT "
             f"({type(error).__name__}: {error}); give another --load"
@@ -152,7 +153,7 @@ def _check_output(output: Path, form: str) -> None:
 
 
 @contextlib.contextmanager
-def _renamed_when_whole(output: Path) -> Iterator[Path]:
+def _rename_when_whole(output: Path) -> Iterator[Path]:
     unfinished = output.with_name(f"{output.name}.tmp")
     try:
         yield unfinished

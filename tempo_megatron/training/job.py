@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tempo_megatron.cpu import use_cpu
+from tempo_megatron.slots.choices import choose
 from tempo_megatron.training import checkpoint, engine, metrics, model
 from tempo_megatron.training.banner import find_versions, write_banner
 from tempo_megatron.training.checkpoint_folder import LATEST
@@ -41,8 +42,12 @@ class Job:
         checkpoint.check_all_ranks_load(saved, run.load)
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)
-        transformer_config.embedding_init_method = engine.extend_to_partitioned(
-            transformer_config.embedding_init_method
+        self.choices = choose(transformer_config, run.tempo)
+        # From here on the run says what it does: no "auto" is left.
+        self.run = run = dataclasses.replace(run, tempo=self.choices.config)
+        transformer_config = dataclasses.replace(
+            transformer_config,
+            embedding_init_method=engine.extend_to_partitioned(transformer_config.embedding_init_method),
         )
         with engine.choose_construction_context(run):
             gpt = model.build_model(run, transformer_config, self.vocabulary.padded_size)
@@ -72,12 +77,13 @@ class Job:
         run = self.run
         banner = write_banner(
             run,
+            self.choices,
             launcher=launcher,
             device=self.device,
             padded_vocab_size=self.vocabulary.padded_size,
             parameters=self.parameters,
             optimizer_name=self.engine.optimizer_name,
-            settings=self.engine.settings(),
+            settings=self.engine.read_settings(),
             gelu_form=self.description["gelu_form"],
         )
         self.report.say(banner)
@@ -94,7 +100,7 @@ class Job:
             world_size=run.world_size,
             parameters=self.parameters,
             tempo=dataclasses.asdict(run.tempo),
-            settings=self.engine.settings(),
+            settings=self.engine.read_settings(),
             **self.description,
         )
 

@@ -15,7 +15,7 @@ _SLURM_FIRST_SPECIAL_STEP = 4294967280
 
 
 def set_rank_environment(environ: MutableMapping[str, str] | None = None) -> str:
-    """Fill in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; the launcher's name.
+    """Fill in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; returns the launcher's name.
 
     What a launcher has set already stays. Under mpirun the ranks come from mpi4py, under srun from Slurm's variables;
     without a launcher the process is rank 0 of 1 and MPI is not touched.
@@ -24,16 +24,16 @@ def set_rank_environment(environ: MutableMapping[str, str] | None = None) -> str
     """
     environ = os.environ if environ is None else environ
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        return _from_torch(environ)
+        return _read_torch(environ)
     if _is_mpirun(environ):
-        return _from_mpi(environ)
+        return _ask_mpi(environ)
     if _is_srun(environ):
-        return _from_slurm(environ)
-    _fill(environ, rank=0, world_size=1, local_rank=0, local_world_size=1, address="127.0.0.1", port=_free_port())
+        return _read_slurm(environ)
+    _fill(environ, rank=0, world_size=1, local_rank=0, local_world_size=1, address="127.0.0.1", port=_find_free_port())
     return "none"
 
 
-def _from_torch(environ: MutableMapping[str, str]) -> str:
+def _read_torch(environ: MutableMapping[str, str]) -> str:
     missing = [name for name in _TORCH_NAMES if name not in environ and name != "LOCAL_RANK"]
     if missing:
         raise ValueError(f"RANK is set but {', '.join(missing)} is not; start with deepspeed, torchrun, mpirun or srun")
@@ -45,7 +45,7 @@ def _from_torch(environ: MutableMapping[str, str]) -> str:
     return name
 
 
-def _from_mpi(environ: MutableMapping[str, str]) -> str:
+def _ask_mpi(environ: MutableMapping[str, str]) -> str:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -61,7 +61,7 @@ def _from_mpi(environ: MutableMapping[str, str]) -> str:
             "use the mpirun that belongs to the MPI library mpi4py loads"
         )
     several_hosts = local.Get_size() < world.Get_size()
-    address, port = world.bcast((_own_address() if several_hosts else "127.0.0.1", _free_port()), root=0)
+    address, port = world.bcast((_find_own_address() if several_hosts else "127.0.0.1", _find_free_port()), root=0)
     _fill(environ, world.Get_rank(), world.Get_size(), local.Get_rank(), local.Get_size(), address, port)
     return "mpirun"
 
@@ -78,7 +78,7 @@ def _is_srun(environ: MutableMapping[str, str]) -> bool:
     return "SLURM_PROCID" in environ and step.isdigit() and int(step) < _SLURM_FIRST_SPECIAL_STEP
 
 
-def _from_slurm(environ: MutableMapping[str, str]) -> str:
+def _read_slurm(environ: MutableMapping[str, str]) -> str:
     world_size = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
     nodes = expand_hostlist(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1")
     _fill(
@@ -86,7 +86,7 @@ def _from_slurm(environ: MutableMapping[str, str]) -> str:
         rank=int(environ["SLURM_PROCID"]),
         world_size=world_size,
         local_rank=int(environ.get("SLURM_LOCALID", "0")),
-        local_world_size=_tasks_on_this_node(environ, world_size, len(nodes)),
+        local_world_size=_count_tasks_on_this_node(environ, world_size, len(nodes)),
         address=nodes[0],
         # Two jobs that share a node must not meet at one port; all ranks of a job must.
         port=DEFAULT_MASTER_PORT + int(environ.get("SLURM_JOB_ID", "0")) % 1000,
@@ -94,7 +94,7 @@ def _from_slurm(environ: MutableMapping[str, str]) -> str:
     return "srun"
 
 
-def _tasks_on_this_node(environ: MutableMapping[str, str], world_size: int, num_nodes: int) -> int:
+def _count_tasks_on_this_node(environ: MutableMapping[str, str], world_size: int, num_nodes: int) -> int:
     """This node's entry of SLURM_STEP_TASKS_PER_NODE, which reads like `2(x3),1`."""
     counts: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
@@ -137,7 +137,7 @@ def _fill(
     environ.setdefault("MASTER_PORT", str(port))
 
 
-def _own_address() -> str:
+def _find_own_address() -> str:
     """The address other nodes can reach this host at: that of the route to the outside, else the host name's."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -148,7 +148,7 @@ def _own_address() -> str:
             return socket.gethostbyname(socket.gethostname())
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

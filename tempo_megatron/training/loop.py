@@ -51,7 +51,7 @@ class Trainer:
         self.run, self.engine, self.forward_step = run, engine, forward_step
         self.progress, self.checkpoints, self.report, self.device = progress, checkpoints, report, device
         self.valid_dataset, self.padded_vocab_size = datasets.valid, padded_vocab_size
-        self.stream = self._stream(datasets.train, progress.consumed_samples, run.train_iters)
+        self.stream = self._open_stream(datasets.train, progress.consumed_samples, run.train_iters)
         self.group = parallel_state.get_data_parallel_group()
         self._pending: list[dict[str, Any]] = []
         self._losses: list[Tensor] = []
@@ -59,7 +59,7 @@ class Trainer:
         self._last_is_finite = True
 
     def train(self) -> str:
-        """Run to --train-iters, or until a reason to stop; why it ended."""
+        """Run to --train-iters, or until a reason to stop; returns why it ended."""
         run, progress = self.run, self.progress
         self.engine.deepspeed.train()
         self.timer = StepTimer()
@@ -76,7 +76,7 @@ class Trainer:
                     self._validate()
                 if run.save_interval and iteration % run.save_interval == 0:
                     self._save()
-                if stop.agreed():
+                if stop.agree():
                     reason = "stopped by SIGTERM"
                 elif run.exit_interval and iteration % run.exit_interval == 0:
                     reason = "stopped at --exit-interval"
@@ -88,7 +88,7 @@ class Trainer:
             stop.close()
         return reason
 
-    def _stream(self, dataset: Any, consumed_samples: int, iterations: int) -> BatchStream:
+    def _open_stream(self, dataset: Any, consumed_samples: int, iterations: int) -> BatchStream:
         return BatchStream(
             dataset,
             self.run,
@@ -105,8 +105,8 @@ class Trainer:
         learning_rate, skipped_before = engine.learning_rate, engine.skipped_steps
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for micro_batch in range(run.num_micro_batches):
-            batch = self.stream.next()
-            set_micro_batch(run.seed, self.stream.first_sample(progress.consumed_samples, micro_batch))
+            batch = self.stream.take_next()
+            set_micro_batch(run.seed, self.stream.find_first_sample(progress.consumed_samples, micro_batch))
             self._last_batch = batch
             loss = self.forward_step(engine.deepspeed, batch)
             engine.backward_and_step(loss)
@@ -129,11 +129,11 @@ class Trainer:
         if not self._pending:
             return
         losses = average_over(self._losses, self.group, self.device)
-        seconds = self.timer.interval_seconds() / len(losses)
+        seconds = self.timer.end_interval() / len(losses)
         for step, loss in zip(self._pending, losses, strict=True):
             step["loss"] = loss
             step["grad_norm"] = None if step["grad_norm"] is None else float(step["grad_norm"])
-        self.report.train(
+        self.report.report_steps(
             self._pending,
             {
                 "tokens_per_s": self.run.global_batch_size * self.run.seq_length / seconds,
@@ -159,16 +159,16 @@ class Trainer:
         """Mean loss over the same --eval-iters global batches each time, without dropout."""
         self._flush()
         start = time.perf_counter()
-        stream = self._stream(self.valid_dataset, 0, self.run.eval_iters)
+        stream = self._open_stream(self.valid_dataset, 0, self.run.eval_iters)
         batches = self.run.eval_iters * self.run.num_micro_batches
-        mean = self._loss_without_dropout(stream.next() for _ in range(batches))
-        self.report.validation(self.progress.iteration, self.progress.consumed_samples, mean)
+        mean = self._compute_loss_without_dropout(stream.take_next() for _ in range(batches))
+        self.report.report_validation(self.progress.iteration, self.progress.consumed_samples, mean)
         if not self.engine.scales_dynamically:
             self._raise_unless_finite(mean)
         self.timer.exclude_since(start)
 
     @torch.no_grad()
-    def _loss_without_dropout(self, batches: Iterable[dict[str, Tensor]]) -> float:
+    def _compute_loss_without_dropout(self, batches: Iterable[dict[str, Tensor]]) -> float:
         """Mean over the micro batches of all data-parallel ranks."""
         self.engine.deepspeed.eval()
         total, count = torch.zeros((), dtype=torch.float32, device=self.device), 0
@@ -186,7 +186,7 @@ class Trainer:
         )
 
     def _save(self, is_last: bool = False) -> None:
-        """Save a model that still works: the last step may have been finite and its update all the same too much."""
+        """Save a model that still works: after a step with a finite loss the update may have been too large."""
         step = self.progress.iteration
         if not self.run.save or self.checkpoints.last_saved == step:
             return
@@ -196,7 +196,7 @@ class Trainer:
             self.report.say(f"the loss of step {step} is not a finite number and fp16 skipped it; it is not saved")
             return
         if self._last_batch is not None:
-            self._raise_unless_finite(self._loss_without_dropout([self._last_batch]))
+            self._raise_unless_finite(self._compute_loss_without_dropout([self._last_batch]))
         self.checkpoints.save(self.progress)
         seconds = time.perf_counter() - start
         self.report.say(f"saved the checkpoint of step {step} to {self.run.save} in {seconds:.1f} s")

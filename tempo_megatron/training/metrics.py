@@ -136,7 +136,7 @@ class Report:
                 if name not in ("iteration", "consumed_samples") and isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, values["iteration"])
 
-    def train(self, steps: list[dict[str, Any]], interval: dict[str, Any]) -> None:
+    def report_steps(self, steps: list[dict[str, Any]], interval: dict[str, Any]) -> None:
         """The steps of a log interval, each with what is only known for the interval as a whole; one log line."""
         for step in steps:
             self.record("train", **step, loss_hex=float(step["loss"]).hex(), **interval)
@@ -152,7 +152,7 @@ class Report:
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{last['loss']:.4f}", refresh=False)
 
-    def validation(self, iteration: int, consumed_samples: int, loss: float) -> None:
+    def report_validation(self, iteration: int, consumed_samples: int, loss: float) -> None:
         perplexity = math.exp(min(loss, 700.0))
         position = {"iteration": iteration, "consumed_samples": consumed_samples}
         self.record("validation", **position, loss=loss, loss_hex=loss.hex(), perplexity=perplexity)
@@ -171,7 +171,7 @@ class StepTimer:
         self._since = time.perf_counter()
         self._excluded = 0.0
 
-    def interval_seconds(self) -> float:
+    def end_interval(self) -> float:
         """Seconds since the last call, without what was excluded; starts the next interval."""
         now = time.perf_counter()
         seconds = now - self._since - self._excluded

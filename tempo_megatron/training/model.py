@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from tempo_megatron import tempo_block_spec, tempoize_embedding, tempoize_loss
+from tempo_megatron import TempoGPTModel, tempo_block_spec, tempoize_embedding
 from tempo_megatron.training.run_config import RunConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,13 +45,13 @@ def build_transformer_config(run: RunConfig) -> TransformerConfig:
         bias_activation_fusion=on_gpu and not run.no_bias_gelu_fusion,
         bias_dropout_fusion=on_gpu and not run.no_bias_dropout_fusion,
         masked_softmax_fusion=on_gpu and not run.no_masked_softmax_fusion and has_fused_softmax(),
-        # Both want buffers of Megatron's own optimizer, or Apex.
+        # Both need buffers of Megatron's own optimizer, or Apex.
         gradient_accumulation_fusion=False,
         persist_layer_norm=on_gpu and importlib.util.find_spec("apex") is not None,
         recompute_granularity=run.recompute_granularity,
         recompute_method=run.recompute_method,
         recompute_num_layers=run.recompute_num_layers,
-        recompute_modules=run.recompute_modules,
+        recompute_modules=None if run.recompute_modules is None else list(run.recompute_modules),
     )
 
 
@@ -63,9 +63,11 @@ def has_fused_softmax() -> bool:
 def build_model(run: RunConfig, config: TransformerConfig, padded_vocab_size: int) -> GPTModel:
     """GPTModel with learned positions, as GPT-2, and this rank's part of the weights.
 
-    Raises ValueError where `run.tempo` asks for what its operations cannot do with `config`.
+    `run.tempo` holds values only, no "auto". Raises ValueError where one cannot be had with `config`.
     """
-    model = GPTModel(
+    # The class is ours to choose: nothing built has to change.
+    model_class = TempoGPTModel if run.tempo.loss == "fused" else GPTModel
+    model = model_class(
         config=config,
         transformer_layer_spec=tempo_block_spec(config, run.tempo),
         vocab_size=padded_vocab_size,
@@ -75,7 +77,6 @@ def build_model(run: RunConfig, config: TransformerConfig, padded_vocab_size: in
         position_embedding_type="learned_absolute",
     )
     tempoize_embedding(model, run.tempo)
-    tempoize_loss(model, run.tempo)
     if config.recompute_granularity == "selective" and "mlp" in config.recompute_modules:
         for layer in model.decoder.layers:
             layer.mlp.linear_fc2.register_forward_hook(_hand_out_a_view_of_the_bias)
@@ -101,7 +102,7 @@ class ForwardStep:
     """Micro batch -> mean loss of its tokens, with what does not change between micro batches made once.
 
     Args:
-        run: with Tempo's attention no mask is needed.
+        run: with Tempo's attention no mask is needed. Its `tempo` holds values only, no "auto".
         device: where the model is.
     """
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        rank, sentence = int(os.environ.get("RANK", "0")), _sentence_for_the_user(error)
+        rank, sentence = int(os.environ.get("RANK", "0")), _find_sentence_for_the_user(error)
         if sentence is None:
             print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         elif rank == 0 or is_running:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _sentence_for_the_user(error: Exception) -> str | None:
+def _find_sentence_for_the_user(error: Exception) -> str | None:
     """The text of a ValueError that this repository raised, or DeepSpeed about its JSON; None for a bug."""
     if not isinstance(error, ValueError):
         return None

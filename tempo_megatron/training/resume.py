@@ -1,8 +1,8 @@
 """What a resumed run takes from its checkpoint and what from its command line, decided before anything slow starts.
 
-What was typed, or stands in the DeepSpeed JSON, holds; what was left out is as the checkpoint has it. The learning
-rate schedule is the exception, as in Megatron-LM: the checkpoint's goes on, another one that was typed is refused, and
---override-opt-param-scheduler takes the whole schedule from the command line, its defaults included.
+A value that was typed, or that stands in the DeepSpeed JSON, wins; one that was left out comes from the checkpoint. The
+learning rate schedule is the exception, as in Megatron-LM: the run keeps the checkpoint's and refuses another one that
+was typed, and --override-opt-param-scheduler takes the whole schedule from the command line, its defaults included.
 """
 
 from __future__ import annotations
@@ -55,34 +55,45 @@ def read_saved_run(args: argparse.Namespace) -> dict[str, Any] | None:
     Added are "checkpoint", its name, and "named", whether a file says that it is the newest. None also where the
     folder is --save itself and holds nothing yet.
 
-    Raises ValueError where there is no checkpoint, or it is not one of this trainer.
+    Raises ValueError where there is no checkpoint, or it is not one of this trainer's format.
     """
     if not args.load:
         return None
     folder = CheckpointFolder(args.load)
-    name = folder.latest()
+    name = folder.find_latest()
     if name is None:
         if args.save and Path(args.save).resolve() == folder.path.resolve():
             return None
         raise ValueError(f"--load {args.load} holds no checkpoint; give a folder with one, or leave --load out")
-    path = folder.path / name
-    try:
-        saved = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a checkpoint of this trainer ({error}); give another --load") from error
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        found = saved.get("format") if isinstance(saved, dict) else "none"
+    saved = read_description(folder.path / name)
+    if saved.get("format") != FORMAT:
         raise ValueError(
-            f"--load {path}: its {RUN_FILE} has format {found}, expected {FORMAT}; it is of another version of this "
-            "trainer, go on with that one"
+            f"--load {folder.path / name}: its {RUN_FILE} has format {saved.get('format')}, expected {FORMAT}; it is "
+            "of another version of this trainer, go on with that one"
         )
     return {**saved, "checkpoint": name, "named": folder.is_named()}
+
+
+def read_description(checkpoint: Path) -> dict[str, Any]:
+    """The content of RUN_FILE of one checkpoint, of whatever version.
+
+    Raises ValueError where there is none, or it is not a JSON object.
+    """
+    try:
+        description = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
+        if not isinstance(description, dict):
+            raise ValueError(f"{RUN_FILE} holds a {type(description).__name__}, expected an object")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt ({error}); give another --load"
+        ) from error
+    return description
 
 
 def take_from_checkpoint(
     args: argparse.Namespace, config: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What holds of SCHEDULE and OPTIMIZER: what was typed in `args`, and what was left out as the checkpoint has it.
+    """The values of SCHEDULE and OPTIMIZER: those typed in `args`, and the checkpoint's where one was left out.
 
     Raises ValueError where the schedule that was typed is not the checkpoint's, or where the steps that are added
     would be made with a learning rate of 0.

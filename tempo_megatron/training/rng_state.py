@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
 def seed_all(seed: int) -> None:
-    """Python, numpy, torch and Megatron's tracker; tensor-parallel ranks differ only inside the tracker's regions."""
+    """Seed Python, numpy, torch and Megatron's tracker; tensor-parallel ranks differ in the tracker's regions only."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -32,7 +32,7 @@ def get_rng_state(on_gpu: bool) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], on_gpu: bool) -> None:
-    """Put back what rng_state gave."""
+    """Put back what get_rng_state gave."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

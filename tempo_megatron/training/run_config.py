@@ -11,14 +11,17 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tempo_megatron.arguments import describe_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.training.argument_types import parse_blend, parse_split
+from tempo_megatron.training.argument_types import Blend, parse_blend, parse_split
 from tempo_megatron.training.arguments import DEFAULTS
-from tempo_megatron.training.deepspeed_config import complete_deepspeed_config, read_precision
+from tempo_megatron.training.deepspeed_config import (
+    complete_deepspeed_config,
+    freeze_deepspeed_config,
+    read_precision,
+)
 from tempo_megatron.training.resume import take_from_checkpoint
 
 
@@ -67,9 +70,9 @@ class RunConfig:
     override_opt_param_scheduler: bool
 
     # Data
-    data_path: list[str]
-    blend: tuple[list[str], list[float] | None]
-    """Prefixes and their weights, of --data-path."""
+    data_path: tuple[str, ...]
+    blend: Blend
+    """Of --data-path."""
     split: str
     split_weights: tuple[float, float, float]
     data_cache_path: str | None
@@ -86,7 +89,7 @@ class RunConfig:
     recompute_granularity: str | None
     recompute_method: str | None
     recompute_num_layers: int | None
-    recompute_modules: list[str] | None
+    recompute_modules: tuple[str, ...] | None
     no_bias_gelu_fusion: bool
     no_bias_dropout_fusion: bool
     no_masked_softmax_fusion: bool
@@ -112,9 +115,10 @@ class RunConfig:
     deepspeed_config: str
     """Path of the JSON."""
     deepspeed: Mapping[str, Any]
-    """Its content, completed: no value is "auto" that the trainer decides."""
+    """Its content, completed: no value is "auto" that the trainer decides. copy_deepspeed_config makes it a dict."""
 
     tempo: TempoConfig
+    """As given; Job puts a value in place of each "auto" before anything reads it."""
     tempo_arguments: str
     """What was typed about Tempo, for the banner."""
 
@@ -151,12 +155,13 @@ def complete_run(
         "precision": read_precision(completed),
         "num_workers": (2 if on_gpu else 0) if args.num_workers is None else args.num_workers,
         "sample_parts": tuple(saved["sample_parts"]) if saved else (),
+        "data_path": tuple(args.data_path),
         "blend": parse_blend(args.data_path),
         "split_weights": parse_split(args.split),
         "world_size": world_size,
         "data_parallel_size": data_parallel_size,
         "on_gpu": on_gpu,
-        "deepspeed": MappingProxyType(completed),
+        "deepspeed": freeze_deepspeed_config(completed),
         "tempo": tempo_config_from(args, completed),
         "tempo_arguments": describe_tempo_arguments(args),
     }
@@ -193,7 +198,8 @@ def _complete_recomputation(args: argparse.Namespace) -> dict[str, Any]:
         granularity = "selective"
     if granularity == "full" and num_layers is None:
         num_layers = 1
-    return {"recompute_granularity": granularity, "recompute_num_layers": num_layers}
+    modules = None if args.recompute_modules is None else tuple(args.recompute_modules)
+    return {"recompute_granularity": granularity, "recompute_num_layers": num_layers, "recompute_modules": modules}
 
 
 def _complete_output(args: argparse.Namespace) -> dict[str, Any]:

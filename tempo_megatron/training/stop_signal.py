@@ -21,13 +21,13 @@ class StopSignal:
         self.device, self.enabled = device, enabled
         self.received = False
         self._answer: tuple[torch.Tensor, torch.cuda.Event] | None = None
-        self._previous: Any = signal.signal(signal.SIGTERM, self._on_signal) if enabled else None
+        self._previous: Any = signal.signal(signal.SIGTERM, self._note_signal) if enabled else None
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self.received = True
 
-    def agreed(self) -> bool:
-        """Call it once per step on every rank; the same on all of them."""
+    def agree(self) -> bool:
+        """Whether to stop. Every rank calls it once per step, and all get the same answer."""
         if not self.enabled:
             return False
         # A tensor from a list would wait for the GPU.

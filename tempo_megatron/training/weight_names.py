@@ -55,7 +55,7 @@ def list_weight_shapes(run: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def join_ranks(parts: list[Tensor], name: str) -> tuple[Tensor, float]:
-    """One weight from its part on each tensor-parallel rank, and how far apart they are where each holds the whole.
+    """Join one weight from its tensor-parallel parts; also returns how far apart ranks are that each hold the whole.
 
     Such weights get equal gradients, but a GPU may add those of the positions in another order on each rank; rank 0's
     is the one returned.

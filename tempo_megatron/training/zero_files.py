@@ -1,23 +1,21 @@
 """The files that DeepSpeed writes for one checkpoint, read without DeepSpeed's engine and without running code.
 
-Of ZeRO 0 the model's file of each tensor-parallel rank holds its weights. Of ZeRO 1 to 3 the weights of one such rank
-are the float32 values that its data-parallel ranks hold in parts; DeepSpeed's own functions put them together.
+Without ZeRO the model's file of each tensor-parallel rank holds its weights. With ZeRO 1 to 3 its data-parallel ranks
+each hold a part of them, as float32 values; DeepSpeed's own functions put them together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from deepspeed.utils import zero_to_fp32
 from torch import Tensor
 
-from tempo_megatron.training.checkpoint_files import ALLOWED_CLASSES
+from tempo_megatron.training.checkpoint_files import read_tensors
 
 
 def read_rank(checkpoint: Path, tp_rank: int, data_parallel_size: int, zero_stage: int) -> dict[str, Tensor]:
@@ -75,19 +73,6 @@ def _find(checkpoint: Path, name: str) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        with torch.serialization.safe_globals(ALLOWED_CLASSES):
-            # Mapped, so that the optimizer's moments, two thirds of a file, are never read.
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing, so the checkpoint is not whole; export another one") from error
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} holds more than tensors, so it is not loaded: it may run code ({_first_line(error)})"
-        ) from error
-    except (OSError, EOFError, RuntimeError) as error:
-        raise ValueError(f"{path} is damaged ({_first_line(error)}); export another checkpoint") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    # Mapped, so that the optimizer's moments, two thirds of a file, are never read.
+    content: dict[str, Any] = read_tensors(path, is_mapped=True)
+    return content

@@ -7,10 +7,12 @@ more keys. The softmax form runs here on a GPU too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention.settings import MASKED_SCORE, Settings
+from tempo_kernels.attention.settings import MASKED_SCORE, Inputs, Kept, Settings
 from tempo_kernels.philox import drop_, effective_probability, keep_bits
 
 BLOCK_ELEMENTS = 1 << 17
@@ -19,16 +21,9 @@ MIN_BLOCK_ROWS = 64
 _LOWEST = torch.finfo(torch.float32).min
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    settings: Settings,
-    kept: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
+    q, k, v, _, _ = inputs
     num_rows, batch, heads, _ = q.shape
     out = torch.empty(*q.shape[:-1], v.size(-1), dtype=q.dtype, device=q.device)
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -37,22 +32,23 @@ def forward(
     for sample in range(batch):
         # [a, sq, d] and [g, sk, d]
         q_sample, k_sample, v_sample = (t[:, sample].transpose(0, 1).contiguous() for t in (q, k, v))
-        for start in range(0, num_rows, step := _rows_per_block(q, k)):
-            block = _Block(start, min(start + step, num_rows), sample, q_sample, k_sample, mask, key_lengths, settings)
+        for block in _cut_into_blocks(inputs, sample, settings):
             if block.num_keys == 0:
                 out[block.rows, sample], logsumexp[sample, :, block.rows] = 0.0, float("inf")
                 continue
-            scores = block.scores(q_sample, k_sample)
+            scores = block.find_scores(q_sample, k_sample)
             top = scores.amax(-1, keepdim=True)
             probabilities = scores.sub_(top.clamp_min_(_LOWEST)).exp_()
             total = probabilities.sum(-1, keepdim=True)
             # Infinite where there is nothing to normalise: it divides to 0, and backward finds probabilities of 0.
             total.masked_fill_(total == 0.0, float("inf"))
             logsumexp[sample, :, block.rows] = (top + total.log()).view(heads, -1)
-            if kept is not None:
-                kept[sample, :, block.rows, block.keys] = (probabilities / total).view(heads, -1, block.num_keys)
+            if probabilities_out is not None:
+                probabilities_out[sample, :, block.rows, block.keys] = (probabilities / total).view(
+                    heads, -1, block.num_keys
+                )
             if settings.dropout_p > 0:
-                drop_(probabilities, block.keep_bits())
+                drop_(probabilities, block.draw_keep_bits())
             context = torch.bmm(probabilities.to(q.dtype), v_sample[:, block.keys])
             context = context.to(compute_dtype).div_(total).mul_(keep_scale)
             # [rows, a, d]
@@ -60,20 +56,10 @@ def forward(
     return out, logsumexp
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    settings: Settings,
-    kept: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
     """As in eager.py."""
-    num_rows, batch, heads, _ = q.shape
+    q, k, v, _, _ = inputs
+    batch, heads = q.shape[1:3]
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     keep_scale = 1.0 / (1.0 - effective_probability(settings.dropout_p))
@@ -85,22 +71,22 @@ def backward(
         grad_q = torch.empty_like(q_sample)
         # Per query head; summed over the heads of a group at the end, as torch does, which is also more precise.
         grad_k, grad_v = (t.new_zeros(heads, *t.shape[1:], dtype=compute_dtype) for t in (k_sample, v_sample))
-        for start in range(0, num_rows, step := _rows_per_block(q, k)):
-            block = _Block(start, min(start + step, num_rows), sample, q_sample, k_sample, mask, key_lengths, settings)
+        for block in _cut_into_blocks(inputs, sample, settings):
             if block.num_keys == 0:
                 grad_q[:, block.rows] = 0.0
                 continue
-            if kept is None:
-                probabilities = block.probabilities(q_sample, k_sample, logsumexp[sample])
+            if kept.probabilities is None:
+                assert kept.logsumexp is not None
+                probabilities = block.find_probabilities(q_sample, k_sample, kept.logsumexp[sample])
             else:
-                probabilities = kept[sample, :, block.rows, block.keys].to(compute_dtype)
+                probabilities = kept.probabilities[sample, :, block.rows, block.keys].to(compute_dtype)
                 probabilities = probabilities.reshape(block.groups, -1, block.num_keys)
             # [g, a/g * rows, d]
-            grad_block = block.of(grad_sample)
+            grad_block = block.cut(grad_sample)
             grad_probabilities = torch.bmm(grad_block, v_sample[:, block.keys].transpose(1, 2)).to(compute_dtype)
             survivors = probabilities
             if settings.dropout_p > 0:
-                bits = block.keep_bits()
+                bits = block.draw_keep_bits()
                 survivors = drop_(probabilities.clone(), bits)
                 drop_(grad_probabilities, bits)
             block.accumulate(grad_v, survivors.to(q.dtype), grad_block, keep_scale)
@@ -112,46 +98,41 @@ def backward(
             grad_scores = grad_scores.to(q.dtype)
             grad_block_q = torch.bmm(grad_scores, k_sample[:, block.keys]).mul_(settings.softmax_scale)
             grad_q[:, block.rows] = grad_block_q.view(heads, -1, q.size(-1))
-            block.accumulate(grad_k, grad_scores, block.of(q_sample), settings.softmax_scale)
+            block.accumulate(grad_k, grad_scores, block.cut(q_sample), settings.softmax_scale)
         for grad, grad_of_sample in zip(grads, (grad_q, grad_k, grad_v), strict=True):
             grouped = grad_of_sample.view(grad.size(2), -1, *grad_of_sample.shape[1:]).sum(1)
             grad[:, sample] = grouped.transpose(0, 1)
     return grads[0], grads[1], grads[2]
 
 
-def _rows_per_block(q: Tensor, k: Tensor) -> int:
-    """Queries per block: few, for scores to stay in the cache and causal blocks to end early; enough for a product."""
+def _cut_into_blocks(inputs: Inputs, sample: int, settings: Settings) -> Iterator[_Block]:
+    """Few queries a block, for its scores to stay in the cache and causal blocks to end early, but enough of them for
+    a fast matrix product."""
+    q, k = inputs.q, inputs.k
     elements = BLOCK_ELEMENTS if q.device.type == "cpu" else GPU_BLOCK_ELEMENTS
-    return max(MIN_BLOCK_ROWS, elements // max(1, q.size(2) * k.size(0)) // 16 * 16)
+    step = max(MIN_BLOCK_ROWS, elements // max(1, q.size(2) * k.size(0)) // 16 * 16)
+    for start in range(0, q.size(0), step):
+        yield _Block(start, min(start + step, q.size(0)), sample, inputs, settings)
 
 
 class _Block:
     """Queries [start, stop) of every head of one sample, and the keys that they can see."""
 
-    def __init__(
-        self,
-        start: int,
-        stop: int,
-        sample: int,
-        q: Tensor,
-        k: Tensor,
-        mask: Tensor | None,
-        key_lengths: Tensor | None,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, start: int, stop: int, sample: int, inputs: Inputs, settings: Settings) -> None:
+        q, k, _, mask, key_lengths = inputs
         self.rows = slice(start, stop)
         self.sample = sample
-        self.heads, self.groups = q.size(0), k.size(0)
+        self.heads, self.groups = q.size(2), k.size(2)
         self.settings = settings
         self.device = q.device
-        self.first, self.last = settings.window(q.size(1), k.size(1))
-        seen = k.size(1) if key_lengths is None else max(0, min(k.size(1), int(key_lengths[sample])))
+        self.first, self.last = settings.find_window(q.size(0), k.size(0))
+        seen = k.size(0) if key_lengths is None else max(0, min(k.size(0), int(key_lengths[sample])))
         last = seen if self.last is None else max(0, min(seen, stop + self.last))
         self.keys = slice(0 if self.first is None else max(0, min(last, start + self.first)), last)
         self.num_keys = self.keys.stop - self.keys.start
-        self.mask = None if mask is None else self._mask_of(mask)
+        self.mask = None if mask is None else self._cut_mask(mask)
 
-    def _mask_of(self, mask: Tensor) -> Tensor:
+    def _cut_mask(self, mask: Tensor) -> Tensor:
         """[g or 1, rows or a/g * rows, keys] of mask [b or 1, a or 1, sq or 1, sk]."""
         part = mask[self.sample if mask.size(0) > 1 else 0]
         part = (part[:, self.rows] if part.size(1) > 1 else part)[..., self.keys]
@@ -159,13 +140,13 @@ class _Block:
             return part
         return part.expand(self.heads, self.rows.stop - self.rows.start, -1).reshape(self.groups, -1, self.num_keys)
 
-    def of(self, t: Tensor) -> Tensor:
+    def cut(self, t: Tensor) -> Tensor:
         """[g, a/g * rows, d] of t [a, sq, d]."""
         return t[:, self.rows].reshape(self.groups, -1, t.size(-1))
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+    def find_scores(self, q: Tensor, k: Tensor) -> Tensor:
         """[g, a/g * rows, keys] in the dtype of computation."""
-        scores = torch.bmm(self.of(q), k[:, self.keys].transpose(1, 2))
+        scores = torch.bmm(self.cut(q), k[:, self.keys].transpose(1, 2))
         scores = scores.to(torch.promote_types(q.dtype, torch.float32)).mul_(self.settings.softmax_scale)
         if self.mask is not None:
             scores.masked_fill_(self.mask, MASKED_SCORE)
@@ -176,10 +157,10 @@ class _Block:
             scores.sub_(top.masked_fill_(top != MASKED_SCORE, 0.0))
         return scores
 
-    def probabilities(self, q: Tensor, k: Tensor, logsumexp: Tensor) -> Tensor:
+    def find_probabilities(self, q: Tensor, k: Tensor, logsumexp: Tensor) -> Tensor:
         """[g, a/g * rows, keys], from logsumexp [a, sq]."""
         row_sum = logsumexp[:, self.rows].reshape(self.groups, -1, 1)
-        probabilities = self.scores(q, k).sub_(row_sum).exp_()
+        probabilities = self.find_scores(q, k).sub_(row_sum).exp_()
         # The whole row is here: normalising it again takes the rounding of its logsumexp out, which for scores around
         # 1e8 is as large as the logarithm of how many are equal. Of none it stays 0.
         total = probabilities.sum(-1, keepdim=True)
@@ -208,7 +189,7 @@ class _Block:
         else:
             part.add_(torch.bmm(weights, values), alpha=scale)
 
-    def keep_bits(self) -> Tensor:
+    def draw_keep_bits(self) -> Tensor:
         """What dropout keeps, [g, a/g * rows, keys]."""
         settings, first_head, device = self.settings, self.settings.first_head, self.device
         bits = keep_bits(

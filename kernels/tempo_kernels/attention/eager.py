@@ -1,4 +1,4 @@
-"""Attention with dropout in plain torch, its whole [b, a, sq, sk] scores at once: the specification.
+"""Attention with dropout in plain torch, with all [b, a, sq, sk] scores at once: the specification.
 
     S = scale Q K^T,  P = exp(S - L),  L = logsumexp(S),  D = keep * P / (1 - p),  O = D V
     dV = D^T dO,  dP = keep * (dO V^T) / (1 - p),  dS = P * (dP - sum(P * dP)),  dQ = scale dS K,  dK = scale dS^T Q
@@ -12,64 +12,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tempo_kernels.attention.settings import MASKED_SCORE, Settings
+from tempo_kernels.attention.settings import MASKED_SCORE, Inputs, Kept, Settings
 from tempo_kernels.philox import drop_mask, effective_probability
 
 _LOWEST = torch.finfo(torch.float32).min
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    settings: Settings,
-    kept: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """out [sq, b, a, d] and logsumexp [b, a, sq] (float32) of q [sq, b, a, d] and k, v [sk, b, g, d].
 
     Where a query sees no key, out is 0 and the logsumexp infinite. The probabilities before dropout are written to
-    `kept` [b, a, sq, sk], zeros, where one is given.
+    `probabilities_out` [b, a, sq, sk], zeros, where one is given.
     """
-    heads_v = _order(v, q.size(2), key_lengths)
-    scores = _find_scores(q, k, mask, key_lengths, settings)
+    q, _, v, _, key_lengths = inputs
+    heads_v = _order_heads(v, q.size(2), key_lengths)
+    scores = _find_scores(inputs, settings)
     top = F.pad(scores, (0, 1), value=_LOWEST).amax(-1, keepdim=True)
     powers = (scores - top).exp()
     total = powers.sum(-1, keepdim=True)
     # Infinite where there is nothing to normalise: it divides to 0, and backward finds probabilities of 0.
     total = total.masked_fill(total == 0.0, float("inf"))
-    if kept is not None:
-        kept.copy_(powers / total)
-    context = (_drop(powers, settings).to(q.dtype) @ heads_v).to(total.dtype) / total * _keep_scale(settings)
+    if probabilities_out is not None:
+        probabilities_out.copy_(powers / total)
+    context = (_drop(powers, settings).to(q.dtype) @ heads_v).to(total.dtype) / total * _find_keep_scale(settings)
     return context.to(q.dtype).permute(2, 0, 1, 3).contiguous(), (top + total.log()).squeeze(-1)
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    settings: Settings,
-    kept: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """grad_q, grad_k, grad_v in the shapes of q, k, v. Whole rows are here, and `out` is not needed."""
-    heads_q, heads_k, heads_v, grad = (_order(t, q.size(2), None) for t in (q, k, v, grad_out))
+def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """grad_q, grad_k, grad_v in the shapes of q, k, v. `kept.out` is not needed, since whole rows are here."""
+    q, k, v, mask, key_lengths = inputs
+    heads_q, heads_k, heads_v, grad = (_order_heads(t, q.size(2), None) for t in (q, k, v, grad_out))
     if key_lengths is not None:
-        heads_k, heads_v = (_order(t, q.size(2), key_lengths) for t in (k, v))
-    if kept is None:
-        powers = (_find_scores(q, k, mask, key_lengths, settings) - logsumexp.unsqueeze(-1)).exp()
-        # Normalised again: the rounding of a logsumexp counts where scores are around 1e8.
+        heads_k, heads_v = (_order_heads(t, q.size(2), key_lengths) for t in (k, v))
+    if kept.probabilities is None:
+        assert kept.logsumexp is not None
+        powers = (_find_scores(inputs, settings) - kept.logsumexp.unsqueeze(-1)).exp()
+        # Normalised again: where scores are around 1e8, the rounding of a logsumexp counts.
         total = powers.sum(-1, keepdim=True)
         probabilities = powers / total.masked_fill(total == 0.0, float("inf"))
     else:
-        probabilities = kept.to(torch.promote_types(q.dtype, torch.float32))
-    grad_v = (_drop(probabilities, settings).to(q.dtype).mT @ grad).to(probabilities.dtype) * _keep_scale(settings)
-    grad_probabilities = _drop((grad @ heads_v.mT).to(probabilities.dtype), settings) * _keep_scale(settings)
+        probabilities = kept.probabilities.to(torch.promote_types(q.dtype, torch.float32))
+    grad_v = (_drop(probabilities, settings).to(q.dtype).mT @ grad).to(probabilities.dtype) * _find_keep_scale(settings)
+    grad_probabilities = _drop((grad @ heads_v.mT).to(probabilities.dtype), settings) * _find_keep_scale(settings)
     grad_scores = probabilities * grad_probabilities
     grad_scores = grad_scores - probabilities * grad_scores.sum(-1, keepdim=True)
     if mask is not None:
@@ -83,8 +67,8 @@ def backward(
     return grads[0], grads[1], grads[2]
 
 
-def _order(t: Tensor, num_heads: int, key_lengths: Tensor | None) -> Tensor:
-    """[b, a, s, d] of [s, b, g, d]: each group once per head that reads it; 0 behind key_lengths, whatever is there."""
+def _order_heads(t: Tensor, num_heads: int, key_lengths: Tensor | None) -> Tensor:
+    """[b, a, s, d] of [s, b, g, d]: each group once per head that reads it, and zeros behind key_lengths."""
     t = t.permute(1, 2, 0, 3).repeat_interleave(num_heads // t.size(2), dim=1)
     if key_lengths is None:
         return t
@@ -92,15 +76,16 @@ def _order(t: Tensor, num_heads: int, key_lengths: Tensor | None) -> Tensor:
     return t.masked_fill((column >= key_lengths.unsqueeze(-1))[:, None, :, None], 0.0)
 
 
-def _find_scores(q: Tensor, k: Tensor, mask: Tensor | None, key_lengths: Tensor | None, settings: Settings) -> Tensor:
+def _find_scores(inputs: Inputs, settings: Settings) -> Tensor:
     """[b, a, sq, sk] in the dtype of computation; minus infinity where window and key_lengths hide a key."""
-    scores = _order(q, q.size(2), None) @ _order(k, q.size(2), key_lengths).mT
+    q, k, _, mask, key_lengths = inputs
+    scores = _order_heads(q, q.size(2), None) @ _order_heads(k, q.size(2), key_lengths).mT
     scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * settings.softmax_scale
     if mask is not None:
         scores = scores.masked_fill(mask, MASKED_SCORE)
     row = torch.arange(q.size(0), dtype=torch.int64, device=q.device).unsqueeze(-1)
     column = torch.arange(k.size(0), dtype=torch.int64, device=q.device)
-    first, last = settings.window(q.size(0), k.size(0))
+    first, last = settings.find_window(q.size(0), k.size(0))
     if first is not None:
         scores = scores.masked_fill(column < row + first, float("-inf"))
     if last is not None:
@@ -130,5 +115,5 @@ def _drop(weights: Tensor, settings: Settings) -> Tensor:
     return weights.masked_fill(dropped, 0.0)
 
 
-def _keep_scale(settings: Settings) -> float:
+def _find_keep_scale(settings: Settings) -> float:
     return 1.0 / (1.0 - effective_probability(settings.dropout_p))

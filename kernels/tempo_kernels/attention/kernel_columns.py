@@ -1,5 +1,10 @@
-"""The gradients of k and v, in Triton. A program owns a block of keys of one key-value head and walks, head by head of
-its group, over the queries that see them: sums in a fixed order, without atomics."""
+"""Attention in blocks of keys, in Triton: the gradients of k and v.
+
+After FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 2). A program owns a block of keys of one key-value head and
+walks over the queries that see them, one head of its group after the other. It computes their probabilities again from
+the logsumexp and adds up P^T dO and dS^T Q in registers: in a fixed order and without atomics, so that the same inputs
+give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +15,29 @@ import triton.language as tl
 
 from tempo_kernels.attention.kernel_tile import (
     VARYING,
-    key_order,
-    keys_seen,
+    count_keys,
+    find_probabilities,
+    find_score_gradients,
+    find_seen_keys,
     load_rows,
+    order_keys,
     store_rows,
-    tile_gradients,
-    tile_probabilities,
 )
-from tempo_kernels.philox.kernel import loaded_draw
+from tempo_kernels.philox.kernel import load_draw
 
 
 @triton.jit
-def _queries_of(
-    start_key, lengths_ptr, sample, num_queries, num_keys, first_offset, last_offset, LIMITS_LEFT: tl.constexpr,
-    LIMITS_RIGHT: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+def _find_queries(
+    start_key, num_queries, num_seen, first_offset, last_offset,
+    LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """(how many keys the sample has; first, full_start, full_stop, stop of the queries that see this block of keys).
+    """(first, full_start, full_stop, stop) of the queries that see this block of keys.
 
     In [full_start, full_stop) every query sees every key. first is a multiple of BLOCK_QUERIES.
     """
-    num_seen = num_keys
-    if HAS_LENGTHS:
-        num_seen = tl.minimum(tl.maximum(tl.load(lengths_ptr + sample), 0), num_keys).to(tl.int32)
     last_key = tl.minimum(start_key + BLOCK_KEYS, num_seen) - 1
     first, full_start = 0, 0
-    # A last block of queries that is not full needs no mask: those that are not there have no probabilities.
+    # A last block that is not full needs no mask: queries that do not exist have probabilities of 0.
     stop, full_stop = num_queries, num_queries + BLOCK_QUERIES
     if LIMITS_RIGHT:
         first = tl.maximum(start_key - last_offset, 0) // BLOCK_QUERIES * BLOCK_QUERIES
@@ -46,7 +49,7 @@ def _queries_of(
         full_stop = 0
     if start_key >= num_seen:
         stop = 0
-    return num_seen, first, full_start, full_stop, stop
+    return first, full_start, full_stop, stop
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -62,18 +65,18 @@ def _grad_kv_kernel(
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """grad_k and grad_v [sk, b, g, d] of one block of keys. The blocks of one head are neighbours."""
+    """Writes grad_k and grad_v [sk, b, g, d] of one block of keys. The blocks of one head are neighbours."""
     num_key_blocks, num_groups = tl.cdiv(num_keys, BLOCK_KEYS), num_heads // group_size
     start_key, index = tl.program_id(0) % num_key_blocks * BLOCK_KEYS, tl.program_id(0) // num_key_blocks
     sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
-    num_seen, first, full_start, full_stop, stop = _queries_of(
-        start_key, lengths_ptr, sample, num_queries, num_keys, first_offset, last_offset,
-        LIMITS_LEFT, LIMITS_RIGHT, HAS_LENGTHS, BLOCK_QUERIES, BLOCK_KEYS,
+    num_seen = count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS)
+    first, full_start, full_stop, stop = _find_queries(
+        start_key, num_queries, num_seen, first_offset, last_offset,
+        LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS,
     )  # fmt: skip
-    if DRAWS:
-        key_low, key_high, first_sample = loaded_draw(
-            key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
-        )
+    key_low, key_high, first_sample = load_draw(
+        key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
+    )
     if HAS_MASK:
         mask_ptr += sample * mask_sample
     q_ptr += sample * q_sample * UNIT
@@ -84,14 +87,14 @@ def _grad_kv_kernel(
         norm_ptr += sample * num_heads * num_queries
     k_ptr += (sample * k_sample + kv_head * k_head) * UNIT
     v_ptr += (sample * v_sample + kv_head * v_head) * UNIT
-    block_row, order = tl.arange(0, BLOCK_QUERIES), key_order(BLOCK_KEYS, True)
+    block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, True)
     k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
     v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
     grad_k = tl.zeros((BLOCK_KEYS, BLOCK_DIM), tl.float32)
     grad_v = tl.zeros((BLOCK_KEYS, BLOCK_DIM), tl.float32)
     group_head = (kv_head * group_size).to(tl.int32)
     num_blocks = tl.cdiv(tl.maximum(stop - first, 0), BLOCK_QUERIES)
-    # One loop over heads and queries: two, one inside the other, take more registers than there are.
+    # One loop over heads and queries, since two nested loops spill registers.
     for step in range(0, num_blocks * group_size):
         head = (group_head + step // num_blocks).to(tl.int64)
         start_row = first + step % num_blocks * BLOCK_QUERIES
@@ -105,9 +108,9 @@ def _grad_kv_kernel(
         mask_head_ptr = mask_ptr
         if HAS_MASK:
             mask_head_ptr += head * mask_head
-        first_key, last_key = keys_seen(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
+        first_key, last_key = find_seen_keys(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
         is_edge = (start_row < full_start) | (start_row + BLOCK_QUERIES > full_stop)
-        probabilities, hides = tile_probabilities(
+        probabilities, hides = find_probabilities(
             q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
             mask_head_ptr, mask_row, mask_column, num_queries, num_keys, scale, masked_score,
             LIMITS_LEFT, HAS_MASK, PRECISE, BRANCHES, BLOCK_KEYS, True,
@@ -115,7 +118,7 @@ def _grad_kv_kernel(
         if PRECISE:
             norm = tl.load(norm_ptr + statistics + block_row, mask=row < num_queries, other=0.0)
             probabilities *= norm[None, :]
-        probabilities, grad_scores = tile_gradients(
+        probabilities, grad_scores = find_score_gradients(
             probabilities, hides, v, grad_out, delta, row, start_key, first_head + head, first_sample + sample,
             key_low, key_high, limit, keep_scale, HAS_MASK, DRAWS, BLOCK_KEYS, True,
         )  # fmt: skip
@@ -129,6 +132,6 @@ def _grad_kv_kernel(
     store_rows(grad_v_ptr + offset, start_key, order, grad_row, num_keys, grad_v, HEAD_DIM, BLOCK_DIM)
 
 
-def grad_kv(num_programs: int, **arguments: Any) -> None:
-    """Launches the pass for grad_k and grad_v; arguments go by the kernel's names."""
+def launch_grad_kv(num_programs: int, **arguments: Any) -> None:
+    """Launches the pass for grad_k and grad_v; the arguments have the kernel's names."""
     _grad_kv_kernel[(num_programs,)](**arguments)

@@ -1,5 +1,11 @@
-"""Attention in blocks of queries, in Triton: forward, and the gradient of q. A program owns a block of queries of one
-head and walks over the keys that they see; scores are masked only in blocks that some of them do not see whole."""
+"""Attention in blocks of queries, in Triton: forward, and the gradient of q.
+
+After FlashAttention-2 (Dao, arXiv 2307.08691, algorithms 1 and 2). A program owns a block of queries of one head and
+walks over the keys that they see. Forward is an online softmax: it keeps each row's running maximum and running sum,
+rescales the output when the maximum grows, and divides once, at the end. The gradient of q is one more walk, over
+probabilities computed again from the logsumexp. Scores are limited only in blocks that some queries do not see whole;
+the longest blocks start first, so that no multiprocessor is left with one at the end.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +16,25 @@ import triton.language as tl
 
 from tempo_kernels.attention.kernel_tile import (
     VARYING,
-    dropped,
-    key_order,
-    keys_seen,
-    limited,
+    count_keys,
+    draw_drops,
+    find_probabilities,
+    find_score_gradients,
+    find_seen_keys,
+    hide_unseen,
     load_mask,
     load_rows,
+    multiply,
+    order_keys,
     store_rows,
-    tile_gradients,
-    tile_probabilities,
 )
-from tempo_kernels.philox.kernel import loaded_draw
+from tempo_kernels.philox.kernel import load_draw
 
 
 @triton.jit
-def _place(num_queries, num_heads, group_size, BLOCK_QUERIES: tl.constexpr):
-    """(first query, sample, query head, key-value head) of this program. The blocks of one head are neighbours, and
-    the last, which are the longest under a causal limit, go first."""
+def _find_place(num_queries, num_heads, group_size, BLOCK_QUERIES: tl.constexpr):
+    """(first query, sample, query head, key-value head) of this program. The blocks of one head are neighbours. The
+    last ones go first: under a causal limit they are the longest."""
     num_blocks = tl.cdiv(num_queries, BLOCK_QUERIES)
     block, index = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
     head = index % num_heads
@@ -35,17 +43,14 @@ def _place(num_queries, num_heads, group_size, BLOCK_QUERIES: tl.constexpr):
 
 
 @triton.jit
-def _keys_of(
-    start_row, lengths_ptr, sample, num_queries, num_keys, first_offset, last_offset, LIMITS_LEFT: tl.constexpr,
-    LIMITS_RIGHT: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+def _find_keys(
+    start_row, num_queries, num_seen, first_offset, last_offset,
+    LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """(how many keys the sample has; first, full_start, full_stop, stop of those that this block of queries sees).
+    """(first, full_start, full_stop, stop) of the keys that this block of queries sees.
 
     In [full_start, full_stop) every query sees every key. first is a multiple of BLOCK_KEYS.
     """
-    num_seen = num_keys
-    if HAS_LENGTHS:
-        num_seen = tl.minimum(tl.maximum(tl.load(lengths_ptr + sample), 0), num_keys).to(tl.int32)
     last_row = tl.minimum(start_row + BLOCK_QUERIES, num_queries) - 1
     first, full_start = 0, 0
     stop, full_stop = num_seen, num_seen
@@ -55,7 +60,7 @@ def _keys_of(
     if LIMITS_RIGHT:
         stop = tl.minimum(stop, last_row + last_offset + 1)
         full_stop = tl.minimum(full_stop, start_row + last_offset + 1)
-    return num_seen, first, full_start, full_stop, stop
+    return first, full_start, full_stop, stop
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -70,51 +75,48 @@ def _forward_kernel(
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """out [sq, b, a, d] and the logsumexp [b, a, sq], in units of the unscaled scores, of one block of queries."""
-    start_row, sample, head, kv_head = _place(num_queries, num_heads, group_size, BLOCK_QUERIES)
-    num_seen, first, full_start, full_stop, stop = _keys_of(
-        start_row, lengths_ptr, sample, num_queries, num_keys, first_offset, last_offset,
-        LIMITS_LEFT, LIMITS_RIGHT, HAS_LENGTHS, BLOCK_QUERIES, BLOCK_KEYS,
+    """Writes out [sq, b, a, d], and the logsumexp [b, a, sq] in units of the unscaled scores, of a block of queries."""
+    start_row, sample, head, kv_head = _find_place(num_queries, num_heads, group_size, BLOCK_QUERIES)
+    num_seen = count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS)
+    first, full_start, full_stop, stop = _find_keys(
+        start_row, num_queries, num_seen, first_offset, last_offset,
+        LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS,
     )  # fmt: skip
-    if DRAWS:
-        key_low, key_high, first_sample = loaded_draw(
-            key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
-        )
+    key_low, key_high, first_sample = load_draw(
+        key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
+    )
     if HAS_MASK:
         mask_ptr += sample * mask_sample + head * mask_head
     k_ptr += (sample * k_sample + kv_head * k_head) * UNIT
     v_ptr += (sample * v_sample + kv_head * v_head) * UNIT
     q_ptr += (sample * q_sample + head * q_head) * UNIT
-    block_row, order = tl.arange(0, BLOCK_QUERIES), key_order(BLOCK_KEYS, False)
+    block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, False)
     row = start_row + block_row
-    first_key, last_key = keys_seen(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
+    first_key, last_key = find_seen_keys(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
     q = load_rows(q_ptr, start_row, block_row, q_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
     top = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_QUERIES,), tl.float32)
     out = tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32)
     for start_key in range(first, stop, BLOCK_KEYS):
         k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = multiply(q, k, False)
         if HAS_MASK:
             hides = load_mask(mask_ptr, row, start_key, mask_row, mask_column, num_queries, num_keys, BLOCK_KEYS, False)
             scores = tl.where(hides, masked_score, scores)
-        if BRANCHES:
-            if (start_key < full_start) | (start_key + BLOCK_KEYS > full_stop):
-                scores = limited(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, False)
-        else:
-            scores = limited(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, False)
+        is_edge = (start_key < full_start) | (start_key + BLOCK_KEYS > full_stop)
+        scores = hide_unseen(scores, first_key, last_key, start_key, is_edge, LIMITS_LEFT, BRANCHES, BLOCK_KEYS, False)
         new_top = tl.maximum(top, tl.max(scores, 1))
-        # Of a row that has seen nothing yet, minus infinity must not be taken from itself.
+        # A row that has seen nothing yet must not subtract minus infinity from itself.
         finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         if HAS_MASK or PRECISE:
-            # Rounded relative to the difference, not to the scores. Of masked scores it is 0, as in the other passes.
+            # This rounds the difference, not the scores. Between masked scores it is 0, as in the other passes.
             probabilities = tl.exp2((scores - finite_top[:, None]) * scale)
         else:
             probabilities = tl.exp2(scores * scale - (finite_top * scale)[:, None])
         shrink = tl.exp2((top - finite_top) * scale)
         total = total * shrink + tl.sum(probabilities, 1)
         if DRAWS:
-            drops = dropped(
+            drops = draw_drops(
                 row, start_key, first_head + head, first_sample + sample, key_low, key_high, limit, BLOCK_KEYS, False
             )
             probabilities = tl.where(drops, 0.0, probabilities)
@@ -125,8 +127,8 @@ def _forward_kernel(
     total = tl.where(sees_nothing, 1.0, total)
     logsumexp = top + tl.log2(total) / scale
     if HAS_MASK:
-        # Beside a masked score the sum's logarithm would lose its digits: where that is the top, the logsumexp is that
-        # of the differences to it, and the last bit says so.
+        # Added to a masked score, the sum's logarithm would lose its digits. Where a masked score is the top, the
+        # logsumexp is therefore relative to it, and the last bit says so.
         hides_all = top == masked_score
         bits = tl.where(hides_all, tl.log2(total) / scale, logsumexp).to(tl.int32, bitcast=True)
         logsumexp = ((bits & ~1) | hides_all.to(tl.int32)).to(tl.float32, bitcast=True)
@@ -153,20 +155,21 @@ def _grad_q_kernel(
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """grad_q of one block of queries, and delta [b, a, sq], the sum over a row of out * grad_out, for the other pass.
+    """Writes grad_q of one block of queries, and for the other pass delta [b, a, sq], a row's sum of out * grad_out.
 
-    PRECISE: with one more walk over the keys, probabilities are divided by their sum (norm is its inverse) and delta
-    is summed from what it is subtracted from: the roundings of logsumexp and out are float32's largest errors.
+    PRECISE walks over the keys once more. It divides the probabilities by their sum (norm is its inverse), and sums
+    delta from the terms that delta is subtracted from: in float32 the roundings of logsumexp and out are the largest
+    errors.
     """
-    start_row, sample, head, kv_head = _place(num_queries, num_heads, group_size, BLOCK_QUERIES)
-    num_seen, first, full_start, full_stop, stop = _keys_of(
-        start_row, lengths_ptr, sample, num_queries, num_keys, first_offset, last_offset,
-        LIMITS_LEFT, LIMITS_RIGHT, HAS_LENGTHS, BLOCK_QUERIES, BLOCK_KEYS,
+    start_row, sample, head, kv_head = _find_place(num_queries, num_heads, group_size, BLOCK_QUERIES)
+    num_seen = count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS)
+    first, full_start, full_stop, stop = _find_keys(
+        start_row, num_queries, num_seen, first_offset, last_offset,
+        LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS,
     )  # fmt: skip
-    if DRAWS:
-        key_low, key_high, first_sample = loaded_draw(
-            key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
-        )
+    key_low, key_high, first_sample = load_draw(
+        key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
+    )
     if HAS_MASK:
         mask_ptr += sample * mask_sample + head * mask_head
     k_ptr += (sample * k_sample + kv_head * k_head) * UNIT
@@ -175,9 +178,9 @@ def _grad_q_kernel(
     grad_out_ptr += (sample * grad_sample + head * grad_head) * UNIT
     out_offset = (sample * num_heads + head) * HEAD_DIM
     out_row = batch.to(tl.int64) * num_heads * HEAD_DIM
-    block_row, order = tl.arange(0, BLOCK_QUERIES), key_order(BLOCK_KEYS, False)
+    block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, False)
     row = start_row + block_row
-    first_key, last_key = keys_seen(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
+    first_key, last_key = find_seen_keys(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
     q = load_rows(q_ptr, start_row, block_row, q_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
     grad_out = load_rows(grad_out_ptr, start_row, block_row, grad_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
     out = load_rows(out_ptr + out_offset, start_row, block_row, out_row, num_queries, HEAD_DIM, BLOCK_DIM)
@@ -189,13 +192,13 @@ def _grad_q_kernel(
         for start_key in range(first, stop, BLOCK_KEYS):
             k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
             v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
-            probabilities, hides = tile_probabilities(
+            probabilities, hides = find_probabilities(
                 q, k, logsumexp, row, first_key, last_key, start_key, True,
                 mask_ptr, mask_row, mask_column, num_queries, num_keys, scale, masked_score,
                 LIMITS_LEFT, HAS_MASK, PRECISE, False, BLOCK_KEYS, False,
             )  # fmt: skip
             total += tl.sum(probabilities, 1)
-            _, products = tile_gradients(
+            _, products = find_score_gradients(
                 probabilities, hides, v, grad_out, tl.zeros_like(delta), row, start_key,
                 first_head + head, first_sample + sample, key_low, key_high, limit, keep_scale,
                 False, DRAWS, BLOCK_KEYS, False,
@@ -210,14 +213,14 @@ def _grad_q_kernel(
         k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
         v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
         is_edge = (start_key < full_start) | (start_key + BLOCK_KEYS > full_stop)
-        probabilities, hides = tile_probabilities(
+        probabilities, hides = find_probabilities(
             q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
             mask_ptr, mask_row, mask_column, num_queries, num_keys, scale, masked_score,
             LIMITS_LEFT, HAS_MASK, PRECISE, BRANCHES, BLOCK_KEYS, False,
         )  # fmt: skip
         if PRECISE:
             probabilities *= norm[:, None]
-        _, grad_scores = tile_gradients(
+        _, grad_scores = find_score_gradients(
             probabilities, hides, v, grad_out, delta, row, start_key, first_head + head, first_sample + sample,
             key_low, key_high, limit, keep_scale, HAS_MASK, DRAWS, BLOCK_KEYS, False,
         )  # fmt: skip
@@ -226,11 +229,11 @@ def _grad_q_kernel(
     store_rows(grad_q_ptr + out_offset, start_row, block_row, out_row, num_queries, grad_q, HEAD_DIM, BLOCK_DIM)
 
 
-def forward(num_programs: int, **arguments: Any) -> None:
-    """Launches the forward pass; arguments go by the kernel's names."""
+def launch_forward(num_programs: int, **arguments: Any) -> None:
+    """Launches the forward pass; the arguments have the kernel's names."""
     _forward_kernel[(num_programs,)](**arguments)
 
 
-def grad_q(num_programs: int, **arguments: Any) -> None:
-    """Launches the pass for grad_q and delta; arguments go by the kernel's names."""
+def launch_grad_q(num_programs: int, **arguments: Any) -> None:
+    """Launches the pass for grad_q and delta; the arguments have the kernel's names."""
     _grad_q_kernel[(num_programs,)](**arguments)

@@ -1,13 +1,17 @@
-"""What the kernels of attention do with one tile of scores: [queries, keys] where a program owns queries, and
+"""What the kernels of attention do with one tile of scores. A tile is [queries, keys] where a program owns queries, and
 [keys, queries] (KEYS_FIRST) where it owns keys.
 
-Keys are not in order within a tile; attention knows no order of keys. Tensor cores give a thread columns 2 t, 2 t + 1,
-8 + 2 t, 8 + 2 t + 1, ... of rows r and r + 8 (t: its number modulo 4), while one call of Philox serves eight
-neighbouring keys of one query. Rows of K and V are loaded such that the columns of a thread are neighbouring keys: it
-draws what it needs, once, and nothing moves between threads. In the keys' own order the mask of a tile of 128 x 64 took
-24 more stores to and 24 more loads from shared memory and five more barriers. With KEYS_FIRST a thread has only two or
-four keys of a query; there r and r + 8 are neighbours, so that a thread needs one word of each call, and these words
-move.
+Recomputed probabilities are exp(scores - logsumexp), and the scores' gradient is P * (dP - delta): equations of
+FlashAttention-2 (Dao, arXiv 2307.08691, algorithms 1 and 2). Exponentials are powers of two, which the GPU has an
+instruction for; scale therefore holds log2(e).
+
+Keys are not in order within a tile; attention knows no order of keys. Tensor cores give a thread the columns 2 t,
+2 t + 1, 8 + 2 t, 8 + 2 t + 1, ... of rows r and r + 8, where t is the thread's number modulo 4. One call of Philox
+serves eight neighbouring keys of one query. Rows of K and V are loaded in such an order that a thread's columns are
+neighbouring keys: the thread draws what it needs once, and nothing moves between threads. In the keys' own order the
+mask of a tile of 128 x 64 took 24 more stores to shared memory, 24 more loads from it and five more barriers. With
+KEYS_FIRST a thread has only two or four keys of a query. There r and r + 8 are neighbours: a thread needs one word of
+each call, and these words move.
 """
 
 from __future__ import annotations
@@ -17,10 +21,10 @@ import triton.language as tl
 
 from tempo_kernels.philox.kernel import philox4x32
 
-# triton 3.3 cannot compile the joins of a transposed tile: there every key of it makes its own call of Philox.
+# triton 3.3 cannot compile the joins of a transposed tile. With it, every key makes a call of Philox of its own.
 JOINS_TRANSPOSED = tl.constexpr(not triton.__version__.startswith("3.3."))
 
-# Arguments that change from call to call or from layer to layer: no value of theirs compiles a kernel anew.
+# Arguments that change from call to call or from layer to layer. No value of theirs compiles a kernel anew.
 VARYING = [f"{name}_{axis}" for name in ("q", "k", "v", "grad") for axis in ("row", "sample", "head")]
 VARYING += ["mask_sample", "mask_head", "mask_row", "mask_column"]
 VARYING += ["num_queries", "num_keys", "batch", "num_heads", "group_size", "first_offset", "last_offset"]
@@ -29,8 +33,8 @@ VARYING += ["key_low", "key_high", "first_sample", "first_head", "limit"]
 
 
 @triton.jit
-def key_order(BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Which key of the tile is where."""
+def order_keys(BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """For each place in the tile, the key that is there."""
     index = tl.arange(0, BLOCK_KEYS)
     if KEYS_FIRST:
         key = (index & ~15) | ((index & 7) << 1) | (index >> 3 & 1)
@@ -40,8 +44,8 @@ def key_order(BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def in_key_order(tile, KEYS_FIRST: tl.constexpr):
-    """A tile whose keys are in order, as key_order has them."""
+def reorder_keys(tile, KEYS_FIRST: tl.constexpr):
+    """From a tile whose keys are in their own order, the tile in the order of order_keys."""
     num_rows: tl.constexpr = tile.shape[0]
     num_columns: tl.constexpr = tile.shape[1]
     if KEYS_FIRST:
@@ -52,22 +56,24 @@ def in_key_order(tile, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def over_queries(x, KEYS_FIRST: tl.constexpr):
-    """x [queries] as it broadcasts over a tile."""
+def expand_queries(x, KEYS_FIRST: tl.constexpr):
+    """x [queries] in the shape that broadcasts over a tile."""
     return x[None, :] if KEYS_FIRST else x[:, None]
 
 
 @triton.jit
-def over_keys(x, KEYS_FIRST: tl.constexpr):
-    """x [keys] as it broadcasts over a tile."""
+def expand_keys(x, KEYS_FIRST: tl.constexpr):
+    """x [keys] in the shape that broadcasts over a tile."""
     return x[:, None] if KEYS_FIRST else x[None, :]
 
 
 @triton.jit
-def dropped(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Where dropout drops, int1, of queries row [m]; head and sample (int64) are scalars.
+def draw_drops(
+    row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr
+):
+    """Where dropout drops, int1, for queries row [m]; head and sample (int64) are scalars.
 
-    The same bits as drop_mask in philox/kernel.py.
+    The bits are those of drop_mask in philox/kernel.py.
     """
     group = start_key // 8 + tl.arange(0, BLOCK_KEYS // 8)
     word0, word1, word2, word3 = philox4x32(
@@ -80,10 +86,10 @@ def dropped(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS: 
     )
     # [m, keys / 8, 2, 2], [first or second pair][word of the pair]
     if KEYS_FIRST:
-        # With four tensors to join, the compiler draws each once and moves it. That is what is wanted here,
+        # The compiler draws each of four joined tensors once and moves it, as a transposed tile needs it.
         words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
     else:
-        # and not here: of two tensors it computes each element where it is used.
+        # The compiler computes each element of two joined tensors where it is used: nothing moves.
         first = word0.to(tl.uint64) | (word1.to(tl.uint64) << 32)
         second = word2.to(tl.uint64) | (word3.to(tl.uint64) << 32)
         pairs = tl.join(first, second)
@@ -93,13 +99,13 @@ def dropped(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS: 
     drops = tl.reshape(drops, (row.shape[0], BLOCK_KEYS))
     if KEYS_FIRST:
         drops = tl.trans(drops)
-    return in_key_order(drops, KEYS_FIRST)
+    return reorder_keys(drops, KEYS_FIRST)
 
 
 @triton.jit
-def dropped_key_by_key(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS: tl.constexpr):
-    """As dropped with KEYS_FIRST, at eight times its price."""
-    key = (start_key + key_order(BLOCK_KEYS, True))[:, None]
+def draw_drops_key_by_key(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS: tl.constexpr):
+    """As draw_drops with KEYS_FIRST, at eight times its price."""
+    key = (start_key + order_keys(BLOCK_KEYS, True))[:, None]
     word0, word1, word2, word3 = philox4x32(
         (key // 8).to(tl.uint32),
         row[None, :].to(tl.uint32),
@@ -115,7 +121,7 @@ def dropped_key_by_key(row, start_key, head, sample, key_low, key_high, limit, B
 
 @triton.jit
 def load_rows(ptr, start, row, stride, num_rows, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Rows start + row [m] of a matrix [num_rows, HEAD_DIM], as [m, BLOCK_DIM] with zeros where it has no element."""
+    """Rows start + row [m] of a matrix [num_rows, HEAD_DIM], as [m, BLOCK_DIM] with zeros outside of the matrix."""
     dim = tl.arange(0, BLOCK_DIM)
     inside = (start + row < num_rows)[:, None]
     if HEAD_DIM < BLOCK_DIM:
@@ -140,15 +146,25 @@ def load_mask(
 ):  # fmt: skip
     """Whether the caller's mask hides, int1, for queries row [m]."""
     key = start_key + tl.arange(0, BLOCK_KEYS)
-    pointers = ptr + over_queries(row.to(tl.int64) * stride_query, KEYS_FIRST)
-    pointers += over_keys(key.to(tl.int64) * stride_key, KEYS_FIRST)
-    inside = over_queries(row < num_queries, KEYS_FIRST) & over_keys(key < num_keys, KEYS_FIRST)
-    return in_key_order(tl.load(pointers, mask=inside, other=0) != 0, KEYS_FIRST)
+    pointers = ptr + expand_queries(row.to(tl.int64) * stride_query, KEYS_FIRST)
+    pointers += expand_keys(key.to(tl.int64) * stride_key, KEYS_FIRST)
+    inside = expand_queries(row < num_queries, KEYS_FIRST) & expand_keys(key < num_keys, KEYS_FIRST)
+    return reorder_keys(tl.load(pointers, mask=inside, other=0) != 0, KEYS_FIRST)
 
 
 @triton.jit
-def keys_seen(row, first_offset, last_offset, num_seen, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr):
-    """(first, last) key that queries row [m] see: row + first_offset to row + last_offset, if limited, of num_seen."""
+def count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS: tl.constexpr):
+    """How many keys the sample has."""
+    num_seen = num_keys
+    if HAS_LENGTHS:
+        num_seen = tl.minimum(tl.maximum(tl.load(lengths_ptr + sample), 0), num_keys).to(tl.int32)
+    return num_seen
+
+
+@triton.jit
+def find_seen_keys(row, first_offset, last_offset, num_seen, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr):
+    """(first, last) key that queries row [m] see of the num_seen keys: row + first_offset and row + last_offset, where
+    they are limited."""
     first_key, last_key = row * 0, row * 0 + (num_seen - 1)
     if LIMITS_LEFT:
         first_key = row + first_offset
@@ -158,70 +174,86 @@ def keys_seen(row, first_offset, last_offset, num_seen, LIMITS_LEFT: tl.constexp
 
 
 @triton.jit
-def limited(
+def hide_unseen(
+    scores, first_key, last_key, start_key, is_edge,
+    LIMITS_LEFT: tl.constexpr, BRANCHES: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """scores with minus infinity where a query does not see the key; first_key and last_key are find_seen_keys's.
+
+    BRANCHES jumps over the work where the tile is no edge: every query sees every key of it.
+    """
+    if BRANCHES:
+        if is_edge:
+            scores = _hide(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, KEYS_FIRST)
+    else:
+        scores = _hide(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, KEYS_FIRST)
+    return scores
+
+
+@triton.jit
+def _hide(
     scores, first_key, last_key, start_key,
     LIMITS_LEFT: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """scores, and minus infinity where a query does not see the key; see keys_seen."""
-    key = over_keys(key_order(BLOCK_KEYS, KEYS_FIRST), KEYS_FIRST)
-    seen = key <= over_queries(last_key - start_key, KEYS_FIRST)
+    key = expand_keys(order_keys(BLOCK_KEYS, KEYS_FIRST), KEYS_FIRST)
+    seen = key <= expand_queries(last_key - start_key, KEYS_FIRST)
     if LIMITS_LEFT:
-        seen = seen & (key >= over_queries(first_key - start_key, KEYS_FIRST))
+        seen = seen & (key >= expand_queries(first_key - start_key, KEYS_FIRST))
     return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
-def tile_probabilities(
+def multiply(queries, keys, KEYS_FIRST: tl.constexpr):
+    """The tile of products of queries [m, d] and keys [n, d], exact where they are float32."""
+    if KEYS_FIRST:
+        products = tl.dot(keys, tl.trans(queries), input_precision="ieee")
+    else:
+        products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    return products
+
+
+@triton.jit
+def find_probabilities(
     q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
     mask_ptr, mask_row, mask_column, num_queries, num_keys, scale, masked_score,
     LIMITS_LEFT: tl.constexpr, HAS_MASK: tl.constexpr, PRECISE: tl.constexpr, BRANCHES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """(probabilities before dropout in float32, where the caller's mask hides)"""
-    if KEYS_FIRST:
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee")
-    else:
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    """(probabilities before dropout in float32, int1 where the caller's mask hides), by exp(scores - logsumexp)."""
+    scores = multiply(q, k, KEYS_FIRST)
     hides = False
     if HAS_MASK:
         hides = load_mask(
             mask_ptr, row, start_key, mask_row, mask_column, num_queries, num_keys, BLOCK_KEYS, KEYS_FIRST
         )
         scores = tl.where(hides, masked_score, scores)
-        # See the end of the forward kernel.
+        # The last bit says that the logsumexp is relative to the masked score; the end of the forward kernel says why.
         origin = tl.where((logsumexp.to(tl.int32, bitcast=True) & 1) == 1, masked_score, 0.0)
-        scores -= over_queries(origin, KEYS_FIRST)
-    if BRANCHES:
-        if is_edge:
-            scores = limited(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, KEYS_FIRST)
-    else:
-        scores = limited(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, KEYS_FIRST)
+        scores -= expand_queries(origin, KEYS_FIRST)
+    scores = hide_unseen(scores, first_key, last_key, start_key, is_edge, LIMITS_LEFT, BRANCHES, BLOCK_KEYS, KEYS_FIRST)
     if PRECISE:
-        exponents = (scores - over_queries(logsumexp, KEYS_FIRST)) * scale
+        exponents = (scores - expand_queries(logsumexp, KEYS_FIRST)) * scale
     else:
-        exponents = scores * scale - over_queries(logsumexp * scale, KEYS_FIRST)
+        exponents = scores * scale - expand_queries(logsumexp * scale, KEYS_FIRST)
     return tl.exp2(exponents), hides
 
 
 @triton.jit
-def tile_gradients(
+def find_score_gradients(
     probabilities, hides, v, grad_out, delta, row, start_key, head, sample, key_low, key_high, limit, keep_scale,
     HAS_MASK: tl.constexpr, DRAWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """(probabilities after dropout without its scale, gradient of the scaled scores), in float32."""
-    if KEYS_FIRST:
-        grad_probabilities = tl.dot(v, tl.trans(grad_out), input_precision="ieee")
-    else:
-        grad_probabilities = tl.dot(grad_out, tl.trans(v), input_precision="ieee")
+    """(probabilities after dropout without its scale, gradient of the scaled scores) in float32."""
+    grad_probabilities = multiply(grad_out, v, KEYS_FIRST)
     kept = probabilities
     if DRAWS:
         if JOINS_TRANSPOSED or not KEYS_FIRST:
-            drops = dropped(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS, KEYS_FIRST)
+            drops = draw_drops(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS, KEYS_FIRST)
         else:
-            drops = dropped_key_by_key(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS)
+            drops = draw_drops_key_by_key(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS)
         kept = tl.where(drops, 0.0, probabilities)
         grad_probabilities = tl.where(drops, 0.0, grad_probabilities * keep_scale)
-    grad_scores = probabilities * (grad_probabilities - over_queries(delta, KEYS_FIRST))
+    grad_scores = probabilities * (grad_probabilities - expand_queries(delta, KEYS_FIRST))
     if HAS_MASK:
         grad_scores = tl.where(hides, 0.0, grad_scores)
     return kept, grad_scores

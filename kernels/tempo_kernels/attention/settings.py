@@ -1,9 +1,9 @@
-"""What an attention is told beside its tensors, and how that travels through an operator."""
+"""What attention is given: Inputs are tensors, Settings numbers; how they pass through an operator; what is Kept."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,9 +17,27 @@ OPERANDS = (
 )
 
 
+class Inputs(NamedTuple):
+    """The tensors, of the shapes and dtypes that `attention` says."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    key_lengths: Tensor | None = None
+
+
+class Kept(NamedTuple):
+    """What backward gets of forward's results: the logsumexp, or in the softmax form the probabilities."""
+
+    out: Tensor | None
+    logsumexp: Tensor | None
+    probabilities: Tensor | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is not a tensor."""
+    """The numbers. Two of them, dropout_key and first_sample, may be 0-dim tensors."""
 
     causal: bool
     softmax_scale: float
@@ -34,8 +52,8 @@ class Settings:
         """What an operator takes in their place, by the schema OPERANDS."""
         numbers, (key, first_sample) = self.split()
         window = None if self.window_size is None else list(self.window_size)
-        drawn = (*split_key(numbers.dropout_key), key, numbers.first_sample or 0, first_sample, self.first_head)
-        return self.causal, self.softmax_scale, self.dropout_p, *drawn, window
+        draw = (*split_key(numbers.dropout_key), key, numbers.first_sample or 0, first_sample, self.first_head)
+        return self.causal, self.softmax_scale, self.dropout_p, *draw, window
 
     @classmethod
     def of(cls, *operands: Any) -> Settings:
@@ -46,7 +64,7 @@ class Settings:
         return cls(causal, scale, p, key, first_sample, first_head, None if window is None else tuple(window))
 
     def split(self) -> tuple[Settings, list[Tensor | None]]:
-        """The settings without their tensors, and those, which autograd is to keep: it notices when one is changed."""
+        """The settings without their tensors, and the tensors: autograd keeps those and notices a change of them."""
         numbers = (self.dropout_key, self.first_sample)
         if not any(isinstance(number, Tensor) for number in numbers):
             return self, [None, None]
@@ -54,8 +72,8 @@ class Settings:
         key, first_sample = (None if isinstance(number, Tensor) else number for number in numbers)
         return dataclasses.replace(self, dropout_key=key, first_sample=first_sample), tensors
 
-    def joined(self, key: Tensor | None, first_sample: Tensor | None) -> Settings:
-        """The whole settings from what `split` made of them."""
+    def join(self, key: Tensor | None, first_sample: Tensor | None) -> Settings:
+        """The whole settings again, from what `split` returned."""
         if key is None and first_sample is None:
             return self
         return dataclasses.replace(
@@ -64,7 +82,7 @@ class Settings:
             first_sample=self.first_sample if first_sample is None else first_sample,
         )
 
-    def window(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
+    def find_window(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
         """(first, last) such that query i sees keys i + first to i + last; None where there is no limit."""
         # With fewer queries than keys the last query sees the last key.
         diagonal = num_keys - num_queries

@@ -26,13 +26,17 @@ class Draw(NamedTuple):
     def check(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
         """Raises ValueError where the tensors do not fit one another, or the draw does not fit them."""
         if x.dim() != 3 or not x.is_floating_point():
-            raise ValueError(f"x is {x.dtype} of shape {list(x.shape)}; a floating-point [s, b, h] tensor is wanted")
+            raise ValueError(
+                f"x is {x.dtype} of shape {list(x.shape)}; expected a floating-point [s, b, h]; cast or reshape it"
+            )
         if bias is not None and bias.shape != x.shape[-1:]:
-            raise ValueError(f"bias has shape {list(bias.shape)}; [{x.size(-1)}] is wanted, as x's last dimension")
+            raise ValueError(
+                f"bias has shape {list(bias.shape)}; expected [{x.size(-1)}], as x's last dimension; reshape it"
+            )
         if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
             raise ValueError(
                 f"residual is {residual.dtype} of shape {list(residual.shape)}; "
-                f"{x.dtype} of shape {list(x.shape)} is wanted, as x; cast it first"
+                f"expected {x.dtype} of shape {list(x.shape)}, as x; cast it first"
             )
         if effective_probability(self.p):
             first_sample = 0 if isinstance(self.first_sample, Tensor) else self.first_sample
@@ -40,12 +44,12 @@ class Draw(NamedTuple):
         for name, number in (("key", self.key), ("first_sample", self.first_sample)):
             if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, x.device):
                 raise ValueError(
-                    f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; an int, or a 0-dim "
-                    f"torch.int64 tensor on {x.device}, as x, is wanted; move it there"
+                    f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; expected an int, or a "
+                    f"0-dim torch.int64 tensor on {x.device}, as x; move it there"
                 )
 
     @classmethod
-    def of(
+    def from_operands(
         cls, p: float, low: int, high: int, key: Tensor | None, number: int, first_sample: Tensor | None, first_row: int
     ) -> Draw:
         """The draw that `operands` gave."""
@@ -68,7 +72,7 @@ class Draw(NamedTuple):
         key, first_sample = (0 if isinstance(number, Tensor) else number for number in (self.key, self.first_sample))
         return Draw(self.p, key, first_sample, self.first_row), tensors
 
-    def joined(self, key: Tensor | None, first_sample: Tensor | None) -> Draw:
+    def join(self, key: Tensor | None, first_sample: Tensor | None) -> Draw:
         """The whole draw from what `split` made of it."""
         return Draw(
             self.p,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.dropout_add import eager
+from tempo_kernels.dropout_add import cpu
 from tempo_kernels.dropout_add.draw import OPERANDS, Draw
 from tempo_kernels.opaque import opaque, separate
 
@@ -53,25 +53,26 @@ def bias_dropout_add(
     return out
 
 
-def _shapes(x: Tensor, *others: Any) -> list[Tensor]:
+def _allocate(x: Tensor, *_: Any) -> list[Tensor]:
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device)]
 
 
-@opaque(f"bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, {OPERANDS}) -> Tensor[]", _shapes)
+@opaque(f"bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, {OPERANDS}) -> Tensor[]", _allocate)
 def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, *operands: Any) -> list[Tensor]:
-    return [choose_backend(x, eager).forward(x, bias, residual, *Draw.of(*operands))]
+    return [choose_backend(x, cpu).forward(x, bias, residual, Draw.from_operands(*operands))]
 
 
-def _gradient_shapes(grad_out: Tensor, bias_dtype: torch.dtype | None, *operands: Any) -> list[Tensor]:
+def _allocate_gradients(grad_out: Tensor, has_grad_bias: bool, *_: Any) -> list[Tensor]:
     grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
-    return [grad_x] if bias_dtype is None else [grad_x, grad_x.new_empty(grad_out.shape[-1:], dtype=bias_dtype)]
+    sum_dtype = torch.promote_types(grad_out.dtype, torch.float32)
+    return [grad_x, grad_x.new_empty(grad_out.shape[-1:], dtype=sum_dtype)] if has_grad_bias else [grad_x]
 
 
-@opaque(f"bias_dropout_add_backward(Tensor grad_out, ScalarType? bias_dtype, {OPERANDS}) -> Tensor[]", _gradient_shapes)
-def _backward(grad_out: Tensor, bias_dtype: torch.dtype | None, *operands: Any) -> list[Tensor]:
-    """grad_x and, where its dtype is given, grad_bias."""
-    grad_x, grad_bias = choose_backend(grad_out, eager).backward(grad_out, *Draw.of(*operands), bias_dtype is not None)
-    return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(bias_dtype)]
+@opaque(f"bias_dropout_add_backward(Tensor grad_out, bool has_grad_bias, {OPERANDS}) -> Tensor[]", _allocate_gradients)
+def _backward(grad_out: Tensor, has_grad_bias: bool, *operands: Any) -> list[Tensor]:
+    """grad_x and, where it is asked for, grad_bias."""
+    grads = choose_backend(grad_out, cpu).backward(grad_out, Draw.from_operands(*operands), has_grad_bias)
+    return [grad for grad in grads if grad is not None]
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
@@ -85,10 +86,10 @@ class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
     @first_derivative_only("bias_dropout_add", "dropout")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        needs_grad_x, needs_grad_bias, needs_grad_residual, _ = ctx.needs_input_grad
+        has_grad_x, has_grad_bias, has_grad_residual, _ = ctx.needs_input_grad
         grads: list[Tensor | None] = [None, None]
-        if needs_grad_x or needs_grad_bias:
-            operands = ctx.draw.joined(*ctx.saved_tensors).operands
-            found = _backward(grad_out, ctx.bias_dtype if needs_grad_bias else None, *operands)
-            grads = [found[0] if needs_grad_x else None, found[1] if needs_grad_bias else None]
-        return *grads, grad_out if needs_grad_residual else None, None
+        if has_grad_x or has_grad_bias:
+            operands = ctx.draw.join(*ctx.saved_tensors).operands
+            grad_x, *grad_bias = _backward(grad_out, has_grad_bias, *operands)
+            grads = [grad_x if has_grad_x else None, grad_bias[0].to(ctx.bias_dtype) if grad_bias else None]
+        return *grads, grad_out if has_grad_residual else None, None

@@ -1,4 +1,4 @@
-"""gelu: checks, the backend, and the autograd.Functions."""
+"""gelu: checks, the backend, and the autograd.Function that keeps the output."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.gelu import cpu
+from tempo_kernels.gelu.inverse import INVERSES
 from tempo_kernels.opaque import opaque
+from tempo_kernels.pointwise import activate, check_tensors, forward_with_bits, list_gradients, shape_gradients
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ACTIVATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, keep: str = "output") -> Tensor:
@@ -36,69 +38,41 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, ke
         rounds it; elsewhere 2.8e-5. With keep="input", at most twice torch's own plus one ulp of the largest gradient.
     Raises: ValueError for a dtype, shape, form or keep that does not fit; RuntimeError on a second derivative.
     """
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"gelu: x is {x.dtype}; expected float32, bfloat16, float16 or float64; cast it")
-    if approximate not in ("none", "tanh"):
+    if approximate not in _ACTIVATIONS:
         raise ValueError(f'gelu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
     if keep not in ("output", "input"):
         raise ValueError(f'gelu: keep is {keep!r}; expected "output" or "input"')
-    if bias is not None:
-        if bias.dim() != 1 or bias.shape != x.shape[-1:]:
-            raise ValueError(
-                f"gelu: bias has shape {list(bias.shape)} and x {list(x.shape)}; expected "
-                "a bias as long as x's last dimension; reshape or shard it as x"
-            )
-        if bias.dtype != x.dtype:
-            raise ValueError(f"gelu: bias is {bias.dtype} and x {x.dtype}; cast bias to {x.dtype}")
-    return (_GELU if keep == "output" else _GELUOfInput).apply(x, bias, approximate)
+    if keep == "input":
+        return activate(x, bias, _ACTIVATIONS[approximate])
+    check_tensors("gelu", x, bias)
+    y: Tensor = _GELU.apply(x, bias, approximate)
+    return y
 
 
-def _shapes(x: Tensor, bias: Tensor | None, approximate: str, has_bits: bool) -> list[Tensor]:
+def _shape_output_and_bits(x: Tensor, bias: Tensor | None, approximate: str) -> list[Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return [y, torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)] if has_bits else [y]
+    return [y, torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)]
 
 
-@opaque("gelu(Tensor x, Tensor? bias, str approximate, bool has_bits) -> Tensor[]", _shapes)
-def _forward(x: Tensor, bias: Tensor | None, approximate: str, has_bits: bool) -> list[Tensor]:
-    """y and, where asked for, the bits."""
-    y, bits = choose_backend(x, cpu).forward(x, bias, approximate, has_bits)
-    return [y] if bits is None else [y, bits]
-
-
-def _gradient_shapes(
-    grad_y: Tensor, kept: Tensor, other: Tensor, approximate: str, has_grad_bias: bool
-) -> list[Tensor]:
-    grad_x = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
-    return [grad_x, grad_x.new_empty(kept.shape[-1:])] if has_grad_bias else [grad_x]
-
-
-def _cast(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
-    return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(grad_x.dtype)]
+@opaque("gelu(Tensor x, Tensor? bias, str approximate) -> Tensor[]", _shape_output_and_bits)
+def _forward(x: Tensor, bias: Tensor | None, approximate: str) -> list[Tensor]:
+    """y and the bits x + bias >= x_min."""
+    return forward_with_bits(x, bias, _ACTIVATIONS[approximate], INVERSES[approximate].x_min)
 
 
 @opaque(
     "gelu_backward(Tensor grad_y, Tensor y, Tensor bits, str approximate, bool has_grad_bias) -> Tensor[]",
-    _gradient_shapes,
+    shape_gradients,
 )
 def _backward(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str, has_grad_bias: bool) -> list[Tensor]:
     """grad_x and, where asked for, grad_bias."""
-    return _cast(*choose_backend(y, cpu).backward(grad_y, y, bits, approximate, has_grad_bias))
-
-
-@opaque(
-    "gelu_backward_from_input(Tensor grad_y, Tensor x, Tensor? bias, str approximate, bool has_grad_bias) -> Tensor[]",
-    _gradient_shapes,
-)
-def _backward_from_input(
-    grad_y: Tensor, x: Tensor, bias: Tensor | None, approximate: str, has_grad_bias: bool
-) -> list[Tensor]:
-    return _cast(*choose_backend(x, cpu).backward_from_input(grad_y, x, bias, approximate, has_grad_bias))
+    return list_gradients(*choose_backend(y, cpu).backward(grad_y, y, bits, approximate, has_grad_bias))
 
 
 class _GELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-        y, bits = _forward(x, bias, approximate, True)
+        y, bits = _forward(x, bias, approximate)
         ctx.save_for_backward(y, bits)
         ctx.approximate = approximate
         return y
@@ -109,27 +83,3 @@ class _GELU(torch.autograd.Function):
         y, bits = ctx.saved_tensors
         grad_x, *grad_bias = _backward(grad_y, y, bits, ctx.approximate, ctx.needs_input_grad[1])
         return grad_x, grad_bias[0] if grad_bias else None, None
-
-
-class _GELUOfInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-        (y,) = _forward(x, bias, approximate, False)
-        ctx.save_for_backward(x, bias)
-        ctx.approximate = approximate
-        ctx.refill = _refill
-        return y
-
-    @staticmethod
-    @first_derivative_only("gelu", "activation")
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias = ctx.saved_tensors
-        grad_x, *grad_bias = _backward_from_input(grad_y, x, bias, ctx.approximate, ctx.needs_input_grad[1])
-        return grad_x, grad_bias[0] if grad_bias else None, None
-
-
-@torch.no_grad()
-def _refill(ctx: Any, out: Tensor) -> None:
-    """Writes y, bit for bit as it was, to out."""
-    x, bias = ctx.saved_tensors
-    choose_backend(x, cpu).forward(x, bias, ctx.approximate, has_bits=False, out=out)

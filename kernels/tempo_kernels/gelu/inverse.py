@@ -92,24 +92,18 @@ INVERSES = {
 }
 
 
-def smallest_at_least(value: float, dtype: torch.dtype) -> float:
-    """The smallest number of dtype that is >= value, for -1 < value < -0.5."""
-    spacing = 0.5 * torch.finfo(dtype).eps
-    return math.ceil(value / spacing) * spacing
-
-
 def gelu_float64(x: Tensor, approximate: str) -> Tensor:
     """GELU(x) in float64, with small relative error in the left tail too."""
-    return x * _gate(x, approximate)[0]
+    return x * _evaluate_gate(x, approximate)[0]
 
 
 def gelu_derivative_float64(x: Tensor, approximate: str) -> Tensor:
     """GELU'(x) in float64."""
-    gate, slope = _gate(x, approximate)
+    gate, slope = _evaluate_gate(x, approximate)
     return gate + x * slope
 
 
-def _gate(x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+def _evaluate_gate(x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
     """GELU(x) / x and its derivative."""
     if approximate == "none":
         return torch.special.ndtr(x), torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
@@ -175,9 +169,9 @@ def fit(approximate: str, numerator_degree: int = 7, denominator_degree: int = 9
     numerator, denominator = best[: numerator_degree + 1], torch.cat([best.new_ones(1), best[numerator_degree + 1 :]])
     inverse = Inverse(
         x_min=x_min,
-        y_min=_float32(minimum),
-        y_min_low=minimum - _float32(minimum),
-        root_zero=_float32(root_zero),
+        y_min=_round_to_float32(minimum),
+        y_min_low=minimum - _round_to_float32(minimum),
+        root_zero=_round_to_float32(root_zero),
         numerator=tuple(numerator.flip(0).float().tolist()),
         denominator=tuple(denominator.flip(0).float().tolist()),
         fit_error=math.inf,
@@ -194,7 +188,7 @@ def _find_minimum(approximate: str) -> tuple[float, float]:
     return low.item(), gelu_float64(low, approximate).item()
 
 
-def _float32(value: float) -> float:
+def _round_to_float32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float32).item()
 
 

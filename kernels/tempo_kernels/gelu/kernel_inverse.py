@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 
-from tempo_kernels.gelu.inverse import INVERSES, Y_MAX, smallest_at_least
-
-X_MIN = {form: smallest_at_least(inverse.x_min, torch.float32) for form, inverse in INVERSES.items()}
+from tempo_kernels.gelu.inverse import INVERSES, Y_MAX
 
 
 @cache
-def formula_of(approximate: str, is_narrow: bool) -> dict[str, float]:
-    """The meta-parameters of slope_at_output."""
+def list_coefficients(approximate: str, is_narrow: bool) -> dict[str, float]:
+    """The meta-parameters of find_slope."""
     inverse = INVERSES[approximate]
     return {
         "Y_MIN": inverse.y_min,
@@ -29,7 +26,7 @@ def formula_of(approximate: str, is_narrow: bool) -> dict[str, float]:
 
 
 @triton.jit
-def slope_at_output(
+def find_slope(
     y, is_left,
     Y_MIN, Y_MIN_LOW, ROOT_ZERO, TOP, P7, P6, P5, P4, P3, P2, P1, P0, Q9, Q8, Q7, Q6, Q5, Q4, Q3, Q2, Q1,
 ):  # fmt: skip

@@ -25,9 +25,9 @@ def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None 
     """As in eager.py."""
     y = torch.empty(*x.shape[:-1], x.size(-1) // 2, dtype=x.dtype, device=x.device) if out is None else out
     if _pays_to_compile(x):
-        rows_y = _compile_forward(activation)(x.contiguous().view(-1, x.size(-1)), _bias_or_zero(x, bias))
+        rows_y = _compile_forward(activation)(x.contiguous().view(-1, x.size(-1)), _default_bias(x, bias))
         return rows_y.view(y.shape) if out is None else out.copy_(rows_y.view(y.shape))
-    for rows, total in _blocks(x, bias):
+    for rows, total in _add_in_blocks(x, bias):
         gate, up = total.chunk(2, -1)
         y.view(-1, y.size(-1))[rows] = ACTIVATIONS[activation].value(gate) * up
     return y
@@ -40,12 +40,12 @@ def backward(
     rows_grad_y = grad_y.contiguous().view(-1, max(grad_y.size(-1), 1))
     if _pays_to_compile(x):
         rows_x = x.contiguous().view(-1, x.size(-1))
-        rows_grad_x = _compile_backward(activation)(rows_grad_y, rows_x, _bias_or_zero(x, bias))
+        rows_grad_x = _compile_backward(activation)(rows_grad_y, rows_x, _default_bias(x, bias))
         return rows_grad_x.view(x.shape), rows_grad_x.sum(0, dtype=torch.float32) if has_grad_bias else None
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     grad_bias = torch.zeros(x.size(-1), dtype=compute_dtype, device=x.device) if has_grad_bias else None
-    for rows, total in _blocks(x, bias):
+    for rows, total in _add_in_blocks(x, bias):
         gate, up = total.chunk(2, -1)
         halves = _differentiate(rows_grad_y[rows].to(compute_dtype), gate, up, activation)
         for half, place in zip(halves, grad_x.view(-1, x.size(-1))[rows].chunk(2, -1), strict=True):
@@ -57,11 +57,10 @@ def backward(
 
 def _differentiate(grad_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """grad_gate and grad_up."""
-    value, grad_x = ACTIVATIONS[activation]
-    return grad_x(grad_y * up, gate), grad_y * value(gate)
+    return ACTIVATIONS[activation].grad_x(grad_y * up, gate), grad_y * ACTIVATIONS[activation].value(gate)
 
 
-def _blocks(x: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+def _add_in_blocks(x: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
     """(rows, x + bias of these rows [rows, 2f]) for consecutive blocks."""
     width = x.size(-1)
     if x.numel() == 0:
@@ -79,7 +78,7 @@ def _pays_to_compile(x: Tensor) -> bool:
     return compiled.pays_for(x, COMPILED_ELEMENTS, x.numel() // max(width, 1), width // 2)
 
 
-def _bias_or_zero(x: Tensor, bias: Tensor | None) -> Tensor:
+def _default_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     # -0 is what changes nothing, not even -0.
     return torch.full(x.shape[-1:], -0.0, dtype=x.dtype) if bias is None else bias.contiguous()
 

@@ -16,7 +16,7 @@ from tempo_kernels.pointwise import ACTIVATIONS
 
 def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
     """y [..., f], contiguous, for x [..., 2f]; activation is "silu", "gelu", "gelu_tanh" or "relu"."""
-    gate, up = _gate_and_up(x, bias)
+    gate, up = _split_sum(x, bias)
     y = (ACTIVATIONS[activation].value(gate) * up).to(x.dtype)
     return y if out is None else out.copy_(y)
 
@@ -25,7 +25,7 @@ def backward(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     """grad_x [..., 2f], contiguous, and its sum over all dimensions but the last in float32 [2f]."""
-    gate, up = _gate_and_up(x, bias)
+    gate, up = _split_sum(x, bias)
     grad_y = grad_y.to(gate.dtype)
     grad_gate = ACTIVATIONS[activation].grad_x(grad_y * up, gate)
     grad_x = torch.cat([grad_gate, grad_y * ACTIVATIONS[activation].value(gate)], dim=-1)
@@ -34,7 +34,7 @@ def backward(
     return grad_x.to(x.dtype), grad_bias
 
 
-def _gate_and_up(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _split_sum(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Both halves of x + bias in the dtype of computation."""
     total = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
     gate, up = (total if bias is None else total + bias).chunk(2, -1)

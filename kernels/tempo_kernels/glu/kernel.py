@@ -1,9 +1,9 @@
 """Gated linear units (Shazeer, "GLU Variants Improve Transformer", 2020) in Triton; eager.py is the specification.
 
-A tile is a few rows by a strip of columns of y. The gates and their ups lie f columns apart in x, and one program reads
-both: x is read once and y or grad_x written once, nothing between them is. A thread holds eight neighbours of each, 16
-bytes of a 16-bit type. Backward computes the activation and its derivative again from the gate, together, since they
-share their exponential, and sums grad_x over rows in two stages of fixed order, as in pointwise/kernel_tiles.py.
+A tile is a few rows by a strip of columns of y. Gates and ups lie f columns apart in x. One program reads both, so that
+x is read once, y or grad_x is written once, and nothing else is. A thread holds eight neighbours of each, 16 bytes of a
+16-bit type. Backward computes the activation and its derivative from the gate together, since they share their
+exponential, and sums grad_x over rows in two stages of fixed order, as pointwise/kernel_tiles.py says.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.pointwise.kernel_activations import activate
+from tempo_kernels.pointwise.kernel_activations import activate, differentiate
+from tempo_kernels.pointwise.kernel_tiles import BACKWARD_PROGRAMS, OPTIONS, check_dtype
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE_ELEMENTS = 2048
 SUMS_TILE = 1024
-BACKWARD_PROGRAMS = 2048
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 @triton.jit
-def _tile(
+def _place_tile(
     block_row, block_column, num_rows, half_units,
     UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile: rows [m], columns [n] and whether there are such elements [m, n]; rows are counted from the first
+    """A tile's rows [m] and columns [n], and whether y has such elements [m, n]. Rows are counted from the tile's first
     one, so that 32 bits are enough."""
     row = tl.arange(0, BLOCK_ROWS)
     column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -39,8 +37,8 @@ def _tile(
 
 
 @triton.jit
-def _gate_and_up(x_ptr, bias_ptr, elements, column, inside, half, HAS_BIAS: tl.constexpr):
-    """Both in float32, with their biases."""
+def _load_gate_and_up(x_ptr, bias_ptr, elements, column, inside, half, HAS_BIAS: tl.constexpr):
+    """Gates and ups [m, n] in float32, with their biases."""
     gate = tl.load(x_ptr + elements, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + half + elements, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
@@ -60,12 +58,11 @@ def _forward_kernel(
     half = half_units * UNIT
     num_strips = tl.cdiv(half, BLOCK_COLUMNS)
     block_row, block_column = (tl.program_id(0) // num_strips).to(tl.int64), tl.program_id(0) % num_strips
-    row, column, inside = _tile(block_row, block_column, num_rows, half_units, UNIT, BLOCK_ROWS, BLOCK_COLUMNS)
+    row, column, inside = _place_tile(block_row, block_column, num_rows, half_units, UNIT, BLOCK_ROWS, BLOCK_COLUMNS)
     first = block_row * (BLOCK_ROWS * half)
     elements = (row * (2 * half))[:, None] + column[None, :]
-    gate, up = _gate_and_up(x_ptr + 2 * first, bias_ptr, elements, column, inside, half, HAS_BIAS)
-    value, _ = activate(gate, ACTIVATION, IS_NARROW)
-    y = (value * up).to(y_ptr.dtype.element_ty)
+    gate, up = _load_gate_and_up(x_ptr + 2 * first, bias_ptr, elements, column, inside, half, HAS_BIAS)
+    y = (activate(gate, ACTIVATION, IS_NARROW) * up).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + first + (row * half)[:, None] + column[None, :], y, mask=inside)
 
 
@@ -83,14 +80,16 @@ def _backward_kernel(
     gate_total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     up_total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     for block_row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
-        row, column, inside = _tile(block_row, block_column, num_rows, half_units, UNIT, BLOCK_ROWS, BLOCK_COLUMNS)
+        row, column, inside = _place_tile(
+            block_row, block_column, num_rows, half_units, UNIT, BLOCK_ROWS, BLOCK_COLUMNS
+        )
         first = block_row * (BLOCK_ROWS * half)
         elements = (row * (2 * half))[:, None] + column[None, :]
         grad_y = tl.load(
             grad_y_ptr + first + (row * half)[:, None] + column[None, :], mask=inside, other=0.0
         ).to(tl.float32)  # fmt: skip
-        gate, up = _gate_and_up(x_ptr + 2 * first, bias_ptr, elements, column, inside, half, HAS_BIAS)
-        value, slope = activate(gate, ACTIVATION, IS_NARROW)
+        gate, up = _load_gate_and_up(x_ptr + 2 * first, bias_ptr, elements, column, inside, half, HAS_BIAS)
+        value, slope = differentiate(gate, ACTIVATION, IS_NARROW)
         grad_gate, grad_up = grad_y * up * slope, grad_y * value
         grad_x = grad_x_ptr + 2 * first
         tl.store(grad_x + elements, grad_gate.to(grad_x_ptr.dtype.element_ty), mask=inside)
@@ -107,17 +106,17 @@ def _backward_kernel(
 
 def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
     """y [..., f], contiguous, for x [..., 2f]."""
-    _check(x)
+    check_dtype("glu", x)
     y = torch.empty(*x.shape[:-1], x.size(-1) // 2, dtype=x.dtype, device=x.device) if out is None else out
     if x.numel() == 0:
         return y
-    tiling = _tiling(x, TILE_ELEMENTS)
+    tiling = _plan_tiles(x, TILE_ELEMENTS)
     with torch.cuda.device_of(x):
         _forward_kernel[(tiling.row_blocks * tiling.strips,)](
             x.contiguous(),
             None if bias is None else bias.contiguous(),
             y,
-            **_arguments(x, bias, activation, tiling),
+            **_list_arguments(x, bias, activation, tiling),
             **OPTIONS,
         )
     return y
@@ -130,11 +129,11 @@ def backward(
 
     The sum has two stages, each in a fixed order: the same bits every time on every GPU.
     """
-    _check(x)
+    check_dtype("glu", x)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return grad_x, torch.zeros(x.size(-1), dtype=torch.float32, device=x.device) if has_grad_bias else None
-    tiling = _tiling(x, SUMS_TILE if has_grad_bias else TILE_ELEMENTS)
+    tiling = _plan_tiles(x, SUMS_TILE if has_grad_bias else TILE_ELEMENTS)
     tiles_per_program = -(-tiling.row_blocks * tiling.strips // BACKWARD_PROGRAMS)
     num_chunks = -(-tiling.row_blocks // tiles_per_program)
     partial = torch.empty(num_chunks, x.size(-1), dtype=torch.float32, device=x.device) if has_grad_bias else None
@@ -145,7 +144,7 @@ def backward(
             None if bias is None else bias.contiguous(),
             grad_x,
             partial,
-            **_arguments(x, bias, activation, tiling),
+            **_list_arguments(x, bias, activation, tiling),
             tiles_per_program=tiles_per_program,
             HAS_GRAD_BIAS=has_grad_bias,
             **OPTIONS,
@@ -160,7 +159,7 @@ class _Tiling(NamedTuple):
     strips: int
 
 
-def _tiling(x: Tensor, tile_elements: int) -> _Tiling:
+def _plan_tiles(x: Tensor, tile_elements: int) -> _Tiling:
     """The widest strip of 256 to 1024 columns that divides f, or all of f, and as many rows as fill tile_elements."""
     half, num_rows = x.size(-1) // 2, math.prod(x.shape[:-1])
     columns = max(256, min(1024, half & -half)) if half > 128 else max(8, triton.next_power_of_2(half))
@@ -168,7 +167,7 @@ def _tiling(x: Tensor, tile_elements: int) -> _Tiling:
     return _Tiling(rows, columns, -(-num_rows // rows), -(-half // columns))
 
 
-def _arguments(x: Tensor, bias: Tensor | None, activation: str, tiling: _Tiling) -> dict[str, Any]:
+def _list_arguments(x: Tensor, bias: Tensor | None, activation: str, tiling: _Tiling) -> dict[str, Any]:
     """The launch arguments that both kernels share; f in units of 8, so that the compiler knows it for a multiple."""
     half = x.size(-1) // 2
     unit = 1 if half % 8 else 8
@@ -182,8 +181,3 @@ def _arguments(x: Tensor, bias: Tensor | None, activation: str, tiling: _Tiling)
         "BLOCK_ROWS": tiling.rows,
         "BLOCK_COLUMNS": tiling.columns,
     }
-
-
-def _check(x: Tensor) -> None:
-    if x.dtype not in DTYPES:
-        raise ValueError(f"glu: x is {x.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it")

@@ -1,15 +1,15 @@
-"""What linear_cross_entropy takes, checked, and the size of its chunks."""
+"""The checks of what linear_cross_entropy is given, and the size of its chunks."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tempo_kernels.linear_cross_entropy.chunks import Settings
+from tempo_kernels.linear_cross_entropy.settings import Settings
 from tempo_kernels.linear_cross_entropy.shards import Shards
 
-# A chunk's logits. The weight's gradient is read and written once per chunk, which a chunk has to be worth. On a CPU 28
-# MiB, 144 tokens of GPT-2's vocabulary in float32, are about as fast as 256 tokens; at 64 a tenth is lost.
+# The bytes of a chunk's logits. Each chunk reads and writes the weight's gradient once, so it must not be small. 28 MiB
+# are 144 tokens of GPT-2's vocabulary in float32. On a CPU they are about as fast as 256 tokens; 64 are a tenth slower.
 CHUNK_BYTES = {"cpu": 28 << 20, "cuda": 512 << 20}
 
 
@@ -23,33 +23,31 @@ def check_tensors(
         )
     if weight.dim() != 2 or weight.size(1) != hidden.size(2) or weight.size(0) < 1 or weight.dtype != hidden.dtype:
         raise ValueError(
-            f"weight is {weight.dtype} of shape {list(weight.shape)}; expected "
-            f"{hidden.dtype} of shape [v, {hidden.size(2)}], "
-            "as hidden; cast it"
+            f"weight is {weight.dtype} of shape {list(weight.shape)}; expected {hidden.dtype} of shape "
+            f"[v, {hidden.size(2)}], as hidden; cast it"
         )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != hidden.dtype):
         raise ValueError(
-            f"bias is {bias.dtype} of shape {list(bias.shape)}; expected "
-            f"{hidden.dtype} of shape {[weight.size(0)]}, as weight"
+            f"bias is {bias.dtype} of shape {list(bias.shape)}; expected {hidden.dtype} of shape {[weight.size(0)]}, "
+            "as weight"
         )
     tokens = [hidden.size(1), hidden.size(0) * shards.num_segments]
     if labels.dtype != torch.int64 or list(labels.shape) != tokens:
         raise ValueError(
-            f"labels are {labels.dtype} of shape {list(labels.shape)}; expected "
-            f"torch.int64 of shape {tokens}, [b, s] of the "
-            "whole sequence"
+            f"labels are {labels.dtype} of shape {list(labels.shape)}; expected torch.int64 of shape {tokens}, "
+            "[b, s] of the whole sequence"
         )
     if token_weights is not None and (
         token_weights.shape != labels.shape or not token_weights.is_floating_point() or token_weights.requires_grad
     ):
         raise ValueError(
             f"token_weights are {token_weights.dtype} of shape {list(token_weights.shape)}, requires_grad "
-            f"{token_weights.requires_grad}; expected "
-            f"floating point of shape {list(labels.shape)}, as labels, without gradient"
+            f"{token_weights.requires_grad}; expected floating point of shape {list(labels.shape)}, as labels, "
+            "without gradient"
         )
 
 
-def checked_settings(
+def make_settings(
     hidden: Tensor,
     weight: Tensor,
     shards: Shards,
@@ -60,23 +58,21 @@ def checked_settings(
     z_loss: float,
     chunk_tokens: int | None,
 ) -> Settings:
-    """The numbers as the chunks want them; ValueError where they do not fit."""
+    """The settings of these numbers; ValueError where they do not fit."""
     num_rows = weight.size(0) * shards.size
     if vocab_size is not None and not 1 <= vocab_size <= num_rows:
         raise ValueError(
-            f"vocab_size is {vocab_size} and weight has {num_rows} rows on all ranks; give 1 to {num_rows}"
+            f"vocab_size is {vocab_size}; expected 1 to {num_rows}, the rows that weight has on all ranks together"
         )
     if not 0.0 <= label_smoothing < 1.0 or (label_smoothing and (vocab_size or num_rows) < 2):
         raise ValueError(
-            f"label_smoothing is {label_smoothing} over {vocab_size or num_rows} rows; expected "
-            "a number in [0, 1), and 0 where "
-            "there is one row only"
+            f"label_smoothing is {label_smoothing} over {vocab_size or num_rows} rows; expected a number in [0, 1), "
+            "and 0 where there is one row only"
         )
     if shards.group is not None and vocab_start != shards.rank * weight.size(0):
         raise ValueError(
             f"vocab_start is {vocab_start} on rank {shards.rank} of the group; expected "
-            f"{shards.rank * weight.size(0)}, rank "
-            "times the rows of weight"
+            f"{shards.rank * weight.size(0)}, the rank times the rows of weight"
         )
     return Settings(
         shards=shards,
@@ -85,28 +81,28 @@ def checked_settings(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        chunk_rows=_chunk_rows(chunk_tokens, hidden, weight, shards),
+        chunk_rows=_find_chunk_rows(chunk_tokens, hidden, weight, shards),
     )
 
 
-def needs_main_grad(weight: Tensor) -> bool:
-    """Whether weight gets a gradient, which main_grad then has to be there for; else ValueError."""
+def check_main_grad(weight: Tensor) -> bool:
+    """Whether weight gets a gradient; ValueError where it does and has no main_grad to take it."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return False
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or main_grad.shape != weight.shape or hasattr(weight, "__fsdp_param__"):
         raise ValueError(
-            "gradient_accumulation_fusion is on but weight has no main_grad of its own shape; wrap the model in "
-            "Megatron's DistributedDataParallel or switch the fusion off"
+            "gradient_accumulation_fusion is on, but weight has no main_grad; expected one of weight's shape; wrap the "
+            "model in Megatron's DistributedDataParallel or switch the fusion off"
         )
     return True
 
 
-def _chunk_rows(chunk_tokens: int | None, hidden: Tensor, weight: Tensor, shards: Shards) -> int:
+def _find_chunk_rows(chunk_tokens: int | None, hidden: Tensor, weight: Tensor, shards: Shards) -> int:
     if chunk_tokens is None:
         chunk_tokens = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (weight.size(0) * weight.element_size())
-        # Products like their sizes even.
+        # Matrix products are fast for multiples of 16.
         chunk_tokens = max(16, chunk_tokens // 16 * 16)
     elif chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; expected a number from 1 on, or None")
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; expected at least 1, or None")
     return max(1, chunk_tokens // shards.num_segments)

@@ -1,49 +1,23 @@
 """The loss head chunk by chunk of tokens: products, statistics over the shards, and gradients.
 
-A chunk's logits are one matrix product; backend (cpu.py or kernel.py) turns them into statistics, or, over
-themselves, into their gradient, and two more products bring that to the hidden states and to the weight.
+A chunk's logits are one matrix product. The backend (cpu.py or kernel.py) computes their statistics, or writes their
+gradient over them; two more products turn that into the gradients of the hidden states and of the weight.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tempo_kernels.linear_cross_entropy.settings import Rows, Settings
 from tempo_kernels.linear_cross_entropy.shards import Shards
 
 ROW_BLOCK_BYTES = 1 << 25
-# Of the vocabulary: what a CPU's product with few tokens takes at once, for its result to stay in the cache.
+# How many columns of the vocabulary a CPU's product takes at once, for the result of few tokens to stay in the cache.
 CPU_BLOCK_COLUMNS = 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is not a tensor."""
-
-    shards: Shards
-    vocab_size: int
-    """Real rows of the whole vocabulary."""
-    vocab_start: int
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    chunk_rows: int
-
-    @property
-    def other_share(self) -> float:
-        return self.label_smoothing / (self.vocab_size - 1) if self.label_smoothing else 0.0
-
-    @property
-    def target_share(self) -> float:
-        return 1.0 - self.vocab_size * self.other_share
-
-    def num_real(self, rank: int, num_rows: int) -> int:
-        """How many of a shard's rows are real."""
-        return min(max(self.vocab_size - rank * num_rows, 0), num_rows)
 
 
 class Head(NamedTuple):
@@ -54,10 +28,10 @@ class Head(NamedTuple):
     bias: Tensor | None
     labels: Tensor
 
-    def logits(self, settings: Settings) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Chunk by chunk: the slice of rows, their tokens [n, h], and logits [n, v/p] in memory that is used again."""
+    def make_logits(self, settings: Settings) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Per chunk: the slice of rows, their tokens [n, h], and logits [n, v/p] in memory that all chunks share."""
         memory = None
-        for rows, tokens in settings.shards.gathered(self.hidden, settings.chunk_rows):
+        for rows, tokens in settings.shards.gather(self.hidden, settings.chunk_rows):
             if memory is None:
                 memory = tokens.new_empty(tokens.size(0), self.weight.size(0))
             logits = memory[: tokens.size(0)]
@@ -70,7 +44,7 @@ class Head(NamedTuple):
                     torch.addmm(self.bias[block], tokens, self.weight[block].t(), out=logits[:, block])
             yield rows, tokens, logits
 
-    def columns(self, rows: slice, settings: Settings) -> Tensor:
+    def find_columns(self, rows: slice, settings: Settings) -> Tensor:
         """The targets [n] of a chunk as columns of this shard."""
         return self.labels[:, rows].reshape(-1) - settings.vocab_start
 
@@ -78,53 +52,53 @@ class Head(NamedTuple):
 def forward(head: Head, settings: Settings, backend: Any) -> tuple[Tensor, Tensor]:
     """losses [t, m], and top and total over all shards [2, t, m]; the shards exchange their statistics once."""
     compute_dtype = torch.promote_types(head.hidden.dtype, torch.float32)
-    num_rows, needs_sum = head.weight.size(0), settings.other_share > 0
-    found = head.hidden.new_empty(3 + needs_sum, *head.labels.shape, dtype=compute_dtype)
-    num_real = settings.num_real(settings.shards.rank, num_rows)
-    for rows, _, logits in head.logits(settings):
-        part = backend.statistics(logits, head.columns(rows, settings), num_real, needs_sum)
+    num_columns = head.weight.size(0)
+    shares = settings.find_shares(num_columns)
+    found = head.hidden.new_empty(4 if shares.other else 3, *head.labels.shape, dtype=compute_dtype)
+    for rows, _, logits in head.make_logits(settings):
+        part = backend.find_statistics(logits, head.find_columns(rows, settings), shares)
         found[:, :, rows] = part.view(len(found), head.labels.size(0), -1)
-    return _losses(settings.shards.exchanged(found), head.labels, num_rows, settings)
+    return _find_losses(settings.shards.exchange(found), head.labels, num_columns, settings)
 
 
 def backward(
     grad: Tensor,
     kept: Tensor,
     head: Head,
-    needs: tuple[bool, ...],
+    has_grads: tuple[bool, ...],
     total: Tensor | None,
     settings: Settings,
     backend: Any,
 ) -> Gradients:
-    """Gradients of hidden, weight and bias from that of the losses [t, m]; every chunk's logits are made once more."""
-    gradients = Gradients(head, needs, total, settings.shards)
-    for rows, tokens, logits in head.logits(settings):
+    """Gradients of hidden, weight and bias from that of the losses [t, m]; each chunk's logits are made again."""
+    gradients = Gradients(head, has_grads, total, settings.shards)
+    for rows, tokens, logits in head.make_logits(settings):
         of_chunk, kept_of_chunk, labels = (t[..., rows].flatten(-2) for t in (grad, kept, head.labels))
-        _gradient(logits, head.columns(rows, settings), of_chunk, kept_of_chunk, labels, settings, backend)
+        _write_gradient(logits, head.find_columns(rows, settings), of_chunk, kept_of_chunk, labels, settings, backend)
         gradients.add(rows, tokens, logits)
-    return gradients.finished()
+    return gradients.finish()
 
 
 def forward_with_gradients(
-    token_weights: Tensor, head: Head, needs: tuple[bool, ...], settings: Settings, backend: Any
+    token_weights: Tensor, head: Head, has_grads: tuple[bool, ...], settings: Settings, backend: Any
 ) -> tuple[Tensor, Gradients]:
     """losses [t, m] and the gradients of sum(token_weights * losses); the shards exchange statistics in every chunk."""
-    num_rows, needs_sum = head.weight.size(0), settings.other_share > 0
-    num_real = settings.num_real(settings.shards.rank, num_rows)
+    num_columns = head.weight.size(0)
+    shares = settings.find_shares(num_columns)
     losses = torch.empty_like(token_weights)
-    gradients = Gradients(head, needs, None, settings.shards)
-    for rows, tokens, logits in head.logits(settings):
-        columns = head.columns(rows, settings)
-        found = backend.statistics(logits, columns, num_real, needs_sum)
+    gradients = Gradients(head, has_grads, None, settings.shards)
+    for rows, tokens, logits in head.make_logits(settings):
+        columns = head.find_columns(rows, settings)
+        found = backend.find_statistics(logits, columns, shares)
         labels, grad = (t[:, rows].reshape(-1) for t in (head.labels, token_weights))
-        of_chunk, kept = _losses(settings.shards.exchanged(found), labels, num_rows, settings)
+        of_chunk, kept = _find_losses(settings.shards.exchange(found), labels, num_columns, settings)
         losses[:, rows] = of_chunk.view(losses.size(0), -1)
-        _gradient(logits, columns, grad, kept, labels, settings, backend)
+        _write_gradient(logits, columns, grad, kept, labels, settings, backend)
         gradients.add(rows, tokens, logits)
-    return losses, gradients.finished()
+    return losses, gradients.finish()
 
 
-def _losses(found: Tensor, labels: Tensor, num_rows: int, settings: Settings) -> tuple[Tensor, Tensor]:
+def _find_losses(found: Tensor, labels: Tensor, num_columns: int, settings: Settings) -> tuple[Tensor, Tensor]:
     """Losses, and top and total over all shards, from every shard's statistics [p, 3 or 4, ...]."""
     tops, totals, targets = found[:, 0], found[:, 1], found[:, 2]
     top = tops.amax(0)
@@ -134,13 +108,13 @@ def _losses(found: Tensor, labels: Tensor, num_rows: int, settings: Settings) ->
     losses = losses - settings.target_share * (targets.amax(0) - top)
     if settings.other_share > 0:
         for rank, (of_shard, shift) in enumerate(zip(found[:, 3], tops - top, strict=True)):
-            losses -= settings.other_share * (of_shard + settings.num_real(rank, num_rows) * shift)
+            losses -= settings.other_share * (of_shard + settings.count_real(rank, num_columns) * shift)
     if settings.z_loss:
         losses += settings.z_loss * logsumexp.square()
     return losses.masked_fill_(labels == settings.ignore_index, 0.0), torch.stack((top, total))
 
 
-def _gradient(
+def _write_gradient(
     logits: Tensor, columns: Tensor, grad: Tensor, kept: Tensor, labels: Tensor, settings: Settings, backend: Any
 ) -> None:
     top, total = kept
@@ -148,34 +122,32 @@ def _gradient(
     scale = grad / total
     if settings.z_loss:
         scale *= 1.0 + 2.0 * settings.z_loss * (top + total.log())
-    shares = settings.target_share, settings.other_share
-    num_real = settings.num_real(settings.shards.rank, logits.size(1))
-    backend.gradient_(logits, columns, top, scale, grad, *shares, num_real)
+    backend.write_gradient_(logits, Rows(columns, top, scale, grad), settings.find_shares(logits.size(1)))
 
 
 class Gradients:
-    """Of hidden [m, h] in its dtype, and of weight and bias in float32; None where not needed.
+    """The gradients of hidden [m, h] in its dtype, and of weight and bias in float32; None where there is none.
 
     Args:
-        head: whose gradients.
-        needs: whether that of hidden, of weight, of bias.
-        total: what the weight's gradient is added to in place of new memory.
-        shards: whose parts are summed.
+        head: the tensors whose gradients these are.
+        has_grads: whether hidden, weight and bias get a gradient.
+        total: the memory to add the weight's gradient to; None for new memory.
+        shards: the ranks whose parts are summed.
     """
 
-    def __init__(self, head: Head, needs: tuple[bool, ...], total: Tensor | None, shards: Shards) -> None:
+    def __init__(self, head: Head, has_grads: tuple[bool, ...], total: Tensor | None, shards: Shards) -> None:
         compute_dtype = torch.promote_types(head.weight.dtype, torch.float32)
         self._shards, self._head_weight = shards, head.weight
         self._works: list[tuple[Any, Tensor]] = []
-        self.hidden = torch.empty_like(head.hidden) if needs[0] else None
+        self.hidden = torch.empty_like(head.hidden) if has_grads[0] else None
         self.weight = total
-        if needs[1] and total is None:
+        if has_grads[1] and total is None:
             self.weight = head.weight.new_empty(head.weight.shape, dtype=compute_dtype)
         self._weight_is_empty = total is None
-        self.bias = head.weight.new_zeros(head.weight.size(0), dtype=compute_dtype) if needs[2] else None
+        self.bias = head.weight.new_zeros(head.weight.size(0), dtype=compute_dtype) if has_grads[2] else None
 
     def add(self, rows: slice, tokens: Tensor, grad_logits: Tensor) -> None:
-        """The part of one chunk. What the ranks sum of it is under way when this returns."""
+        """Adds the part of one chunk. The ranks may still be summing it when this returns."""
         if self.hidden is not None:
             self._add_hidden(self.hidden[rows], grad_logits)
         if self.weight is not None:
@@ -188,14 +160,14 @@ class Gradients:
         if self._shards.num_segments == 1:
             torch.mm(grad_logits, self._head_weight, out=out)
             if self._shards.size > 1:
-                self._works.append((self._shards.reduced(out), out))
+                self._works.append((self._shards.reduce(out), out))
             return
         part = torch.mm(grad_logits, self._head_weight)
-        self._wait()  # of one chunk, so that two of its like are alive at most
-        self._works.append((self._shards.reduce_scattered(part, out), part))
+        self._wait()  # for the chunk before, so that at most two parts are alive
+        self._works.append((self._shards.reduce_scatter(part, out), part))
 
-    def finished(self) -> Gradients:
-        """These, with nothing under way any more."""
+    def finish(self) -> Gradients:
+        """These, after the ranks have summed everything."""
         self._wait()
         if self.weight is not None and self._weight_is_empty:
             self.weight.zero_()  # there are no tokens
@@ -211,10 +183,10 @@ def _accumulate(total: Tensor, grad_logits: Tensor, tokens: Tensor, is_empty: bo
     if total.dtype == grad_logits.dtype:
         torch.addmm(total, grad_logits.t(), tokens, beta=0 if is_empty else 1, out=total)
         return
-    # A product of 16-bit matrices is rounded to 16 bits once per chunk; the sum over chunks is not.
+    # The product of 16-bit matrices is rounded to 16 bits once per chunk, but the sum over chunks is not rounded.
     step = max(1, ROW_BLOCK_BYTES // (total.size(1) * tokens.element_size()))
     for start in range(0, total.size(0), step):
         block = slice(start, start + step)
         part = total[block]
-        # Nothing holds on to the product while the next one is made.
+        # Nothing keeps the product alive while the next one is made.
         (part.copy_ if is_empty else part.add_)(grad_logits[:, block].t() @ tokens)

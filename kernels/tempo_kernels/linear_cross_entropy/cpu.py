@@ -7,53 +7,50 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tempo_kernels.linear_cross_entropy.eager import find_columns
+from tempo_kernels.linear_cross_entropy.eager import locate_columns
+from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 BLOCK_ELEMENTS = 1 << 18
 
 
-def statistics(logits: Tensor, columns: Tensor, num_real: int, needs_sum: bool) -> Tensor:
+def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
     """As in eager.py."""
     found = torch.empty(
-        3 + needs_sum, logits.size(0), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device
+        4 if shares.other else 3,
+        logits.size(0),
+        dtype=torch.promote_types(logits.dtype, torch.float32),
+        device=logits.device,
     )
-    for block, memory in _blocks(logits, found.dtype):
+    for block, memory in _cut_into_blocks(logits, found.dtype):
         top = found[0, block] = logits[block].amax(-1).to(found.dtype)
-        column, is_here = find_columns(columns[block], logits.size(1))
+        column, is_here = locate_columns(columns[block], logits.size(1))
         target = logits[block].gather(1, column).squeeze(1)
         found[2, block] = target.masked_fill_(~is_here, float("-inf")).to(found.dtype)
         values = torch.sub(logits[block], top.unsqueeze(1), out=memory)
-        if needs_sum:
-            found[3, block] = values[:, :num_real].sum(1)
+        if shares.other:
+            found[3, block] = values[:, : shares.num_real].sum(1)
         found[1, block] = values.exp_().sum(1)
     return found
 
 
-def gradient_(
-    logits: Tensor,
-    columns: Tensor,
-    top: Tensor,
-    scale: Tensor,
-    grad: Tensor,
-    target_share: float,
-    other_share: float,
-    num_real: int,
-) -> None:
+def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
     """As in eager.py."""
-    for block, memory in _blocks(logits, top.dtype):
-        values = logits[block] if logits.dtype == top.dtype else memory
-        torch.sub(logits[block], top[block].unsqueeze(1), out=values).exp_().mul_(scale[block].unsqueeze(1))
-        of_target = grad[block].unsqueeze(1)
-        values.index_fill_(0, (grad[block] == 0).nonzero().squeeze(1), 0.0)
-        if other_share:
-            values[:, :num_real].sub_(of_target * other_share)
-        column, is_here = find_columns(columns[block], logits.size(1))
-        values.scatter_add_(1, column, (of_target * -target_share).masked_fill_(~is_here.unsqueeze(1), 0.0))
+    compute_dtype = rows.top.dtype
+    for block, memory in _cut_into_blocks(logits, compute_dtype):
+        columns, top, scale, grad = (t[block] for t in rows)
+        values = logits[block] if logits.dtype == compute_dtype else memory
+        torch.sub(logits[block], top.unsqueeze(1), out=values).exp_().mul_(scale.unsqueeze(1))
+        of_target = grad.unsqueeze(1)
+        values.index_fill_(0, (grad == 0).nonzero().squeeze(1), 0.0)
+        if shares.other:
+            values[:, : shares.num_real].sub_(of_target * shares.other)
+        column, is_here = locate_columns(columns, logits.size(1))
+        values.scatter_add_(1, column, (of_target * -shares.target).masked_fill_(~is_here.unsqueeze(1), 0.0))
         if values is memory:
             logits[block] = values
 
 
-def _blocks(logits: Tensor, compute_dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _cut_into_blocks(logits: Tensor, compute_dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Slices of rows, and memory to compute in for each."""
     num_rows, num_columns = logits.shape
     step = min(num_rows, max(1, BLOCK_ELEMENTS // num_columns))

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.linear_cross_entropy.checks import check_tensors, checked_settings, needs_main_grad
-from tempo_kernels.linear_cross_entropy.chunks import Settings
+from tempo_kernels.linear_cross_entropy.checks import check_main_grad, check_tensors, make_settings
 from tempo_kernels.linear_cross_entropy.operators import (
     find_gradients,
     find_losses,
     find_losses_and_gradients,
+    list_operands,
     order_rows,
-    settings_operands,
 )
+from tempo_kernels.linear_cross_entropy.settings import Settings
 from tempo_kernels.linear_cross_entropy.shards import Shards
 from tempo_kernels.opaque import is_traced
 
@@ -65,19 +65,19 @@ def linear_cross_entropy(
 
     Keeps for backward: hidden, weight and bias (which exist anyway), labels, and 8 bytes per token. With token_weights
         instead of hidden its gradient, and the weight's in float32; backward scales both in place, once.
-    Costs: a fourth product beside three, the logits once more in backward; not so with token_weights, where however the
-        ranks of a group wait for one another once a chunk instead of once.
+    Costs: a fourth matrix product beside three, since backward makes the logits again. With token_weights it does not,
+        but the ranks of a group then wait for one another once per chunk instead of once.
     Error: at most twice that of the unfused torch computation in the same dtype plus one ulp of the largest value.
-        NaN for a token with NaN or infinity in hidden, alone; infinity for a label neither in the vocabulary nor
-        ignored, whose check would wait for the device.
+        NaN or infinity in hidden makes the loss of that token NaN, and of no other. A label that is neither in the
+        vocabulary nor ignored gives an infinite loss: to check labels would wait for the device.
     Raises: ValueError for shapes, dtypes and numbers that do not fit; RuntimeError on a second derivative, and with
         token_weights on a second backward.
     """
     shards = Shards(group if group is not None and group.size() > 1 else None, sequence_parallel)
     check_tensors(hidden, weight, bias, labels, token_weights, shards)
     numbers = (vocab_size, vocab_start, ignore_index, label_smoothing, z_loss, chunk_tokens)
-    settings = checked_settings(hidden, weight, shards, *numbers)
-    fused = gradient_accumulation_fusion and needs_main_grad(weight)
+    settings = make_settings(hidden, weight, shards, *numbers)
+    fused = gradient_accumulation_fusion and check_main_grad(weight)
     if token_weights is None or not torch.is_grad_enabled():
         losses = _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, fused)
         return losses if token_weights is None else ((token_weights * losses).sum(), losses)
@@ -85,14 +85,14 @@ def linear_cross_entropy(
     return _WeightedLinearCrossEntropy.apply(hidden, weight, bias, labels, token_weights, link, settings, fused)
 
 
-def _shaped(losses: Tensor, labels: Tensor) -> Tensor:
+def _shape_losses(losses: Tensor, labels: Tensor) -> Tensor:
     return losses.view(labels.size(1), labels.size(0)).t().clone(memory_format=torch.contiguous_format)
 
 
-def _spread(found: Sequence[Tensor], needs: Sequence[bool]) -> Iterator[Tensor | None]:
-    """The gradients in their places, None where not needed."""
+def _spread(found: Sequence[Tensor], has_grads: Sequence[bool]) -> Iterator[Tensor | None]:
+    """The gradients in their places, None where there is none."""
     remaining = iter(found)
-    return (next(remaining) if is_needed else None for is_needed in needs)
+    return (next(remaining) if has_grad else None for has_grad in has_grads)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -100,27 +100,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, fused: bool
     ) -> Tensor:
-        losses, kept = find_losses(hidden, weight, bias, labels, *settings_operands(settings))
+        losses, kept = find_losses(hidden, weight, bias, labels, *list_operands(settings))
         ctx.save_for_backward(hidden, weight, bias, labels, kept)
         ctx.settings, ctx.parameter = settings, weight if fused else None
-        return _shaped(losses, labels)
+        return _shape_losses(losses, labels)
 
     @staticmethod
     @first_derivative_only("linear_cross_entropy", "loss")
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, kept = ctx.saved_tensors
-        grad, needs = order_rows(grad_losses, ctx.settings).to(kept.dtype), ctx.needs_input_grad[:3]
-        operands = (grad, kept, hidden, weight, bias, labels, *needs, *settings_operands(ctx.settings))
+        grad, has_grads = order_rows(grad_losses, ctx.settings).to(kept.dtype), ctx.needs_input_grad[:3]
+        operands = (grad, kept, hidden, weight, bias, labels, *has_grads, *list_operands(ctx.settings))
         main_grad = None if ctx.parameter is None else ctx.parameter.main_grad
         if main_grad is not None and main_grad.dtype == grad.dtype and not is_traced(hidden):
-            grads = _spread(find_gradients.call(*operands, total=main_grad), needs)
+            grads = _spread(find_gradients.call(*operands, total=main_grad), has_grads)
             grad_hidden, _, grad_bias = grads
         else:
-            grad_hidden, grad_weight, grad_bias = _spread(find_gradients(*operands), needs)
+            grad_hidden, grad_weight, grad_bias = _spread(find_gradients(*operands), has_grads)
             if main_grad is not None and grad_weight is not None:
-                main_grad += grad_weight  # a 16-bit one gets the whole sum at once
+                main_grad += grad_weight  # a 16-bit main_grad is rounded once, after the sum over chunks
         if ctx.parameter is not None:
-            grad_weight = _stand_in(ctx.parameter)
+            grad_weight = _make_stand_in(ctx.parameter)
         return (
             None if grad_hidden is None else grad_hidden.view(hidden.shape),
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -132,8 +132,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Link(torch.autograd.Function):
-    """No bytes, and a place in the graph behind the inputs: what a function that keeps none of them saves, for a
-    second derivative to be noticed."""
+    """An empty tensor behind the inputs in the graph: a function that keeps none of its inputs saves it, so that a
+    second derivative is noticed."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:
@@ -157,17 +157,17 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         settings: Settings,
         fused: bool,
     ) -> tuple[Tensor, Tensor]:
-        needs = ctx.needs_input_grad[:3]
+        has_grads = ctx.needs_input_grad[:3]
         rows = order_rows(token_weights, settings).to(torch.promote_types(hidden.dtype, torch.float32))
-        # Weights as small as 1 / (s b) would take a float16 gradient of the logits below its range.
+        # With weights as small as 1 / (s b), a float16 gradient of the logits would underflow.
         unit = rows.abs().amax() if rows.numel() else rows.new_ones(())
         unit = torch.where(unit > 0, unit, 1.0)
-        operands = (rows / unit, hidden, weight, bias, labels, *needs, *settings_operands(settings))
+        operands = (rows / unit, hidden, weight, bias, labels, *has_grads, *list_operands(settings))
         losses, *found = find_losses_and_gradients(*operands)
-        ctx.save_for_backward(*_spread(found, needs), unit, link)
+        ctx.save_for_backward(*_spread(found, has_grads), unit, link)
         ctx.shape, ctx.dtype, ctx.parameter = hidden.shape, weight.dtype, weight if fused else None
         ctx.is_spent = False
-        total, losses = (rows * losses).sum(), _shaped(losses, labels)
+        total, losses = (rows * losses).sum(), _shape_losses(losses, labels)
         ctx.mark_non_differentiable(losses)
         return total, losses
 
@@ -176,15 +176,15 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_spent and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "linear_cross_entropy with token_weights has given its gradients away in a first backward; leave "
-                "token_weights out to run backward again"
+                "linear_cross_entropy with token_weights gave its gradients away in a first backward; expected no "
+                "second one; leave token_weights out to run backward again"
             )
         ctx.is_spent = True
         grad_hidden, grad_weight, grad_bias, unit, _ = ctx.saved_tensors
         factor = unit * grad_total
         if ctx.parameter is not None:
             ctx.parameter.main_grad.addcmul_(grad_weight, factor.to(grad_weight.dtype))
-            grad_weight = _stand_in(ctx.parameter)
+            grad_weight = _make_stand_in(ctx.parameter)
         elif grad_weight is not None:
             grad_weight = grad_weight.mul_(factor).to(ctx.dtype)
         return (
@@ -195,12 +195,12 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         )
 
 
-def _stand_in(weight: Any) -> Tensor | None:
-    """What autograd gets for the gradient that is in main_grad already, as from Megatron's linears: for its
-    DistributedDataParallel, a tensor that only makes the hooks run."""
+def _make_stand_in(weight: Any) -> Tensor | None:
+    """What autograd gets in place of the gradient that is in main_grad already, as from Megatron's linears. For
+    Megatron's DistributedDataParallel it is a tensor that only makes the hooks run."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    # Shared with the embedding, it is added to that one's gradient.
+    # Where the embedding shares the weight, autograd adds this to the embedding's gradient.
     new = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return new(weight)

@@ -1,6 +1,6 @@
-"""The chunked loss head as operators: what torch.compile, fake tensors and autocast do not look into.
+"""The chunked loss head as operators, which torch.compile, fake tensors and autocast do not look into.
 
-The numbers of a Settings travel one by one, and a group by its name.
+An operator takes flat operands: tensors, flags, then the numbers of a Settings one by one, and a group by its name.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.linear_cross_entropy import chunks, cpu
-from tempo_kernels.linear_cross_entropy.chunks import Head, Settings
+from tempo_kernels.linear_cross_entropy.chunks import Gradients, Head
+from tempo_kernels.linear_cross_entropy.settings import Settings
 from tempo_kernels.linear_cross_entropy.shards import Shards
 from tempo_kernels.opaque import opaque
 
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
-_NEEDS = "bool needs_hidden, bool needs_weight, bool needs_bias"
+_HAS_GRADS = "bool has_grad_hidden, bool has_grad_weight, bool has_grad_bias"
 _SETTINGS = (
     "str group, bool sequence_parallel, SymInt vocab_size, SymInt vocab_start, SymInt ignore_index, "
     "float label_smoothing, float z_loss, SymInt chunk_rows"
 )
 
 
-def settings_operands(settings: Settings) -> tuple[Any, ...]:
+def list_operands(settings: Settings) -> tuple[Any, ...]:
     """What an operator takes in their place, by the schema _SETTINGS."""
     shards = settings.shards
     return (
@@ -40,13 +40,33 @@ def settings_operands(settings: Settings) -> tuple[Any, ...]:
     )
 
 
-def _settings_of(group: Any, sequence_parallel: bool, *numbers: Any) -> Settings:
-    """The settings that `settings_operands` gave."""
-    found = distributed_c10d._resolve_process_group(group) if group else None
+def _read_settings(group: str, sequence_parallel: bool, *numbers: Any) -> Settings:
+    """The settings that `list_operands` gave."""
+    found = None
+    if group:
+        # Not at the top: a torch built without torch.distributed has no such module, and no groups.
+        from torch._C._distributed_c10d import _resolve_process_group
+
+        found = _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
     return Settings(Shards(found, sequence_parallel), *numbers)
 
 
-def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings) -> Head:
+def _read_problem(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    has_grad_hidden: bool,
+    has_grad_weight: bool,
+    has_grad_bias: bool,
+    *settings: Any,
+) -> tuple[Head, tuple[bool, bool, bool], Settings]:
+    """The tensors, which of them get a gradient, and the settings, from operands by _HEAD, _HAS_GRADS and _SETTINGS."""
+    found = _read_settings(*settings)
+    return _make_head(hidden, weight, bias, labels, found), (has_grad_hidden, has_grad_weight, has_grad_bias), found
+
+
+def _make_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings) -> Head:
     rows = hidden.reshape(hidden.size(0) * hidden.size(1), hidden.size(2))
     return Head(rows, weight, bias, order_rows(labels, settings))
 
@@ -57,82 +77,62 @@ def order_rows(t: Tensor, settings: Settings) -> Tensor:
     return t.t().reshape(segments, t.numel() // segments)
 
 
-def _loss_shapes(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *operands: Any) -> list[Tensor]:
-    segments = _settings_of(*operands).shards.num_segments
+def _make_empty_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *settings: Any
+) -> list[Tensor]:
+    segments = _read_settings(*settings).shards.num_segments
     shape, dtype = (segments, labels.numel() // segments), torch.promote_types(hidden.dtype, torch.float32)
     return [hidden.new_empty(shape, dtype=dtype), hidden.new_empty((2, *shape), dtype=dtype)]
 
 
-@opaque(f"linear_cross_entropy({_HEAD}, {_SETTINGS}) -> Tensor[]", _loss_shapes)
+@opaque(f"linear_cross_entropy({_HEAD}, {_SETTINGS}) -> Tensor[]", _make_empty_losses)
 def find_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *operands: Any
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor]:
     """losses [t, m], and what backward needs of each token [2, t, m]."""
-    settings = _settings_of(*operands)
-    return chunks.forward(_head(hidden, weight, bias, labels, settings), settings, choose_backend(hidden, cpu))
+    found = _read_settings(*settings)
+    return chunks.forward(_make_head(hidden, weight, bias, labels, found), found, choose_backend(hidden, cpu))
 
 
-def _gradient_shapes(
-    grad: Tensor, kept: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
-) -> list[Tensor]:
-    rows = hidden.size(0) * hidden.size(1), hidden.size(2)
+def _make_empty_gradients(grad: Tensor, kept: Tensor, *operands: Any) -> list[Tensor]:
+    (hidden, weight, _, _), has_grads, _ = _read_problem(*operands)
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    needed = [
-        hidden.new_empty(rows),
+    gradients = [
+        hidden.new_empty(hidden.shape),
         weight.new_empty(weight.shape, dtype=dtype),
         weight.new_empty(weight.shape[:1], dtype=dtype),
     ]
-    return [t for t, is_needed in zip(needed, others[:3], strict=True) if is_needed]
+    return [t for t, has_grad in zip(gradients, has_grads, strict=True) if has_grad]
 
 
 @opaque(
-    f"linear_cross_entropy_backward(Tensor grad, Tensor kept, {_HEAD}, {_NEEDS}, {_SETTINGS}) -> Tensor[]",
-    _gradient_shapes,
+    f"linear_cross_entropy_backward(Tensor grad, Tensor kept, {_HEAD}, {_HAS_GRADS}, {_SETTINGS}) -> Tensor[]",
+    _make_empty_gradients,
 )
-def find_gradients(
-    grad: Tensor,
-    kept: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-    *operands: Any,
-    total: Tensor | None = None,
-) -> list[Tensor]:
-    """Those needed of the gradients of hidden [m, h], and of weight and bias in float32, from grad [t, m].
+def find_gradients(grad: Tensor, kept: Tensor, *operands: Any, total: Tensor | None = None) -> list[Tensor]:
+    """The gradients that are asked for, of hidden [m, h], and of weight and bias in float32, from grad [t, m].
 
-    The weight's is added to `total`, where given, which is no operand: only `find_gradients.call` takes it.
+    The weight's is added to `total` where that is given; it is no operand: only `find_gradients.call` takes it.
     """
-    settings, needs = _settings_of(*operands), (needs_hidden, needs_weight, needs_bias)
-    head = _head(hidden, weight, bias, labels, settings)
-    found = chunks.backward(grad, kept, head, needs, total, settings, choose_backend(hidden, cpu))
-    return [t for t in (found.hidden, found.weight, found.bias) if t is not None]
+    head, has_grads, settings = _read_problem(*operands)
+    return _list(chunks.backward(grad, kept, head, has_grads, total, settings, choose_backend(head.hidden, cpu)))
 
 
-def _weighted_shapes(token_weights: Tensor, *others: Any) -> list[Tensor]:
-    return [torch.empty_like(token_weights), *_gradient_shapes(token_weights, token_weights, *others)]
+def _make_empty_losses_and_gradients(token_weights: Tensor, *operands: Any) -> list[Tensor]:
+    return [torch.empty_like(token_weights), *_make_empty_gradients(token_weights, token_weights, *operands)]
 
 
 @opaque(
-    f"weighted_linear_cross_entropy(Tensor token_weights, {_HEAD}, {_NEEDS}, {_SETTINGS}) -> Tensor[]",
-    _weighted_shapes,
+    f"weighted_linear_cross_entropy(Tensor token_weights, {_HEAD}, {_HAS_GRADS}, {_SETTINGS}) -> Tensor[]",
+    _make_empty_losses_and_gradients,
 )
-def find_losses_and_gradients(
-    token_weights: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    needs_hidden: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-    *operands: Any,
-) -> list[Tensor]:
+def find_losses_and_gradients(token_weights: Tensor, *operands: Any) -> list[Tensor]:
     """losses [t, m], and the gradients of sum(token_weights * losses) as in `find_gradients`."""
-    settings, needs = _settings_of(*operands), (needs_hidden, needs_weight, needs_bias)
-    head = _head(hidden, weight, bias, labels, settings)
-    losses, found = chunks.forward_with_gradients(token_weights, head, needs, settings, choose_backend(hidden, cpu))
-    return [losses, *(t for t in (found.hidden, found.weight, found.bias) if t is not None)]
+    head, has_grads, settings = _read_problem(*operands)
+    backend = choose_backend(head.hidden, cpu)
+    losses, gradients = chunks.forward_with_gradients(token_weights, head, has_grads, settings, backend)
+    return [losses, *_list(gradients)]
+
+
+def _list(gradients: Gradients) -> list[Tensor]:
+    return [t for t in (gradients.hidden, gradients.weight, gradients.bias) if t is not None]

@@ -14,8 +14,8 @@ from torch import Tensor
 class Shards:
     """A tensor-parallel group, or one rank that holds the whole vocabulary.
 
-    Tokens are [t, m]: m of the hidden states that this rank has, t = the group's size under sequence parallelism, else
-    1 (each rank then has them all). Work goes by chunks of rows [k, h] of them, which gathered are t * k tokens.
+    Tokens are [t, m]. m is how many hidden states this rank has; t is the group's size under sequence parallelism, and
+    1 without it, where each rank has all hidden states. A chunk is k rows [k, h] of this rank, and t * k tokens of all.
     """
 
     group: Any
@@ -34,10 +34,10 @@ class Shards:
         """t."""
         return self.size if self.sequence_parallel else 1
 
-    def gathered(self, hidden: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
+    def gather(self, hidden: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
         """Chunk by chunk of hidden [m, h]: the slice of rows, and their tokens [t * k, h] from every rank.
 
-        A chunk is gathered while the work on the one before it goes on.
+        The next chunk is gathered while the caller works on this one.
         """
         starts = range(0, hidden.size(0), chunk_rows)
         chunks = [slice(start, min(start + chunk_rows, hidden.size(0))) for start in starts]
@@ -56,18 +56,18 @@ class Shards:
         tokens = part.new_empty(self.size * part.size(0), part.size(1))
         return tokens, dist.all_gather_into_tensor(tokens, part, group=self.group, async_op=True)
 
-    def reduce_scattered(self, part: Tensor, out: Tensor) -> Any:
+    def reduce_scatter(self, part: Tensor, out: Tensor) -> Any:
         """Starts to write this rank's rows of the sum of all ranks' part [t * k, h] into out [k, h]."""
         return dist.reduce_scatter_tensor(out, part, group=self.group, async_op=True)
 
-    def reduced(self, part: Tensor) -> Any:
+    def reduce(self, part: Tensor) -> Any:
         """Starts to sum part over the ranks, in place."""
         return dist.all_reduce(part, group=self.group, async_op=True)
 
-    def exchanged(self, found: Tensor) -> Tensor:
-        """found of every rank, stacked: [p, ...]; each rank then reduces it in the same order."""
+    def exchange(self, found: Tensor) -> Tensor:
+        """Every rank's found, stacked to [p, ...], for each rank to reduce in the same order."""
         if self.size == 1:
             return found.unsqueeze(0)
-        everybodys = found.new_empty(self.size, *found.shape)
-        dist.all_gather_into_tensor(everybodys.view(-1), found.contiguous().view(-1), group=self.group)
-        return everybodys
+        found_by_all = found.new_empty(self.size, *found.shape)
+        dist.all_gather_into_tensor(found_by_all.view(-1), found.contiguous().view(-1), group=self.group)
+        return found_by_all

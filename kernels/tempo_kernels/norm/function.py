@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.norm import eager
+from tempo_kernels.norm import cpu
+from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dtype
 from tempo_kernels.opaque import is_traced, opaque
+
+OPERANDS = "Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool zero_centered"
 
 
 def layer_norm(
@@ -27,18 +31,20 @@ def layer_norm(
 
     Args:
         x: [..., h], floating point, any strides.
-        weight, bias: [h], of x's dtype or float32.
+        weight, bias: [h], of x's dtype or float32; beside a float32 x also both bfloat16 or both float16.
         eps: added to the variance.
         zero_centered: use 1 + weight in weight's place (Megatron's `layernorm_zero_centered_gamma`), added in float32
             as Transformer Engine does; Megatron's own `weight + 1` rounds the sum to weight's dtype.
         keep: "output" or "input".
 
     Returns:
-        y [..., h] of x's dtype, contiguous.
+        y [..., h], contiguous, of x's dtype; of weight's where x is float32 and weight has 16 bits, as for a residual
+        in float32 (Megatron's `--fp32-residual-connection`): x is normalised in float32 and rounded once, to the dtype
+        of the linear that follows, as Apex's FastLayerNorm does. The gradient of x is float32 then.
 
     Keeps for backward: with keep="output" y itself (one storage with what the next linear keeps, hence free), rstd
         (4 bytes per row), the gamma and beta of this call (8 bytes per channel, however many rows; RMSNorm 4) and, for
-        channels where weight is too small beside bias for y to carry the normalised x, that one column of it (x's
+        channels where weight is too small beside bias for y to carry the normalised x, that one column of it (y's
         dtype; on a GPU also where a small change of the parameters would make it so, and an eighth more, in multiples
         of eight). With keep="input" x, rstd and the mean (4 bytes per row each); weight and bias are parameters.
     Error: with keep="input" at most twice torch's own in the same dtype, its sums in float32, plus one ulp of the
@@ -46,7 +52,8 @@ def layer_norm(
         that y, rounded to its dtype, carries: off by up to half an ulp of y divided by weight. That meets the same
         bound unless the gradient of y follows y or the bound is finer than 16 bits: not where the exact gradient of x
         cancels (RMSNorm with a gradient proportional to y), not for the gradient of a float32 weight beside a 16-bit
-        x (0.2 to 1 % of its maximum), not for rows whose variance is far below eps or channels far above all others.
+        x (0.2 to 1 % of its maximum) nor of a float32 x beside a 16-bit weight (as exact as that of a 16-bit x, and not
+        more), not for rows whose variance is far below eps or channels far above all others.
         For these keep="input", Megatron's "recompute".
         If weight or bias changes between forward and backward, keep="output" differentiates at their old values.
     Raises: ValueError for shapes or dtypes that do not fit; RuntimeError on a second derivative; on a GPU with
@@ -71,186 +78,153 @@ def rms_norm(
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
     if keep not in ("output", "input"):
-        raise ValueError(f'keep is "{keep}"; "output" or "input" is expected')
+        raise ValueError(f'keep is "{keep}"; expected "output" or "input"')
     if x.dim() < 1 or not x.is_floating_point():
-        raise ValueError(
-            f"x is {x.dtype} of shape {list(x.shape)}; a floating-point [..., h] tensor is expected; cast it"
-        )
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
+        raise ValueError(f"x is {x.dtype} of shape {list(x.shape)}; expected a floating-point [..., h] tensor; cast it")
+    # As of a float32 residual: y has the 16 bits of the linear that follows.
+    has_wide_x = x.dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
+    allowed = [weight.dtype] if has_wide_x else [x.dtype, torch.float32]
+    parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    for name, parameter in parameters.items():
         if parameter.shape != x.shape[-1:]:
             raise ValueError(
-                f"{name} has shape {list(parameter.shape)}; [{x.size(-1)}] is expected, as x's last size; reshape it"
+                f"{name} has shape {list(parameter.shape)}; expected [{x.size(-1)}], as x's last size; reshape it"
             )
-        if parameter.dtype not in (x.dtype, torch.float32):
-            raise ValueError(f"{name} is {parameter.dtype}; x's {x.dtype} or torch.float32 is expected; cast it")
+        if parameter.dtype not in allowed:
+            names = " or ".join(dict.fromkeys(map(str, allowed)))
+            raise ValueError(f"{name} is {parameter.dtype}; expected {names}, beside x's {x.dtype}; cast it")
 
 
 def _apply(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, subtracts_mean: bool, keep: str
 ) -> Tensor:
-    form = (eps, zero_centered, subtracts_mean)
+    norm = Norm(weight, bias, eps, subtracts_mean, zero_centered)
     if keep == "input":
-        return _FromInput.apply(x, weight, bias, *form)
-    # What forward sees of its inputs does not tell whether gradients are on.
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    return _FromOutput.apply(x, weight, bias, *form, needs_grad)
+        y: Tensor = _FromInput.apply(x, *norm)
+    else:
+        # What forward sees of its inputs does not tell whether gradients are on.
+        needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+        y = _FromOutput.apply(x, *norm, needs_grad)
+    return y
 
 
-def _backend(x: Tensor) -> Any:
-    if x.is_cuda and not eager.has_no_data(x):
-        from tempo_kernels.norm import kernel  # needs triton
-
-        return kernel
-    return eager
-
-
-def shapes_kept(y: Tensor, bias: Tensor | None) -> list[Tensor]:
-    """rstd, affine and no lost channels of a y [..., h] without data, as the backends keep them."""
-    dtype, rows = torch.promote_types(y.dtype, torch.float32), math.prod(y.shape[:-1])
-    rstd = y.new_empty(rows, dtype=dtype)
-    affine = y.new_empty(1 if bias is None else 2, y.size(-1), dtype=dtype)
-    return [rstd, affine, y.new_empty(0, dtype=torch.int32 if y.is_cuda else torch.int64), y.new_empty(rows, 0)]
+def _allocate_output(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """y and rstd without their numbers."""
+    y = torch.empty(x.shape, dtype=choose_output_dtype(x.dtype, norm.weight.dtype), device=x.device)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return y, torch.empty(math.prod(x.shape[:-1]), dtype=dtype, device=x.device)
 
 
-def _shapes(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> list[Tensor]:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return [y, *shapes_kept(y, bias)]
+def _allocate_kept(x: Tensor, *operands: Any) -> list[Tensor]:
+    norm = Norm(*operands[:5])
+    y, rstd = _allocate_output(x, norm)
+    affine = rstd.new_empty(1 if norm.bias is None else 2, x.size(-1))
+    # No channel counts as lost where there are no numbers.
+    lost = rstd.new_empty(0, dtype=torch.int32 if x.is_cuda else torch.int64)
+    return [y, rstd, affine, lost, y.new_empty(rstd.numel(), 0)]
 
 
-@opaque(
-    "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool zero_centered, bool needs_grad, "
-    "bool keeps_lost) -> Tensor[]",
-    _shapes,
-)
-def _forward(x: Tensor, *arguments: Any) -> Sequence[Tensor]:
-    """y and what is kept beside it."""
-    return _backend(x).forward(x, *arguments)
+@opaque(f"norm(Tensor x, {OPERANDS}, bool needs_grad, bool keeps_lost) -> Tensor[]", _allocate_kept)
+def _forward(x: Tensor, *operands: Any) -> list[Tensor]:
+    """y and the tensors of its Kept."""
+    y, kept = choose_backend(x, cpu).forward(x, Norm(*operands[:5]), *operands[5:])
+    return [y, *kept]
 
 
-def _gradient_shapes(
-    grad_y: Tensor,
-    y: Tensor,
-    rstd: Tensor,
-    affine: Tensor,
-    lost: Tensor,
-    lost_xhat: Tensor,
-    subtracts_mean: bool,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-) -> list[Tensor]:
-    return _shapes_of_gradients(y, weight_dtype, bias_dtype)
-
-
-def _shapes_of_gradients(y: Tensor, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None) -> list[Tensor]:
-    grad_x = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    dtypes = [weight_dtype] if bias_dtype is None else [weight_dtype, bias_dtype]
-    return [grad_x, *(y.new_empty(y.shape[-1:], dtype=dtype) for dtype in dtypes)]
+def _allocate_gradients(grad_y: Tensor, y: Tensor, *kept: Any) -> list[Tensor]:
+    x_dtype, affine = kept[-1], kept[1]
+    return [torch.empty(y.shape, dtype=x_dtype, device=y.device), torch.empty_like(affine)]
 
 
 @opaque(
     "norm_backward(Tensor grad_y, Tensor y, Tensor rstd, Tensor affine, Tensor lost, Tensor lost_xhat, "
-    "bool subtracts_mean, ScalarType weight_dtype, ScalarType? bias_dtype) -> Tensor[]",
-    _gradient_shapes,
+    "bool subtracts_mean, ScalarType x_dtype) -> Tensor[]",
+    _allocate_gradients,
 )
-def _backward(grad_y: Tensor, *arguments: Any) -> list[Tensor]:
-    """grad_x, grad_weight and, where there is a bias, grad_bias."""
-    return [grad for grad in _backend(grad_y).backward(grad_y, *arguments) if grad is not None]
+def _backward(grad_y: Tensor, y: Tensor, *kept: Any) -> list[Tensor]:
+    """grad_x, and grad_gamma and perhaps grad_beta in one tensor."""
+    return [*choose_backend(y, cpu).backward(grad_y, y, Kept(*kept[:4]), *kept[4:])]
 
 
-def _shapes_from_input(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, subtracts_mean: bool, zero_centered: bool
-) -> list[Tensor]:
-    y, rstd, *_ = _shapes(x, weight, bias)
-    return [y, rstd, torch.empty_like(rstd)] if subtracts_mean else [y, rstd]
+def _allocate_statistics(x: Tensor, *operands: Any) -> list[Tensor]:
+    norm = Norm(*operands)
+    y, rstd = _allocate_output(x, norm)
+    return [y, rstd, torch.empty_like(rstd)] if norm.subtracts_mean else [y, rstd]
 
 
-@opaque(
-    "norm_from_input(Tensor x, Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool zero_centered) "
-    "-> Tensor[]",
-    _shapes_from_input,
-)
-def _forward_from_input(x: Tensor, *arguments: Any) -> list[Tensor]:
+@opaque(f"norm_from_input(Tensor x, {OPERANDS}) -> Tensor[]", _allocate_statistics)
+def _forward_from_input(x: Tensor, *operands: Any) -> list[Tensor]:
     """y, rstd and, where it is subtracted, the mean."""
-    return [found for found in _backend(x).forward_from_input(x, *arguments) if found is not None]
+    y, statistics = choose_backend(x, cpu).forward_from_input(x, Norm(*operands))
+    return [y, *(found for found in statistics if found is not None)]
 
 
-def _gradient_shapes_from_input(
-    grad_y: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    mean: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    zero_centered: bool,
-) -> list[Tensor]:
-    return _shapes_of_gradients(x, weight.dtype, None if bias is None else bias.dtype)
+def _allocate_gradients_from_input(grad_y: Tensor, x: Tensor, *operands: Any) -> list[Tensor]:
+    norm, statistics = Norm(*operands[:5]), Statistics(*operands[5:])
+    sums = statistics.rstd.new_empty(1 if norm.bias is None else 2, x.size(-1))
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device), sums]
 
 
 @opaque(
-    "norm_backward_from_input(Tensor grad_y, Tensor x, Tensor rstd, Tensor? mean, Tensor weight, Tensor? bias, "
-    "bool zero_centered) -> Tensor[]",
-    _gradient_shapes_from_input,
+    f"norm_backward_from_input(Tensor grad_y, Tensor x, {OPERANDS}, Tensor rstd, Tensor? mean) -> Tensor[]",
+    _allocate_gradients_from_input,
 )
-def _backward_from_input(grad_y: Tensor, *arguments: Any) -> list[Tensor]:
+def _backward_from_input(grad_y: Tensor, x: Tensor, *operands: Any) -> list[Tensor]:
     """As _backward, from what the other form keeps."""
-    return [grad for grad in _backend(grad_y).backward_from_input(grad_y, *arguments) if grad is not None]
+    norm, statistics = Norm(*operands[:5]), Statistics(*operands[5:])
+    return [*choose_backend(x, cpu).backward_from_input(grad_y, x, norm, statistics)]
 
 
 class _FromOutput(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        zero_centered: bool,
-        subtracts_mean: bool,
-        needs_grad: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *operands: Any) -> Tensor:
+        norm, needs_grad = Norm(*operands[:-1]), operands[-1]
         # How many channels are lost is data: a compiled graph, whose shapes must be known before, has room for none.
-        keeps_lost = not is_traced(x)
-        y, *kept = _forward(x, weight, bias, eps, subtracts_mean, zero_centered, needs_grad, keeps_lost)
+        y, *kept = _forward(x, *norm, needs_grad, not is_traced(x))
         ctx.save_for_backward(y, *kept)
-        ctx.form = (subtracts_mean, weight.dtype, None if bias is None else bias.dtype)
+        ctx.form, ctx.parameter_dtypes = (norm.subtracts_mean, x.dtype), _parameter_dtypes(norm)
         return y
 
     @staticmethod
     @first_derivative_only("layer_norm or rms_norm", "norm")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         y, *kept = ctx.saved_tensors
-        grads = _backward(grad_y, y, *kept, *ctx.form)
-        return (*_needed(ctx, grads), None, None, None, None)
+        return *_cast_needed(ctx, *_backward(grad_y, y, *kept, *ctx.form)), None, None, None, None
 
 
 class _FromInput(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, subtracts_mean: bool
-    ) -> Tensor:
-        y, rstd, *mean = _forward_from_input(x, weight, bias, eps, subtracts_mean, zero_centered)
-        ctx.save_for_backward(x, rstd, mean[0] if mean else None, weight, bias)
-        ctx.zero_centered, ctx.refill = zero_centered, _refill
+    def forward(ctx: Any, x: Tensor, *operands: Any) -> Tensor:
+        norm = Norm(*operands)
+        y, rstd, *mean = _forward_from_input(x, *norm)
+        ctx.save_for_backward(x, norm.weight, norm.bias, rstd, mean[0] if mean else None)
+        ctx.form, ctx.parameter_dtypes, ctx.refill = norm[2:], _parameter_dtypes(norm), _refill
         return y
 
     @staticmethod
     @first_derivative_only("layer_norm or rms_norm", "norm")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, rstd, mean, weight, bias = ctx.saved_tensors
-        grads = _backward_from_input(grad_y, x, rstd, mean, weight, bias, ctx.zero_centered)
-        return (*_needed(ctx, grads), None, None, None)
+        x, weight, bias, *statistics = ctx.saved_tensors
+        found = _backward_from_input(grad_y, x, weight, bias, *ctx.form, *statistics)
+        return *_cast_needed(ctx, *found), None, None, None
 
 
+@torch.no_grad()
 def _refill(ctx: Any, out: Tensor) -> None:
     """Writes y into `out` again, bit for bit."""
-    x, rstd, mean, weight, bias = ctx.saved_tensors
-    with torch.no_grad():
-        _backend(x).refill(out, x, rstd, mean, weight, bias, ctx.zero_centered)
+    x, weight, bias, *statistics = ctx.saved_tensors
+    choose_backend(x, cpu).refill(out, x, Norm(weight, bias, *ctx.form), Statistics(*statistics))
 
 
-def _needed(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+def _parameter_dtypes(norm: Norm) -> list[torch.dtype]:
+    return [parameter.dtype for parameter in (norm.weight, norm.bias) if parameter is not None]
+
+
+def _cast_needed(ctx: Any, grad_x: Tensor, sums: Tensor) -> list[Tensor | None]:
     """The gradients of x, weight and bias that somebody asked for; an RMSNorm has no bias."""
-    gradients = [*grads, *[None] * (3 - len(grads))]
-    return tuple(grad if needed else None for grad, needed in zip(gradients, ctx.needs_input_grad, strict=False))
+    dtypes = ctx.parameter_dtypes
+    # One launch where it serves both.
+    sums = sums.to(dtypes[0]) if len(set(dtypes)) == 1 else sums
+    grads = [grad_x, *(total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True))]
+    needed = ctx.needs_input_grad[:3]
+    return [grad if needs else None for grad, needs in itertools.zip_longest(grads, needed)]

@@ -1,5 +1,12 @@
 """LayerNorm and RMSNorm of rows that are too long for the registers of one program: read more than once, in blocks of
-columns. The mathematics and the arguments are those of kernel_whole_rows.py."""
+columns. The mathematics, its sources and the arguments are those of kernel_whole_rows.py.
+
+1. Forward has one program for each row, which reads it three times: for the mean, for the variance of what is left
+   after it, and to write y. The second and third reads come from the L2 cache, where a row of this length stays.
+2. Backward reads each row twice: for the sums of g xhat and of g over the row, then for grad_x.
+3. A program of it sees a whole row and so cannot add up columns in registers. _sums_kernel does, in strips of columns:
+   a third read of y (or x) and grad_y, cheaper than atomics and in a fixed order.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.norm.kernel_lost_channels import (
-    divisor,
+    choose_divisor,
     find_channels,
-    parameters,
-    poisoned,
-    restored,
+    poison_lost,
+    restore_lost,
     store_lost,
 )
+from tempo_kernels.norm.kernel_rows import load_parameters, place_tile, store_sums
 
 OPTIONS = {"BLOCK_COLUMNS": 4096, "num_warps": 8, "enable_fp_fusion": True}
 SUMS_OPTIONS = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 256, "num_warps": 4, "enable_fp_fusion": True}
@@ -32,10 +39,10 @@ def _forward_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, REFILLS: tl.constexpr, COUNTS: tl.constexpr,
     SMALLEST: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row, read three times; once where REFILLS, from the mean and rstd of before."""
+    """One program reads one row three times; where REFILLS, once, and takes the mean and rstd of before."""
     num_columns = column_units * UNIT
     if COUNTS:  # noqa: SIM102
-        # A program of its own, without a row.
+        # The last program does this, and has no row.
         if tl.program_id(0) == num_rows:
             find_channels(
                 weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, 0,
@@ -69,7 +76,7 @@ def _forward_kernel(
     for block in range(0, num_columns, BLOCK_COLUMNS):
         column = block + tl.arange(0, BLOCK_COLUMNS)
         inside = column < num_columns
-        gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
+        gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
         x = tl.load(x_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
         xhat = (x - mean[:, None]) * rstd[:, None]
         if HAS_LOST:
@@ -79,13 +86,33 @@ def _forward_kernel(
 
 
 @triton.jit
-def _xhat(source, gamma, beta, mean, rstd, FROM_INPUT: tl.constexpr, HAS_LOST: tl.constexpr):
+def _recover_xhat(source, gamma, beta, mean, rstd, FROM_INPUT: tl.constexpr, HAS_LOST: tl.constexpr):
     """xhat [m, n] from x or from y, NaN in the lost channels; gamma and beta are poisoned."""
     if FROM_INPUT:
         xhat = (source - mean[:, None]) * rstd[:, None]
     else:
-        xhat = (source - beta[None, :]) * (1.0 / divisor(gamma, beta, HAS_LOST))[None, :]
+        xhat = (source - beta[None, :]) * (1.0 / choose_divisor(gamma, beta, HAS_LOST))[None, :]
     return xhat
+
+
+@triton.jit
+def _load_block(
+    grad_y_ptr, source_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr,
+    row, start, column, mean, rstd, num_rows, num_columns, capacity,
+    HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr,
+    SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """g = gamma * grad_y and xhat, [1, n] each, of some columns of the row that begins at `start`."""
+    inside = column < num_columns
+    gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
+    if not FROM_INPUT:
+        gamma, beta = poison_lost(gamma, beta, HAS_LOST, SMALLEST)
+    source = tl.load(source_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+    grad = tl.load(grad_y_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+    xhat = _recover_xhat(source, gamma, beta, mean, rstd, FROM_INPUT, HAS_LOST)
+    if HAS_LOST:
+        xhat = restore_lost(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
+    return grad * gamma[None, :], xhat
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -96,7 +123,7 @@ def _backward_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: grad_x of one row, read twice."""
+    """One program computes grad_x of one row, and reads it twice."""
     num_columns = column_units * UNIT
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     start = row[:, None] * num_columns
@@ -108,34 +135,26 @@ def _backward_kernel(
         mean = tl.load(mean_ptr + row)
     for block in range(0, num_columns, BLOCK_COLUMNS):
         column = block + tl.arange(0, BLOCK_COLUMNS)
-        inside = column < num_columns
-        gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
-        if not FROM_INPUT:
-            gamma, beta = poisoned(gamma, beta, HAS_LOST, SMALLEST)
-        source = tl.load(source_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-        grad = tl.load(grad_y_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-        xhat = _xhat(source, gamma, beta, mean, rstd, FROM_INPUT, HAS_LOST)
-        if HAS_LOST:
-            xhat = restored(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
-        grad *= gamma[None, :]
+        grad, xhat = _load_block(
+            grad_y_ptr, source_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr,
+            row, start, column, mean, rstd, num_rows, num_columns, capacity,
+            HAS_BIAS, ZERO_CENTERED, HAS_LOST, FROM_INPUT, SMALLEST,
+        )  # fmt: skip
         along_xhat += tl.sum(grad * xhat, axis=1)
         along_ones += tl.sum(grad, axis=1)
     for block in range(0, num_columns, BLOCK_COLUMNS):
         column = block + tl.arange(0, BLOCK_COLUMNS)
-        inside = column < num_columns
-        gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
-        if not FROM_INPUT:
-            gamma, beta = poisoned(gamma, beta, HAS_LOST, SMALLEST)
-        source = tl.load(source_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-        grad = tl.load(grad_y_ptr + start + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-        xhat = _xhat(source, gamma, beta, mean, rstd, FROM_INPUT, HAS_LOST)
-        if HAS_LOST:
-            xhat = restored(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
-        grad_x = grad * gamma[None, :] - xhat * (along_xhat / num_columns)[:, None]
+        grad, xhat = _load_block(
+            grad_y_ptr, source_ptr, weight_ptr, bias_ptr, slots_ptr, lost_xhat_ptr,
+            row, start, column, mean, rstd, num_rows, num_columns, capacity,
+            HAS_BIAS, ZERO_CENTERED, HAS_LOST, FROM_INPUT, SMALLEST,
+        )  # fmt: skip
+        grad_x = grad - xhat * (along_xhat / num_columns)[:, None]
         if SUBTRACTS_MEAN:
             grad_x -= (along_ones / num_columns)[:, None]
         grad_x *= rstd[:, None]
-        tl.store(grad_x_ptr + start + column[None, :], grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside[None, :])
+        inside = (column < num_columns)[None, :]
+        tl.store(grad_x_ptr + start + column[None, :], grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tiles_per_program", "capacity"])
@@ -146,20 +165,18 @@ def _sums_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: sums over tiles_per_program tiles below one another, in one strip of columns."""
+    """One program adds up tiles_per_program tiles that lie below one another in one strip of columns."""
     num_columns = column_units * UNIT
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = column < num_columns
-    gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
+    gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
     if not FROM_INPUT:
-        gamma, beta = poisoned(gamma, beta, HAS_LOST, SMALLEST)
+        gamma, beta = poison_lost(gamma, beta, HAS_LOST, SMALLEST)
     grad_gamma = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     grad_beta = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     first = tl.program_id(0) * tiles_per_program
     for tile in range(first, first + tiles_per_program):
-        row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
-        offset = row[:, None] * num_columns + column[None, :]
-        mask = (row < num_rows)[:, None] & inside[None, :]
+        row, offset, mask = place_tile(tile, column, inside, num_rows, num_columns, BLOCK_ROWS)
         source = tl.load(source_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
@@ -168,17 +185,13 @@ def _sums_kernel(
             rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
             if SUBTRACTS_MEAN:
                 mean = tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)
-        xhat = _xhat(source, gamma, beta, mean, rstd, FROM_INPUT, HAS_LOST)
+        xhat = _recover_xhat(source, gamma, beta, mean, rstd, FROM_INPUT, HAS_LOST)
         if HAS_LOST:
-            xhat = restored(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
+            xhat = restore_lost(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
         grad_gamma += grad * xhat
         if HAS_BIAS:
             grad_beta += grad
-    partial = partial_ptr + tl.program_id(0).to(tl.int64) * num_columns + column
-    tl.store(partial, tl.sum(grad_gamma, axis=0), mask=inside)
-    if HAS_BIAS:
-        partial += tl.num_programs(0).to(tl.int64) * num_columns
-        tl.store(partial, tl.sum(grad_beta, axis=0), mask=inside)
+    store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, HAS_BIAS)
 
 
 def forward(hidden_size: int, **arguments: Any) -> None:

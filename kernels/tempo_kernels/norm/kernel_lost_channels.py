@@ -1,14 +1,15 @@
 """The channels that y cannot carry, on the GPU: which they are, how their xhat is kept and how it is found again.
 
-slots (int32 [h]) is each channel's column in lost_xhat [rows, capacity] (x's dtype), or -1 where y carries it. Both are
-empty while capacity, the host's part (see reserve.py), is 0. Which channels are lost is decided here, in every forward,
-exactly as eager.lost_channels does. affine (float32 [2, h], or [1, h] without a bias) is the gamma and beta of that
-forward: backward does not ask the parameters, which may have changed.
-
-Lost channels beyond the capacity have no column. Backward decides anew, from affine, which channels are lost, and
-starts with NaN in all of them; only a column that was kept takes its place.
-
-counts (int32 [2]) is what the host is told: the candidates, and the most that were lost beyond the capacity so far.
+Backward from the output needs xhat = (y - beta) / gamma, which y does not carry where gamma is small beside beta.
+1. Every forward decides on the device which channels are lost, by the rule of lost_channels.py. The host cannot: it
+   would have to wait for the parameters. One program finds them in two passes over gamma and beta.
+2. slots (int32 [h]) gives each lost channel a column of lost_xhat [rows, capacity] (y's dtype), in the order of the
+   channels, by a running sum. A slot is -1 where y carries the channel. capacity is the host's part, see reserve.py.
+3. affine (float32 [2, h], or [1, h] without a bias) is the gamma and beta of that forward, for its backward: the
+   parameters may have changed by then. Backward finds the lost channels in affine by the same rule.
+4. Backward starts with NaN in every lost channel, and a column that was kept takes its place. A channel that was lost
+   beyond the capacity so has NaN gradients, and no wrong ones.
+5. counts (int32 [2]) tells the host afterwards how many candidates there are, and how many channels had no column.
 """
 
 from __future__ import annotations
@@ -20,18 +21,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.norm import eager
-from tempo_kernels.norm.reserve import reserve_of
+from tempo_kernels.norm import lost_channels
+from tempo_kernels.norm.kernel_rows import load_parameters
+from tempo_kernels.norm.operands import Norm
+from tempo_kernels.norm.reserve import find_reserve
 
-MAX_OFFSET = tl.constexpr(eager.MAX_OFFSET)
-SMALLEST_DRIFT = tl.constexpr(eager.SMALLEST_DRIFT)
-DRIFT_SHARE = tl.constexpr(eager.DRIFT_SHARE)
+MAX_OFFSET = tl.constexpr(lost_channels.MAX_OFFSET)
+SMALLEST_DRIFT = tl.constexpr(lost_channels.SMALLEST_DRIFT)
+DRIFT_SHARE = tl.constexpr(lost_channels.DRIFT_SHARE)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SMALLEST = {dtype: eager.smallest_carried(dtype) for dtype in DTYPES}
+SMALLEST = {dtype: lost_channels.find_smallest_carried(dtype) for dtype in DTYPES}
 OPTIONS: dict[str, Any] = {"BLOCK_COLUMNS": 4096, "num_warps": 8, "enable_fp_fusion": True}
 
 
-class Lost(NamedTuple):
+class LostChannels(NamedTuple):
+    """What a forward launches with; see above."""
+
     slots: Tensor
     capacity: int
     counts: Tensor
@@ -39,21 +44,8 @@ class Lost(NamedTuple):
 
 
 @triton.jit
-def parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """gamma and beta in float32; 1 and 0 outside."""
-    if ZERO_CENTERED:
-        gamma = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + 1.0
-    else:
-        gamma = tl.load(weight_ptr + column, mask=inside, other=1.0).to(tl.float32)
-    beta = tl.zeros_like(gamma)
-    if HAS_BIAS:
-        beta = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    return gamma, beta
-
-
-@triton.jit
 def is_lost(gamma, beta, SMALLEST: tl.constexpr):
-    """Whether y, rounded, does not carry xhat; so too where gamma is NaN."""
+    """Whether a rounded y does not carry xhat; a channel whose gamma is NaN counts as lost."""
     return ~(gamma > SMALLEST) | (beta > MAX_OFFSET * gamma)
 
 
@@ -63,15 +55,15 @@ def find_channels(
     HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_LOST: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fills affine, counts and, where HAS_LOST, slots, in the order of the channels; for one program alone.
+    """Fills affine, counts and, where HAS_LOST, slots in the order of the channels. Exactly one program calls it.
 
-    Candidates are what would be lost if gamma and beta each moved by `drift` in the wrong direction.
+    A channel is a candidate if it would be lost once gamma and beta each moved by `drift` in the wrong direction.
     """
     total = 0.0
     for block in range(0, num_columns, BLOCK_COLUMNS):
         column = block + tl.arange(0, BLOCK_COLUMNS)
         inside = column < num_columns
-        gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
+        gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
         tl.store(affine_ptr + column, gamma, mask=inside)
         if HAS_BIAS:
             tl.store(affine_ptr + num_columns + column, beta, mask=inside)
@@ -81,7 +73,7 @@ def find_channels(
     for block in range(0, num_columns, BLOCK_COLUMNS):
         column = block + tl.arange(0, BLOCK_COLUMNS)
         inside = column < num_columns
-        gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
+        gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
         gamma, beta = tl.abs(gamma), tl.abs(beta)
         candidates += tl.sum((is_lost(gamma - drift, beta + drift, SMALLEST) & inside).to(tl.int32), axis=0)
         lost = is_lost(gamma, beta, SMALLEST) & inside
@@ -94,11 +86,11 @@ def find_channels(
 
 
 @triton.jit
-def poisoned(gamma, beta, HAS_LOST: tl.constexpr, SMALLEST: tl.constexpr):
+def poison_lost(gamma, beta, HAS_LOST: tl.constexpr, SMALLEST: tl.constexpr):
     """gamma and beta with NaN in the lost channels: in beta where columns were kept, otherwise in gamma.
 
-    Where beta is NaN, so is y - beta and whatever is computed from it, until a column that was kept takes its place;
-    and `beta != beta` is how a kernel tells the lost channels. Where gamma is, xhat and the gradients are NaN at once.
+    A NaN in beta makes y - beta NaN, and all that follows from it, until a column that was kept takes its place; a
+    kernel recognises the lost channels by `beta != beta`. A NaN in gamma makes xhat and the gradients NaN at once.
     Flags beside gamma and beta would take registers that backward does not have.
     """
     lost = is_lost(tl.abs(gamma), tl.abs(beta), SMALLEST)
@@ -110,8 +102,8 @@ def poisoned(gamma, beta, HAS_LOST: tl.constexpr, SMALLEST: tl.constexpr):
 
 
 @triton.jit
-def divisor(gamma, beta, HAS_LOST: tl.constexpr):
-    """What to divide y - beta by for xhat: gamma, and 1 in the lost channels, of which xhat itself was kept."""
+def choose_divisor(gamma, beta, HAS_LOST: tl.constexpr):
+    """The number that divides y - beta for xhat: gamma, but 1 in the lost channels, whose xhat itself was kept."""
     if HAS_LOST:
         gamma = tl.where(beta == beta, gamma, 1.0)
     return gamma
@@ -126,7 +118,7 @@ def store_lost(slots_ptr, lost_xhat_ptr, row, column, inside, xhat, num_rows, ca
 
 
 @triton.jit
-def restored(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity):
+def restore_lost(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity):
     """xhat [m, n] with the lost channels from what was kept; row [m] is int64."""
     slot = tl.load(slots_ptr + column, mask=inside, other=-1)[None, :]
     kept = (row < num_rows)[:, None] & (slot >= 0)
@@ -146,21 +138,20 @@ def _slots_kernel(
     )  # fmt: skip
 
 
-def find_lost(
-    x: Tensor, weight: Tensor, bias: Tensor | None, zero_centered: bool, needs_grad: bool, keeps_lost: bool = True
-) -> Lost:
-    """What a forward of x needs to keep its lost channels; see reserve.py for when it waits for the GPU.
+def prepare_lost_channels(norm: Norm, y: Tensor, needs_grad: bool, keeps_lost: bool = True) -> LostChannels:
+    """What a forward needs to keep the channels that y cannot carry; see reserve.py for when it waits for the GPU.
 
     Where the capacity is 0, as with every common initialisation, nothing is launched: a program of the forward kernel
     has to call find_channels then, for affine and the counts.
     """
-    reserve = reserve_of(weight, bias, x.dtype, zero_centered, needs_grad)
+    weight, bias = norm.weight, norm.bias
+    reserve = find_reserve(weight, bias, y.dtype, norm.zero_centered, needs_grad)
     counts = reserve.counts if needs_grad else reserve.unread_counts
     num_columns, capacity = weight.numel(), reserve.capacity if keeps_lost else 0
-    affine = torch.empty(1 + (bias is not None), num_columns, dtype=torch.float32, device=x.device)
+    affine = torch.empty(1 if bias is None else 2, num_columns, dtype=torch.float32, device=y.device)
     if not capacity:
-        return Lost(reserve.no_slots, 0, counts, affine)
-    slots = torch.empty(num_columns, dtype=torch.int32, device=x.device)
+        return LostChannels(reserve.no_slots, 0, counts, affine)
+    slots = torch.empty(num_columns, dtype=torch.int32, device=y.device)
     _slots_kernel[(1,)](
         weight.contiguous(),
         None if bias is None else bias.contiguous(),
@@ -170,8 +161,8 @@ def find_lost(
         num_columns=num_columns,
         capacity=capacity,
         HAS_BIAS=bias is not None,
-        ZERO_CENTERED=zero_centered,
-        SMALLEST=SMALLEST[x.dtype],
+        ZERO_CENTERED=norm.zero_centered,
+        SMALLEST=SMALLEST[y.dtype],
         **OPTIONS,
     )
-    return Lost(slots, capacity, counts, affine)
+    return LostChannels(slots, capacity, counts, affine)

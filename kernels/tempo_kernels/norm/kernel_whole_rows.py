@@ -1,5 +1,16 @@
 """LayerNorm and RMSNorm of rows that stay in the registers of one program: one read of each input, one write of each
-output. The same kernels serve both forms: FROM_INPUT keeps mean and rstd, otherwise rstd and the lost channels."""
+output. The same kernels serve both forms: FROM_INPUT keeps mean and rstd, otherwise rstd and the lost channels.
+
+The mathematics is that of eager.py: LayerNorm (Ba et al., 2016), RMSNorm (Zhang and Sennrich, 2019), and the backward
+from the output after In-Place Activated BatchNorm (Rota Bulo et al., CVPR 2018) and Tempo (Andoorveedu et al., 2022).
+1. A program walks over tiles of whole rows below one another; tl.range loads the next one while it computes.
+2. A variance is the mean of squares of what is left after the mean: two passes, but over registers, and exact where
+   the mean is large beside the deviation, as E[x^2] - E[x]^2 is not.
+3. Backward needs two sums of each row, of g xhat and of g, and two sums of each column, for gamma and beta. The
+   latter stay in registers until a program is through with its tiles: one row of `partial` for each program, which
+   torch adds up. The order is fixed, where atomics would give other bits every time.
+4. From y, backward computes with gamma xhat = y - beta and divides by gamma late, where fewer registers are alive.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.norm.kernel_lost_channels import (
-    divisor,
+    choose_divisor,
     find_channels,
-    parameters,
-    poisoned,
-    restored,
+    poison_lost,
+    restore_lost,
     store_lost,
 )
+from tempo_kernels.norm.kernel_rows import load_parameters, place_tile, store_sums
 
 FORWARD_PROGRAMS = 2048
 BACKWARD_PROGRAMS = 264
@@ -34,10 +45,10 @@ def _forward_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, REFILLS: tl.constexpr, COUNTS: tl.constexpr,
     SMALLEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tiles_per_program tiles of whole rows below one another. REFILLS: from given mean and rstd."""
+    """One program computes tiles_per_program tiles of whole rows; where REFILLS, from the mean and rstd of before."""
     num_columns = column_units * UNIT
     if COUNTS:  # noqa: SIM102
-        # A program of its own, whose rows all lie outside: nobody waits for it.
+        # The last program does this: all its rows lie outside, so nobody waits for it.
         if tl.program_id(0) == tl.num_programs(0) - 1:
             find_channels(
                 weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, 0,
@@ -45,7 +56,7 @@ def _forward_kernel(
             )  # fmt: skip
     column = tl.arange(0, BLOCK_COLUMNS)
     inside = column < num_columns
-    gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
+    gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
     first = tl.program_id(0) * tiles_per_program
     for tile in tl.range(first, first + tiles_per_program, num_stages=STAGES):
         row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
@@ -72,11 +83,11 @@ def _forward_kernel(
 
 
 @triton.jit
-def _divided(scaled, gamma, beta, FROM_INPUT: tl.constexpr, HAS_LOST: tl.constexpr):
-    """[m, n] divided by gamma where it comes from y; NaN stays NaN."""
+def _divide_by_gamma(scaled, gamma, beta, FROM_INPUT: tl.constexpr, HAS_LOST: tl.constexpr):
+    """xhat from gamma * xhat [m, n], as y gives it; x gives xhat itself. NaN stays NaN."""
     quotient = scaled
     if not FROM_INPUT:
-        quotient = scaled / divisor(gamma, beta, HAS_LOST)[None, :]
+        quotient = scaled / choose_divisor(gamma, beta, HAS_LOST)[None, :]
     return quotient
 
 
@@ -88,23 +99,21 @@ def _backward_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tiles_per_program tiles of whole rows, and their sums over rows into its part of partial.
+    """One program writes tiles_per_program tiles of grad_x, and their sums over rows to its row of partial.
 
-    source is y, and weight and bias are what its forward used; or it is x where FROM_INPUT.
+    source is x where FROM_INPUT; otherwise it is y, and weight and bias are those that its forward used.
     """
     num_columns = column_units * UNIT
     column = tl.arange(0, BLOCK_COLUMNS)
     inside = column < num_columns
-    gamma, beta = parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS and not FROM_INPUT, ZERO_CENTERED)
+    gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS and not FROM_INPUT, ZERO_CENTERED)
     if not FROM_INPUT:
-        gamma, beta = poisoned(gamma, beta, HAS_LOST, SMALLEST)
+        gamma, beta = poison_lost(gamma, beta, HAS_LOST, SMALLEST)
     grad_gamma = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     grad_beta = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
     first = tl.program_id(0) * tiles_per_program
     for tile in tl.range(first, first + tiles_per_program, num_stages=STAGES):
-        row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
-        offset = row[:, None] * num_columns + column[None, :]
-        mask = (row < num_rows)[:, None] & inside[None, :]
+        row, offset, mask = place_tile(tile, column, inside, num_rows, num_columns, BLOCK_ROWS)
         source = tl.load(source_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
@@ -117,7 +126,7 @@ def _backward_kernel(
             # gamma * xhat; dividing by gamma late holds fewer numbers per channel in registers.
             scaled = source - beta[None, :]
         if HAS_LOST:
-            scaled = restored(scaled, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
+            scaled = restore_lost(scaled, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
         product = grad * scaled
         grad_gamma += product
         if HAS_BIAS:
@@ -130,21 +139,17 @@ def _backward_kernel(
         along_xhat = tl.sum(product, axis=1) / num_columns
         if SUBTRACTS_MEAN:
             grad -= (tl.sum(grad, axis=1) / num_columns)[:, None]
-        xhat = _divided(scaled, gamma, beta, FROM_INPUT, HAS_LOST)
+        xhat = _divide_by_gamma(scaled, gamma, beta, FROM_INPUT, HAS_LOST)
         grad_x = (grad - xhat * along_xhat[:, None]) * rstd[:, None]
         tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
-    grad_gamma = _divided(grad_gamma, gamma, beta, FROM_INPUT, HAS_LOST)
-    partial = partial_ptr + tl.program_id(0).to(tl.int64) * num_columns + column
-    tl.store(partial, tl.sum(grad_gamma, axis=0), mask=inside)
-    if HAS_BIAS:
-        partial += tl.num_programs(0).to(tl.int64) * num_columns
-        tl.store(partial, tl.sum(grad_beta, axis=0), mask=inside)
+    grad_gamma = _divide_by_gamma(grad_gamma, gamma, beta, FROM_INPUT, HAS_LOST)
+    store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, HAS_BIAS)
 
 
 def forward(hidden_size: int, **arguments: Any) -> None:
     """Fills y and rstd, and what the form keeps besides; the arguments are the kernel's."""
     has_lost = arguments["HAS_LOST"]
-    num_programs, tiles = _tiles(arguments["num_rows"], hidden_size, has_lost, FORWARD_PROGRAMS)
+    num_programs, tiles = _plan_tiles(arguments["num_rows"], hidden_size, has_lost, FORWARD_PROGRAMS)
     counts = not (has_lost or arguments["FROM_INPUT"])
     _forward_kernel[(num_programs + counts,)](COUNTS=counts, **arguments, **tiles)
 
@@ -152,8 +157,8 @@ def forward(hidden_size: int, **arguments: Any) -> None:
 def backward(hidden_size: int, **arguments: Any) -> Tensor:
     """Fills grad_x; returns partial sums [2 or 1, programs, h] of grad_gamma and grad_beta."""
     grad_x = arguments["grad_x_ptr"]
-    max_programs = _backward_programs(grad_x.device)
-    num_programs, tiles = _tiles(arguments["num_rows"], hidden_size, arguments["HAS_LOST"], max_programs)
+    max_programs = _count_backward_programs(grad_x.device)
+    num_programs, tiles = _plan_tiles(arguments["num_rows"], hidden_size, arguments["HAS_LOST"], max_programs)
     num_sums = 1 + arguments["HAS_BIAS"]
     partial = torch.empty(num_sums, num_programs, hidden_size, dtype=torch.float32, device=grad_x.device)
     _backward_kernel[(num_programs,)](partial_ptr=partial, **arguments, **tiles)
@@ -161,7 +166,7 @@ def backward(hidden_size: int, **arguments: Any) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _tiles(num_rows: int, hidden_size: int, has_lost: bool, max_programs: int) -> tuple[int, dict[str, Any]]:
+def _plan_tiles(num_rows: int, hidden_size: int, has_lost: bool, max_programs: int) -> tuple[int, dict[str, Any]]:
     """Programs and their meta-parameters: 16 elements a thread, 8 where it has lost channels to find too."""
     columns = triton.next_power_of_2(hidden_size)
     rows = max(1, 2048 // columns)
@@ -177,10 +182,10 @@ def _tiles(num_rows: int, hidden_size: int, has_lost: bool, max_programs: int) -
 
 
 @lru_cache(maxsize=256)
-def _multiprocessors(device: torch.device) -> int:
+def _count_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _backward_programs(device: torch.device) -> int:
+def _count_backward_programs(device: torch.device) -> int:
     """As many as run at once: two on each multiprocessor."""
-    return 2 * _multiprocessors(device) if device.type == "cuda" else BACKWARD_PROGRAMS
+    return 2 * _count_multiprocessors(device) if device.type == "cuda" else BACKWARD_PROGRAMS

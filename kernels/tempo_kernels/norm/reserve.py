@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tempo_kernels.norm import eager
+from tempo_kernels.norm.lost_channels import find_candidate_channels
 
 MAX_MOVES = 2
-"""So often a parameter's memory may move before the host takes it that it always does, as under FSDP and ZeRO-3."""
+"""How often a parameter's memory may move before the host assumes that it always does, as under FSDP and ZeRO-3."""
 
 _numbers = itertools.count(1)
 _reserves: dict[Hashable, Reserve] = {}
@@ -41,7 +41,7 @@ _written: defaultdict[torch.device, dict[Reserve, int]] = defaultdict(dict)
 _copies: defaultdict[torch.device, list[_Copy]] = defaultdict(list)
 
 
-def reserve_of(
+def find_reserve(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, zero_centered: bool, needs_grad: bool
 ) -> Reserve:
     """The reserve of one norm, up to date for a forward to come; where no gradient is needed it may be out of date.
@@ -52,7 +52,7 @@ def reserve_of(
     Raises: RuntimeError if the channels were never counted and a CUDA graph is captured.
     """
     parameters = [weight] if bias is None else [weight, bias]
-    key = (*map(_identity, parameters), dtype, zero_centered, weight.device)
+    key = (*map(_identify, parameters), dtype, zero_centered, weight.device)
     captures = _is_capturing(weight.device)
     reserve = _reserves.get(key)
     if captures and (reserve is None or (needs_grad and reserve.stamp is None)):
@@ -72,8 +72,8 @@ def reserve_of(
 def check_after_backward(device: torch.device) -> None:
     """Has the counts of all forwards so far read at the end of the backward pass that is running, if one is.
 
-    To be called by the backward of each norm: only the first of a pass finds something to copy, unless the pass also
-    runs forwards again. Nothing is read while a CUDA graph is captured: of its replays only the NaN tells.
+    The backward of each norm calls it, and only the first of a pass finds something to copy, unless the pass also runs
+    forwards again. Nothing is read while a CUDA graph is captured: only NaN tells of channels lost in its replays.
 
     Raises, at the end of that pass: RuntimeError where a forward had too little room.
     """
@@ -107,7 +107,7 @@ class Reserve:
 
     def is_stale(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the parameters may have changed, as far as the host sees, since their channels were counted."""
-        stamp = _stamp(parameters)
+        stamp = _take_stamp(parameters)
         if stamp == self.stamp:
             return False
         if self.stamp is not None and stamp[::2] == self.stamp[::2]:
@@ -117,14 +117,14 @@ class Reserve:
                 return False
         return True
 
-    def parameters(self) -> list[Tensor] | None:
+    def find_parameters(self) -> list[Tensor] | None:
         """weight and, where there is one, bias; None where one of them has no memory at present."""
-        found = [place.tensor() for place in self.places]
+        found = [place.find_tensor() for place in self.places]
         there = [tensor for tensor in found if tensor is not None and tensor.device == self.device]
         return there if len(there) == len(found) else None
 
     def set_capacity(self, candidates: int) -> None:
-        self.capacity = capacity_for(candidates, self.hidden_size)
+        self.capacity = choose_capacity(candidates, self.hidden_size)
 
 
 class _Copy(NamedTuple):
@@ -139,11 +139,11 @@ class _Place:
     """Where a parameter is found again, without keeping it alive."""
 
     def __init__(self, tensor: Tensor, forget: Callable[[object], None]) -> None:
-        self.owner = weakref.ref(_owner(tensor), forget)
+        self.owner = weakref.ref(_find_owner(tensor), forget)
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.view = None if tensor._base is None else (tensor.stride(), tensor.storage_offset())
 
-    def tensor(self) -> Tensor | None:
+    def find_tensor(self) -> Tensor | None:
         """The parameter; None where its memory is gone or lent to something else, as between two uses under FSDP."""
         owner = self.owner()
         if owner is None or owner.dtype != self.dtype or (self.view is None and owner.shape != self.shape):
@@ -155,7 +155,7 @@ class _Place:
         return owner.detach().as_strided(self.shape, stride, offset)
 
 
-def capacity_for(candidates: int, hidden_size: int) -> int:
+def choose_capacity(candidates: int, hidden_size: int) -> int:
     """Columns for so many candidates: an eighth more, in multiples of eight, so that allocations seldom change."""
     return -(-min(candidates + candidates // 8, hidden_size) // 8) * 8
 
@@ -166,12 +166,12 @@ def _count(first: Reserve, parameters: Sequence[Tensor]) -> None:
     changed: dict[Reserve, Sequence[Tensor]] = {first: parameters}
     for reserve in list(_reserves.values()):
         if reserve is not first and reserve.device == first.device:
-            found = reserve.parameters()
-            if found is not None and reserve.stamp != _stamp(found):
+            found = reserve.find_parameters()
+            if found is not None and reserve.stamp != _take_stamp(found):
                 changed[reserve] = found
     groups: defaultdict[Hashable, list[tuple[Reserve, Sequence[Tensor]]]] = defaultdict(list)
     for reserve, tensors in changed.items():
-        reserve.stamp = _stamp(tensors)
+        reserve.stamp = _take_stamp(tensors)
         kind = (reserve.hidden_size, reserve.dtype, reserve.zero_centered, *(t.dtype for t in tensors))
         groups[kind].append((reserve, tensors))
     totals = []
@@ -179,7 +179,7 @@ def _count(first: Reserve, parameters: Sequence[Tensor]) -> None:
         reserve = members[0][0]
         stacked = [torch.stack(column) for column in zip(*(tensors for _, tensors in members), strict=True)]
         weight, bias = stacked if len(stacked) == 2 else (stacked[0], None)
-        totals.append(eager.candidate_channels(weight, bias, reserve.dtype, reserve.zero_centered).sum(-1))
+        totals.append(find_candidate_channels(weight, bias, reserve.dtype, reserve.zero_centered).sum(-1))
     counted = [reserve for members in groups.values() for reserve, _ in members]
     for reserve, candidates in zip(counted, _wait_for(torch.cat(totals)), strict=True):
         reserve.set_capacity(candidates)
@@ -202,10 +202,10 @@ def _read_copies(device: torch.device) -> None:
         reserve, beyond = overflows[0]
         raise RuntimeError(
             f"norm {reserve.number} in the order of first calls (hidden size {reserve.hidden_size}, {reserve.dtype}): "
-            f"{beyond} channels more than it had room for have a weight too small beside their bias for the output to "
-            "carry them, after a large change of the parameters that torch did not see, and their gradients are NaN; "
-            "expected are small steps, or changes that torch sees, as under torch.no_grad() without .data; change them "
-            'so, or set norm to "recompute" (keep="input")'
+            f"the output cannot carry {beyond} channels more than there was room for, whose weight became too small "
+            "beside their bias in a large change that torch did not see, and their gradients are NaN; expected small "
+            "steps, or changes that torch sees, as under torch.no_grad() without .data; change the parameters so, or "
+            'set norm to "recompute" (keep="input")'
         )
 
 
@@ -222,7 +222,7 @@ def _forget(key: Hashable, _: object) -> None:
         _written[reserve.device].pop(reserve, None)
 
 
-def _stamp(parameters: Sequence[Tensor]) -> tuple[Hashable, ...]:
+def _take_stamp(parameters: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """Of each parameter, how often torch saw it change, and its address."""
     return tuple(n for t in parameters for n in (0 if t.is_inference() else t._version, t.data_ptr()))
 
@@ -231,11 +231,11 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _owner(tensor: Tensor) -> Tensor:
+def _find_owner(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def _identity(tensor: Tensor) -> Hashable:
+def _identify(tensor: Tensor) -> Hashable:
     """A view is made anew for each call where parameters lie in one flat buffer; the place that it shows is not."""
     base = tensor._base
     if base is None:

@@ -8,6 +8,16 @@ from tempo_kernels.philox.eager import (
     effective_probability,
     keep_bits,
     philox4x32,
+    threshold,
 )
 
-__all__ = ["check_place", "derive_key", "drop_", "drop_mask", "effective_probability", "keep_bits", "philox4x32"]
+__all__ = [
+    "check_place",
+    "derive_key",
+    "drop_",
+    "drop_mask",
+    "effective_probability",
+    "keep_bits",
+    "philox4x32",
+    "threshold",
+]

@@ -40,7 +40,7 @@ def philox4x32(c0, c1, c2, c3, key_low, key_high, NUM_ROUNDS: tl.constexpr = ROU
 
 
 @triton.jit
-def loaded_draw(
+def load_draw(
     key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr
 ):
     """(key_low, key_high, first_sample), from memory where they are device data."""

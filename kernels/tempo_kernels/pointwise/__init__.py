@@ -1,5 +1,31 @@
-"""What several pointwise operations share: formulas of activations, here in torch and inside kernels in Triton."""
+"""Activations of x + bias that keep their input, and what operations with an activation share: its formulas, in torch
+here and for Triton in kernel_activations.py, its bits, sums over rows, tiles."""
 
 from tempo_kernels.pointwise.activations import ACTIVATIONS, Activation
+from tempo_kernels.pointwise.cpu import choose_chunk_size
+from tempo_kernels.pointwise.eager import smallest_at_least, sum_rows, unpack_bits
+from tempo_kernels.pointwise.function import (
+    ACTIVATE,
+    OperationOfInput,
+    activate,
+    check_tensors,
+    forward_with_bits,
+    list_gradients,
+    shape_gradients,
+)
 
-__all__ = ["ACTIVATIONS", "Activation"]
+__all__ = [
+    "ACTIVATE",
+    "ACTIVATIONS",
+    "Activation",
+    "OperationOfInput",
+    "activate",
+    "check_tensors",
+    "choose_chunk_size",
+    "forward_with_bits",
+    "list_gradients",
+    "shape_gradients",
+    "smallest_at_least",
+    "sum_rows",
+    "unpack_bits",
+]

@@ -1,49 +1,47 @@
-"""A pointwise activation in Triton, differentiated from its input: y = f(x + bias), grad_x = grad_y f'(x + bias).
+"""A pointwise activation in Triton, differentiated from its input; eager.py is the specification.
 
-f and f' come together from kernel_activations.py, in float32; the compiler drops what a kernel does not use of them.
-One tensor is read and one written in forward, two and one in backward: the time is that of the memory, as long as the
-formula stays within some 30 and 45 instructions per element.
+y = f(x + bias) and grad_x = grad_y f'(x + bias), with f and f' from kernel_activations.py, in float32. Forward reads
+one tensor and writes one, backward reads two and writes one, so that the time is that of the memory as long as the
+formula is short. For a room that differentiates from the output, forward also writes the bits x + bias >= threshold, an
+eighth of a byte mask. A thread holds the eight elements of a byte, so that packing moves nothing between threads.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.pointwise.kernel_activations import activate
-from tempo_kernels.pointwise.kernel_tiles import (
-    BACKWARD_TILE,
-    bias_arguments,
-    check_dtype,
-    launch_backward,
-    launch_forward,
-    load_sum,
-    place_tile,
-    plan_tiles,
-    store_sums,
-)
+from tempo_kernels.pointwise import kernel_tiles as tiles
+from tempo_kernels.pointwise.activations import ACTIVATIONS
+from tempo_kernels.pointwise.eager import smallest_at_least
+from tempo_kernels.pointwise.kernel_activations import activate, differentiate
 
 
 @triton.jit(do_not_specialize=["num_units"])
 def _forward_kernel(
-    x_ptr, bias_ptr, y_ptr,
+    x_ptr, bias_ptr, y_ptr, bits_ptr,
     num_units, row_groups, bias_size,
     UNIT: tl.constexpr, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, HAS_BIAS: tl.constexpr, WRAPS: tl.constexpr,
-    ROUNDS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    ROUNDS: tl.constexpr, HAS_BITS: tl.constexpr, THRESHOLD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile."""
-    num_strips = tl.cdiv(row_groups, BLOCK_GROUPS)
-    block_row, block_strip = (tl.program_id(0) // num_strips).to(tl.int64), tl.program_id(0) % num_strips
-    first, _, elements, _, inside = place_tile(
-        block_row, block_strip, num_units, row_groups, UNIT, BLOCK_ROWS, BLOCK_GROUPS
+    row, strip = tiles.find_program(row_groups, BLOCK_GROUPS)
+    first, groups, elements, has_group, inside = tiles.place_tile(
+        row, strip, num_units, row_groups, UNIT, BLOCK_ROWS, BLOCK_GROUPS
     )
-    x = load_sum(
-        x_ptr, bias_ptr, first, elements, inside, block_strip, bias_size, HAS_BIAS, WRAPS, ROUNDS, BLOCK_GROUPS
+    x = tiles.load_sum(
+        x_ptr, bias_ptr, first, elements, inside, strip, bias_size, HAS_BIAS, WRAPS, ROUNDS, BLOCK_GROUPS
     )
-    y, _ = activate(x, ACTIVATION, IS_NARROW)
+    y = activate(x, ACTIVATION, IS_NARROW)
     tl.store(y_ptr + first * 8 + elements, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if HAS_BITS:
+        byte = tl.sum(tl.where(x >= THRESHOLD, (128 >> tl.arange(0, 8))[None, None, :], 0), axis=2)
+        tl.store(bits_ptr + first + groups, byte.to(tl.uint8), mask=has_group)
 
 
 @triton.jit(do_not_specialize=["num_units", "tiles_per_program"])
@@ -54,45 +52,76 @@ def _backward_kernel(
     ROUNDS: tl.constexpr, HAS_GRAD_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """One program: tiles_per_program tiles below one another, and their sum over rows into its row of partial."""
-    num_strips = tl.cdiv(row_groups, BLOCK_GROUPS)
-    chunk, block_strip = (tl.program_id(0) // num_strips).to(tl.int64), tl.program_id(0) % num_strips
-    total = tl.zeros((BLOCK_ROWS, BLOCK_GROUPS, 8), dtype=tl.float32)
-    for block_row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
-        first, _, elements, _, inside = place_tile(
-            block_row, block_strip, num_units, row_groups, UNIT, BLOCK_ROWS, BLOCK_GROUPS
+    chunk, strip, total = tiles.start_chunk(row_groups, BLOCK_ROWS, BLOCK_GROUPS)
+    for row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
+        first, _, elements, _, inside = tiles.place_tile(
+            row, strip, num_units, row_groups, UNIT, BLOCK_ROWS, BLOCK_GROUPS
         )
-        x = load_sum(
-            x_ptr, bias_ptr, first, elements, inside, block_strip, bias_size, HAS_BIAS, WRAPS, ROUNDS, BLOCK_GROUPS
+        x = tiles.load_sum(
+            x_ptr, bias_ptr, first, elements, inside, strip, bias_size, HAS_BIAS, WRAPS, ROUNDS, BLOCK_GROUPS
         )
-        grad = tl.load(grad_y_ptr + first * 8 + elements, mask=inside, other=0.0).to(tl.float32)
-        _, slope = activate(x, ACTIVATION, IS_NARROW)
-        grad *= slope
-        tl.store(grad_x_ptr + first * 8 + elements, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
-        if HAS_GRAD_BIAS:
-            total += grad
+        _, slope = differentiate(x, ACTIVATION, IS_NARROW)
+        total += tiles.store_gradient(grad_y_ptr, slope, grad_x_ptr, first, elements, inside)
     if HAS_GRAD_BIAS:
-        store_sums(partial_ptr, total, chunk, block_strip, row_groups, BLOCK_GROUPS)
+        tiles.store_sums(partial_ptr, total, chunk, strip, row_groups, BLOCK_GROUPS)
 
 
 def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
-    """y = f(x + bias), contiguous; the sum is rounded to x's dtype, in gelu_tanh not: see gelu/eager.py."""
-    check_dtype(activation, x)
+    """y = f(x + bias), contiguous."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    if x.numel():
-        tiling = plan_tiles(x, bias is not None, BACKWARD_TILE)
-        tensors = (x.contiguous(), None if bias is None else bias.contiguous(), y)
-        arguments = {"ACTIVATION": activation, "IS_NARROW": x.dtype.itemsize == 2, "ROUNDS": activation != "gelu_tanh"}
-        launch_forward(_forward_kernel, tensors, tiling, arguments | bias_arguments(bias, tiling))
+    _launch_forward(x, bias, activation, y, None, 0.0)
     return y
+
+
+def forward_with_bits(x: Tensor, bias: Tensor | None, activation: str, threshold: float) -> tuple[Tensor, Tensor]:
+    """y, and the bits x + bias >= threshold as eager.py packs them."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
+    _launch_forward(x, bias, activation, y, bits, smallest_at_least(threshold, torch.float32))
+    return y, bits
+
+
+def _launch_forward(
+    x: Tensor, bias: Tensor | None, activation: str, y: Tensor, bits: Tensor | None, threshold: float
+) -> None:
+    tiles.check_dtype(activation, x)
+    if x.numel() == 0:
+        return
+    tiling = tiles.plan_tiles(x, bias is not None, tiles.FORWARD_TILE)
+    with torch.cuda.device_of(x):
+        _forward_kernel[(tiling.row_blocks * tiling.strips,)](
+            x.contiguous(),
+            None if bias is None else bias.contiguous(),
+            y,
+            bits,
+            HAS_BITS=bits is not None,
+            THRESHOLD=threshold,
+            **tiling.sizes,
+            **_list_arguments(x, bias, activation, tiling),
+            **tiles.OPTIONS,
+        )
 
 
 def backward(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """grad_x = grad_y f'(x + bias), contiguous, and its sum over all dimensions but the last in float32 [f]."""
-    tiling = plan_tiles(x, bias is not None, BACKWARD_TILE)
+    """grad_x = grad_y f'(x + bias), contiguous, and its sum over all dimensions but the last in float32 [f].
+
+    The sum has two stages, each in a fixed order: the same bits every time on every GPU.
+    """
+    tiling = tiles.plan_tiles(x, bias is not None, tiles.BACKWARD_TILE)
     tensors = (grad_y.contiguous(), x.contiguous(), None if bias is None else bias.contiguous())
-    arguments = {"ACTIVATION": activation, "IS_NARROW": x.dtype.itemsize == 2, "ROUNDS": activation != "gelu_tanh"}
-    return launch_backward(
-        _backward_kernel, tensors, x, tiling, has_grad_bias, arguments | bias_arguments(bias, tiling)
-    )
+    arguments = _list_arguments(x, bias, activation, tiling)
+    return tiles.launch_backward(_backward_kernel, tensors, x, tiling, has_grad_bias, arguments)
+
+
+def _list_arguments(x: Tensor, bias: Tensor | None, activation: str, tiling: tiles.Tiling) -> dict[str, Any]:
+    """The launch arguments that both kernels share."""
+    return {
+        "bias_size": 1 if bias is None else bias.numel(),
+        "ACTIVATION": activation,
+        "IS_NARROW": x.dtype.itemsize == 2,
+        "HAS_BIAS": bias is not None,
+        "WRAPS": not tiling.has_columns,
+        "ROUNDS": ACTIVATIONS[activation].rounds_sum,
+    }

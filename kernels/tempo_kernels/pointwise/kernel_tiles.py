@@ -1,8 +1,8 @@
 """How kernels of pointwise operations walk over their tensors: tiles, biases, sums over rows, launches.
 
-Tensors are read as [rows, row_groups, 8], groups of eight neighbours that are 16 bytes of a 16-bit type and one byte of
-bits, in tiles of a few rows by a strip of groups. Rows are the rows of x where a bias has to meet them, and of
-FLAT_COLUMNS elsewhere, since which elements meet does not matter there.
+A kernel reads its tensors as [rows, row_groups, 8]. A group is eight neighbours, which one thread holds: 16 bytes of a
+16-bit type, the widest load that there is, and one byte of packed bits. A tile is a few rows by a strip of groups. With
+a bias, a row is a row of x; without one, any FLAT_COLUMNS neighbours make a row.
 
 A bias gradient is summed in two stages, each in a fixed order: a program adds up its tiles, which lie below one
 another, in registers and writes a row of float32; torch sums these rows. Atomics would give other bits every time.
@@ -26,15 +26,35 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 @triton.jit
-def place_tile(
-    block_row, block_strip, num_units, row_groups, UNIT: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr
-):
-    """Of one tile: the int64 number of its first row's first group, and from there, in 32 bits: groups [m, n] and
-    elements [m, n, 8], and whether there are such."""
-    first = block_row * (ROWS * row_groups)
+def find_program(row_groups, GROUPS: tl.constexpr):
+    """Which block of rows this program has, in 64 bits, or which chunk of such blocks, and which strip of columns."""
+    num_strips = tl.cdiv(row_groups, GROUPS)
+    return (tl.program_id(0) // num_strips).to(tl.int64), tl.program_id(0) % num_strips
+
+
+@triton.jit
+def start_chunk(row_groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Which chunk of blocks of rows this program has, and which strip; and zeros [m, n, 8] to add its gradients to."""
+    chunk, strip = find_program(row_groups, GROUPS)
+    return chunk, strip, tl.zeros((ROWS, GROUPS, 8), dtype=tl.float32)
+
+
+@triton.jit
+def place_tile(row, strip, num_units, row_groups, UNIT: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Where a tile lies: `row` counts blocks of rows, `strip` strips of groups.
+
+    A tensor may have more than 2**31 elements, a tile has few: only its first group is counted in 64 bits, and
+    everything else in 32 bits from there.
+
+    Returns:
+        first: the number of the first group of the tile's first row, from the start of the tensor, int64.
+        groups [m, n] and elements [m, n, 8]: their numbers, from that first group on.
+        has_group [m, n] and inside [m, n, 8]: whether the tensor has such groups and elements.
+    """
+    first = row * (ROWS * row_groups)
     # How many elements there are from there on.
     left = tl.minimum(tl.maximum(num_units * UNIT - first * 8, 0), ROWS * row_groups * 8).to(tl.int32)
-    group = block_strip * GROUPS + tl.arange(0, GROUPS)
+    group = strip * GROUPS + tl.arange(0, GROUPS)
     groups = (tl.arange(0, ROWS) * row_groups)[:, None] + group[None, :]
     elements = groups[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     in_row = (group < row_groups)[None, :]
@@ -42,18 +62,24 @@ def place_tile(
 
 
 @triton.jit
+def load_tile(ptr, first, elements, inside):
+    """A tile [m, n, 8] in float32; 0 where the tensor has no elements."""
+    return tl.load(ptr + first * 8 + elements, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_sum(
-    x_ptr, bias_ptr, first, elements, inside, block_strip, bias_size,
+    x_ptr, bias_ptr, first, elements, inside, strip, bias_size,
     HAS_BIAS: tl.constexpr, WRAPS: tl.constexpr, ROUNDS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """x + bias in float32, rounded to x's dtype first where ROUNDS; -1e4, far left of GELU's minimum, where there is
-    no x."""
+    """x + bias in float32, rounded to x's dtype first where ROUNDS; -1e4, far left of GELU's minimum, where the tensor
+    has no elements."""
     total = tl.load(x_ptr + first * 8 + elements, mask=inside, other=-1e4).to(tl.float32)
     if HAS_BIAS:
         if WRAPS:
             total += tl.load(bias_ptr + (first * 8 + elements) % bias_size, mask=inside, other=0.0).to(tl.float32)
         else:
-            column = (block_strip * GROUPS + tl.arange(0, GROUPS))[:, None] * 8 + tl.arange(0, 8)[None, :]
+            column = (strip * GROUPS + tl.arange(0, GROUPS))[:, None] * 8 + tl.arange(0, 8)[None, :]
             total += tl.load(bias_ptr + column, mask=column < bias_size, other=0.0).to(tl.float32)[None, :, :]
         if ROUNDS:
             total = total.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -61,9 +87,17 @@ def load_sum(
 
 
 @triton.jit
-def store_sums(partial_ptr, total, chunk, block_strip, row_groups, GROUPS: tl.constexpr):
+def store_gradient(grad_y_ptr, slope, grad_x_ptr, first, elements, inside):
+    """Stores the tile grad_x = grad_y slope, and returns it before its rounding."""
+    grad_x = load_tile(grad_y_ptr, first, elements, inside) * slope
+    tl.store(grad_x_ptr + first * 8 + elements, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
+    return grad_x
+
+
+@triton.jit
+def store_sums(partial_ptr, total, chunk, strip, row_groups, GROUPS: tl.constexpr):
     """The sum of total [m, n, 8] over its rows, to row `chunk` of partial."""
-    column = (block_strip * GROUPS + tl.arange(0, GROUPS))[:, None] * 8 + tl.arange(0, 8)[None, :]
+    column = (strip * GROUPS + tl.arange(0, GROUPS))[:, None] * 8 + tl.arange(0, 8)[None, :]
     partial = partial_ptr + chunk * row_groups * 8 + column
     tl.store(partial, tl.sum(total, axis=0), mask=column < row_groups * 8)
 
@@ -87,36 +121,21 @@ def plan_tiles(x: Tensor, needs_columns: bool, tile_elements: int) -> Tiling:
     has_columns = needs_columns and x.size(-1) % 8 == 0
     num_columns = x.size(-1) if has_columns else FLAT_COLUMNS
     block_columns = max(256, min(1024, num_columns & -num_columns))
-    block_rows = tile_elements // block_columns
+    rows = tile_elements // block_columns
     num_rows = -(-numel // num_columns) if numel else 0
     unit = 1 if numel % 8 else 8
     return Tiling(
         has_columns,
-        -(-num_rows // block_rows),
+        -(-num_rows // rows),
         -(-num_columns // block_columns),
         {
             "num_units": numel // unit,
             "row_groups": num_columns // 8,
             "UNIT": unit,
-            "BLOCK_ROWS": block_rows,
+            "BLOCK_ROWS": rows,
             "BLOCK_GROUPS": block_columns // 8,
         },
     )
-
-
-def bias_arguments(bias: Tensor | None, tiling: Tiling) -> dict[str, Any]:
-    """The launch arguments of load_sum."""
-    return {
-        "bias_size": 1 if bias is None else bias.numel(),
-        "HAS_BIAS": bias is not None,
-        "WRAPS": not tiling.has_columns,
-    }
-
-
-def launch_forward(kernel: Any, tensors: tuple[Tensor | None, ...], tiling: Tiling, arguments: dict[str, Any]) -> None:
-    """One program per tile; the first of the tensors says on which GPU."""
-    with torch.cuda.device_of(tensors[0]):
-        kernel[(tiling.row_blocks * tiling.strips,)](*tensors, **tiling.sizes, **arguments, **OPTIONS)
 
 
 def launch_backward(

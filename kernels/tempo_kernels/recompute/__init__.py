@@ -1,5 +1,5 @@
-"""Drops the output of an elementwise operation once the next linear used it, and makes it again for that linear's
-backward: what is kept is the operation's input."""
+"""Drops the output of an elementwise operation after the next linear used it, and makes it again for the linear's
+backward: only the operation's input is kept."""
 
 from tempo_kernels.recompute.function import recompute
 from tempo_kernels.recompute.graph import Kept, Refillable, can_refill, drop

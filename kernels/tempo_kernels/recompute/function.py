@@ -1,7 +1,7 @@
 """recompute: any elementwise function as an operation that keeps its input and can make its output again.
 
-Nothing is drawn anew and no state of a random generator is kept: the function must depend on its arguments alone, and
-what can be seen of a function that does not is refused when it runs forward.
+The function must depend on its arguments alone: no state of a random generator is kept, and nothing is drawn anew. A
+function that depends on more is refused when it runs forward, as far as that can be seen.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.recompute.graph import is_about_to_run
 
 _WRITES = (
-    "function writes to an argument or to a buffer of its module, and would again in its second run; let it work out "
-    "of place"
+    "function writes to an argument or to a buffer of its module, and would write again in its second run; expected a "
+    "function that works out of place"
 )
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """function(*args, **kwargs), keeping its arguments only: an output for `drop`.
+    """function(*args, **kwargs), keeping its arguments only; `drop` can drop the output.
 
     Args:
-        function: returns one new tensor, a function of its arguments alone, which it does not write to; or a module,
-            whose parameters and buffers count as arguments.
+        function: returns one new tensor that depends on its arguments alone, and does not write to them. Of a module,
+            the parameters and buffers count as arguments.
         args, kwargs: tensors, also in lists, tuples and dictionaries, and anything else.
 
     Returns:
@@ -37,10 +37,10 @@ def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     Keeps for backward: the tensors given, and a module's parameters and buffers. function runs once more in backward,
         for y and its derivative together, under the autocast of its first run.
     Error: none; y and every gradient are those of function itself.
-    Raises: ValueError where function needs the gradient of a tensor that is not an argument, draws random numbers from
-        torch's default generators (draws from a generator of one's own, or inside a fork that restores the default
-        one, cannot be seen), writes to its arguments, or returns anything but one new tensor; RuntimeError on a second
-        derivative.
+    Raises: ValueError where function uses a tensor that needs a gradient and is not an argument, draws random numbers
+        from torch's default generators, writes to its arguments, or returns anything but one new tensor; RuntimeError
+        on a second derivative. Draws from another generator, or inside a fork that restores the default one, cannot be
+        seen: they are not refused, and differ in the second run.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -50,7 +50,7 @@ def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
 
 
 class _Call:
-    """function(*args, **kwargs) with its tensors taken out: `run` is given others in their place."""
+    """function(*args, **kwargs) without its tensors: `run` takes others in their place."""
 
     def __init__(self, function: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
         self._function = function
@@ -60,12 +60,12 @@ class _Call:
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
 
     def take_tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, then a module's parameters and buffers. The call holds them no longer."""
+        """The tensors among the arguments, then a module's parameters and buffers. The call no longer holds them."""
         tensors = [self._leaves[place] for place in self._places]
         for place in self._places:
             self._leaves[place] = None
         if self._state is not None:
-            tensors.extend(self._state.tensors())
+            tensors.extend(self._state.list_tensors())
         kinds = {tensor.device.type for tensor in tensors}
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -88,14 +88,14 @@ class _Call:
                     autocast = torch.autocast(kind, dtype if is_on else None, enabled=is_on, cache_enabled=False)
                     stack.enter_context(autocast)
             if self._state is not None:
-                stack.enter_context(self._state.replaced_by(tensors[num_arguments:]))
+                stack.enter_context(self._state.replace_tensors(tensors[num_arguments:]))
             return self._function(*args, **kwargs)
 
 
 class _State:
     """A module's parameters and buffers, each tensor once however many names it has.
 
-    Not torch.func.functional_call: of a submodule with two names it leaves the replacement behind (torch 2.13).
+    torch.func.functional_call would not do: it leaves its replacement in a submodule that has two names (torch 2.13).
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -104,19 +104,19 @@ class _State:
         )
         self._slots = [(state, name) for state in held for name, tensor in state.items() if tensor is not None]
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """The distinct tensors, as they are now."""
         found = list({id(state[name]): state[name] for state, name in self._slots}.values())
         if any(hasattr(tensor, "ds_id") for tensor in found):
             raise ValueError(
-                "a parameter of the module is partitioned by ZeRO-3, whose hooks take no other tensor for it; call "
-                "the module itself"
+                "a parameter of the module is partitioned by ZeRO-3, whose hooks accept no other tensor in its place; "
+                "call the module itself"
             )
         return found
 
     @contextlib.contextmanager
-    def replaced_by(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """The module with these in the places of its own."""
+    def replace_tensors(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """A context in which the module has these tensors in place of its own."""
         own = [state[name] for state, name in self._slots]
         by_id = dict(zip(dict.fromkeys(map(id, own)), tensors, strict=True))
         try:
@@ -135,11 +135,11 @@ class _State:
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
-        leaves = _leaves_of(tensors, ctx.needs_input_grad[1:])
-        y = _run_first(call, leaves)
+        leaves = _make_leaves(tensors, ctx.needs_input_grad[1:])
+        y = _run_first_time(call, leaves)
         ctx.call, ctx.refill, ctx.graph = call, _refill, None
         ctx.save_for_backward(*tensors)
-        # Without the graph of this first run, and with a version counter of its own.
+        # .data has neither the graph of this first run nor its version counter.
         result = y.data
         if not y.requires_grad:
             ctx.mark_non_differentiable(result)
@@ -155,32 +155,37 @@ class _Recomputed(torch.autograd.Function):
         return None, *(next(found) if leaf.requires_grad else None for leaf in leaves)
 
 
-def _leaves_of(tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
+def _make_leaves(tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
     return [tensor.detach().requires_grad_(needed) for tensor, needed in zip(tensors, needs_grad, strict=True)]
 
 
-def _run_first(call: _Call, leaves: list[Tensor]) -> Tensor:
-    """y with its graph, without saved tensors; ValueError where a second run would differ or a gradient be lost."""
+def _run_first_time(call: _Call, leaves: list[Tensor]) -> Tensor:
+    """y with its graph but without saved tensors.
+
+    Raises ValueError where a second run would give another result, or where a gradient would be lost.
+    """
     versions = [leaf._version for leaf in leaves]
-    states = _random_states(leaves)
+    states = _read_random_states(leaves)
     with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_to_unpack):
         y = call.run(leaves)
-        if not _are_equal(states, _random_states(leaves)):
-            # Unless it was another thread: then it is not drawn from once more.
-            states = _random_states(leaves)
+        if not _are_equal(states, _read_random_states(leaves)):
+            # Another thread may have drawn: then a second run leaves the states alone.
+            states = _read_random_states(leaves)
             call.run(leaves)
-            if not _are_equal(states, _random_states(leaves)):
+            if not _are_equal(states, _read_random_states(leaves)):
                 raise ValueError(
-                    "function draws random numbers, and would draw others in its second run; give it what was drawn, "
-                    "such as a mask, as an argument"
+                    "function draws random numbers, and would draw others in its second run; draw outside of it, and "
+                    "pass what was drawn, such as a mask, as an argument"
                 )
     if not isinstance(y, Tensor):
-        raise ValueError(f"function returns {type(y).__name__}; one tensor is expected; recompute its parts one by one")
+        raise ValueError(f"function returns {type(y).__name__}; expected one tensor; recompute its parts one by one")
     if versions != [leaf._version for leaf in leaves]:
         raise ValueError(_WRITES)
     if y.numel() and any(y.untyped_storage()._cdata == leaf.untyped_storage()._cdata for leaf in leaves):
-        raise ValueError("function returns one of its arguments or a view of one; a new tensor is expected")
-    if (other := _leaf_not_among(leaves, y)) is not None:
+        raise ValueError(
+            "function returns one of its arguments or a view of one; expected a new tensor; call it without recompute"
+        )
+    if (other := _find_other_leaf(leaves, y)) is not None:
         raise ValueError(
             f"function uses a tensor of shape {list(other.shape)} that needs a gradient and is not an argument; "
             "pass it as an argument (of a module, give the module itself as the function)"
@@ -188,8 +193,8 @@ def _run_first(call: _Call, leaves: list[Tensor]) -> Tensor:
     return y
 
 
-def _leaf_not_among(leaves: list[Tensor], y: Tensor) -> Tensor | None:
-    """A leaf of y's graph that is none of `leaves`."""
+def _find_other_leaf(leaves: list[Tensor], y: Tensor) -> Tensor | None:
+    """A leaf of y's graph that is not among `leaves`; None where there is none."""
     own = {id(leaf) for leaf in leaves}
     pending: list[Any] = [y.grad_fn]
     seen = {None}
@@ -209,16 +214,16 @@ def _refuse_to_unpack(_: None) -> Tensor:
     raise RuntimeError("function differentiates inside itself, which recompute does not support; call it directly")
 
 
-def _random_states(tensors: Sequence[Tensor]) -> list[Tensor | int]:
-    """The state of torch's default generators, for the CPU and for the GPUs of these tensors.
+def _read_random_states(tensors: Sequence[Tensor]) -> list[Tensor | int]:
+    """The states of torch's default generators, of the CPU and of the GPUs that hold these tensors.
 
-    Fake tensors draw no numbers, and where they are, a state has none either.
+    None under fake tensors: those draw no numbers, and a state has no numbers there.
     """
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return []
     states: list[Tensor | int] = [torch.default_generator.get_state()]
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        # A generator that a graph is captured with cannot be asked; a run before the capture has been.
+        # A generator cannot be read while a graph is captured; it was in the runs before the capture.
         if not torch.cuda.is_current_stream_capturing():
             states.append(torch.cuda.default_generators[device.index].get_offset())
     return states
@@ -233,7 +238,7 @@ def _are_equal(states: list[Tensor | int], others: list[Tensor | int]) -> bool:
 
 def _run_again(ctx: Any) -> tuple[Tensor, list[Tensor]]:
     """y once more, and the leaves of its graph."""
-    leaves = _leaves_of(ctx.saved_tensors, ctx.needs_input_grad[1:])
+    leaves = _make_leaves(ctx.saved_tensors, ctx.needs_input_grad[1:])
     return ctx.call.run(leaves), leaves
 
 

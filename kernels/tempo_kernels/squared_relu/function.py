@@ -1,4 +1,4 @@
-"""squared_relu: checks, the backend, and the autograd.Functions."""
+"""squared_relu: checks, the backend, and the autograd.Function that keeps the output."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import opaque
+from tempo_kernels.pointwise import ACTIVATE, activate, check_tensors, list_gradients, shape_gradients
 from tempo_kernels.squared_relu import eager
 
 
@@ -17,7 +18,7 @@ def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "output")
     """relu(x + bias)**2 (So et al., "Primer", 2021).
 
     Args:
-        x: [..., f], floating point, any strides; on a GPU float32, bfloat16 or float16.
+        x: [..., f], float32, bfloat16, float16 or float64 (on a GPU not float64), any strides.
         bias: [f] of x's dtype, or None.
         keep: "output" to differentiate from y, "input" to differentiate from x + bias.
 
@@ -30,54 +31,25 @@ def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "output")
         dtype. In float16 it has from x + bias = 256, and below 0.008, where 2 sqrt(y) is off by up to 3.5e-4.
     Raises: ValueError for a dtype, shape or keep that does not fit; RuntimeError on a second derivative.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"squared_relu: x is {x.dtype}; expected a floating-point tensor; cast it")
     if keep not in ("output", "input"):
         raise ValueError(f'squared_relu: keep is {keep!r}; expected "output" or "input"')
-    if bias is not None and (bias.dim() != 1 or bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
-        raise ValueError(
-            f"squared_relu: bias is {bias.dtype} of shape {list(bias.shape)} and x {x.dtype} of shape {list(x.shape)}; "
-            "expected a bias of x's dtype, as long as x's last dimension; cast or shard it as x"
-        )
-    return (_SquaredReLU if keep == "output" else _SquaredReLUOfInput).apply(x, bias)
+    if keep == "input":
+        return activate(x, bias, "squared_relu")
+    check_tensors("squared_relu", x, bias)
+    y: Tensor = _SquaredReLU.apply(x, bias)
+    return y
 
 
-def _shapes(x: Tensor, bias: Tensor | None) -> list[Tensor]:
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device)]
-
-
-@opaque("squared_relu(Tensor x, Tensor? bias) -> Tensor[]", _shapes)
-def _forward(x: Tensor, bias: Tensor | None) -> list[Tensor]:
-    return [choose_backend(x, eager).forward(x, bias)]
-
-
-def _gradient_shapes(grad_y: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
-    grad_x, has_grad_bias = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device), others[-1]
-    return [grad_x, grad_x.new_empty(kept.shape[-1:])] if has_grad_bias else [grad_x]
-
-
-def _cast(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
-    return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(grad_x.dtype)]
-
-
-@opaque("squared_relu_backward(Tensor grad_y, Tensor y, bool has_grad_bias) -> Tensor[]", _gradient_shapes)
+@opaque("squared_relu_backward(Tensor grad_y, Tensor y, bool has_grad_bias) -> Tensor[]", shape_gradients)
 def _backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> list[Tensor]:
     """grad_x and, where asked for, grad_bias."""
-    return _cast(*choose_backend(y, eager).backward(grad_y, y, has_grad_bias))
-
-
-@opaque(
-    "squared_relu_backward_from_input(Tensor grad_y, Tensor x, Tensor? bias, bool has_grad_bias) -> Tensor[]",
-    _gradient_shapes,
-)
-def _backward_from_input(grad_y: Tensor, x: Tensor, bias: Tensor | None, has_grad_bias: bool) -> list[Tensor]:
-    return _cast(*choose_backend(x, eager).backward_from_input(grad_y, x, bias, has_grad_bias))
+    return list_gradients(*choose_backend(y, eager).backward(grad_y, y, has_grad_bias))
 
 
 class _SquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        (y,) = _forward(x, bias)
+        y = ACTIVATE.compute(x, bias, "squared_relu")
         ctx.save_for_backward(y)
         return y
 
@@ -87,25 +59,3 @@ class _SquaredReLU(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         grad_x, *grad_bias = _backward(grad_y, y, ctx.needs_input_grad[1])
         return grad_x, grad_bias[0] if grad_bias else None
-
-
-class _SquaredReLUOfInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, bias)
-        ctx.refill = _refill
-        return _forward(x, bias)[0]
-
-    @staticmethod
-    @first_derivative_only("squared_relu", "activation")
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, bias = ctx.saved_tensors
-        grad_x, *grad_bias = _backward_from_input(grad_y, x, bias, ctx.needs_input_grad[1])
-        return grad_x, grad_bias[0] if grad_bias else None
-
-
-@torch.no_grad()
-def _refill(ctx: Any, out: Tensor) -> None:
-    """Writes y, bit for bit as it was, to out."""
-    x, bias = ctx.saved_tensors
-    choose_backend(x, eager).forward(x, bias, out)

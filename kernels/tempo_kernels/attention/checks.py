@@ -1,0 +1,81 @@
+"""The checks of what attention is given; each raises ValueError with what was given, expected, and to do."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tempo_kernels.attention.settings import Inputs, Settings
+from tempo_kernels.philox import check_place, effective_probability
+
+FORMS = ("flash", "softmax")
+
+
+def check_tensors(inputs: Inputs, causal: bool) -> None:
+    """Raises ValueError where q, k, v, mask and key_lengths do not fit one another."""
+    q, k, v, mask, key_lengths = inputs
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; expected [s, b, heads, d] for each")
+    if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one floating-point dtype; cast them")
+    if k.shape != v.shape or k.size(1) != q.size(1) or k.size(3) != q.size(3) or k.size(2) < 1 or q.size(2) % k.size(2):
+        raise ValueError(
+            f"q, k, v have shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; expected [sq, b, a, d] and twice "
+            "[sk, b, g, d] with g a divisor of a"
+        )
+    if k.size(0) == 0 and q.size(0) > 0:
+        raise ValueError("k and v are empty; expected at least one key")
+    if causal and q.size(0) > k.size(0):
+        raise ValueError(
+            f"causal attention of {q.size(0)} queries over {k.size(0)} keys: the first queries would see no key; "
+            "give at least as many keys or causal=False"
+        )
+    if mask is not None:
+        _check_mask(mask, [q.size(1), q.size(2), q.size(0), k.size(0)])
+    if key_lengths is not None and (
+        key_lengths.dtype not in (torch.int32, torch.int64)
+        or key_lengths.shape != q.shape[1:2]
+        or key_lengths.device != q.device
+    ):
+        raise ValueError(
+            f"key_lengths is {key_lengths.dtype} of shape {list(key_lengths.shape)} on {key_lengths.device}; expected "
+            f"torch.int32 or torch.int64 of shape [{q.size(1)}] on {q.device}, as q; move it there"
+        )
+
+
+def _check_mask(mask: Tensor, shape: list[int]) -> None:
+    *broadcast, num_keys = shape
+    fits = mask.dtype == torch.bool and mask.dim() == 4 and mask.size(-1) == num_keys
+    if not fits or any(size not in (1, whole) for size, whole in zip(mask.shape, broadcast, strict=False)):
+        raise ValueError(
+            f"mask is {mask.dtype} of shape {list(mask.shape)}; expected bool, True where hidden, broadcastable to "
+            f"{shape} with all keys"
+        )
+
+
+def check_settings(q: Tensor, settings: Settings, form: str) -> None:
+    """Raises ValueError where the numbers are not in their range, or do not fit q."""
+    if effective_probability(settings.dropout_p):
+        first_sample = settings.first_sample if isinstance(settings.first_sample, int) else 0
+        check_place(
+            first_sample=first_sample,
+            num_samples=q.size(1),
+            first_head=settings.first_head,
+            num_heads=q.size(2),
+            num_rows=q.size(0),
+        )
+    if form not in FORMS:
+        raise ValueError(f'form is {form!r}; expected "flash" or "softmax"')
+    if not 0.0 < settings.softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale is {settings.softmax_scale}; expected a positive number; negate q instead")
+    window_size = settings.window_size
+    if window_size is not None and (len(window_size) != 2 or any(size < -1 for size in window_size)):
+        raise ValueError(f"window_size is {window_size}; expected (left, right), each at least 0, or -1 for no limit")
+    for name, number in (("dropout_key", settings.dropout_key), ("first_sample", settings.first_sample)):
+        if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, q.device):
+            raise ValueError(
+                f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; expected an int, or a "
+                f"0-dim torch.int64 tensor on {q.device}, as q; move it there"
+            )

@@ -1,0 +1,62 @@
+"""What the norms' backends pass around: a norm with its parameters, and what each form keeps for backward."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """One LayerNorm or RMSNorm."""
+
+    weight: Tensor
+    """[h]; gamma is 1 + weight where it is zero-centred."""
+    bias: Tensor | None
+    """[h]; an RMSNorm has none."""
+    eps: float
+    subtracts_mean: bool
+    zero_centered: bool
+
+    def compute_affine(self, x_dtype: torch.dtype) -> Tensor:
+        """gamma and, where there is a bias, beta: [2 or 1, h] in the dtype that a norm of x_dtype computes in."""
+        gamma = compute_gamma(self.weight, x_dtype, self.zero_centered)
+        return torch.stack([gamma] if self.bias is None else [gamma, self.bias.to(gamma.dtype)])
+
+
+class Kept(NamedTuple):
+    """What keep="output" keeps beside y; `lost` and `lost_xhat` are the backend's own."""
+
+    rstd: Tensor
+    """[rows], of the dtype that the norm computes in."""
+    affine: Tensor
+    """gamma and beta as forward used them, [2 or 1, h]: the parameters may have changed since."""
+    lost: Tensor
+    """Which channels y cannot carry."""
+    lost_xhat: Tensor
+    """Their normalised x, [rows, number of columns], of y's dtype."""
+
+
+class Statistics(NamedTuple):
+    """What keep="input" keeps beside x, [rows] each; an RMSNorm has no mean."""
+
+    rstd: Tensor
+    mean: Tensor | None
+
+
+def compute_gamma(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    """gamma, of weight's shape, in the dtype that a norm of `dtype` computes in, in new memory."""
+    gamma = weight.to(torch.promote_types(dtype, torch.float32), copy=True)
+    return gamma.add_(1.0) if zero_centered else gamma
+
+
+def choose_output_dtype(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtype:
+    """x's dtype; beside a float32 x, as of a float32 residual, weight's, which is that of the linear that follows."""
+    return weight_dtype if x_dtype == torch.float32 else x_dtype
+
+
+def view_rows(x: Tensor) -> Tensor:
+    """x as [rows, h]; a view where x is contiguous."""
+    return x.reshape(math.prod(x.shape[:-1]), x.size(-1))

@@ -1,0 +1,71 @@
+"""What the tests of pointwise activations share: each of them, keeping its input, beside what it replaces; inputs.
+
+A new activation is a row of ACTIVATIONS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tempo_kernels.gelu import gelu
+from tempo_kernels.pointwise import activate
+from tempo_kernels.silu import silu
+from tempo_kernels.squared_relu import squared_relu
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(0,), (1,), (9,), (4, 0, 8), (0, 3), (3, 0), (3, 1, 5), (65, 33)]
+
+Function = Callable[..., Tensor]
+
+
+def of_rounded_sum(function: Function) -> Function:
+    """What torch computes in two steps."""
+    return lambda x, bias=None: function(x if bias is None else x + bias)
+
+
+def of_float32_sum(function: Function) -> Function:
+    """What Megatron's fused kernels compute."""
+
+    def compute(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is None:
+            return function(x)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return function(x.to(dtype) + bias.to(dtype)).to(x.dtype)
+
+    return compute
+
+
+# The name in the table of pointwise: (ours, what it replaces).
+ACTIVATIONS: dict[str, tuple[Function, Function]] = {
+    "gelu": (lambda x, bias=None: gelu(x, bias, keep="input"), of_rounded_sum(F.gelu)),
+    "gelu_tanh": (
+        lambda x, bias=None: gelu(x, bias, "tanh", keep="input"),
+        of_float32_sum(lambda x: F.gelu(x, approximate="tanh")),
+    ),
+    "squared_relu": (
+        lambda x, bias=None: squared_relu(x, bias, keep="input"),
+        of_rounded_sum(lambda x: F.relu(x).square()),
+    ),
+    "silu": (silu, of_rounded_sum(F.silu)),
+    "relu": (lambda x, bias=None: activate(x, bias, "relu"), of_rounded_sum(F.relu)),
+}
+
+
+def over_the_range() -> Tensor:
+    """[-8, 8], float64, in rows of 200."""
+    return torch.linspace(-8, 8, 30_000, dtype=torch.float64).view(-1, 200)
+
+
+def strided(device: str = "cpu") -> list[Tensor]:
+    """x [12, 26], bias [26] and grad [12, 26], none of them contiguous."""
+    x, bias, grad = (torch.randn(shape, device=device) for shape in ((26, 24), (52,), (26,)))
+    return [x.t()[::2], bias[::2], grad.expand(12, 26)]
+
+
+def misaligned(shape: tuple[int, ...], device: str) -> Tensor:
+    """Random bfloat16 numbers two bytes off an address that is a multiple of 16."""
+    return torch.randn(torch.Size(shape).numel() + 1, device=device).bfloat16()[1:].view(shape)

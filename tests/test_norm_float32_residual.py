@@ -1,0 +1,138 @@
+"""The norms of a float32 x beside 16-bit parameters, as under Megatron's --fp32-residual-connection."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+from norm_inputs import FORMS, PARAMETERS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from witness import assert_within_rule, kept_storages
+
+from tempo_kernels import compiled
+from tempo_kernels.norm import cpu, cpu_compiled, layer_norm, rms_norm
+
+DTYPES = [torch.bfloat16, torch.float16]
+NAMES = ["y", "grad_x", "grad_weight", "grad_bias"]
+
+
+def torchs_norm(x, weight, bias=None):
+    """torch's in x's dtype with the parameters cast; the output has weight's dtype."""
+    shape, gamma = x.shape[-1:], weight.to(x.dtype)
+    y = F.rms_norm(x, shape, gamma, 1e-5) if bias is None else F.layer_norm(x, shape, gamma, bias.to(x.dtype), 1e-5)
+    return y.to(weight.dtype)
+
+
+def inputs(name, shape, dtype, norm):
+    """x in float32, the parameters of `norm` in dtype, and the gradient of y in dtype."""
+    weight, bias = PARAMETERS[name](shape[-1])
+    parameters = [weight.to(dtype), bias.to(dtype)][: 2 if norm is layer_norm else 1]
+    return [torch.randn(shape) * 3 + 1, *parameters], torch.randn(shape).to(dtype)
+
+
+def results(norm, tensors, grad):
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    y = norm(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+def witnesses(norm, tensors, grad):
+    """(name, ours, torch's, exact) of every result."""
+    exact = results(torchs_norm, [t.double() for t in tensors], grad.double())
+    return list(zip(NAMES, results(norm, tensors, grad), results(torchs_norm, tensors, grad), exact, strict=False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_what_keeps_its_input_obeys_the_rule(name, norm, dtype, nan_poison):
+    for shape in ((64, 3, 256), (7, 33), (0, 16), (5, 1)):
+        for witness in witnesses(partial(norm, keep="input"), *inputs(name, shape, dtype, norm)):
+            assert_within_rule(*witness)
+
+
+def assert_as_exact_as_its_output(norm, tensors, grad):
+    """By the rule, but for grad_x: 16 bits of y say no more of a float32 x than 16 bits of x would."""
+    for name, *found in witnesses(norm, tensors, grad):
+        ours, torchs, exact = found
+        if name == "grad_x":
+            assert ours.dtype == torch.float32
+            ours, torchs = ours.to(grad.dtype), torchs.to(grad.dtype)
+        assert_within_rule(name, ours, torchs, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@pytest.mark.parametrize("name", ["initial", "trained", "one in a hundred gamma 0", "gamma 0 and beta 0"])
+def test_what_keeps_its_output_is_as_exact_as_its_output(name, norm, dtype, nan_poison, monkeypatch):
+    for block_elements in (1 << 18, 2048):
+        monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", block_elements)
+        for shape in ((64, 3, 256), (0, 16)):
+            assert_as_exact_as_its_output(norm, *inputs(name, shape, dtype, norm))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_a_compiled_pass_is_as_exact(norm, monkeypatch):
+    monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 64)
+    monkeypatch.setattr(cpu, "_blocks", None)
+    assert_as_exact_as_its_output(norm, *inputs("one in a hundred gamma 0", (50, 3, 256), torch.bfloat16, norm))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_keeps_a_16_bit_output_and_rstd_and_with_lost_channels_16_bits_of_each(norm, dtype):
+    (x, *parameters), _ = inputs("initial", (64, 128), dtype, norm)
+    leaves, outputs = [t.requires_grad_() for t in (x, *parameters)], []
+
+    def run(*tensors):
+        outputs.append(norm(*tensors))
+        return outputs[-1]
+
+    expected = [64 * 4, 4 * 128 * len(parameters)]  # rstd, and the gamma and beta of the call
+    kept = kept_storages(run, *leaves)
+    assert kept.pop(outputs[0].data_ptr()) == 2 * 64 * 128 and sorted(kept.values()) == sorted(expected)
+    parameters[0].data[:3] = 0
+    kept = kept_storages(run, *leaves)
+    assert kept.pop(outputs[1].data_ptr()) == 2 * 64 * 128
+    assert sorted(kept.values()) == sorted([*expected, 2 * 64 * 3, 8 * 3])  # three columns and their numbers
+
+
+@pytest.mark.parametrize("keep", FORMS)
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_refills_its_output_bit_for_bit(norm, keep):
+    tensors, _ = inputs("trained", (40, 64), torch.bfloat16, norm)
+    y = norm(*(t.requires_grad_() for t in tensors), keep="input")
+    out = torch.full_like(y, float("nan"), requires_grad=False)
+    y.grad_fn.refill(y.grad_fn, out)
+    assert torch.equal(out, y) and torch.equal(norm(*tensors, keep=keep), y)
+
+
+@pytest.mark.parametrize("mode", ["fake", "meta"])
+@pytest.mark.parametrize("keep", FORMS)
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_shapes_and_dtypes_are_known_without_data(norm, keep, mode):
+    device = {"fake": "cpu", "meta": "meta"}[mode]
+    with contextlib.nullcontext() if mode == "meta" else FakeTensorMode():
+        x = torch.empty(6, 2, 16, dtype=torch.float32, device=device, requires_grad=True)
+        parameters = [torch.ones(16, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2)]
+        leaves = [x, *parameters][: 3 if norm is layer_norm else 2]
+        y = norm(*leaves, keep=keep)
+        assert (y.shape, y.dtype) == (x.shape, torch.bfloat16)
+        for leaf, grad in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
+            assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("keep", FORMS)
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_torch_compile_gives_the_same_bits_in_one_graph(norm, keep):
+    tensors, grad = inputs("initial", (24, 64), torch.bfloat16, norm)
+    ours = partial(norm, keep=keep)
+    graph = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(results(graph, tensors, grad), results(ours, tensors, grad), strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
