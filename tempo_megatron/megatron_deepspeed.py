@@ -39,7 +39,7 @@ from tempo_kernels.recompute import drop
 from tempo_kernels.squared_relu import squared_relu
 from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.slots.dropout_rng import Site, Stack, draw_arguments, set_micro_batch
+from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, set_micro_batch
 
 # What "auto" tries, in this order.
 _PREFERRED = {
@@ -278,7 +278,7 @@ def _add_bias_and_dropout(x: Tensor, bias: Tensor | None, residual: Tensor, prob
             residual.to(torch.promote_types(x.dtype, residual.dtype)),
         )
         bias = None if bias is None else bias.to(x.dtype)
-    key, first_sample = draw_arguments(place.layer_number, site, place.stack)
+    key, first_sample = find_key_and_sample(place.layer_number, site, place.stack)
     first_row = _find_sequence_rank() * x.size(0)
     return bias_dropout_add(x, bias, residual, p=prob, key=key, first_sample=first_sample, first_row=first_row)
 
@@ -337,7 +337,7 @@ def _run_attention(core: Any, query: Tensor, key: Tensor, value: Tensor, mask: T
     dropout_p = core.attention_dropout.p if core.training else 0.0
     draw: dict[str, Any] = {}
     if dropout_p > 0:
-        dropout_key, first_sample = draw_arguments(place.layer_number, core.tempo_site, place.stack)
+        dropout_key, first_sample = find_key_and_sample(place.layer_number, core.tempo_site, place.stack)
         ulysses_rank = _find_ulysses_rank()
         rank = parallel_state.get_tensor_model_parallel_rank() if ulysses_rank is None else ulysses_rank
         draw = {"dropout_key": dropout_key, "first_sample": first_sample, "first_head": rank * query.size(2)}
