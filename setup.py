@@ -15,7 +15,9 @@ CONFIGS = Path("configs")
 
 # The operations need torch and numpy only. What needs more has an extra, named in the error of a missing package
 # (tempo_megatron/extras.py).
-MEGATRON = ["megatron-core>=0.16.1"]
+# The versions that Tempo has been compared with (docs/megatron_versions.md). On Python 3.10 and 3.11 that is 0.16.1 at
+# the latest; on 3.12 pip brings 0.19, which says that GPTModel is deprecated, and in which it works as before.
+MEGATRON = ["megatron-core>=0.14,<0.21"]
 DEEPSPEED = ["deepspeed>=0.16"]
 TRAIN = [*MEGATRON, *DEEPSPEED, "tokenizers", "safetensors", "tensorboard", "matplotlib", "tqdm"]
 GPU = ["triton>=3.2; sys_platform == 'linux'"]

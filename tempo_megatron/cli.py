@@ -55,6 +55,7 @@ def _run(argv: list[str]) -> int:
         description="Run one layer of the real model forward, stock and with Tempo, and list what autograd keeps.",
     )
     commands.add_parser("prepare-data", help="tokenize text into Megatron's .bin/.idx", add_help=False)
+    commands.add_parser("run", help="run a training script of a Megatron-LM checkout with --use-tempo", add_help=False)
     export = commands.add_parser(
         "export",
         help="write a checkpoint's weights as one safetensors file",
@@ -67,6 +68,10 @@ def _run(argv: list[str]) -> int:
         from tempo_megatron.data.prepare_data import main as prepare_data
 
         return prepare_data(argv[1:], prog="tempo-megatron prepare-data")
+    if command == "run":
+        from tempo_megatron.megatron_lm.run import main as run_script
+
+        return run_script(argv[1:], prog="tempo-megatron run")
     _quiet_imports()
     if command == "ledger":
         check_installed("it", "megatron", "megatron.core")

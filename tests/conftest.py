@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +35,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--megatron-root", metavar="DIR", help="a Megatron-LM checkout (default: MEGATRON_LM_ROOT)")
+
+
+@pytest.fixture(scope="session")
+def megatron_root(request: pytest.FixtureRequest) -> Path:
+    """A checkout of Megatron-LM in which the dataset's helpers are compiled; the test is skipped without one."""
+    given = request.config.getoption("--megatron-root") or os.environ.get("MEGATRON_LM_ROOT")
+    if not given:
+        pytest.skip("needs a Megatron-LM checkout: --megatron-root DIR or MEGATRON_LM_ROOT")
+    if importlib.util.find_spec("six") is None:
+        pytest.skip("needs the package six, which Megatron-LM's tokenizers import")
+    root = Path(given).resolve()
+    if not list((root / "megatron/core/datasets").glob("helpers_cpp*.so")):
+        pytest.skip(f"needs compiled helpers in {root}/megatron/core/datasets: make -C there, or those of the wheel")
+    return root
 
 
 @pytest.fixture(autouse=True)

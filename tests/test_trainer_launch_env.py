@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tempo_megatron.training.launch_env import expand_hostlist, set_rank_environment
+from tempo_megatron.launch_env import expand_hostlist, set_rank_environment
 
 
 def ranks(environ: dict[str, str]) -> dict[str, str]:

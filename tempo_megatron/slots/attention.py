@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
@@ -49,6 +50,10 @@ class TempoDotProductAttention(DotProductAttention):
         # The stock class divides its scale by the layer number and lets the softmax multiply it back.
         coefficient = self.layer_number if config.apply_query_key_layer_scaling else 1
         self.scale = self.softmax_scale * coefficient
+        # Megatron keeps the group since 0.16; before 0.15 the collection has another name, and no layer a window.
+        groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")
+        self._heads_group = groups.tp if groups else parallel_state.get_tensor_model_parallel_group()
+        self._window_size = getattr(self.scale_mask_softmax, "window_size", None)
 
     def forward(
         self,
@@ -71,7 +76,7 @@ class TempoDotProductAttention(DotProductAttention):
             of_stock: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type)
             return of_stock
         mask_type = attn_mask_type or self.attn_mask_type
-        window_size = self.scale_mask_softmax.window_size
+        window_size = self._window_size
         mask = attention_mask if window_size is None else None
         dropout_p = self.attention_dropout.p if self.training else 0.0
         draw = self._draw(query) if dropout_p > 0 else {}
@@ -94,7 +99,7 @@ class TempoDotProductAttention(DotProductAttention):
     def _draw(self, query: Tensor) -> dict[str, Any]:
         """The arguments of this rank's mask."""
         dropout_key, first_sample = find_key_and_sample(self.layer_number, self.site, self.stack)
-        first_head = self.tp_group.rank() * query.size(2)
+        first_head = self._heads_group.rank() * query.size(2)
         return {"dropout_key": dropout_key, "first_sample": first_sample, "first_head": first_head}
 
 
@@ -121,8 +126,9 @@ class TempoSoftmaxDotProductAttention(TempoDotProductAttention):
 
 def find_attention_refusal(config: Any) -> str | None:
     """What the TransformerConfig asks of attention that Tempo's cannot give; None where it can give everything."""
+    softmax_type = getattr(config, "softmax_type", "vanilla")  # since 0.15
     refused: list[tuple[bool, str]] = [
-        (config.softmax_type != "vanilla", f"softmax_type is {config.softmax_type}"),
+        (softmax_type != "vanilla", f"softmax_type is {softmax_type}"),
         (config.context_parallel_size > 1, f"context_parallel_size is {config.context_parallel_size}"),
         (getattr(config, "multi_latent_attention", False), "multi_latent_attention is on"),
     ]

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import megatron.core
 from megatron.core import parallel_state
-from packaging.version import Version
 from torch import Tensor
 
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample
+from tempo_megatron.slots.megatron_versions import DIFFERENCES
 
 XWithBias = tuple[Tensor, Tensor | None]
 
-# Megatron-core casts a residual of another dtype down to x's before 0.17, and x up to the residual's since.
-_RESIDUAL_DECIDES = Version(megatron.core.__version__) >= Version("0.17.0a0")
+_RESIDUAL_DECIDES = DIFFERENCES["residual decides"].is_there
 
 
 def tempo_bias_dropout_add(config: Any, layer_number: int, site: Site, stack: Stack) -> Callable[..., Any]:

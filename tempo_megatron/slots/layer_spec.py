@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSoftmaxDotProductAttention
 from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
 from tempo_megatron.slots.choices import choose
@@ -117,7 +118,7 @@ def tempo_block_spec(
     if getattr(config, "heterogeneous_block_specs", False):
         spec = get_gpt_heterogeneous_layer_spec(config, use_te=False, vp_stage=vp_stage)
     else:
-        norms = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm}
+        norms = {"normalization": config.normalization, "qk_l2_norm": getattr(config, "qk_l2_norm", False)}
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, **norms)
     return tempoize(spec, transformer_config, tempo_config, vp_stage=vp_stage)
 
@@ -150,6 +151,7 @@ def tempoize(
     tempo_config = choose(transformer_config, tempo_config).config
     block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
+    te.refuse_transformer_engine(layer_specs, transformer_config, tempo_config)
     stack = _find_stack(layer_specs) if stack is None else stack
     offset = get_transformer_layer_offset(transformer_config, vp_stage)
     return TempoBlockSubmodules(
@@ -201,10 +203,27 @@ def count_slots(spec: TransformerBlockSubmodules) -> dict[str, tuple[int, int]]:
     for operation in OPERATIONS.values():
         slots = [getattr(spec, name) for name in operation.block_slots]
         slots += [_find_slot(layer, path) for layer in spec.layer_specs or [] for path in operation.slots]
+        if operation.name == "norm":
+            slots += [slot for layer in spec.layer_specs or [] for slot in te.find_fused_norms(layer)]
         filled = [slot for slot in slots if _is_there(slot)]
         if operation.slots:
             counts[operation.name] = (sum(_is_tempo(operation.name, slot) for slot in filled), len(filled))
     return counts
+
+
+def hides_the_future(spec: TransformerBlockSubmodules) -> bool:
+    """Whether every attention of a block is Tempo's and causal by its type, so that it needs no mask for that."""
+    attentions: list[Any] = [
+        attention
+        for layer in spec.layer_specs or []
+        for name in ("self_attention", "cross_attention")
+        if _is_there(attention := getattr(layer.submodules, name, None))
+    ]
+    return all(
+        _is_tempo("attention", getattr(attention.submodules, "core_attention", None))
+        and getattr(attention, "params", {}).get("attn_mask_type") is AttnMaskType.causal
+        for attention in attentions
+    )
 
 
 def _find_slot(layer: Any, path: str) -> Any:
@@ -218,6 +237,8 @@ def _find_slot(layer: Any, path: str) -> Any:
 def _is_tempo(operation: str, slot: Any) -> bool:
     if operation == "dropout":  # a function in the spec, as Megatron has it
         return getattr(slot, "__module__", "") == tempo_bias_dropout_add.__module__
+    if operation == "norm" and te.is_split(slot):
+        return True
     module = slot.module if isinstance(slot, ModuleSpec) else slot
     if operation == "activation":
         module = _find_mlp_class(slot)
@@ -252,9 +273,10 @@ def _is_there(slot: Any) -> bool:
 
 
 def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
-    if slot not in (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl):
+    stock = (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl)
+    if slot not in stock and not te.is_residual_norm(slot, transformer_config):
         return slot
-    tempo_norm = _NORMS.get((transformer_config.normalization, tempo_config.norm))
+    tempo_norm = te.replace_norm(slot, _NORMS.get((transformer_config.normalization, tempo_config.norm)))
     if tempo_norm is not None or slot is not WrappedTorchNorm:
         return tempo_norm or slot
     return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(transformer_config.normalization, slot)
@@ -263,11 +285,12 @@ def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config
 def _replace_linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
     """Replacements for the linears that read a norm's output: TempoColumnParallelLinear drops that output after use.
 
-    Empty unless the norm recomputes its output."""
-    if tempo_config.norm != "recompute":
-        return {}
-    names = [name for name in _LINEARS_AFTER_NORMS if getattr(submodules, name, None) is ColumnParallelLinear]
-    return dict.fromkeys(names, TempoColumnParallelLinear)
+    Without Transformer Engine's, which have norms of their own, empty unless the norm recomputes its output."""
+    changes = te.replace_linears(submodules, tempo_config.norm, _LINEARS_AFTER_NORMS)
+    if tempo_config.norm == "recompute":
+        names = [name for name in _LINEARS_AFTER_NORMS if getattr(submodules, name, None) is ColumnParallelLinear]
+        changes |= dict.fromkeys(names, TempoColumnParallelLinear)
+    return changes
 
 
 def _replace_attention(
@@ -278,8 +301,13 @@ def _replace_attention(
     for name in _QUERY_KEY_NORMS:
         if hasattr(submodules, name):
             changes[name] = _replace_norm(getattr(submodules, name), transformer_config, tempo_config)
-    if getattr(submodules, "core_attention", None) is DotProductAttention:
-        changes["core_attention"] = core_attention = _ATTENTIONS[tempo_config.attention]
+    stock_attention = getattr(submodules, "core_attention", None)
+    is_te = te.is_attention(stock_attention, getattr(slot, "params", {}))
+    if stock_attention is DotProductAttention or is_te:
+        core_attention = _ATTENTIONS[tempo_config.attention]
+        if is_te:
+            core_attention = te.replace_attention(stock_attention, tempo_config.attention)
+        changes["core_attention"] = core_attention
         if tempo_config.attention != "off":
             norms = [norm for name in _QUERY_KEY_NORMS if _is_there(norm := changes.get(name))]
             pins = any(getattr(norm, "keep", "input") == "input" for norm in norms)
@@ -295,9 +323,12 @@ def _find_mlp_class(slot: Any) -> Any:
 
 
 def _replace_mlp(slot: Any, tempo_config: TempoConfig) -> Any:
-    if _find_mlp_class(slot) is not MLP:
+    stock = _find_mlp_class(slot)
+    module = te.replace_mlp_class(stock, tempo_config.activation)
+    if stock is MLP:
+        module = {"off": MLP, "inplace": TempoMLP, "recompute": TempoRecomputeMLP}[tempo_config.activation]
+    if module is None:
         return slot
-    module = {"off": MLP, "inplace": TempoMLP, "recompute": TempoRecomputeMLP}[tempo_config.activation]
     if isinstance(slot, functools.partial):
         keywords = dict(slot.keywords)
         if "submodules" in keywords:

@@ -10,8 +10,8 @@ from torch import Tensor
 from tempo_kernels.recompute import can_refill, drop
 
 
-class TempoColumnParallelLinear(ColumnParallelLinear):
-    """ColumnParallelLinear that does not keep its input, where that came from a norm that can make it again.
+class DropsInput:
+    """A base of column-parallel linears that do not keep their input, where it came from a norm that can make it again.
 
     The norm makes the input again for this linear's backward, before the all-gather of sequence parallelism. In between
     its memory is free, as soon as Megatron's layer releases it at the end of its attention or MLP. Where something else
@@ -21,7 +21,11 @@ class TempoColumnParallelLinear(ColumnParallelLinear):
     def __call__(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
         """(output, bias), as ColumnParallelLinear."""
         # Not in forward: ZeRO-3's hooks wrap the input that forward sees.
-        result = super().__call__(input_, *args, **kwargs)
+        result = super().__call__(input_, *args, **kwargs)  # type: ignore[misc]
         if can_refill(input_):
             drop(input_, after=result[0])
         return result
+
+
+class TempoColumnParallelLinear(DropsInput, ColumnParallelLinear):
+    """ColumnParallelLinear that does not keep its input; see DropsInput."""

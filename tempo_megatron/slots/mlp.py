@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from megatron.core.activations import squared_relu as megatron_squared_relu
-from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -55,9 +55,13 @@ def find_activation_refusal(config: TransformerConfig, choice: str) -> str | Non
     return None
 
 
-def _choose_activation(config: TransformerConfig, keep: str) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """activation(x, bias) of the MLP; fused into one kernel, Megatron's GELU has its tanh form."""
-    approximate = "tanh" if config.bias_activation_fusion else "none"
+def _choose_activation(
+    config: TransformerConfig, keep: str, approximate: str | None
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """activation(x, bias) of the MLP; fused into one kernel, and as Transformer Engine's, GELU has its tanh form."""
+    if approximate is None:
+        is_tanh = config.bias_activation_fusion or getattr(config, "use_te_activation_func", False)
+        approximate = "tanh" if is_tanh else "none"
     functions: dict[str | None, Callable[[Tensor, Tensor | None], Tensor]] = {
         "gelu": lambda x, bias: gelu(x, bias, approximate, keep=keep),
         "squared_relu": lambda x, bias: squared_relu(x, bias, keep=keep),
@@ -69,6 +73,12 @@ def _choose_activation(config: TransformerConfig, keep: str) -> Callable[[Tensor
     return functions[name_activation(config)]
 
 
+def _may_be_recomputed() -> bool:
+    """Whether this forward may be one of a checkpointed region: the first runs without a graph, the second inside of a
+    backward. Megatron's own answer, `is_checkpointing`, is there since 0.16 only."""
+    return not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+
+
 class TempoMLP(MLP):
     """h -> act(h W1 + b1) W2, where W2's input is also all that the activation keeps (GELU: beside a bit per element).
 
@@ -77,6 +87,8 @@ class TempoMLP(MLP):
     """
 
     keep: ClassVar[str] = "output"
+    approximate: ClassVar[str | None] = None
+    """GELU's form; None for that of the configuration."""
 
     def __init__(
         self,
@@ -98,7 +110,7 @@ class TempoMLP(MLP):
         # Newer Megatrons pass more names than older ones take.
         accepted = {name: value for name, value in kwargs.items() if name in _MLP_ARGUMENTS}
         super().__init__(config, submodules, is_expert, input_size, ffn_hidden_size, tp_group, **accepted)
-        self._activation = _choose_activation(config, self.keep)
+        self._activation = _choose_activation(config, self.keep, self.approximate)
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
         """(output [s, b, h], bias [h] or None) of hidden_states [s, b, h]."""
@@ -110,7 +122,7 @@ class TempoMLP(MLP):
         if self.keep == "input":
             drop(intermediate, after=output)
         del intermediate
-        if output_bias is not None and is_checkpointing():
+        if output_bias is not None and _may_be_recomputed():
             # A parameter that a recomputed region returns as it is would become that region's output, and its
             # backward would recompute the region without end: what happens to Megatron's own MLP.
             output_bias = output_bias.clone()

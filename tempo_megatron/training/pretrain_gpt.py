@@ -11,10 +11,10 @@ import traceback
 import warnings
 from collections.abc import Sequence
 
+from tempo_megatron.launch_env import set_rank_environment
 from tempo_megatron.training.arguments import parse_arguments
 from tempo_megatron.training.checks import check_run
 from tempo_megatron.training.deepspeed_config import read_deepspeed_config
-from tempo_megatron.training.launch_env import set_rank_environment
 from tempo_megatron.training.resume import read_saved_run
 from tempo_megatron.training.run_config import complete_run
 

@@ -1,0 +1,1 @@
+"""`--use-tempo` for the training scripts of an unmodified Megatron-LM checkout."""

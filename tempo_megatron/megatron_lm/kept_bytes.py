@@ -1,0 +1,188 @@
+"""What one layer of a run keeps for backward, stock and Tempo, measured by the ledger beside the run.
+
+The ledger needs model parallelism of its own and draws random numbers, so that it runs in a process of its own, on the
+CPU, while the run's model is built. What is kept is a parabola of the sequence length: tokens count once, scores twice.
+Three short lengths therefore give the bytes of the run's length exactly, without its work.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from tempo_megatron.config import TempoConfig
+
+_SECONDS = 60
+# Each a multiple of what tensor parallelism divides and of what packed bits round to.
+_LENGTHS = (1, 2, 3)
+_TOKENS = 64
+
+# What a TransformerConfig says of the run and not of its layers, or what only a GPU can do.
+_OVERRIDES: dict[str, Any] = {
+    "num_layers": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "pipeline_model_parallel_layout": None,
+    "use_cpu_initialization": True,
+    "perform_initialization": False,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "tp_comm_overlap": False,
+    "window_attn_skip_freq": None,
+    "no_rope_freq": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptBytes:
+    """Bytes that one layer keeps for backward on one rank, in this run's sizes; or why nobody knows."""
+
+    stock: int | None = None
+    tempo: int | None = None
+    unknown: str | None = None
+
+    def describe(self) -> str:
+        """One clause."""
+        if self.stock is None or self.tempo is None:
+            return f"not measured: {self.unknown}"
+        return f"stock {self.stock:,}, Tempo {self.tempo:,}, {self.tempo / self.stock:.3f} of stock"
+
+
+def start_measuring(config: Any, tempo_config: TempoConfig, run: Any) -> Callable[[], KeptBytes]:
+    """Begin to measure a GPT's layer of this TransformerConfig; the function that waits for the figures.
+
+    Args:
+        config: the run's TransformerConfig.
+        tempo_config: without "auto".
+        run: Megatron's arguments.
+    """
+    obstacle = _find_obstacle(config)
+    if obstacle is not None:
+        return lambda: KeptBytes(unknown=obstacle)
+    order = {
+        "config": _portable_fields(config),
+        "tempo": dataclasses.asdict(tempo_config),
+        "seq_length": run.seq_length,
+        "micro_batch_size": run.micro_batch_size,
+    }
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", __name__],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    order_text = base64.b64encode(pickle.dumps(order)).decode()
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(order_text)
+        process.stdin.close()
+    process.stdin = None
+    return lambda: _wait(process)
+
+
+def _wait(process: subprocess.Popen[str]) -> KeptBytes:
+    try:
+        text, _ = process.communicate(timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return KeptBytes(unknown=f"it took more than {_SECONDS} seconds; tempo-megatron ledger measures it by itself")
+    try:
+        return KeptBytes(**json.loads(text.splitlines()[-1]))
+    except (IndexError, ValueError, TypeError):
+        return KeptBytes(unknown=f"the ledger ended with exit code {process.returncode}")
+
+
+def _find_obstacle(config: Any) -> str | None:
+    """Why the ledger, which measures one layer of a dense GPT, does not know this run's layers."""
+    if type(config).__name__ != "TransformerConfig":
+        return f"layers of a {type(config).__name__} are not alike or not known to the ledger"
+    if config.num_moe_experts:
+        return "the ledger does not know which tokens an expert gets"
+    if config.context_parallel_size > 1:
+        return "the ledger does not know context parallelism"
+    if not _is_portable(config.activation_func):
+        return "the activation is a function that another process cannot be given"
+    return None
+
+
+def _is_portable(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return False
+    return True
+
+
+def _portable_fields(config: Any) -> dict[str, Any]:
+    """The fields that another process can be given; functions that draw weights cannot, and do not matter."""
+    fields = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        is_function = callable(value) and field.name != "activation_func"
+        if field.init and not is_function and _is_portable(value):
+            fields[field.name] = value
+    return {**fields, **{name: value for name, value in _OVERRIDES.items() if name in fields}}
+
+
+def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
+    """The figures of a run whose sizes `start_measuring` has written down."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from tempo_megatron import cpu
+    from tempo_megatron.memory.layout import simulate_layout
+    from tempo_megatron.memory.ledger import measure
+
+    cpu.use_cpu()
+    tp = order["config"].get("tensor_model_parallel_size", 1)
+    batch, found = order["micro_batch_size"], {}
+    with simulate_layout(tp):
+        config = TransformerConfig(**order["config"])
+        for name, choice in {"stock": TempoConfig.off(), "tempo": TempoConfig(**order["tempo"])}.items():
+            lengths = [_TOKENS * tp * n for n in _LENGTHS]
+            kept = [
+                measure(config, choice, vocab_size=128 * tp, seq_length=s, micro_batch_size=batch).layer_bytes
+                for s in lengths
+            ]
+            found[name] = _extrapolate(lengths, kept, order["seq_length"])
+    return KeptBytes(stock=found["stock"], tempo=found["tempo"])
+
+
+def _extrapolate(lengths: list[int], kept: list[int], length: int) -> int:
+    """The value at `length` of the parabola through three equidistant points."""
+    step = lengths[1] - lengths[0]
+    first, second = kept[1] - kept[0], kept[2] - 2 * kept[1] + kept[0]
+    n = (length - lengths[0]) / step
+    return round(kept[0] + n * first + n * (n - 1) / 2 * second)
+
+
+def main() -> None:
+    """Read an order from stdin, write KeptBytes as JSON to stdout."""
+    order = pickle.loads(base64.b64decode(sys.stdin.read()))
+    try:
+        found = measure_kept_bytes(order)
+    except Exception:
+        # What the run does is not known to be wrong; it goes on without the figures.
+        found = KeptBytes(unknown=traceback.format_exc().splitlines()[-1])
+    print(json.dumps(dataclasses.asdict(found)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The Tempo group of Megatron-LM's command line, read before Megatron is imported, so that mistakes show at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
+from tempo_megatron.config import TempoConfig, check_block
+from tempo_megatron.megatron_lm.versions import LaunchError
+from tempo_megatron.operations import CHOICES
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the Tempo group to Megatron's parser; options that it has already stay as they are."""
+    add_tempo_arguments(parser)
+    group = parser.add_argument_group("tempo files")
+    options: dict[str, dict[str, Any]] = {
+        "--tempo-config": {"metavar": "FILE", "help": 'a "tempo" block as JSON, alone or in a DeepSpeed JSON'},
+        "--tempo-report": {"metavar": "FILE", "help": "write what Tempo replaced, and what is kept, to FILE as JSON"},
+        "--deepspeed_config": {"metavar": "FILE", "help": 'a DeepSpeed JSON, of which only the "tempo" block is read'},
+        # The deepspeed launcher adds it; Megatron reads LOCAL_RANK, and spells its own argument with a dash.
+        "--local_rank": {"type": int, "help": argparse.SUPPRESS},
+    }
+    for name, settings in options.items():
+        if name not in parser._option_string_actions:
+            group.add_argument(name, default=None, **settings)
+    return parser
+
+
+def read_options(argv: Sequence[str]) -> tuple[TempoConfig, str | None]:
+    """The run's TempoConfig, off where Tempo is not switched on, and the file for the report.
+
+    Raises LaunchError for values that do not exist, files that cannot be read, and what would be ignored.
+    """
+    parser = add_options(_Parser(allow_abbrev=False, add_help=False))
+    args, _ = parser.parse_known_args(list(argv))
+    try:
+        config = tempo_config_from(args, _read_blocks(args))
+    except (ValueError, OSError) as error:
+        raise LaunchError(str(error)) from error
+    if args.tempo_report and config.is_off:
+        raise LaunchError("--tempo-report is given but Tempo is off; add --use-tempo or leave --tempo-report out")
+    return config, args.tempo_report
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise LaunchError(message)
+
+
+def _read_blocks(args: argparse.Namespace) -> dict[str, Any]:
+    """The one "tempo" block of the files that are named, as a DeepSpeed JSON holds it."""
+    blocks = {}
+    for option, file in {"--tempo-config": args.tempo_config, "--deepspeed_config": args.deepspeed_config}.items():
+        if file is not None and (block := _read_block(file, may_be_bare=option == "--tempo-config")) is not None:
+            blocks[option] = block
+    if len(blocks) > 1:
+        raise ValueError('--tempo-config and --deepspeed_config both hold a "tempo" block; expected one; take one out')
+    return dict.fromkeys(("tempo",), *blocks.values()) if blocks else {}
+
+
+def _read_block(file: str, *, may_be_bare: bool) -> dict[str, Any] | None:
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); correct it or give another file") from error
+    if isinstance(content, dict) and "tempo" in content:
+        return check_block(content["tempo"])
+    if not may_be_bare:
+        return None
+    if isinstance(content, dict) and not set(content) & {*CHOICES, "enabled"}:
+        raise ValueError(f'{file} has no "tempo" block; add one, for example "tempo": {{"norm": "inplace"}}')
+    return check_block(content)

@@ -1,0 +1,151 @@
+"""Everything of Megatron-LM that is replaced in memory while it runs under `--use-tempo`; none of its files changes.
+
+Its argument parser gets the Tempo group. Where Tempo is on, the constructors of its models build layers with Tempo's
+slots, and its schedules say which micro batch begins. Where Tempo is off the argument group is all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.megatron_lm.options import add_options
+from tempo_megatron.megatron_lm.report import ModelReport, Report
+from tempo_megatron.megatron_lm.versions import Hooks, LaunchError, Model, get_hook, replace_hook
+
+
+def patch_arguments(hooks: Hooks, version: str) -> None:
+    """Give Megatron's own argument parser the Tempo group."""
+    add_megatron_arguments = get_hook(hooks.add_arguments, version)
+
+    @functools.wraps(add_megatron_arguments)
+    def add_all(parser: Any) -> Any:
+        return add_options(add_megatron_arguments(parser))
+
+    replace_hook(hooks.add_arguments, add_all)
+
+
+def patch_models(hooks: Hooks, version: str, tempo_config: TempoConfig, report: Report) -> None:
+    """Let Megatron's models be built with Tempo's slots, and its schedules say which samples a micro batch holds.
+
+    Raises LaunchError where a place is not there.
+    """
+    from tempo_megatron.megatron_lm.samples import MicroBatches
+
+    get_args = get_hook(hooks.get_args, version)
+    micro_batches = MicroBatches(get_args)
+    begin_micro_batch = micro_batches.follow(get_hook(hooks.begin_micro_batch, version))
+
+    @functools.wraps(begin_micro_batch)
+    def begin(model: Any, microbatch_id: int) -> Any:
+        report.publish_once()
+        return begin_micro_batch(model, microbatch_id)
+
+    replace_hook(hooks.begin_micro_batch, begin)
+    for model in hooks.models:
+        cls = get_hook(model.place, version)
+        cls.__init__ = _wrap_constructor(cls.__init__, model, hooks, tempo_config, get_args, micro_batches, report)
+
+
+def _wrap_constructor(
+    construct: Callable[..., None],
+    model: Model,
+    hooks: Hooks,
+    tempo_config: TempoConfig,
+    get_args: Callable[[], Any],
+    micro_batches: Any,
+    report: Report,
+) -> Callable[..., None]:
+    signature = inspect.signature(construct)
+    missing = [name for name in (*model.specs, *model.specs.values()) if name not in signature.parameters]
+    if missing:
+        raise LaunchError(
+            f"the constructor of {model.place.partition(':')[2]} has no argument {' or '.join(missing)}, which "
+            "--use-tempo takes hold of; leave --use-tempo out"
+        )
+
+    @functools.wraps(construct)
+    def construct_with_tempo(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        try:
+            found = _replace_specs(model, given.arguments, tempo_config)
+            construct(*given.args, **given.kwargs)
+            _finish_model(self, found, tempo_config)
+        except ValueError as error:
+            raise LaunchError(f"--use-tempo: {error}") from error
+        if found.draws_masks:
+            self.register_forward_pre_hook(micro_batches.check)
+        run = get_args()
+        if model.has_causal_mask and found.knows_its_mask:
+            found.leaves_mask_out = _leave_mask_out(run, hooks.mask_argument)
+        report.add(found, given.arguments["config"], run)
+
+    return construct_with_tempo
+
+
+def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoConfig) -> ModelReport:
+    """Put Tempo's specs in the place of those that a constructor is given."""
+    from tempo_megatron.slots.choices import choose
+    from tempo_megatron.slots.layer_spec import tempoize
+
+    found = ModelReport(name=model.place.partition(":")[2], tempo_config=tempo_config)
+    for spec_name, config_name in model.specs.items():
+        config = arguments[config_name]
+        asked, reasons = _leave_replayed_masks(config, tempo_config)
+        choices = choose(config, asked)
+        block = tempoize(arguments[spec_name], config, choices.config, vp_stage=arguments.get("vp_stage"))
+        arguments[spec_name] = block
+        found.add_block(block, config, choices.config, {**choices.reasons, **reasons})
+    return found
+
+
+def _finish_model(model: Any, found: ModelReport, tempo_config: TempoConfig) -> None:
+    """What no spec names: the embedding's dropout and the loss head."""
+    from tempo_megatron.slots.embedding import tempoize_embedding
+    from tempo_megatron.slots.loss import choose_loss, tempoize_loss
+
+    tempoize_embedding(model, found.tempo_config)
+    loss, reason = choose_loss(model, tempo_config)
+    found.tempo_config = dataclasses.replace(found.tempo_config, loss=loss)
+    if reason is not None:
+        found.reasons["loss"] = reason
+    tempoize_loss(model, found.tempo_config)
+
+
+def _leave_replayed_masks(config: Any, tempo_config: TempoConfig) -> tuple[TempoConfig, dict[str, str]]:
+    """`tempo_config` with stock where a CUDA graph would draw the masks again of the micro batch it was made of.
+
+    A replayed graph runs no Python, which is what says which samples a micro batch holds.
+
+    Raises ValueError where what draws was asked for by its value.
+    """
+    graphs = getattr(config, "cuda_graph_impl", "none")
+    if getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False):
+        graphs = "on"
+    if graphs == "none":
+        return tempo_config, {}
+    reason = f"cuda_graph_impl is {graphs}, under which each step would draw the first one's dropout masks"
+    left = {}
+    for name, p in {"dropout": config.hidden_dropout, "attention": config.attention_dropout}.items():
+        value = getattr(tempo_config, name)
+        if p > 0 and value == "auto":
+            left[name] = reason
+        elif p > 0 and value != "off":
+            raise ValueError(f'{reason}; leave CUDA graphs off, or set tempo.{name} to "off"')
+    return dataclasses.replace(tempo_config, **dict.fromkeys(left, "off")), left
+
+
+def _leave_mask_out(run: Any, argument: str) -> bool:
+    """Let the data loader make no mask where all that it would hide is the future; whether it does so now.
+
+    With a mask given the causal path, which skips what is hidden, would not be taken.
+    """
+    if getattr(run, "reset_attention_mask", False) or not getattr(run, argument, False):
+        return False
+    setattr(run, argument, False)
+    return True

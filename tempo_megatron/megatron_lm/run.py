@@ -1,0 +1,129 @@
+"""Runs a training script of a Megatron-LM checkout, unmodified, with `--use-tempo` among its arguments."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from tempo_megatron.extras import MissingExtraError
+from tempo_megatron.launch_env import set_rank_environment
+from tempo_megatron.megatron_lm.options import read_options
+from tempo_megatron.megatron_lm.versions import LaunchError, find_hooks
+
+_SECONDS_FOR_RANK_0 = 3
+
+_USAGE = """\
+usage: {prog} [--megatron-root DIR] SCRIPT [ARGUMENTS OF THE SCRIPT]
+
+Run SCRIPT, such as pretrain_gpt.py of a Megatron-LM checkout, with the Tempo arguments beside its own:
+{prog} pretrain_gpt.py ... --use-tempo. Without --use-tempo it runs as it is.
+
+  --megatron-root DIR  the checkout; without it the folder around SCRIPT that holds megatron/core and megatron/training
+  SCRIPT --help        lists all arguments, Tempo's among them"""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> int:
+    """Run the script; the exit status. A user's mistake is one sentence on rank 0's stderr and status 2."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE.format(prog=prog))
+        return 0 if argv else 2
+    try:
+        script, arguments = _prepare(argv)
+    except (LaunchError, MissingExtraError) as error:
+        if _find_rank() == 0:
+            print(f"{prog}: {error}", file=sys.stderr, flush=True)
+        return 2
+    sys.argv = [str(script), *arguments]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except LaunchError as error:
+        rank = _find_rank()
+        if rank != 0:
+            # As a rule every rank finds the same, and a launcher ends the others once rank 0 has said it; a stage of a
+            # pipeline can be the only one that has what is wrong.
+            time.sleep(_SECONDS_FOR_RANK_0)
+        print(f"{prog}{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _find_rank() -> int:
+    """This process's, also before the launcher's variables are put into torch's."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
+
+
+def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
+    """Replace what `--use-tempo` replaces; the script and its arguments."""
+    root, script, arguments = _split(argv)
+    tempo_config, report_file = read_options(arguments)
+    try:
+        set_rank_environment()
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+    # As Python does for a script, and with the checkout before an installed megatron-core.
+    sys.path[:0] = [str(script.parent)] if script.parent == root else [str(script.parent), str(root)]
+    version = _find_version(root)
+    hooks, warning = find_hooks(version)
+    # What patches touch is imported here and not before: the checkout's, now that it comes first.
+    from tempo_megatron.megatron_lm import patches
+    from tempo_megatron.megatron_lm.report import Report
+
+    patches.patch_arguments(hooks, version)
+    if not tempo_config.is_off:
+        if warning:
+            warnings.warn(warning, stacklevel=1)
+        patches.patch_models(hooks, version, tempo_config, Report(version, root, report_file))
+    return script, arguments
+
+
+def _split(argv: list[str]) -> tuple[Path, Path, list[str]]:
+    """The checkout, the script, and the script's arguments."""
+    root_given, launcher_arguments = None, []
+    rest = list(argv)
+    while rest and rest[0].startswith("-"):
+        option, equals, value = rest.pop(0).partition("=")
+        if option == "--megatron-root" and (equals or rest):
+            root_given = Path(value if equals else rest.pop(0)).resolve()
+        elif option == "--local_rank" and equals:
+            # The deepspeed launcher puts it first.
+            launcher_arguments.append(f"{option}={value}")
+        else:
+            raise LaunchError(
+                f"{option} comes before the script; expected --megatron-root DIR or the script; write the script's "
+                "arguments after it"
+            )
+    if not rest:
+        raise LaunchError("no script is given; expected one of a Megatron-LM checkout, such as pretrain_gpt.py")
+    script = Path(rest[0]).resolve()
+    if not script.is_file():
+        raise LaunchError(f"{rest[0]} is not a file; expected a script of a Megatron-LM checkout, as pretrain_gpt.py")
+    return _find_root(script, root_given), script, [*rest[1:], *launcher_arguments]
+
+
+def _find_root(script: Path, given: Path | None) -> Path:
+    for folder in (given,) if given else script.parents:
+        if all((folder / "megatron" / name).is_dir() for name in ("core", "training")):
+            return folder
+    if given:
+        raise LaunchError(f"--megatron-root is {given}, which holds no megatron/core and megatron/training; correct it")
+    raise LaunchError(
+        f"no folder around {script} holds megatron/core and megatron/training; give the Megatron-LM checkout with "
+        "--megatron-root DIR"
+    )
+
+
+def _find_version(root: Path) -> str:
+    """The version of the checkout's Megatron-core, which must be the one that is imported."""
+    import megatron.core
+
+    found = Path(megatron.core.__file__ or "").resolve()
+    if root not in found.parents:
+        raise LaunchError(f"megatron.core was imported from {found.parent}, expected it in {root}; start a new process")
+    return str(megatron.core.__version__)

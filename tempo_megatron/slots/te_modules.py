@@ -1,0 +1,160 @@
+"""Modules that stand where Megatron's spec of Transformer Engine has its own; see transformer_engine.py for the choice.
+
+They are made when they are asked for: what they derive from exists only where Transformer Engine does.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from tempo_kernels.norm import layer_norm, rms_norm
+from tempo_kernels.recompute import drop
+from tempo_megatron.slots.attention import TempoDotProductAttention
+from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP
+
+_WITHOUT_PADDING = (AttnMaskType.causal, AttnMaskType.no_mask)
+
+
+class SplitNorm:
+    """Tempo's norm, then Transformer Engine's linear: a base of classes whose next base is its column-parallel linear.
+
+    Takes the place of `TELayerNormColumnParallelLinear` under its name, with its arguments, parameters (in its order),
+    flags and `_extra_state`, so that checkpoints, sharded or not, are those of stock.
+
+    Keeps for backward: with `keep` "output" y, which the linear keeps too, in the same memory, and rstd; with "input" x
+        and the statistics, and neither y. Stock keeps x, y and the statistics.
+    """
+
+    keep: ClassVar[str] = "output"
+
+    def __init__(self: Any, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)  # type: ignore[call-arg]
+        self.eps = config.layernorm_epsilon
+        self.normalization = config.normalization
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        linear_parameters, device = dict(self._parameters), self.weight.device
+        self._parameters.clear()
+        start = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
+        self._add_norm_parameter("layer_norm_weight", start, device)
+        if self.normalization == "LayerNorm":
+            self._add_norm_parameter("layer_norm_bias", torch.nn.init.zeros_, device)
+        else:
+            self.layer_norm_bias = None
+        # The distributed optimizer lays out its buffers in the order of the parameters, which is stock's.
+        self._parameters.update(linear_parameters)
+        self._mark_norm_parameters()
+
+    def _add_norm_parameter(self: Any, name: str, init_fn: Any, device: torch.device) -> None:
+        values = torch.empty(self.in_features, dtype=self.config.params_dtype, device=device)
+        parameter = torch.nn.Parameter(values)
+        init_fn(parameter)
+        # Transformer Engine remembers how to fill a parameter that was made on the meta device.
+        self.register_parameter(name, parameter, init_fn=init_fn)
+
+    def _mark_norm_parameters(self: Any) -> None:
+        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+            if parameter is not None:
+                parameter.sequence_parallel = self.sequence_parallel
+
+    def reset_parameters(self: Any, defer_init: bool = False) -> None:
+        """As Transformer Engine's, which calls it once before the norm's parameters are there."""
+        super().reset_parameters(defer_init=defer_init)  # type: ignore[misc]
+        if not defer_init and "layer_norm_weight" in self._parameters:
+            self._mark_norm_parameters()
+
+    def forward(self: Any, x: Tensor) -> Any:
+        """(output, bias or None) of x [s or s/t, b, h]."""
+        y = self._norm(x)
+        result = super().forward(y)  # type: ignore[misc]
+        if self.keep == "input":
+            drop(y, after=result[0])
+        return result
+
+    def _norm(self: Any, x: Tensor) -> Tensor:
+        settings = {"zero_centered": self.zero_centered_gamma, "keep": self.keep}
+        if self.normalization == "RMSNorm":
+            return rms_norm(x, self.layer_norm_weight, self.eps, **settings)
+        return layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, **settings)
+
+
+class _EmptyExtraState:
+    """The `_extra_state` that modules of Transformer Engine have, which is empty where there is no fp8."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        if state is not None and state.numel():
+            raise ValueError(
+                "the checkpoint holds fp8 state for a module that Tempo replaced; expected one without; leave Tempo off"
+            )
+
+
+def _allow_no_extra_state(_: Any, incompatible_keys: Any) -> None:
+    missing = incompatible_keys.missing_keys
+    missing[:] = [key for key in missing if not key.endswith("core_attention._extra_state")]
+
+
+class TempoTEDotProductAttention(_EmptyExtraState, TempoDotProductAttention):
+    """TempoDotProductAttention in the place of `TEDotProductAttention`, which with a causal mask, or none, looks at no
+    mask that it is given. As there, a checkpoint may lack the extra state: sharded ones do not hold an attention's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_load_state_dict_post_hook(_allow_no_extra_state)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """[sq, b, a/p * d] of query [sq, b, a/p, d] and key, value [sk, b, g/p, d]."""
+        if (attn_mask_type or self.attn_mask_type) in _WITHOUT_PADDING:
+            attention_mask = None
+        return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+
+
+class TempoTESoftmaxDotProductAttention(TempoTEDotProductAttention):
+    """The form of the Tempo paper; see TempoSoftmaxDotProductAttention."""
+
+    form = "softmax"
+
+
+class TempoOpsMLP(TempoMLP):
+    """TempoMLP in the place of `TEFusedMLP`, whose GELU has its tanh form."""
+
+    approximate = "tanh"
+
+
+class TempoRecomputeOpsMLP(TempoRecomputeMLP):
+    """TempoRecomputeMLP in the place of `TEFusedMLP`."""
+
+    approximate = "tanh"
+
+
+@functools.cache
+def make_split_norm(linear: Any, keep: str) -> Any:
+    """SplitNorm in front of `linear`, Megatron's class for Transformer Engine's column-parallel linear."""
+    return type("TempoTELayerNormColumnParallelLinear", (SplitNorm, linear), {"keep": keep})
+
+
+@functools.cache
+def add_extra_state(norm: Any) -> Any:
+    """A norm of norm.py with the `_extra_state` of Transformer Engine's norms."""
+    return type(norm.__name__.replace("Tempo", "TempoTE"), (_EmptyExtraState, norm), {})
+
+
+@functools.cache
+def make_dropping_linear(mixin: Any, linear: Any) -> Any:
+    """`linear` that does not keep the output of a norm that can make it again."""
+    return type(f"Tempo{linear.__name__}", (mixin, linear), {})

@@ -1,0 +1,206 @@
+"""What Tempo does with a spec of Transformer Engine (TE), Megatron's default on GPUs.
+
+The decision: TE's linears stay, and Tempo takes what lies between them.
+
+- `TELayerNormColumnParallelLinear` (norm and linear in one) is split into Tempo's norm and TE's own column-parallel
+  linear, inside of one module with the name, the parameters and the extra state of the fused one. Stock keeps the
+  norm's input and its output; split, the output is the linear's input and the input goes. What fusing saves without
+  fp8 is one kernel launch: the norm writes its output to memory either way.
+- `TENorm` becomes Tempo's norm.
+- `MLP`, and the op fuser's `TEFusedMLP`, become Tempo's MLP around TE's linears.
+- `TEDotProductAttention` becomes Tempo's attention in layers with a causal mask or none. With padding or arbitrary
+  masks, whose conventions are TE's, it stays.
+- bias-dropout-add is Megatron's own, and replaced as ever.
+
+The other way, Megatron's local linears under TE's checkpoint keys, would give up TE's matrix multiplications and
+change the parameters' names in plain checkpoints. This way keeps every name: sharded checkpoints and plain ones, and
+the optimizer's, go back and forth without a key map.
+
+What TE does with a linear's input beyond keeping it (fp8, delayed weight gradients, overlapped communication,
+offloading) is refused: there y would be kept twice, or by somebody who does not know that it may be made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine as extension
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.slots.linear import DropsInput
+from tempo_megatron.slots.te_modules import (
+    SplitNorm,
+    TempoOpsMLP,
+    TempoRecomputeOpsMLP,
+    TempoTEDotProductAttention,
+    TempoTESoftmaxDotProductAttention,
+    add_extra_state,
+    make_dropping_linear,
+    make_split_norm,
+)
+
+_ATTENTIONS = {"flash": TempoTEDotProductAttention, "softmax": TempoTESoftmaxDotProductAttention}
+_FUSED_MLPS = {"inplace": TempoOpsMLP, "recompute": TempoRecomputeOpsMLP}
+_MASKS = (AttnMaskType.causal, AttnMaskType.no_mask)
+_HOLDERS = ("self_attention", "cross_attention", "mlp")
+_STOCK_NAMES = ("TELayerNormColumnParallelLinear", "TEDotProductAttention", "TENorm", "TEFusedMLP")
+
+
+def is_installed() -> bool:
+    """Whether Megatron found Transformer Engine."""
+    return bool(extension.HAVE_TE)
+
+
+def _is_stock(slot: Any, name: str) -> bool:
+    module = slot.module if isinstance(slot, ModuleSpec) else slot
+    return is_installed() and module is not None and module is getattr(extension, name, None)
+
+
+def is_residual_norm(slot: Any, transformer_config: Any) -> bool:
+    """Whether a slot holds the TENorm that could add the residual too (since 0.17), and does not in this run."""
+    provider = sys.modules.get("megatron.core.extensions.transformer_engine_spec_provider")
+    stock = getattr(provider, "_TENormWithResidual", None)
+    does_both = getattr(transformer_config, "fused_residual_rmsnorm", False)
+    return is_installed() and stock is not None and slot is stock and not does_both
+
+
+def is_attention(slot: Any, params: Any) -> bool:
+    """Whether a core attention is TE's in a layer whose mask Tempo's attention understands as TE does."""
+    return _is_stock(slot, "TEDotProductAttention") and params.get("attn_mask_type") in _MASKS
+
+
+def replace_attention(slot: Any, choice: str) -> Any:
+    """The class for tempo.attention = `choice`."""
+    return _ATTENTIONS.get(choice, slot)
+
+
+def replace_norm(stock: Any, tempo_norm: Any) -> Any:
+    """Tempo's norm in the place of `stock`, with an extra state where that is TE's norm and has one."""
+    is_te = _is_stock(stock, "TENorm") or getattr(stock, "__name__", "") == "_TENormWithResidual"
+    if tempo_norm is None or not is_te:
+        return tempo_norm
+    te_norm = getattr(extension.te.pytorch, "LayerNorm", torch.nn.Module)
+    has_extra_state = te_norm.get_extra_state is not torch.nn.Module.get_extra_state
+    return add_extra_state(tempo_norm) if has_extra_state else tempo_norm
+
+
+def replace_linears(submodules: Any, choice: str, after_norms: tuple[str, ...]) -> dict[str, Any]:
+    """Replacements for the linears of an attention's or MLP's submodules, where tempo.norm is `choice`."""
+    if choice == "off" or not is_installed() or not dataclasses.is_dataclass(submodules):
+        return {}
+    keep = {"inplace": "output", "recompute": "input"}[choice]
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(submodules):
+        slot = getattr(submodules, field.name)
+        if _is_stock(slot, "TELayerNormColumnParallelLinear"):
+            changes[field.name] = make_split_norm(extension.TEColumnParallelLinear, keep)
+        elif choice == "recompute" and field.name in after_norms and _is_stock(slot, "TEColumnParallelLinear"):
+            changes[field.name] = make_dropping_linear(DropsInput, extension.TEColumnParallelLinear)
+    return changes
+
+
+def replace_mlp_class(module: Any, choice: str) -> Any:
+    """Tempo's class in the place of the op fuser's MLP; None where `module` is another."""
+    is_fused = _is_stock(module, "TEFusedMLP") and issubclass(module, MLP)
+    return _FUSED_MLPS.get(choice) if is_fused else None
+
+
+def find_fused_norms(layer: Any) -> list[Any]:
+    """The slots of a layer that hold a norm and a linear in one: stock's, or those that Tempo split."""
+    found = []
+    for holder in _HOLDERS:
+        submodules = _submodules_of(getattr(layer.submodules, holder, None))
+        slots = [getattr(submodules, field.name) for field in _fields(submodules)]
+        found += [slot for slot in slots if is_split(slot) or _is_stock(slot, "TELayerNormColumnParallelLinear")]
+    return found
+
+
+def is_split(slot: Any) -> bool:
+    """Whether a slot holds Tempo's norm in front of TE's linear."""
+    return isinstance(slot, type) and issubclass(slot, SplitNorm)
+
+
+def refuse_transformer_engine(layer_specs: Any, transformer_config: Any, tempo_config: TempoConfig) -> None:
+    """Raise ValueError where the layers have TE's modules and `transformer_config` has TE do more with a linear's input
+    than keep it."""
+    if tempo_config.norm == tempo_config.activation == "off" or not any(map(_has_transformer_engine, layer_specs)):
+        return
+    for name, why in (
+        ("delay_wgrad_compute", "by which linears hold their inputs beyond backward"),
+        ("tp_comm_overlap", "whose buffers hold linears' inputs"),
+        ("cpu_offloading", "which moves linears' inputs to the host and frees them"),
+        ("fine_grained_activation_offloading", "which moves linears' inputs to the host and frees them"),
+        ("quant_recipe", "by which linears may keep quantised copies of their inputs"),
+    ):
+        if value := getattr(transformer_config, name, None):
+            given = "on" if value is True else "given"
+            raise ValueError(
+                f"{name} is {given}, {why}; expected Transformer Engine's linears to keep their inputs as they are; "
+                'leave it off, or set tempo.norm and tempo.activation to "off"'
+            )
+    if tempo_config.attention != "off" and (
+        getattr(transformer_config, "qk_clip", False) or getattr(transformer_config, "log_max_attention_logit", False)
+    ):
+        raise ValueError(
+            "qk_clip or log_max_attention_logit is on, which Tempo's attention does not support; "
+            'set tempo.attention to "off"'
+        )
+
+
+def describe_transformer_engine(spec: Any) -> str | None:
+    """One line for a run's banner: what became of TE's modules in a block's layers; None where there are none."""
+    layers = spec.layer_specs or []
+    norms = [slot for layer in layers for slot in find_fused_norms(layer)]
+    attentions = [slot for layer in layers for slot in _core_attentions(layer)]
+    mlps = [layer for layer in layers if _is_stock(_class_of(layer.submodules.mlp), "TEFusedMLP")]
+    if not any(map(_has_transformer_engine, layers)):
+        return None
+    num_split = sum(map(is_split, norms))
+    num_ours = sum(not _is_stock(slot, "TEDotProductAttention") for slot in attentions)
+    parts = [
+        "Transformer Engine's linears stay",
+        f"{num_split} of {len(norms)} norms fused into them are Tempo's",
+        f"{num_ours} of {len(attentions)} attentions are Tempo's",
+    ]
+    if num_ours < len(attentions):
+        parts.append("with padding or arbitrary masks, or switched off, attention stays Transformer Engine's")
+    if mlps:
+        parts.append(f"{len(mlps)} MLPs stay the op fuser's")
+    return "; ".join(parts)
+
+
+def _core_attentions(layer: Any) -> list[Any]:
+    holders = (getattr(layer.submodules, name, None) for name in ("self_attention", "cross_attention"))
+    found = (getattr(_submodules_of(holder), "core_attention", None) for holder in holders)
+    return [slot for slot in found if slot is not None]
+
+
+def _has_transformer_engine(layer: Any) -> bool:
+    slots = [layer.submodules, *(_submodules_of(getattr(layer.submodules, name, None)) for name in _HOLDERS)]
+    values = [getattr(each, field.name) for each in slots for field in _fields(each)]
+    names = (*_STOCK_NAMES, "TEColumnParallelLinear", "TERowParallelLinear")
+    return any(is_split(value) or any(_is_stock(value, name) for name in names) for value in values)
+
+
+def _submodules_of(holder: Any) -> Any:
+    """What stands inside of an attention's or MLP's slot, a ModuleSpec or a partial of a class's maker."""
+    if isinstance(holder, functools.partial):
+        return holder.keywords.get("submodules")
+    return getattr(holder, "submodules", None)
+
+
+def _class_of(holder: Any) -> Any:
+    if isinstance(holder, functools.partial):
+        return getattr(holder.func, "__self__", None)
+    return getattr(holder, "module", None)
+
+
+def _fields(submodules: Any) -> tuple[Any, ...]:
+    return dataclasses.fields(submodules) if dataclasses.is_dataclass(submodules) else ()

@@ -1,0 +1,95 @@
+"""What a test changes of the process that runs Megatron-LM; each function takes back its change when the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import zlib
+from typing import Any
+
+
+def use_torch_norms(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
+    """Stock with torch's norms that know sequence parallelism, where Megatron's wrapper of them refuses it."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from tempo_megatron import TempoConfig, tempoize
+
+    construct = GPTModel.__init__
+    signature = inspect.signature(construct)
+
+    def construct_with_torch_norms(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        spec = tempoize(
+            given["transformer_layer_spec"], given["config"], TempoConfig.off(), vp_stage=given.get("vp_stage")
+        )
+        construct(**{**given, "transformer_layer_spec": spec})
+
+    GPTModel.__init__ = construct_with_torch_norms
+    undo.callback(setattr, GPTModel, "__init__", construct)
+
+
+def record_masks(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
+    """Write down every mask that is drawn: of the hidden dropouts, by key, global sample and global row, a checksum of
+    the row's bits; of attention, whose bits are a function of these, key, sample and head."""
+    import torch
+
+    from tempo_megatron.slots import attention as attention_slot
+    from tempo_megatron.slots import bias_dropout_add as dropout_slot
+
+    masks = result["masks"]
+    draw, attend = dropout_slot.bias_dropout_add, attention_slot.attention
+
+    def note(place: tuple[Any, ...], value: int) -> None:
+        # A recomputed forward draws once more what it drew.
+        assert masks.setdefault(place, value) == value
+
+    def draw_and_note(x: Any, bias: Any, residual: Any, *, first_sample: int, first_row: int, **draws: Any) -> Any:
+        draws |= {"first_sample": first_sample, "first_row": first_row}
+        with torch.no_grad():
+            kept = draw(torch.ones_like(x), None, None, **draws) != 0
+        for row, sample in itertools.product(range(x.size(0)), range(x.size(1))):
+            bits = kept[row, sample].numpy().tobytes()
+            note((draws["key"], first_sample + sample, first_row + row), zlib.crc32(bits))
+        return draw(x, bias, residual, **draws)
+
+    def attend_and_note(query: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["dropout_p"] > 0:
+            for sample, head in itertools.product(range(query.size(1)), range(query.size(2))):
+                place = (kwargs["dropout_key"], kwargs["first_sample"] + sample, "head", kwargs["first_head"] + head)
+                note(place, 0)
+        return attend(query, *args, **kwargs)
+
+    dropout_slot.bias_dropout_add, attention_slot.attention = draw_and_note, attend_and_note
+    undo.callback(setattr, dropout_slot, "bias_dropout_add", draw)
+    undo.callback(setattr, attention_slot, "attention", attend)
+
+
+def forget_the_rank(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
+    """A wrong sample index, in which neither the data-parallel rank nor the size of a micro batch counts."""
+    from tempo_megatron.megatron_lm import samples
+
+    find = samples.find_first_sample
+    samples.find_first_sample = lambda args, microbatch_id, rank: args.consumed_train_samples + microbatch_id
+    undo.callback(setattr, samples, "find_first_sample", find)
+
+
+def keep_what_was_replaced(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
+    """Names of what the run replaced, found at its end."""
+    from megatron_rank import PLACES, find_owner
+
+    before = {path: getattr(*find_owner(module, path)) for module, path in PLACES}
+    undo.callback(
+        lambda: result.update(
+            replaced=[path for module, path in PLACES if getattr(*find_owner(module, path)) is not before[path]]
+        )
+    )
+
+
+def measure_no_kept_bytes(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
+    """Save the seconds of the process that measures them."""
+    from tempo_megatron.megatron_lm import report
+
+    start = report.start_measuring
+    report.start_measuring = lambda *_: lambda: report.KeptBytes(unknown="left out")
+    undo.callback(setattr, report, "start_measuring", start)

@@ -1,0 +1,140 @@
+"""One rank of runs of Megatron-LM's own scripts on a CPU, one run after another in one process: a start takes seconds.
+
+Started by megatron_runs.run_all: `python megatron_rank.py JOBS.json FOLDER`. Writes FOLDER/<rank>.pt: for each run its
+exit status, what it printed, its losses as printed, and the gradients of each step by parameter name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import megatron_changes
+import megatron_cpu
+import torch
+
+_LOSS = re.compile(r"iteration +(\d+)/.*?((?:[a-z]+ )?loss): ([-+.\dEe]+|nan|inf)")
+
+
+def main() -> None:
+    jobs, folder = json.loads(Path(sys.argv[1]).read_text("utf-8")), Path(sys.argv[2])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    root = jobs["root"]
+    sys.path.insert(0, root)
+    megatron_cpu.install()
+    megatron_cpu.skip_what_is_compiled(root)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        backend="gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    results = {}
+    for job in jobs["runs"]:
+        results[job["name"]] = result = _run(job, root)
+        torch.save(results, folder / f"{rank}.pt")
+        if result["error"] and world_size > 1:
+            # Other ranks may wait for this one.
+            Path(folder, f"{rank}.error").write_text(result["error"], encoding="utf-8")
+            os._exit(1)
+        torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads of the groups that are gone do not end by themselves
+
+
+def _run(job: dict[str, Any], root: str) -> dict[str, Any]:
+    from tempo_megatron.megatron_lm import run
+
+    result: dict[str, Any] = {"gradients": [], "masks": {}, "error": None, "status": None}
+    printed, complaints = io.StringIO(), io.StringIO()
+    path, argv = list(sys.path), list(sys.argv)
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints), contextlib.ExitStack() as undo:
+        undo.callback(_forget_run)
+        for place in PLACES:
+            _restore_later(undo, *place)
+        _watch(undo, result)
+        for name in job["changes"]:
+            getattr(megatron_changes, name)(undo, result)
+        try:
+            result["status"] = run.main([str(Path(root, job["script"])), *job["arguments"]])
+        except SystemExit as exit:
+            result["status"] = exit.code or 0
+        except BaseException:
+            result["error"] = traceback.format_exc()
+    sys.path[:], sys.argv[:] = path, argv
+    result["printed"], result["complaints"] = printed.getvalue(), complaints.getvalue()
+    result["losses"] = {int(step): float(loss) for step, _, loss in _LOSS.findall(result["printed"])}
+    return result
+
+
+# What a run replaces in modules that the next one uses too.
+PLACES = (
+    ("megatron.training.arguments", "add_megatron_arguments"),
+    ("megatron.core.pipeline_parallel.schedules", "set_current_microbatch"),
+    ("megatron.core.models.gpt.gpt_model", "GPTModel.__init__"),
+    ("megatron.core.models.bert.bert_model", "BertModel.__init__"),
+    ("megatron.core.models.T5.t5_model", "T5Model.__init__"),
+    ("megatron.training.training", "finalize_model_grads"),
+)
+
+
+def find_owner(module: str, path: str) -> tuple[Any, str]:
+    """The object that holds the last name of a path, and that name."""
+    owner: Any = importlib.import_module(module)
+    *classes, name = path.split(".")
+    for cls in classes:
+        owner = getattr(owner, cls)
+    return owner, name
+
+
+def _restore_later(undo: contextlib.ExitStack, module: str, path: str) -> None:
+    owner, name = find_owner(module, path)
+    undo.callback(setattr, owner, name, getattr(owner, name))
+
+
+def _watch(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
+    """Copy every parameter's gradient once Megatron has summed it over the ranks."""
+    training = importlib.import_module("megatron.training.training")
+    finalize = training.finalize_model_grads
+
+    def finalize_and_copy(model: Any, *args: Any, **kwargs: Any) -> Any:
+        found = finalize(model, *args, **kwargs)
+        result["gradients"].append(
+            {
+                f"{chunk}.{name}": parameter.main_grad.clone()
+                for chunk, module in enumerate(model)
+                for name, parameter in module.named_parameters()
+                if parameter.requires_grad
+            }
+        )
+        return found
+
+    training.finalize_model_grads = finalize_and_copy
+
+
+def _forget_run() -> None:
+    """Megatron's globals as they were before the run; torch.distributed stays."""
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.training import global_vars
+
+    global_vars.destroy_global_vars()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    get_cuda_rng_tracker().reset()
+    for name in ("pretrain_gpt", "gpt_builders", "model_provider"):
+        sys.modules.pop(name, None)
+    gc.collect()
+
+
+if __name__ == "__main__":
+    main()

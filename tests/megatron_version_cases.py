@@ -1,0 +1,155 @@
+"""One layer of GPT, BERT and T5, stock beside Tempo, in whatever megatron-core this process finds: a JSON line.
+
+Started by test_megatron_versions.py in a process of its own for each version.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from gpt import RECOMPUTE, SEQ_LENGTH, VOCAB_SIZE, gpt_config, losses, tokens_of
+from megatron.core import parallel_state
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.nn import functional as F
+
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss, use_cpu
+from tempo_megatron.slots.dropout_rng import set_micro_batch
+from tempo_megatron.slots.layer_spec import count_slots
+from tempo_megatron.slots.megatron_versions import DIFFERENCES, VERSION
+
+OFF = TempoConfig.off()
+SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "normalization": "RMSNorm"}
+RECOMPUTED_MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+
+
+def build_gpt(config: Any, tempo_config: TempoConfig) -> Any:
+    stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    spec = stock if tempo_config.is_off else tempo_block_spec(config, tempo_config)
+    assert count_slots(spec) == count_slots(replaced(stock, config, tempo_config))
+    return GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH)
+
+
+def build_bert(config: Any, tempo_config: TempoConfig) -> Any:
+    spec = replaced(bert_layer_local_spec, config, tempo_config)
+    return BertModel(config, 0, spec, VOCAB_SIZE, SEQ_LENGTH, share_embeddings_and_output_weights=True)
+
+
+def build_t5(config: Any, tempo_config: TempoConfig) -> Any:
+    stock = (encoder_model_with_local_spec(), decoder_model_with_local_spec())
+    specs = [replaced(spec, config, tempo_config) for spec in stock]
+    return T5Model(config, config, *specs, VOCAB_SIZE, SEQ_LENGTH, share_embeddings_and_output_weights=True)
+
+
+def replaced(spec: Any, config: Any, tempo_config: TempoConfig) -> Any:
+    """The stock spec itself where Tempo is off: nothing of ours stands in the model that ours is held against."""
+    if tempo_config.is_off:
+        return spec
+    found = tempoize(spec, config, tempo_config)
+    assert all(ours == total > 0 for ours, total in count_slots(found).values()), count_slots(found)
+    return found
+
+
+def run_gpt(model: Any, has_tempo: bool) -> torch.Tensor:
+    return losses(model, 0, 2, gives_mask=not has_tempo)
+
+
+def run_bert(model: Any, has_tempo: bool) -> torch.Tensor:
+    set_micro_batch(5, 0)
+    tokens = tokens_of(0, 2)
+    padding = torch.ones(2, SEQ_LENGTH)
+    padding[1, 10:] = 0
+    found: torch.Tensor = model(tokens[:, :-1].contiguous(), padding, lm_labels=tokens[:, 1:].contiguous())[0]
+    return found
+
+
+def run_t5(model: Any, has_tempo: bool) -> torch.Tensor:
+    set_micro_batch(5, 0)
+    tokens = tokens_of(0, 2)[:, :-1].contiguous()
+    seen = [torch.zeros(2, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool) for _ in range(3)]
+    seen[0][..., 12:] = seen[2][..., 12:] = True
+    seen[1] = torch.ones_like(seen[1]).triu(1)
+    found: torch.Tensor = model(tokens, tokens.flip(1), *seen, lm_labels=tokens)
+    return found
+
+
+# Name -> (how to build, how to run, settings of both, settings of Tempo's alone, which operations).
+CASES: dict[str, Any] = {
+    "GPT, in place": (build_gpt, run_gpt, {}, {}, TempoConfig()),
+    "GPT, recompute": (build_gpt, run_gpt, {}, {}, RECOMPUTE),
+    "GPT, SwiGLU and RMSNorm": (build_gpt, run_gpt, SWIGLU, {}, RECOMPUTE),
+    # Some stock Megatrons never end here, so that their layer without recomputation is the reference.
+    "GPT, mlp recomputed": (build_gpt, run_gpt, {}, RECOMPUTED_MLP, TempoConfig()),
+    "BERT": (build_bert, run_bert, {}, {}, TempoConfig(loss="off")),
+    "T5": (build_t5, run_t5, {}, {}, TempoConfig(loss="off")),
+}
+
+
+def measure(build: Any, run: Any, settings: Any, tempo_settings: Any, tempo_config: TempoConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, chosen, more in (("stock", OFF, {}), ("tempo", tempo_config, tempo_settings)):
+        torch.manual_seed(7)
+        config = gpt_config(num_layers=1, **settings, **more)
+        model = build(config, chosen)
+        tempoize_embedding(model, chosen)
+        tempoize_loss(model, chosen)
+        loss = run(model.train(), name == "tempo").mean()
+        loss.backward()
+        # A parameter that the loss does not depend on, as BERT's pooler, has none.
+        gradients = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+        shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if value is not None}
+        sharded = {key: getattr(value, "key", key) for key, value in model.sharded_state_dict().items()}
+        found[name] = (loss.item(), gradients, shapes, sharded)
+    stock, tempo = found["stock"], found["tempo"]
+    largest = max(grad.abs().max().item() for grad in stock[1].values())
+    # In units of float32's round-off of each gradient's largest element; as in gpt.assert_equal_to_stock.
+    errors = {
+        key: (tempo[1][key] - grad).abs().max().item() / max(grad.abs().max().item(), 1e-3 * largest)
+        for key, grad in stock[1].items()
+    }
+    return {
+        "loss": [stock[0], tempo[0]],
+        "gradients": len(errors),
+        "gradient_error_eps": max(errors.values()) / torch.finfo(torch.float32).eps,
+        "same_gradients": stock[1].keys() == tempo[1].keys(),
+        "same_state_dict": stock[2] == tempo[2],
+        "same_sharded_keys": stock[3] == tempo[3],
+    }
+
+
+def dropped_loss(build: Any, run: Any, settings: Any, tempo_settings: Any, tempo_config: TempoConfig) -> float:
+    """The loss at dropout 0.1, whose masks are a function of seed and place and so the same in every Megatron."""
+    torch.manual_seed(7)
+    model = build(gpt_config(num_layers=1, dropout=0.1, **settings, **tempo_settings), tempo_config)
+    tempoize_embedding(model, tempo_config)
+    tempoize_loss(model, tempo_config)
+    loss = run(model.train(), True).mean()
+    loss.backward()
+    return float(loss)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        use_cpu()
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1234)
+        found = {name: measure(*case) for name, case in CASES.items()}
+        dropped = {name: dropped_loss(*case) for name, case in CASES.items()}
+        differences = {name: difference.is_there for name, difference in DIFFERENCES.items()}
+        print(json.dumps({"version": str(VERSION), "differences": differences, "cases": found, "dropped": dropped}))
+        sys.stdout.flush()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

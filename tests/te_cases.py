@@ -1,0 +1,291 @@
+"""Stock beside Tempo in specs of Transformer Engine, whose stand-in this process installs first: a JSON line.
+
+Started by test_transformer_engine.py, one process per rank: `te_cases.py STORE RANK WORLD_SIZE`.
+"""
+
+from __future__ import annotations
+
+import te_package
+
+te_package.install()
+
+import copy  # noqa: E402
+import dataclasses  # noqa: E402
+import json  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+from gpt import RECOMPUTE, SEQ_LENGTH, VOCAB_SIZE, gpt_config, gradients, losses, tokens_of  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.extensions import transformer_engine as extension  # noqa: E402
+from megatron.core.models.bert.bert_layer_specs import (  # noqa: E402
+    get_bert_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.bert.bert_model import BertModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer import transformer_block  # noqa: E402
+from megatron.core.transformer.mlp import MLP  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from tempo_megatron import TempoConfig, tempoize, tempoize_embedding, use_cpu  # noqa: E402
+from tempo_megatron.memory.recorder import Recorder  # noqa: E402
+from tempo_megatron.slots.dropout_rng import set_micro_batch  # noqa: E402
+from tempo_megatron.slots.layer_spec import count_slots  # noqa: E402
+from tempo_megatron.slots.transformer_engine import describe_transformer_engine  # noqa: E402
+
+OFF = TempoConfig.off()
+INPLACE = TempoConfig(loss="off")
+ALL_RECOMPUTED = TempoConfig(activation="recompute", norm="recompute", loss="off")
+SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "normalization": "RMSNorm", "add_bias_linear": False}
+# With weights large enough to tell the two forms of GELU apart.
+TE_ACTIVATION = {"use_te_activation_func": True, "init_method_std": 0.3}
+GPT_CASES: dict[str, tuple[dict[str, Any], TempoConfig]] = {
+    "in place": ({}, INPLACE),
+    "recompute": ({}, ALL_RECOMPUTED),
+    "the paper's attention": ({}, TempoConfig(attention="softmax", loss="off")),
+    "norm alone": ({}, TempoConfig(activation="off", dropout="off", attention="off", loss="off")),
+    "swiglu and RMSNorm": (SWIGLU, ALL_RECOMPUTED),
+    "zero-centred gamma, no biases": ({"layernorm_zero_centered_gamma": True, "add_bias_linear": False}, INPLACE),
+    "query and key norms, grouped": ({"qk_layernorm": True, "num_query_groups": 2}, INPLACE),
+    "Transformer Engine's activation": (TE_ACTIVATION, ALL_RECOMPUTED),
+    "full recomputation": (
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        INPLACE,
+    ),
+}
+assert RECOMPUTE.norm == ALL_RECOMPUTED.norm
+
+
+def has_fused_mlp() -> bool:
+    """Whether the op fuser's MLP is one of Megatron's: in 0.14 it is a row of operations with other parameters."""
+    return issubclass(extension.TEFusedMLP, MLP)
+
+
+def is_known(settings: dict[str, Any], _: TempoConfig) -> bool:
+    """Whether this Megatron has these settings: 0.14 knows no activation of Transformer Engine's."""
+    return settings.keys() <= {field.name for field in dataclasses.fields(TransformerConfig)}
+
+
+def build_gpt(config: Any, tempo_config: TempoConfig, seed: int = 7) -> Any:
+    chosen = {"use_te_activation_func": True} if getattr(config, "use_te_activation_func", False) else {}
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **chosen)
+    torch.manual_seed(seed)
+    if not tempo_config.is_off:
+        spec = tempoize(spec, config, tempo_config)
+    model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH)
+    tempoize_embedding(model, tempo_config)
+    return model.train()
+
+
+def build_fused(config: Any, tempo_config: TempoConfig) -> Any:
+    """Tempo in the spec of the op fuser, whose MLP the stand-in lacks; its GELU is that of `use_te_activation_func`."""
+    if tempo_config.is_off:
+        return build_gpt(config, tempo_config)
+    spec = tempoize(get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=True), config, tempo_config)
+    torch.manual_seed(7)
+    model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH)
+    assert type(model.decoder.layers[0].mlp).__name__ == "TempoRecomputeOpsMLP"
+    return model.train()
+
+
+def build_bert(config: Any, tempo_config: TempoConfig) -> Any:
+    spec = get_bert_layer_with_transformer_engine_spec()
+    torch.manual_seed(7)
+    if not tempo_config.is_off:
+        spec = tempoize(spec, config, tempo_config)
+    model = BertModel(config, 0, spec, VOCAB_SIZE, SEQ_LENGTH, share_embeddings_and_output_weights=True)
+    return model.train()
+
+
+def run_bert(model: Any) -> torch.Tensor:
+    set_micro_batch(5, 0)
+    tokens = tokens_of(0, 2)
+    padding = torch.ones(2, SEQ_LENGTH)
+    padding[1, 10:] = 0
+    found: torch.Tensor = model(tokens[:, :-1].contiguous(), padding, lm_labels=tokens[:, 1:].contiguous())[0]
+    return found
+
+
+# What Megatron asks parameters for, and what it takes an absent one for.
+FLAGS = {
+    "sequence_parallel": False,
+    "tensor_model_parallel": False,
+    "partition_dim": -1,
+    "partition_stride": 1,
+    "allreduce": True,
+}
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """Everything that a checkpoint, plain or sharded, or an optimizer knows of a model's parameters."""
+    state = model.state_dict()
+    # Before 0.18 Megatron's MLP asks its activation, where that is a module, for a method that it has not.
+    is_sharded = not getattr(model.config, "use_te_activation_func", False)
+    sharded = model.sharded_state_dict() if is_sharded else {}
+    return {
+        "keys": {key: None if value is None else [list(value.shape), str(value.dtype)] for key, value in state.items()},
+        "order": list(state),
+        "sharded": {key: str(getattr(value, "key", key)) for key, value in sharded.items()},
+        "parameters": [
+            [name, list(each.shape), [getattr(each, flag, default) for flag, default in FLAGS.items()]]
+            for name, each in model.named_parameters()
+        ],
+    }
+
+
+def compare(found: dict[str, Any]) -> dict[str, Any]:
+    stock, tempo = found["stock"], found["tempo"]
+    largest = max(grad.abs().max().item() for grad in stock["gradients"].values())
+    errors = {
+        key: (tempo["gradients"][key] - grad).abs().max().item() / max(grad.abs().max().item(), 1e-3 * largest)
+        for key, grad in stock["gradients"].items()
+    }
+    same = {key: stock["description"][key] == tempo["description"][key] for key in stock["description"]}
+    start = all(torch.equal(a, b) for a, b in zip(stock["start"], tempo["start"], strict=True))
+    return {
+        "loss": [stock["loss"], tempo["loss"]],
+        "gradient_error_eps": max(errors.values()) / torch.finfo(torch.float32).eps,
+        "gradients": len(errors),
+        "same": {**same, "gradients": stock["gradients"].keys() == tempo["gradients"].keys(), "start": start},
+        "extra_states": sum(key.endswith("_extra_state") for key in stock["description"]["order"]),
+    }
+
+
+def measure(build: Any, run: Any, settings: dict[str, Any], tempo_config: TempoConfig) -> dict[str, Any]:
+    found = {}
+    # BERT's head has a norm of Megatron's own, which without Apex refuses sequence parallelism.
+    is_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1 and build is build_gpt
+    for name, chosen in (("stock", OFF), ("tempo", tempo_config)):
+        model = build(gpt_config(sequence_parallel=is_parallel, **settings), chosen)
+        start = [each.detach().clone() for each in model.parameters()]
+        loss = run(model).mean()
+        loss.backward()
+        for parameter in model.parameters():
+            if parameter.grad is None:  # BERT's pooler
+                parameter.grad = torch.zeros_like(parameter)
+        found[name] = {
+            "loss": loss.item(),
+            "gradients": gradients(model),
+            "description": describe(model),
+            "start": start,
+        }
+    return compare(found)
+
+
+def run_gpt(model: Any) -> torch.Tensor:
+    return losses(model, 0, 2, gives_mask=False)
+
+
+def kept_bytes(tempo_config: TempoConfig, **settings: Any) -> dict[str, Any]:
+    """Bytes that one layer keeps, and whether a norm's output lies in memory that the linear after it keeps."""
+    is_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
+    config = gpt_config(num_layers=1, sequence_parallel=is_parallel, params_dtype=torch.bfloat16, bf16=True, **settings)
+    model = build_gpt(config, tempo_config).to(torch.bfloat16)
+    recorder = Recorder(model)
+    with recorder.recording():
+        loss = losses(model, 0, 2, gives_mask=False).sum()
+    found: dict[str, int] = {}
+    for each in recorder.saved():
+        if each.operation.startswith("decoder.layers.0"):
+            found[each.operation] = found.get(each.operation, 0) + each.num_bytes
+    loss.backward()
+    return {"total": sum(found.values()), "by_module": found}
+
+
+def loads_both_ways() -> list[float]:
+    """The losses of two models after each loaded the other's plain checkpoint, strictly."""
+    stock, tempo = (build_gpt(gpt_config(), config, seed) for config, seed in ((OFF, 1), (INPLACE, 2)))
+    before = [run_gpt(model.eval()).mean().item() for model in (stock, tempo)]
+    states = [copy.deepcopy(model.state_dict()) for model in (stock, tempo)]
+    tempo.load_state_dict(states[0], strict=True)
+    stock.load_state_dict(states[1], strict=True)
+    return [*before, *(run_gpt(model.eval()).mean().item() for model in (tempo, stock))]
+
+
+def resumes_sharded(folder: str) -> list[float]:
+    """The losses of two models after each loaded the other's sharded checkpoint, which Megatron wrote and read."""
+    stock, tempo = (build_gpt(gpt_config(), config, seed) for config, seed in ((OFF, 1), (INPLACE, 2)))
+    before = [run_gpt(model.eval()).mean().item() for model in (stock, tempo)]
+    for name, model in (("stock", stock), ("tempo", tempo)):
+        Path(folder, name).mkdir()
+        dist_checkpointing.save(model.sharded_state_dict(), str(Path(folder, name)))
+    after = []
+    for name, model in (("stock", tempo), ("tempo", stock)):
+        state = dist_checkpointing.load(model.sharded_state_dict(), str(Path(folder, name)))
+        model.load_state_dict({key: value for key, value in state.items() if value is not None}, strict=True)
+        after.append(run_gpt(model.eval()).mean().item())
+    return [*before, *after]
+
+
+def what_was_replaced() -> dict[str, Any]:
+    config = gpt_config()
+    layer = get_gpt_layer_with_transformer_engine_spec()
+    gpt = tempoize(layer, config, INPLACE)
+    bert = tempoize(get_bert_layer_with_transformer_engine_spec(), config, INPLACE)
+    stock = tempoize(layer, config, OFF)
+    return {
+        "gpt": count_slots(gpt),
+        "bert": count_slots(bert),
+        "stock": count_slots(stock),
+        "again": count_slots(tempoize(gpt, config, INPLACE)),
+        "banner": [describe_transformer_engine(each) for each in (gpt, bert, stock)],
+        "final norm": [transformer_block.LayerNormImpl.__name__, gpt.layer_norm.__name__],
+    }
+
+
+def refusals() -> dict[str, str]:
+    found = {}
+    for name, value in (
+        ("delay_wgrad_compute", True),
+        ("tp_comm_overlap", True),
+        ("cpu_offloading", True),
+        ("quant_recipe", {"some": "recipe"}),
+        ("qk_clip", True),
+        ("fp8", "e4m3"),
+    ):
+        config = gpt_config()
+        setattr(config, name, value)
+        try:
+            tempoize(get_gpt_layer_with_transformer_engine_spec(), config, INPLACE)
+            found[name] = "nothing was refused"
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def main() -> None:
+    store, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    use_cpu()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    model_parallel_cuda_manual_seed(1234)
+    found: dict[str, Any] = {
+        "gpt": {name: measure(build_gpt, run_gpt, *case) for name, case in GPT_CASES.items() if is_known(*case)},
+        "bert": measure(build_bert, run_bert, {}, INPLACE),
+        "op fuser": measure(build_fused, run_gpt, TE_ACTIVATION, ALL_RECOMPUTED) if has_fused_mlp() else None,
+        "kept": {
+            name: kept_bytes(chosen)
+            for name, chosen in (("stock", OFF), ("inplace", INPLACE), ("recompute", ALL_RECOMPUTED))
+        },
+        "replaced": what_was_replaced(),
+        "refusals": refusals(),
+    }
+    if world_size == 1:
+        found["loaded"] = loads_both_ways()
+        torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]  # for which Megatron's writer waits
+        with tempfile.TemporaryDirectory() as folder:
+            found["resumed"] = resumes_sharded(folder)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

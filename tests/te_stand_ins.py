@@ -1,0 +1,263 @@
+"""A stand-in for the package transformer_engine, so that Megatron's own wrappers around it run without a GPU.
+
+Transformer Engine needs CUDA. What is imitated here, after its sources (2.0 to 2.9, and its main branch of 2026):
+- constructor arguments, parameter names, shapes and order, `sequence_parallel` flags and the empty `_extra_state` of
+  `Linear`, `LayerNormLinear`, `LayerNorm`, `RMSNorm`, `DotProductAttention`, and of the operations of `ops`;
+- what they keep for backward without fp8: a linear its input as it came in (not a copy, and under sequence parallelism
+  this rank's part of it), `LayerNormLinear` its input, the norm's output, mean and rstd;
+- what they communicate, forward and backward;
+- that attention with a causal mask, or none, looks at no mask it is given.
+
+What is not: its kernels and their rounding, fp8, overlap with communication, CUDA graphs. Attention is torch's. A test
+that passes here says that Tempo fits Megatron's side of Transformer Engine; it says nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """What Transformer Engine's modules share: an extra state, empty without fp8, and parameters with an init_fn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.param_init_meta: dict[str, Any] = {}
+        self.fp8_meta: dict[str, Any] = {}
+
+    def register_parameter(self, name: str, param: Any, **kwargs: Any) -> None:
+        super().register_parameter(name, param)
+        self.param_init_meta[name] = kwargs.get("init_fn")
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        if defer_init:
+            return
+        for name, parameter in self.named_parameters(recurse=False):
+            init_fn = self.param_init_meta[name]
+            if init_fn is not None:
+                with torch.no_grad():
+                    init_fn(parameter)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state is None or state.numel() == 0
+
+
+class Linear(TransformerEngineBaseModule):
+    """y = x W^T + b with the communication of `parallel_mode`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        rng_tracker_name: str | None = None,
+        init_method: Any = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = "cpu",
+        save_original_input: bool = False,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self._set_up(in_features, out_features, sequence_parallel, tp_group, tp_size, bias, return_bias, parallel_mode)
+        self.save_original_input = save_original_input
+        self._add_linear(init_method, params_dtype, device)
+        self.reset_parameters(defer_init=device == "meta")
+
+    def _set_up(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool,
+        tp_group: Any,
+        tp_size: int,
+        bias: bool,
+        return_bias: bool,
+        parallel_mode: str | None,
+    ) -> None:
+        self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
+        self.parallel_mode, self.tp_group, self.tp_size = parallel_mode, tp_group, tp_size
+        self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
+        self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+
+    def _add_linear(self, init_method: Any, params_dtype: torch.dtype | None, device: Any) -> None:
+        weight = torch.empty(self.out_features, self.in_features, dtype=params_dtype, device=device)
+        self.register_parameter("weight", torch.nn.Parameter(weight), init_fn=init_method)
+        self.bias: Any
+        if self.use_bias:
+            bias = torch.zeros(self.out_features, dtype=params_dtype, device=device)
+            self.register_parameter("bias", torch.nn.Parameter(bias), init_fn=torch.nn.init.zeros_)
+        else:
+            self.bias = torch.Tensor()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        super().reset_parameters(defer_init=defer_init)
+        if not defer_init:
+            is_row = self.parallel_mode == "row"
+            self._split(self.weight, 1 if is_row else 0)
+            if self.use_bias and is_row:
+                self.bias.sequence_parallel = self.sequence_parallel
+            elif self.use_bias and self.parallel_mode == "column":
+                self._split(self.bias, 0)
+
+    @staticmethod
+    def _split(parameter: Any, dim: int) -> None:
+        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        return self._finish(_Linear.apply(inp, self.weight, self))
+
+    def _finish(self, out: Tensor) -> Any:
+        if self.apply_bias:
+            out = out + self.bias
+        return (out, self.bias) if self.return_bias else out
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T; x is kept as it came in."""
+
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, weight: Tensor, module: Linear) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(inp, weight)
+        return reduced(gathered(inp, module) @ weight.t(), module)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        inp, weight = ctx.saved_tensors
+        return *linear_backward(grad, inp, weight, ctx.module), None
+
+
+def linear_backward(grad: Tensor, inp: Tensor, weight: Tensor, module: Linear) -> tuple[Tensor, Tensor]:
+    if module.parallel_mode == "row" and module.sequence_parallel:
+        grad = gather(grad, module)
+    grad_weight = grad.flatten(0, 1).t() @ gathered(inp, module).flatten(0, 1)
+    grad_inp = grad @ weight
+    if module.parallel_mode == "column" and module.tp_size > 1:
+        grad_inp = scatter(grad_inp, module) if module.sequence_parallel else added(grad_inp, module)
+    return grad_inp, grad_weight
+
+
+def gathered(inp: Tensor, module: Linear) -> Tensor:
+    return gather(inp, module) if module.parallel_mode == "column" and module.sequence_parallel else inp
+
+
+def reduced(out: Tensor, module: Linear) -> Tensor:
+    if module.parallel_mode != "row" or module.tp_size == 1:
+        return out
+    return scatter(out, module) if module.sequence_parallel else added(out, module)
+
+
+def gather(x: Tensor, module: Linear) -> Tensor:
+    whole = x.new_empty(x.size(0) * module.tp_size, *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=module.tp_group)
+    return whole
+
+
+def scatter(x: Tensor, module: Linear) -> Tensor:
+    part = x.new_empty(x.size(0) // module.tp_size, *x.shape[1:])
+    dist.reduce_scatter_tensor(part, x.contiguous(), group=module.tp_group)
+    return part
+
+
+def added(x: Tensor, module: Linear) -> Tensor:
+    x = x.contiguous()
+    dist.all_reduce(x, group=module.tp_group)
+    return x
+
+
+class LayerNormLinear(Linear):
+    """A norm, and a linear of its output, in one operation that keeps the input of both."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        init_method: Any = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        zero_centered_gamma: bool = False,
+        device: Any = "cpu",
+        **_: Any,
+    ) -> None:
+        TransformerEngineBaseModule.__init__(self)
+        self._set_up(in_features, out_features, sequence_parallel, tp_group, tp_size, bias, return_bias, parallel_mode)
+        assert not return_layernorm_output
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        ones = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
+        self.layer_norm_bias: Any
+        for name, init_fn in (("layer_norm_weight", ones), ("layer_norm_bias", torch.nn.init.zeros_)):
+            if name == "layer_norm_bias" and normalization == "RMSNorm":
+                self.layer_norm_bias = None
+                continue
+            parameter = torch.nn.Parameter(torch.empty(in_features, dtype=params_dtype, device=device))
+            self.register_parameter(name, parameter, init_fn=init_fn)
+        self._add_linear(init_method, params_dtype, device)
+        self.reset_parameters(defer_init=device == "meta")
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        super().reset_parameters(defer_init=defer_init)
+        if not defer_init:
+            for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+                if parameter is not None:
+                    parameter.sequence_parallel = self.sequence_parallel
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        return self._finish(
+            _LayerNormLinear.apply(inp, self.layer_norm_weight, self.layer_norm_bias, self.weight, self)
+        )
+
+
+class _LayerNormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, gamma: Tensor, beta: Any, weight: Tensor, module: LayerNormLinear) -> Tensor:
+        ctx.module = module
+        ln_out = normalize(inp, gamma, beta, module.eps, module.zero_centered_gamma, module.normalization)
+        mu = inp.float().mean(-1)
+        rsigma = (inp.float().var(-1, correction=0) + module.eps).rsqrt()
+        ctx.save_for_backward(inp, gamma, beta, weight, ln_out, mu, rsigma)
+        return gathered(ln_out, module) @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        inp, gamma, beta, weight, ln_out, _, _ = ctx.saved_tensors
+        module = ctx.module
+        grad_ln_out, grad_weight = linear_backward(grad, ln_out, weight, module)
+        with torch.enable_grad():
+            leaves = [each.detach().requires_grad_() for each in (inp, gamma, beta) if each is not None]
+            x, g, b = (*leaves, None)[:3]
+            y = normalize(x, g, b, module.eps, module.zero_centered_gamma, module.normalization)
+        grads = torch.autograd.grad(y, leaves, grad_ln_out)
+        return *(*grads, None)[:3], grad_weight, None
+
+
+def normalize(x: Tensor, gamma: Tensor, beta: Any, eps: float, is_zero_centered: bool, normalization: str) -> Tensor:
+    gamma = gamma + 1 if is_zero_centered else gamma
+    if normalization == "RMSNorm":
+        return F.rms_norm(x, x.shape[-1:], gamma, eps)
+    return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import os
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import megatron_versions
+import pytest
+from packaging.version import Version
+
+from tempo_megatron.slots import megatron_versions as table
+
+FOLDER = os.environ.get("MEGATRON_CORE_VERSIONS", "")
+FOUND = megatron_versions.find_versions(Path(FOLDER)) if FOLDER else []
+# Masks are a function of seed and place: one loss for each model, whatever the Megatron.
+DROPPED = {
+    "GPT, in place": 4.189183712005615,
+    "GPT, recompute": 4.189183712005615,
+    "GPT, SwiGLU and RMSNorm": 4.16011905670166,
+    "GPT, mlp recomputed": 4.189183712005615,
+    "BERT": 4.196408271789551,
+    "T5": 4.146276950836182,
+}
+
+
+def check(root):
+    found = megatron_versions.measure(root)
+    wrong = {name: case for name, case in found["cases"].items() if not megatron_versions.is_equal(case)}
+    assert not wrong
+    assert all(case["gradients"] > 10 for case in found["cases"].values())
+    assert found["dropped"] == pytest.approx(DROPPED, rel=1e-6)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FOUND, reason="MEGATRON_CORE_VERSIONS names no folder with a megatron-core per version")
+@pytest.mark.parametrize("root", FOUND, ids=lambda root: root.name)
+def test_tempo_equals_stock_in_this_version(root: Path) -> None:
+    found = check(root)
+    (row,) = megatron_versions.make_table([found]).split("\n\n")[2].splitlines()[2:]
+    assert row in megatron_versions.TABLE.read_text("utf-8").splitlines()
+
+
+@pytest.mark.slow
+def test_tempo_equals_stock_in_the_installed_version() -> None:
+    import megatron.core
+
+    found = check(Path(megatron.core.__file__).parent.parent.parent)
+    assert found["version"] == megatron.core.__version__
+    assert set(found["differences"]) == set(table.DIFFERENCES)
+
+
+def test_the_table_of_the_documentation_tells_the_differences_that_the_slots_read() -> None:
+    assert megatron_versions.TABLE.read_text("utf-8").endswith(megatron_versions.make_differences())
+
+
+@pytest.mark.parametrize(
+    ("version", "is_there"),
+    [("0.16.1", False), ("0.17.0.dev0", True), ("0.17.0rc1", True), ("0.17.1", True), ("0.20.0", True)],
+)
+def test_a_difference_holds_from_the_first_pre_release_on(
+    version: str, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "VERSION", Version(version))
+    assert table.DIFFERENCES["residual decides"].is_there is is_there
+
+
+@pytest.mark.parametrize(("version", "is_there"), [("0.14.0", True), ("0.15.0rc2", False), ("0.15.3", False)])
+def test_a_difference_ends_with_the_first_pre_release_without_it(
+    version: str, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "VERSION", Version(version))
+    assert table.DIFFERENCES["model_comm_pgs"].is_there is is_there
+
+
+@pytest.mark.parametrize("version", ["0.14.0", "0.16.1", "0.19.2", "0.20.0rc0", "0.20.7"])
+def test_a_version_that_was_compared_with_stock_is_taken_without_a_word(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "VERSION", Version(version))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table.check_megatron()
+
+
+@pytest.mark.parametrize("version", ["0.13.1", "0.21.0", "1.0"])
+def test_another_version_is_tried_with_a_warning(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "VERSION", Version(version))
+    with pytest.warns(UserWarning, match=f"megatron-core is {version}; Tempo has been compared with 0.14.0 to 0.20"):
+        table.check_megatron()
+
+
+def test_a_hook_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import transformer_block
+
+    monkeypatch.delattr(transformer_block, "get_num_layers_to_build")
+    with pytest.raises(ImportError, match="has no .*transformer_block.get_num_layers_to_build; expected"):
+        table.check_megatron()
+
+
+def test_a_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = table.Hook(module="megatron.core.no_such_module", names=())
+    monkeypatch.setattr(table, "HOOKS", (hook,))
+    with pytest.raises(ImportError, match="cannot import megatron.core.no_such_module .*; expected one of 0.14.0 to"):
+        table.check_megatron()
+
+
+def test_a_method_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = types.ModuleType("stand_in")
+    stand_in.Model = type("Model", (), {})
+    monkeypatch.setitem(sys.modules, "stand_in", stand_in)
+    monkeypatch.setattr(table, "HOOKS", (table.Hook(module="stand_in", names=("Model", "Model.forward")),))
+    with pytest.raises(ImportError, match="has no stand_in.Model.forward; expected one of"):
+        table.check_megatron()

@@ -1,0 +1,161 @@
+"""Specs of Transformer Engine, through Megatron's own wrappers around the stand-in of te_stand_ins.py."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megatron_versions import find_versions
+
+TESTS = Path(__file__).parent
+FOLDER = os.environ.get("MEGATRON_CORE_VERSIONS", "")
+VERSIONS = find_versions(Path(FOLDER)) if FOLDER else []
+S, B, H = 16, 2, 32
+LAYOUTS = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["TP 1", "TP 2 + SP"])
+
+
+@functools.cache
+def results(ranks: int, folder: str, root: str = "") -> list[dict]:
+    """What te_cases.py prints in each rank, with the megatron-core under `root`, by default the installed one."""
+    source = TESTS.parent
+    own = [*map(str, (source, source / "kernels", TESTS)), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join([root, *own] if root else own)
+    more = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = {**os.environ, **more, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(TESTS / "te_cases.py"), str(Path(folder, f"store{ranks}"))]
+    children = [
+        subprocess.Popen(
+            [*command, str(rank), str(ranks)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        told = [child.communicate(timeout=600) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for child, (_, errors) in zip(children, told, strict=True):
+        assert child.returncode == 0, errors[-6000:]
+    return [json.loads(output.splitlines()[-1]) for output, _ in told]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory):
+    folder = str(tmp_path_factory.mktemp("transformer_engine"))
+    return lambda ranks: results(ranks, folder)
+
+
+def check(case) -> None:
+    stock, tempo = case["loss"]
+    assert tempo == pytest.approx(stock, rel=1e-6)
+    assert case["gradients"] > 15
+    # Of each gradient's largest element, in float32's round-off; as in gpt.assert_equal_to_stock.
+    assert case["gradient_error_eps"] <= 100
+    assert case["same"] == dict.fromkeys(case["same"], True)
+    assert case["extra_states"] >= 12
+
+
+@LAYOUTS
+def test_loss_gradients_parameters_and_checkpoint_keys_of_a_gpt_equal_stock(found, ranks: int) -> None:
+    for rank in found(ranks):
+        assert len(rank["gpt"]) == 9
+        for name, case in rank["gpt"].items():
+            try:
+                check(case)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+
+def test_the_op_fusers_mlp_is_replaced_with_its_form_of_gelu(found) -> None:
+    case = found(1)[0]["op fuser"]
+    assert case["loss"][1] == pytest.approx(case["loss"][0], rel=1e-6)
+    assert case["gradient_error_eps"] <= 100 and case["same"]["gradients"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VERSIONS, reason="MEGATRON_CORE_VERSIONS names no folder with a megatron-core per version")
+@pytest.mark.parametrize("root", VERSIONS, ids=lambda root: root.name)
+def test_specs_of_every_version_equal_stock(root: Path, tmp_path: Path) -> None:
+    (told,) = results(1, str(tmp_path), str(root))
+    for case in (*told["gpt"].values(), told["bert"]):
+        check(case)
+    stock, tempo, tempo_with_stocks, stock_with_tempos = told["resumed"]
+    assert [tempo_with_stocks, stock_with_tempos] == pytest.approx([stock, tempo], rel=1e-6)
+
+
+@LAYOUTS
+def test_a_bert_with_padding_equals_stock(found, ranks: int) -> None:
+    for rank in found(ranks):
+        check(rank["bert"])
+
+
+@LAYOUTS
+def test_a_norm_in_place_and_the_linear_keep_one_output(found, ranks: int) -> None:
+    # [s, b, h] in bf16, this rank's part; statistics are 4 bytes per token, and a norm may note a few channels.
+    output, token = S * B * H * 2 // ranks, S * B * 4 // ranks
+    for rank in found(ranks):
+        for linear in ("self_attention.linear_qkv", "mlp.linear_fc1"):
+            kept = {name: each["by_module"][f"decoder.layers.0.{linear}"] for name, each in rank["kept"].items()}
+            assert kept["stock"] == 2 * output + 2 * token
+            assert output + token <= kept["inplace"] <= output + token + 8 * H
+            assert kept["recompute"] == output + 2 * token
+
+
+@LAYOUTS
+def test_a_layer_keeps_less_than_stocks(found, ranks: int) -> None:
+    for rank in found(ranks):
+        total = {name: each["total"] for name, each in rank["kept"].items()}
+        assert total["recompute"] < total["inplace"] < 0.7 * total["stock"]
+
+
+def test_slots_are_counted_and_described(found) -> None:
+    replaced = found(1)[0]["replaced"]
+    counts = {"activation": [2, 2], "norm": [5, 5], "dropout": [4, 4], "attention": [2, 2]}
+    assert replaced["gpt"] == replaced["again"] == counts
+    assert replaced["bert"] == {**counts, "attention": [0, 2]}
+    assert replaced["stock"] == {name: [0, total] for name, (_, total) in counts.items()}
+    gpt, bert, stock = replaced["banner"]
+    assert gpt == (
+        "Transformer Engine's linears stay; 4 of 4 norms fused into them are Tempo's; 2 of 2 attentions are Tempo's"
+    )
+    assert "0 of 2 attentions are Tempo's; with padding or arbitrary masks" in bert
+    assert "0 of 4 norms" in stock
+    assert replaced["final norm"] == ["TENorm", "TempoTELayerNorm"]
+
+
+def test_what_has_a_linear_do_more_than_keep_its_input_is_refused(found) -> None:
+    refused = found(1)[0]["refusals"]
+    for name in ("delay_wgrad_compute", "tp_comm_overlap", "cpu_offloading", "quant_recipe", "qk_clip", "fp8"):
+        assert refused[name].startswith(name) and "off" in refused[name]
+
+
+def test_plain_checkpoints_go_both_ways_strictly(found) -> None:
+    stock, tempo, tempo_with_stocks, stock_with_tempos = found(1)[0]["loaded"]
+    assert stock != pytest.approx(tempo, rel=1e-4)
+    assert [tempo_with_stocks, stock_with_tempos] == pytest.approx([stock, tempo], rel=1e-6)
+
+
+def test_sharded_checkpoints_go_both_ways(found) -> None:
+    stock, tempo, tempo_with_stocks, stock_with_tempos = found(1)[0]["resumed"]
+    assert stock != pytest.approx(tempo, rel=1e-4)
+    assert [tempo_with_stocks, stock_with_tempos] == pytest.approx([stock, tempo], rel=1e-6)
+
+
+def test_without_transformer_engine_nothing_is_described() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from tempo_megatron.slots.transformer_engine import describe_transformer_engine, is_installed
+
+    if is_installed():
+        pytest.skip("Transformer Engine is installed")
+    assert describe_transformer_engine(TransformerBlockSubmodules([get_gpt_layer_local_spec()])) is None
