@@ -4,7 +4,7 @@
     from tempo_megatron.megatron_deepspeed import use_tempo
     use_tempo(get_args(), TempoConfig())  # before the model is built
 
-or no line at all: `launch/run_megatron.py pretrain_gpt.py ... --use-tempo` calls `patch_scripts`.
+or no line at all: `launch/run_megatron.py pretrain_gpt.py ... --use-tempo` patches its scripts.
 
 Megatron-DeepSpeed has no layer specs, and its constructors name their own class in `super()`: a subclass in that
 class's place would construct itself without end. What computes is therefore replaced where it is defined: the forwards
@@ -15,6 +15,7 @@ checkpoint keys stay. The embedding's dropout and the loss head are left as they
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -37,18 +38,10 @@ from tempo_kernels.glu import swiglu
 from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.recompute import drop
 from tempo_kernels.squared_relu import squared_relu
-from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
+from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, set_micro_batch
 
-# What "auto" tries, in this order.
-_PREFERRED = {
-    "activation": ("inplace", "recompute"),
-    "norm": ("inplace",),
-    "dropout": ("recompute",),
-    "attention": ("flash",),
-    "loss": (),
-}
 _FLASH_FLAGS = ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "use_flash_attn_builder")
 _MODELS = ("GPTModel", "GPTModelPipe", "BertModel", "T5Model")
 
@@ -121,19 +114,16 @@ def choose(args: argparse.Namespace, tempo_config: TempoConfig) -> tuple[TempoCo
     Raises ValueError where a written choice cannot be had.
     """
     chosen, reasons = {}, {}
-    for operation, preferred in _PREFERRED.items():
-        written = getattr(tempo_config, operation)
-        if written != "auto":
-            if obstacle := _find_obstacle(args, operation, written):
-                raise ValueError(f'tempo.{operation} is "{written}", but {obstacle}; set it to "auto" or "off"')
-            chosen[operation] = written
-            continue
-        obstacles = [_find_obstacle(args, operation, value) for value in preferred]
-        chosen[operation] = next((v for v, o in zip(preferred, obstacles, strict=True) if o is None), "off")
-        if operation == "loss":
-            reasons[operation] = "Megatron-DeepSpeed's loss head is left as it is"
-        elif obstacles[0] is not None:
-            reasons[operation] = obstacles[0]
+    for name, operation in OPERATIONS.items():
+        written = getattr(tempo_config, name)
+        values = operation.preference if written == "auto" else (written,)
+        obstacles = {value: _find_obstacle(args, name, value) for value in values}
+        first = obstacles[values[0]]
+        if written != "auto" and first is not None:
+            raise ValueError(f'tempo.{name} is "{written}", but {first}; set it to "auto" or "off"')
+        chosen[name] = next(value for value, obstacle in obstacles.items() if obstacle is None)
+        if first is not None:
+            reasons[name] = first
     return TempoConfig(**chosen), reasons
 
 
@@ -146,7 +136,7 @@ def _find_obstacle(args: argparse.Namespace, operation: str, choice: str) -> str
     if getattr(args, "retro_add_retriever", False):
         return "retro_add_retriever nests layers of the same numbers, which would draw the same masks"
     if operation == "loss":
-        return "Megatron-DeepSpeed's loss head has no place for the fused loss"
+        return "Megatron-DeepSpeed's loss head has no place for a fused one"
     if operation == "activation":
         return _find_obstacle_of_activation(args, choice)
     if operation == "norm" and choice != "inplace":
@@ -168,34 +158,33 @@ def _find_obstacle_of_activation(args: argparse.Namespace, choice: str) -> str |
     return None
 
 
-def patch_scripts() -> None:
-    """Add Tempo's arguments to the scripts of this checkout, and have their models built with what is asked for.
+def patch_scripts(
+    tempo_config: TempoConfig, report_file: str | None, add_options: Callable[[Any], argparse.ArgumentParser]
+) -> None:
+    """Have the checkout's parser take `add_options`, and its models built with `tempo_config` where that is not off."""
+    _wrap(megatron_arguments, "_add_network_size_args", lambda add, parser: add_options(add(parser)))
+    if tempo_config.is_off:
+        return
 
-    Without `--use-tempo` and without a "tempo" block in the DeepSpeed JSON nothing of a model changes.
-    """
-    _wrap(megatron_arguments, "_add_network_size_args", lambda add, parser: add_tempo_arguments(add(parser)))
+    def build_with_tempo(build: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+        options = get_args()
+        if _CALLS.in_use is None:
+            chosen, reasons = use_tempo(options, tempo_config)
+            if options.rank == 0:
+                _publish(chosen, reasons, report_file)
+        build(model, *args, **kwargs)
+
     for name in _MODELS:
-        _wrap(getattr(megatron.model, name), "__init__", _build_with_tempo)
+        _wrap(getattr(megatron.model, name), "__init__", build_with_tempo)
 
 
-def _build_with_tempo(build: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-    options = get_args()
-    path = getattr(options, "deepspeed_config", None)
-    block: Mapping[str, Any] | None = json.loads(Path(path).read_text(encoding="utf-8")) if path else None
-    tempo_config = tempo_config_from(options, block)
-    if not tempo_config.is_off and _CALLS.in_use is None:
-        chosen, reasons = use_tempo(options, tempo_config)
-        if options.rank == 0:
-            print("\n".join(_describe(chosen, reasons)), flush=True)
-    build(model, *args, **kwargs)
-
-
-def _describe(chosen: TempoConfig, reasons: Mapping[str, str]) -> list[str]:
-    lines = [f"tempo       {chosen.describe()}"]
-    lines += [
-        f"            {operation}={getattr(chosen, operation)}: {reason}" for operation, reason in reasons.items()
-    ]
-    return lines
+def _publish(chosen: TempoConfig, reasons: Mapping[str, str], report_file: str | None) -> None:
+    lines = [f"tempo: Megatron-DeepSpeed, {chosen.describe()}"]
+    lines += [f"tempo:   {name}={getattr(chosen, name)}: {reason}" for name, reason in reasons.items()]
+    print("\n".join(lines), flush=True)
+    if report_file:
+        content = {"megatron_deepspeed": True, "tempo": dataclasses.asdict(chosen), "reasons": dict(reasons)}
+        Path(report_file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
