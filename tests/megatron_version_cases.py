@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss, use_cpu
+from tempo_megatron.slots.block_slots import count_slots
 from tempo_megatron.slots.dropout_rng import set_micro_batch
-from tempo_megatron.slots.layer_spec import count_slots
 from tempo_megatron.slots.megatron_versions import DIFFERENCES, VERSION
 
 OFF = TempoConfig.off()

@@ -33,15 +33,16 @@ from megatron.core.transformer.mlp import MLP  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from tempo_megatron import TempoConfig, tempoize, tempoize_embedding, use_cpu  # noqa: E402
+from tempo_megatron import TempoConfig, tempoize_embedding, use_cpu  # noqa: E402
 from tempo_megatron.memory.recorder import Recorder  # noqa: E402
+from tempo_megatron.slots.block_slots import count_slots  # noqa: E402
 from tempo_megatron.slots.dropout_rng import set_micro_batch  # noqa: E402
-from tempo_megatron.slots.layer_spec import count_slots  # noqa: E402
+from tempo_megatron.slots.layer_spec import choose_for_spec, tempoize  # noqa: E402
 from tempo_megatron.slots.transformer_engine import describe_transformer_engine  # noqa: E402
 
 OFF = TempoConfig.off()
-INPLACE = TempoConfig(loss="off")
-ALL_RECOMPUTED = TempoConfig(activation="recompute", norm="recompute", loss="off")
+INPLACE = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="off")
+ALL_RECOMPUTED = dataclasses.replace(INPLACE, activation="recompute", norm="recompute")
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "normalization": "RMSNorm", "add_bias_linear": False}
 # With weights large enough to tell the two forms of GELU apart.
 TE_ACTIVATION = {"use_te_activation_func": True, "init_method_std": 0.3}
@@ -188,10 +189,10 @@ def kept_bytes(tempo_config: TempoConfig, **settings: Any) -> dict[str, Any]:
     config = gpt_config(num_layers=1, sequence_parallel=is_parallel, params_dtype=torch.bfloat16, bf16=True, **settings)
     model = build_gpt(config, tempo_config).to(torch.bfloat16)
     recorder = Recorder(model)
-    with recorder.recording():
+    with recorder.record():
         loss = losses(model, 0, 2, gives_mask=False).sum()
     found: dict[str, int] = {}
-    for each in recorder.saved():
+    for each in recorder.list_saved():
         if each.operation.startswith("decoder.layers.0"):
             found[each.operation] = found.get(each.operation, 0) + each.num_bytes
     loss.backward()
@@ -259,6 +260,17 @@ def refusals() -> dict[str, str]:
     return found
 
 
+def what_auto_takes() -> dict[str, Any]:
+    """The choices and reasons of "auto", in Megatron's own configuration and where linears do more."""
+    found = {}
+    for name in ("nothing", "delay_wgrad_compute", "qk_clip"):
+        config = gpt_config()
+        setattr(config, name, True)
+        choices = choose_for_spec(get_gpt_layer_with_transformer_engine_spec(), config, TempoConfig())
+        found[name] = [dataclasses.asdict(choices.config), dict(choices.reasons)]
+    return found
+
+
 def main() -> None:
     store, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -269,6 +281,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "gpt": {name: measure(build_gpt, run_gpt, *case) for name, case in GPT_CASES.items() if is_known(*case)},
         "bert": measure(build_bert, run_bert, {}, INPLACE),
+        "auto": what_auto_takes(),
         "op fuser": measure(build_fused, run_gpt, TE_ACTIVATION, ALL_RECOMPUTED) if has_fused_mlp() else None,
         "kept": {
             name: kept_bytes(chosen)

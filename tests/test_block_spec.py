@@ -19,8 +19,8 @@ from megatron.core.transformer.moe import moe_utils
 from torch import nn
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
+from tempo_megatron.slots.block_slots import count_slots
 from tempo_megatron.slots.choices import choose
-from tempo_megatron.slots.layer_spec import count_slots
 
 STOCK = None
 NO_ATTENTION = {"n_heads_in_group": None, "no_op": True, "replace_with_linear": False}

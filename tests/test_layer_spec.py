@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize
 from tempo_megatron.slots.attention import TempoDotProductAttention
+from tempo_megatron.slots.block_slots import count_slots
 from tempo_megatron.slots.choices import choose
-from tempo_megatron.slots.layer_spec import count_slots
 from tempo_megatron.slots.mlp import TempoMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TorchLayerNorm
 

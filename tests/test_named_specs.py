@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.slots import named_specs
+from tempo_megatron.slots.block_slots import count_slots
 from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TempoRMSNorm
 
@@ -53,10 +54,10 @@ def test_a_named_spec_is_stock_with_tempo_in_its_slots(name):
 
 
 def test_a_named_function_knows_the_configuration():
-    ((found, classes, *_),) = run_megatron_ranks(loss_and_gradients, 1, 1, "tempo_block_recompute", SWIGLU)
+    ((found, classes, *_),) = run_megatron_ranks(loss_and_gradients, 1, 1, "tempo_block", SWIGLU)
     ((stock, *_),) = run_megatron_ranks(loss_and_gradients, 1, 1, None, SWIGLU)
     assert_equal_to_stock(found, stock)
-    assert classes[0] is TempoRecomputeMLP and issubclass(classes[1], TempoRMSNorm)
+    assert classes[0] is TempoRecomputeMLP and classes[1] is TempoRMSNorm
 
 
 def spec_of_each_kind(tempo_config):
@@ -74,15 +75,18 @@ def test_a_spec_of_ones_own_takes_a_configuration_of_tempos():
     assert found == (TempoRecomputeMLP, TempoRecomputeMLP, 2)
 
 
-def dropout_refusal(tempo_config):
+def what_draws(tempo_config):
     try:
-        named_specs.tempo_block(gpt_config(dropout=0.1), tempo_config=tempo_config)
+        block = named_specs.tempo_block(gpt_config(dropout=0.1), tempo_config=tempo_config)
     except ValueError as error:
         return str(error)
-    return ""
+    return count_slots(block)
 
 
-def test_dropout_that_nobody_tells_the_samples_is_refused():
-    (found,) = run_megatron_ranks(dropout_refusal, 1, 1, TempoConfig())
-    assert found.startswith("hidden_dropout is 0.1, and a spec cannot tell Tempo which samples")
-    assert run_megatron_ranks(dropout_refusal, 1, 1, TempoConfig(dropout="off", attention="off")) == [""]
+def test_what_draws_masks_stays_stock_or_is_refused_as_nobody_tells_the_samples():
+    (found,) = run_megatron_ranks(what_draws, 1, 1, TempoConfig())
+    assert found["dropout"] == (0, 4) and found["attention"] == (0, 2) and found["activation"] == (2, 2)
+    (refused,) = run_megatron_ranks(what_draws, 1, 1, TempoConfig(dropout="recompute"))
+    assert refused.startswith(
+        "hidden_dropout is 0.1 and tempo.dropout is recompute, and a spec cannot tell Tempo which"
+    )

@@ -138,6 +138,19 @@ def test_what_has_a_linear_do_more_than_keep_its_input_is_refused(found) -> None
         assert refused[name].startswith(name) and "off" in refused[name]
 
 
+def test_auto_leaves_what_transformer_engine_does_and_says_why(found) -> None:
+    auto = found(1)[0]["auto"]
+    chosen, reasons = auto["nothing"]
+    assert chosen == {
+        "activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "off", "loss": "fused"
+    }  # fmt: skip
+    assert reasons == {"attention": "Transformer Engine's attention keeps no s*s tensor and no mask either"}
+    chosen, reasons = auto["delay_wgrad_compute"]
+    assert chosen["activation"] == chosen["norm"] == "off" and chosen["dropout"] == "recompute"
+    assert reasons["norm"].startswith("delay_wgrad_compute is on, by which linears hold their inputs")
+    assert auto["qk_clip"][1]["attention"] == "qk_clip is on, which Tempo's attention does not support"
+
+
 def test_plain_checkpoints_go_both_ways_strictly(found) -> None:
     stock, tempo, tempo_with_stocks, stock_with_tempos = found(1)[0]["loaded"]
     assert stock != pytest.approx(tempo, rel=1e-4)

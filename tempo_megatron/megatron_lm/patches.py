@@ -90,15 +90,15 @@ def _wrap_constructor(
 
 def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoConfig) -> ModelReport:
     """Put Tempo's specs in the place of those that a constructor is given."""
-    from tempo_megatron.slots.choices import choose
-    from tempo_megatron.slots.layer_spec import tempoize
+    from tempo_megatron.slots.layer_spec import choose_for_spec, tempoize
 
     found = ModelReport(name=model.place.partition(":")[2], tempo_config=tempo_config)
     for spec_name, config_name in model.specs.items():
         config = arguments[config_name]
         asked, reasons = _leave_replayed_masks(config, tempo_config)
-        choices = choose(config, asked)
-        block = tempoize(arguments[spec_name], config, choices.config, vp_stage=arguments.get("vp_stage"))
+        spec, vp_stage = arguments[spec_name], arguments.get("vp_stage")
+        choices = choose_for_spec(spec, config, asked, vp_stage=vp_stage)
+        block = tempoize(spec, config, choices.config, vp_stage=vp_stage)
         arguments[spec_name] = block
         found.add_block(block, config, choices.config, {**choices.reasons, **reasons})
     return found

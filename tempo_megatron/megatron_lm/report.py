@@ -31,14 +31,19 @@ class ModelReport:
     """Whether every attention of the model is Tempo's, and hides the future without being given a mask."""
 
     leaves_mask_out: bool = False
+    transformer_engine: str | None = None
+    """What became of Transformer Engine's modules, where the layers have some."""
+
     kept_bytes: Callable[[], KeptBytes] | None = None
     """Waits for the bytes that one layer keeps."""
 
     def add_block(self, block: Any, config: Any, tempo_config: TempoConfig, reasons: Mapping[str, str]) -> None:
         """A block's spec that was built for `config`, with what "auto" became; a T5Model has two."""
-        from tempo_megatron.slots.layer_spec import count_slots, hides_the_future
+        from tempo_megatron.slots.block_slots import count_slots, hides_the_future
+        from tempo_megatron.slots.transformer_engine import describe_transformer_engine
 
         self.tempo_config = tempo_config
+        self.transformer_engine = describe_transformer_engine(block) or self.transformer_engine
         self.reasons.update(reasons)
         for name, (ours, there) in count_slots(block).items():
             before = self.slots.get(name, (0, 0))
@@ -68,8 +73,8 @@ class Report:
 
     def add(self, model: ModelReport, config: Any, run: Any) -> None:
         """A model that was built for `config`, a TransformerConfig; a pipeline stage may have several."""
-        if self._is_first_rank and not self._models:
-            model.kept_bytes = start_measuring(config, model.tempo_config, run) if model.name == "GPTModel" else None
+        if self._is_first_rank and not self._models and model.name == "GPTModel" and model.transformer_engine is None:
+            model.kept_bytes = start_measuring(config, model.tempo_config, run)
         self._models.append(model)
 
     def publish_once(self) -> None:
@@ -88,7 +93,7 @@ class Report:
         if not self._is_first_rank:
             return
         wait = self._models[0].kept_bytes
-        self._kept_bytes = wait() if wait else KeptBytes(unknown="the ledger measures a GPT's layers")
+        self._kept_bytes = wait() if wait else KeptBytes(unknown="the ledger measures a GPT's local layers")
         print(self.describe(), flush=True)
         if self._file:
             Path(self._file).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
@@ -106,6 +111,7 @@ class Report:
                     "slots": {name: {"tempo": ours, "all": there} for name, (ours, there) in model.slots.items()},
                     "reasons": model.reasons,
                     "attention_mask_left_out": model.leaves_mask_out,
+                    "transformer_engine": model.transformer_engine,
                 }
                 for model in self._models
             ],
@@ -119,6 +125,8 @@ class Report:
             replaced = [f"{name} {ours} of {there}" for name, (ours, there) in model.slots.items()]
             lines.append(f"tempo:   slots replaced: {', '.join(replaced)}")
             lines += [f"tempo:   {name}: {reason}" for name, reason in model.reasons.items()]
+            if model.transformer_engine:
+                lines.append(f"tempo:   {model.transformer_engine}")
             if model.leaves_mask_out:
                 lines.append(
                     "tempo:   attention is causal and is given no mask, as with "

@@ -19,7 +19,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -32,7 +31,8 @@ from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSoftmaxDotProductAttention
 from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
-from tempo_megatron.slots.choices import choose
+from tempo_megatron.slots.block_slots import find_mlp_class, is_there
+from tempo_megatron.slots.choices import Choices, choose
 from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.linear import TempoColumnParallelLinear
 from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP
@@ -71,11 +71,6 @@ _BDA_SITES = dict(
         strict=True,
     )
 )
-_TEMPO_CLASSES: dict[str, tuple[type, ...]] = {
-    "activation": (TempoMLP,),
-    "norm": (TempoLayerNorm, TempoRMSNorm),
-    "attention": (TempoDotProductAttention,),
-}
 
 
 class _DropUnknownMLP(logging.Filter):
@@ -148,10 +143,9 @@ def tempoize(
     Raises ValueError where `spec` is none of a transformer, or a value that is not "auto" cannot be had with
     `transformer_config`.
     """
-    tempo_config = choose(transformer_config, tempo_config).config
+    tempo_config = choose_for_spec(spec, transformer_config, tempo_config, vp_stage=vp_stage).config
     block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
-    te.refuse_transformer_engine(layer_specs, transformer_config, tempo_config)
     stack = _find_stack(layer_specs) if stack is None else stack
     offset = get_transformer_layer_offset(transformer_config, vp_stage)
     return TempoBlockSubmodules(
@@ -162,6 +156,22 @@ def tempoize(
         layer_norm=_replace_norm(block.layer_norm, transformer_config, tempo_config),
         submodules=block.submodules,
     )
+
+
+def choose_for_spec(
+    spec: ModuleSpec | TransformerBlockSubmodules,
+    transformer_config: TransformerConfig,
+    tempo_config: TempoConfig,
+    *,
+    vp_stage: int | None = None,
+) -> Choices:
+    """`choose` for the layers of `spec`, whose modules may leave less than the configuration does.
+
+    Raises ValueError as `tempoize`.
+    """
+    choices = choose(transformer_config, tempo_config)
+    layer_specs = _make_block(spec, transformer_config, vp_stage).layer_specs or []
+    return te.leave_to_transformer_engine(choices, layer_specs, transformer_config, tempo_config)
 
 
 def _make_block(spec: Any, transformer_config: TransformerConfig, vp_stage: int | None) -> TempoBlockSubmodules:
@@ -185,64 +195,13 @@ def _find_stack(layer_specs: list[ModuleSpec]) -> Stack:
     masks = set()
     for layer in layer_specs:
         slots: Any = layer.submodules
-        if _is_there(slots.cross_attention):
+        if is_there(slots.cross_attention):
             return Stack.DECODER
         masks.add(getattr(slots.self_attention, "params", {}).get("attn_mask_type"))
     # Layers whose attention is left out, or that do not say, may be a part of any block: GPT's are counted as before.
     masks.discard(None)
     is_causal = bool(masks & {AttnMaskType.causal, AttnMaskType.padding_causal})
     return Stack.ENCODER if masks and not is_causal else Stack.DECODER
-
-
-def count_slots(spec: TransformerBlockSubmodules) -> dict[str, tuple[int, int]]:
-    """Per operation, how many slots of a block hold Tempo's module and how many there are, for a run's banner.
-
-    A slot that a layer leaves empty (no cross attention, an attention or MLP that is left out) is not counted.
-    """
-    counts = {}
-    for operation in OPERATIONS.values():
-        slots = [getattr(spec, name) for name in operation.block_slots]
-        slots += [_find_slot(layer, path) for layer in spec.layer_specs or [] for path in operation.slots]
-        if operation.name == "norm":
-            slots += [slot for layer in spec.layer_specs or [] for slot in te.find_fused_norms(layer)]
-        filled = [slot for slot in slots if _is_there(slot)]
-        if operation.slots:
-            counts[operation.name] = (sum(_is_tempo(operation.name, slot) for slot in filled), len(filled))
-    return counts
-
-
-def hides_the_future(spec: TransformerBlockSubmodules) -> bool:
-    """Whether every attention of a block is Tempo's and causal by its type, so that it needs no mask for that."""
-    attentions: list[Any] = [
-        attention
-        for layer in spec.layer_specs or []
-        for name in ("self_attention", "cross_attention")
-        if _is_there(attention := getattr(layer.submodules, name, None))
-    ]
-    return all(
-        _is_tempo("attention", getattr(attention.submodules, "core_attention", None))
-        and getattr(attention, "params", {}).get("attn_mask_type") is AttnMaskType.causal
-        for attention in attentions
-    )
-
-
-def _find_slot(layer: Any, path: str) -> Any:
-    """What stands at a dotted path of a layer spec; None where a spec on the way has no submodules."""
-    slot = layer
-    for name in path.split("."):
-        slot = getattr(getattr(slot, "submodules", None), name, None)
-    return slot
-
-
-def _is_tempo(operation: str, slot: Any) -> bool:
-    if operation == "dropout":  # a function in the spec, as Megatron has it
-        return getattr(slot, "__module__", "") == tempo_bias_dropout_add.__module__
-    if operation == "norm" and te.is_split(slot):
-        return True
-    module = slot.module if isinstance(slot, ModuleSpec) else slot
-    if operation == "activation":
-        module = _find_mlp_class(slot)
-    return isinstance(module, type) and issubclass(module, _TEMPO_CLASSES[operation])
 
 
 def _tempoize_layer(
@@ -264,12 +223,6 @@ def _tempoize_layer(
                 changes[name] = tempo_bias_dropout_add(transformer_config, layer_number, site, stack)
     changes["mlp"] = _replace_mlp(slots.mlp, tempo_config)
     return dataclasses.replace(layer, submodules=dataclasses.replace(slots, **changes))
-
-
-def _is_there(slot: Any) -> bool:
-    """Whether a slot holds a module that does something."""
-    module = slot.module if isinstance(slot, ModuleSpec) else slot
-    return module is not None and module not in (IdentityOp, IdentityFuncOp)
 
 
 def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Any:
@@ -309,21 +262,14 @@ def _replace_attention(
             core_attention = te.replace_attention(stock_attention, tempo_config.attention)
         changes["core_attention"] = core_attention
         if tempo_config.attention != "off":
-            norms = [norm for name in _QUERY_KEY_NORMS if _is_there(norm := changes.get(name))]
+            norms = [norm for name in _QUERY_KEY_NORMS if is_there(norm := changes.get(name))]
             pins = any(getattr(norm, "keep", "input") == "input" for norm in norms)
             changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})
     return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
 
 
-def _find_mlp_class(slot: Any) -> Any:
-    """The MLP class in a slot: a ModuleSpec's, or the class that `partial(MLP.as_mlp_submodule, ...)` is bound to."""
-    return (
-        getattr(slot.func, "__self__", None) if isinstance(slot, functools.partial) else getattr(slot, "module", None)
-    )
-
-
 def _replace_mlp(slot: Any, tempo_config: TempoConfig) -> Any:
-    stock = _find_mlp_class(slot)
+    stock = find_mlp_class(slot)
     module = te.replace_mlp_class(stock, tempo_config.activation)
     if stock is MLP:
         module = {"off": MLP, "inplace": TempoMLP, "recompute": TempoRecomputeMLP}[tempo_config.activation]

@@ -4,14 +4,14 @@
     --spec tempo_megatron.slots.named_specs tempo_block    # since 0.19: a function; the final norm is Tempo's too
     provider.transformer_layer_spec = tempo_block          # Megatron-Bridge and NeMo
 
-A spec says nothing of a model's embedding, loss head and micro batches: these stay stock, and dropout has to be 0 or
-left to Megatron, because nobody tells Tempo which samples it sees. For other choices name a spec of your own:
-`my_layer = make_layer_spec(TempoConfig(norm="recompute", ...))`.
+A spec says nothing of a model's embedding, loss head and micro batches: these stay stock, and so does what draws
+dropout masks where dropout is on, because nobody tells Tempo which samples it sees. For other choices name a spec of
+your own: `my_layer = make_layer_spec(TempoConfig(norm="recompute", ...))`.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -34,10 +34,12 @@ def tempo_block(config: Any, vp_stage: int | None = None, *, tempo_config: Tempo
         vp_stage: the virtual pipeline stage.
         tempo_config: which operations; `functools.partial(tempo_block, tempo_config=...)` gives a function to name.
 
-    Raises ValueError as `tempoize`, and where dropout is on that Tempo would have to draw.
+    What would draw masks stays stock where dropout is on.
+
+    Raises ValueError as `tempoize`, and where a value asks for what draws.
     """
     transformer_config = getattr(config, "transformer", config)
-    _refuse_dropout(transformer_config, tempo_config)
+    tempo_config = _leave_dropout(transformer_config, tempo_config)
     stock = get_gpt_decoder_block_spec(
         transformer_config,
         use_transformer_engine=_uses_transformer_engine(transformer_config),
@@ -77,23 +79,23 @@ class TempoTransformerLayer(TransformerLayer):  # type: ignore[misc,unused-ignor
 
 
 tempo_layer = make_layer_spec(_DEFAULT)
-"""Everything that Tempo has, in a ready spec."""
-
-tempo_block_recompute = functools.partial(
-    tempo_block, tempo_config=TempoConfig(activation="recompute", norm="recompute")
-)
-"""`tempo_block` with `"recompute"` for activation and norms, for gated activations too."""
+"""Everything that a spec can have, as a ready one."""
 
 
 def _uses_transformer_engine(transformer_config: Any) -> bool:
     return is_installed() and getattr(transformer_config, "transformer_impl", "transformer_engine") != "local"
 
 
-def _refuse_dropout(transformer_config: Any, tempo_config: TempoConfig) -> None:
+def _leave_dropout(transformer_config: Any, tempo_config: TempoConfig) -> TempoConfig:
+    """`tempo_config` without the operations that would draw masks: nobody says which samples a micro batch holds."""
+    left = {}
     for name, switch in (("hidden_dropout", "dropout"), ("attention_dropout", "attention")):
-        p = getattr(transformer_config, name)
-        if p > 0 and getattr(tempo_config, switch) != "off":
+        p, value = getattr(transformer_config, name), getattr(tempo_config, switch)
+        if p > 0 and value == "auto":
+            left[switch] = "off"
+        elif p > 0 and value != "off":
             raise ValueError(
-                f"{name} is {p}, and a spec cannot tell Tempo which samples a micro batch holds; expected 0; set "
-                f'tempo.{switch} to "off" in a spec of your own, or start the run with `tempo-megatron run`'
+                f"{name} is {p} and tempo.{switch} is {value}, and a spec cannot tell Tempo which samples a micro "
+                f'batch holds; set tempo.{switch} to "auto" or "off", or start the run with `tempo-megatron run`'
             )
+    return dataclasses.replace(tempo_config, **left)

@@ -34,6 +34,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from tempo_megatron.config import TempoConfig
+from tempo_megatron.slots.choices import Choices
 from tempo_megatron.slots.linear import DropsInput
 from tempo_megatron.slots.te_modules import (
     SplitNorm,
@@ -127,11 +128,29 @@ def is_split(slot: Any) -> bool:
     return isinstance(slot, type) and issubclass(slot, SplitNorm)
 
 
-def refuse_transformer_engine(layer_specs: Any, transformer_config: Any, tempo_config: TempoConfig) -> None:
-    """Raise ValueError where the layers have TE's modules and `transformer_config` has TE do more with a linear's input
-    than keep it."""
-    if tempo_config.norm == tempo_config.activation == "off" or not any(map(_has_transformer_engine, layer_specs)):
-        return
+def leave_to_transformer_engine(
+    choices: Choices, layer_specs: Any, transformer_config: Any, tempo_config: TempoConfig
+) -> Choices:
+    """`choices`, with "off" where TE's modules in the layers leave "auto" nothing, or nothing to gain, and why.
+
+    Raises ValueError where `tempo_config` has a written value that they make impossible.
+    """
+    if choices.config.is_off or not any(map(_has_transformer_engine, layer_specs)):
+        return choices
+    obstacles = _find_obstacles(transformer_config)
+    for name, reason in obstacles.items():
+        if getattr(tempo_config, name) not in ("auto", "off"):
+            raise ValueError(f'{reason}; leave it off, or set tempo.{name} to "off"')
+    left = {name: reason for name, reason in obstacles.items() if getattr(choices.config, name) != "off"}
+    if tempo_config.attention == "auto" and any(map(_has_attention, layer_specs)):
+        left.setdefault("attention", "Transformer Engine's attention keeps no s*s tensor and no mask either")
+    config = dataclasses.replace(choices.config, **dict.fromkeys(left, "off"))
+    return dataclasses.replace(choices, config=config, reasons={**choices.reasons, **left})
+
+
+def _find_obstacles(transformer_config: Any) -> dict[str, str]:
+    """Operation -> why it cannot work beside TE's modules: they do more with a linear's input than keep it."""
+    obstacles: dict[str, str] = {}
     for name, why in (
         ("delay_wgrad_compute", "by which linears hold their inputs beyond backward"),
         ("tp_comm_overlap", "whose buffers hold linears' inputs"),
@@ -140,18 +159,16 @@ def refuse_transformer_engine(layer_specs: Any, transformer_config: Any, tempo_c
         ("quant_recipe", "by which linears may keep quantised copies of their inputs"),
     ):
         if value := getattr(transformer_config, name, None):
-            given = "on" if value is True else "given"
-            raise ValueError(
-                f"{name} is {given}, {why}; expected Transformer Engine's linears to keep their inputs as they are; "
-                'leave it off, or set tempo.norm and tempo.activation to "off"'
-            )
-    if tempo_config.attention != "off" and (
-        getattr(transformer_config, "qk_clip", False) or getattr(transformer_config, "log_max_attention_logit", False)
-    ):
-        raise ValueError(
-            "qk_clip or log_max_attention_logit is on, which Tempo's attention does not support; "
-            'set tempo.attention to "off"'
-        )
+            reason = f"{name} is {'on' if value is True else 'given'}, {why}"
+            obstacles |= dict.fromkeys(("activation", "norm"), reason)
+    for name in ("qk_clip", "log_max_attention_logit"):
+        if getattr(transformer_config, name, False):
+            obstacles["attention"] = f"{name} is on, which Tempo's attention does not support"
+    return obstacles
+
+
+def _has_attention(layer: Any) -> bool:
+    return any(_is_stock(slot, "TEDotProductAttention") for slot in _core_attentions(layer))
 
 
 def describe_transformer_engine(spec: Any) -> str | None:
