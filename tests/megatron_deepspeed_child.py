@@ -3,9 +3,9 @@
     python megatron_deepspeed_child.py REQUEST.json RESULT.pt
 
 A process of its own: the checkout's `megatron` and the installed one exclude each other. REQUEST holds `arguments`
-(Megatron-DeepSpeed's), `tempo` (a "tempo" block), `pipe` (GPTModelPipe instead of GPTModel) and `sides` ("stock", which
-comes first, and "tempo"). The one answer of torch.cuda that a CPU has to give is `current_device`, for buffers;
-DeepSpeed's CPU accelerator gives the rest.
+(Megatron-DeepSpeed's), `tempo` (a "tempo" block), `pipe` (GPTModelPipe instead of GPTModel), `is_launched` (as the
+launcher does it, by arguments) and `sides` ("stock", which comes first, and "tempo"). The one answer of torch.cuda that
+a CPU has to give is `current_device`, for buffers; DeepSpeed's CPU accelerator gives the rest.
 """
 
 from __future__ import annotations
@@ -27,10 +27,19 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.enums import ModelType
     from megatron.global_vars import _build_num_microbatches_calculator, set_args
 
+    from tempo_megatron import TempoConfig
+    from tempo_megatron.megatron_deepspeed import patch_scripts, use_tempo
+
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, init_method=f"file://{os.environ['STORE']}", **ranks)
     sys.argv = ["pretrain_gpt.py", *request["arguments"]]
+    report = f"{os.environ['STORE']}.json"
+    if request["is_launched"]:
+        from tempo_megatron.megatron_lm.options import add_tempo_options, read_options
+
+        tempo_config, _ = read_options(request["arguments"])
+        patch_scripts(tempo_config, report, add_tempo_options)
     args = parse_args()
     validate_args(args)
     args.padded_vocab_size, args.model_type = VOCABULARY, ModelType.encoder_or_decoder
@@ -42,17 +51,16 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         sequence_parallel_size=args.ds_sequence_parallel_size,
     )
     found: dict[str, Any] = {}
-    from tempo_megatron import TempoConfig
-    from tempo_megatron.megatron_deepspeed import use_tempo
-
     for name in request["sides"]:
-        if name == "tempo":
+        if name == "tempo" and not request["is_launched"]:
             chosen, reasons = use_tempo(args, TempoConfig.from_dict(request["tempo"]))
             found["chosen"], found["reasons"] = chosen.describe(), reasons
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
         config = core_transformer_config_from_args(args)
         found[name] = _run_step(_build(args, config, request), args, request)
+    if request["is_launched"]:
+        found["report"] = json.loads(Path(report).read_text(encoding="utf-8"))
     return found
 
 

@@ -41,6 +41,7 @@ def run(
     world_size: int = 1,
     micro_batch: int = 4,
     pipe: bool = False,
+    is_launched: bool = False,
     sides: tuple[str, ...] = ("tempo",),
 ) -> list[dict[str, Any]]:
     """What each rank found: {"stock": ..., "tempo": ..., "chosen": ..., "reasons": ...}.
@@ -51,6 +52,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="megatron-deepspeed-") as folder:
         request = Path(folder, "request.json")
         content = {"arguments": words, "tempo": json.loads(tempo), "pipe": pipe, "sides": sides}
+        content["is_launched"] = is_launched
         request.write_text(json.dumps(content), encoding="utf-8")
         ranks = []
         for rank in range(world_size):
@@ -137,6 +139,15 @@ def test_masks_do_not_depend_on_the_layout(arguments: str, options: dict[str, An
 
 def test_dropout_is_drawn_at_all() -> None:
     assert (all_losses(run(f"{_GELU} {_DROPOUT}")) - all_losses(run(f"{_GELU} {_NO_DROPOUT}"))).abs().max() > 1e-2
+
+
+def test_the_launcher_does_the_same_by_arguments_and_reports_it() -> None:
+    (launched,) = run(f"{_GELU} {_DROPOUT} --use-tempo --tempo-norm off", is_launched=True)
+    (called,) = run(f"{_GELU} {_DROPOUT}", tempo='{"norm": "off"}')
+    torch.testing.assert_close(all_losses([launched]), all_losses([called]), rtol=0, atol=0)
+    report = launched["report"]
+    assert report["tempo"]["norm"] == report["tempo"]["loss"] == "off" and report["tempo"]["attention"] == "flash"
+    assert list(report["reasons"]) == ["loss"]
 
 
 def test_auto_says_why_it_took_less() -> None:
