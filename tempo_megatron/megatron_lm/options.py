@@ -14,20 +14,28 @@ from tempo_megatron.megatron_lm.versions import LaunchError
 from tempo_megatron.operations import CHOICES
 
 
-def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the Tempo group to Megatron's parser; options that it has already stay as they are."""
+def add_tempo_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the Tempo group to a parser that has the launchers' arguments, or will have them."""
     add_tempo_arguments(parser)
     group = parser.add_argument_group("tempo files")
+    group.add_argument("--tempo-config", metavar="FILE", help='a "tempo" block as JSON, alone or in a DeepSpeed JSON')
+    group.add_argument(
+        "--tempo-report", metavar="FILE", help="write what Tempo replaced, and what is kept, to FILE as JSON"
+    )
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the Tempo group to Megatron's parser, and what the deepspeed launcher's users write."""
+    add_tempo_options(parser)
     options: dict[str, dict[str, Any]] = {
-        "--tempo-config": {"metavar": "FILE", "help": 'a "tempo" block as JSON, alone or in a DeepSpeed JSON'},
-        "--tempo-report": {"metavar": "FILE", "help": "write what Tempo replaced, and what is kept, to FILE as JSON"},
         "--deepspeed_config": {"metavar": "FILE", "help": 'a DeepSpeed JSON, of which only the "tempo" block is read'},
         # The deepspeed launcher adds it; Megatron reads LOCAL_RANK, and spells its own argument with a dash.
         "--local_rank": {"type": int, "help": argparse.SUPPRESS},
     }
     for name, settings in options.items():
         if name not in parser._option_string_actions:
-            group.add_argument(name, default=None, **settings)
+            parser.add_argument(name, default=None, **settings)
     return parser
 
 

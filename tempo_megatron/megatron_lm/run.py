@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tempo_megatron.extras import MissingExtraError
 from tempo_megatron.launch_env import set_rank_environment
-from tempo_megatron.megatron_lm.options import read_options
+from tempo_megatron.megatron_lm.options import add_tempo_options, read_options
 from tempo_megatron.megatron_lm.versions import LaunchError, find_hooks
 
 _SECONDS_FOR_RANK_0 = 3
@@ -70,6 +70,11 @@ def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
     # As Python does for a script, and with the checkout before an installed megatron-core.
     sys.path[:0] = [str(script.parent)] if script.parent == root else [str(script.parent), str(root)]
     version = _find_version(root)
+    if _is_megatron_deepspeed(root):
+        from tempo_megatron.megatron_deepspeed import patch_scripts
+
+        patch_scripts(tempo_config, report_file, add_tempo_options)
+        return script, arguments
     hooks, warning = find_hooks(version)
     # What patches touch is imported here and not before: the checkout's, now that it comes first.
     from tempo_megatron.megatron_lm import patches
@@ -109,7 +114,9 @@ def _split(argv: list[str]) -> tuple[Path, Path, list[str]]:
 
 def _find_root(script: Path, given: Path | None) -> Path:
     for folder in (given,) if given else script.parents:
-        if all((folder / "megatron" / name).is_dir() for name in ("core", "training")):
+        if (folder / "megatron" / "core").is_dir() and (
+            (folder / "megatron" / "training").is_dir() or _is_megatron_deepspeed(folder)
+        ):
             return folder
     if given:
         raise LaunchError(f"--megatron-root is {given}, which holds no megatron/core and megatron/training; correct it")
@@ -119,6 +126,10 @@ def _find_root(script: Path, given: Path | None) -> Path:
     )
 
 
+def _is_megatron_deepspeed(root: Path) -> bool:
+    return (root / "megatron" / "model" / "transformer.py").is_file() and (root / "megatron" / "arguments.py").is_file()
+
+
 def _find_version(root: Path) -> str:
     """The version of the checkout's Megatron-core, which must be the one that is imported."""
     import megatron.core
@@ -126,4 +137,4 @@ def _find_version(root: Path) -> str:
     found = Path(megatron.core.__file__ or "").resolve()
     if root not in found.parents:
         raise LaunchError(f"megatron.core was imported from {found.parent}, expected it in {root}; start a new process")
-    return str(megatron.core.__version__)
+    return str(getattr(megatron.core, "__version__", "0.2.0"))
