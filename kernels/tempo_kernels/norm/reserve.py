@@ -203,8 +203,8 @@ def _read_copies(device: torch.device) -> None:
         raise RuntimeError(
             f"norm {reserve.number} in the order of first calls (hidden size {reserve.hidden_size}, {reserve.dtype}): "
             f"{beyond} channels more than there was room for are lost: a large change that torch did not see made "
-            "their weight too small beside their bias, and their gradients are NaN; expected small steps, or changes that "
-            "torch sees, as under torch.no_grad() without .data; change the parameters so, or "
+            "their weight too small beside their bias, and their gradients are NaN; expected small steps, or changes "
+            "that torch sees, as under torch.no_grad() without .data; change the parameters so, or "
             'set norm to "recompute" (keep="input")'
         )
 
