@@ -17,7 +17,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 
-def _find_member(cls: type, name: str) -> ZeroStageEnum:
+def _find_member(cls: Any, name: str) -> Any:
     """What stands for getattr in a file: some Pythons (3.11.0 to 3.11.3) write a member of an enum by its name."""
     if cls is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
         raise pickle.UnpicklingError(f"getattr of {cls} and {name!r}, where only members of ZeroStageEnum are read")
