@@ -51,8 +51,8 @@ def test_choices_are_checked_without_a_file_too():
 def test_every_shipped_deepspeed_file_has_a_block_that_reads(path):
     content = json.loads(path.read_text(encoding="utf-8"))
     assert TempoConfig.from_file(path).is_off
-    first = {name: operation.preference[0] for name, operation in OPERATIONS.items()}
-    assert TempoConfig.from_dict({**content["tempo"], "enabled": True}) == TempoConfig(**first)
+    assert content["tempo"] == {"enabled": False, **dict.fromkeys(OPERATIONS, "auto")}
+    assert TempoConfig.from_dict({**content["tempo"], "enabled": True}) == TempoConfig()
 
 
 def test_a_bare_block_reads_and_other_files_are_refused(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.training.arguments import parse_arguments
 from tempo_megatron.training.checks import check_run
 from tempo_megatron.training.deepspeed_config import copy_deepspeed_config, read_deepspeed_config
@@ -239,10 +240,7 @@ def test_shipped_deepspeed_configurations_are_what_their_names_say(path: Path) -
     run = complete_run(args, read_deepspeed_config(str(path)), None, world_size=1, on_gpu=True)
     check_run(run)
     assert path.stem == f"zero{run.deepspeed['zero_optimization']['stage']}_{run.precision}"
-    assert run.deepspeed["tempo"] == {
-        "enabled": False, "activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash",
-        "loss": "fused",
-    }  # fmt: skip
+    assert run.deepspeed["tempo"] == {"enabled": False, **dict.fromkeys(OPERATIONS, "auto")}
 
 
 def test_every_argument_has_a_help_text() -> None:
