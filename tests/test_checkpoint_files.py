@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from distributed import run_ranks
 from training_job import Data, Run, make_data, run, successful
 
@@ -95,6 +97,31 @@ def test_the_reader_itself_executes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="bad.pt holds posix.mknod where a checkpoint has only tensors"):
         read_tensors(tmp_path / "bad.pt")
     assert not (tmp_path / "executed").exists()
+
+
+class ByName:
+    """What a Python from 3.11.0 to 3.11.3 writes for a member of an enum."""
+
+    def __init__(self, cls: Any, name: str) -> None:
+        self.call = getattr, (cls, name)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_a_member_of_deepspeeds_enum_may_be_written_by_its_name(tmp_path: Path) -> None:
+    torch.save({"zero_stage": ByName(ZeroStageEnum, "gradients")}, tmp_path / "state.pt")
+    assert find_fault(tmp_path / "state.pt") is None
+    assert read_tensors(tmp_path / "state.pt") == {"zero_stage": ZeroStageEnum.gradients}
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(ZeroStageEnum, "__class__"), (ZeroStageEnum, "mro"), (LossScaler, "__init__")]
+)
+def test_nothing_else_is_reached_by_its_name(tmp_path: Path, cls: Any, name: str) -> None:
+    torch.save({"state": ByName(cls, name)}, tmp_path / "state.pt")
+    with pytest.raises(ValueError, match="state.pt .*give another"):
+        read_tensors(tmp_path / "state.pt")
 
 
 @pytest.mark.slow

@@ -16,9 +16,23 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+
+def _find_member(cls: type, name: str) -> ZeroStageEnum:
+    """What stands for getattr in a file: some Pythons (3.11.0 to 3.11.3) write a member of an enum by its name."""
+    if cls is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        raise pickle.UnpicklingError(f"getattr of {cls} and {name!r}, where only members of ZeroStageEnum are read")
+    return ZeroStageEnum[name]
+
+
 # All that DeepSpeed's optimizers put into a checkpoint besides tensors and plain containers. None of them runs code
 # that the file brings along.
-ALLOWED_CLASSES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+ALLOWED_CLASSES: list[Any] = [
+    DynamicLossScaler,
+    LossScaler,
+    ZeroStageEnum,
+    fragment_address,
+    (_find_member, "builtins.getattr"),
+]
 
 
 def read_tensors(path: str | Path, map_location: Any = "cpu", *, is_mapped: bool = False) -> Any:
