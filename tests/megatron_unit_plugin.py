@@ -76,6 +76,7 @@ def _put_slots_in_place() -> None:
         if submodules.core_attention is DotProductAttention:
             submodules = dataclasses.replace(submodules, core_attention=TempoDotProductAttention)
         build(attention, config, submodules, *args, **kwargs)
+        set_micro_batch(1234, 0)
 
     def tempoize_model(build: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         build(model, *args, **kwargs)
