@@ -18,6 +18,8 @@ Megatron-LM's training code asks for CUDA by name. What is answered here, and ho
 - Names that 0.16.1 never defines without Transformer Engine, though its local layers are to be had without: None for
   `moe_utils.te_general_gemm` and for the BERT spec of Transformer Engine, which pretrain_bert.py imports.
 
+- `typing.override`, which Megatron-LM asks for since 0.17 and Python has since 3.12, does nothing.
+
 What this cannot show: anything about time and memory on a GPU, overlap of streams, Apex, Transformer Engine and FP8.
 """
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import typing
 from typing import Any
 
 import torch
@@ -87,6 +90,8 @@ class _Properties:
 
 def install() -> None:
     """Answer as a CUDA device in this process from now on. Call it before Megatron-LM is imported."""
+    if not hasattr(typing, "override"):
+        typing.override = lambda function: function  # type: ignore[attr-defined]
     use_cpu()
     _answer_torch_cuda()
     _answer_distributed()

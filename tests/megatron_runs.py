@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 _CPU_ARGUMENTS = """--transformer-impl local --distributed-backend gloo --no-persist-layer-norm --use-cpu-initialization
 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --no-rope-fusion
 --num-workers 0"""
-_DATA_ARGUMENTS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127"
+# The mock data of 0.14 and 0.15 has ids up to 4094, whatever the vocabulary; 4096 rows split evenly over 2 and 4 ranks.
+_DATA_ARGUMENTS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 4095"
 _SIZES: dict[str, Any] = {
     "num-layers": 4,
     "hidden-size": 48,
