@@ -39,6 +39,7 @@ from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.recompute import drop
 from tempo_kernels.squared_relu import squared_relu
 from tempo_megatron.config import TempoConfig
+from tempo_megatron.megatron_lm.samples import find_first_sample
 from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, set_micro_batch
 
@@ -205,9 +206,8 @@ def _count_micro_batch(forward: Callable[..., Any], model: Any, *args: Any, **kw
         options = get_args()
         if options.consumed_train_samples != _CALLS.consumed_samples:
             _CALLS.consumed_samples, _CALLS.micro_batch = options.consumed_train_samples, 0
-        index = _CALLS.micro_batch * parallel_state.get_data_parallel_world_size()
-        index += parallel_state.get_data_parallel_rank()
-        set_micro_batch(options.seed, _CALLS.consumed_samples + index * options.micro_batch_size)
+        rank = parallel_state.get_data_parallel_rank()
+        set_micro_batch(options.seed, find_first_sample(options, _CALLS.micro_batch, rank))
         _CALLS.micro_batch += 1
     return forward(model, *args, **kwargs)
 
@@ -262,11 +262,8 @@ def _add_bias_and_dropout(x: Tensor, bias: Tensor | None, residual: Tensor, prob
         return residual + (x if bias is None else x + bias)
     if residual.dtype != x.dtype:
         # As type promotion does it in Megatron-DeepSpeed's sum.
-        x, residual = (
-            x.to(torch.promote_types(x.dtype, residual.dtype)),
-            residual.to(torch.promote_types(x.dtype, residual.dtype)),
-        )
-        bias = None if bias is None else bias.to(x.dtype)
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        x, residual, bias = x.to(dtype), residual.to(dtype), None if bias is None else bias.to(dtype)
     key, first_sample = find_key_and_sample(place.layer_number, site, place.stack)
     first_row = _find_sequence_rank() * x.size(0)
     return bias_dropout_add(x, bias, residual, p=prob, key=key, first_sample=first_sample, first_row=first_row)

@@ -87,3 +87,13 @@ def assert_equal_to_stock(
         torch.testing.assert_close(
             found[1][name], grad, rtol=0, atol=limit, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def bert_losses(model: Any) -> torch.Tensor:
+    """The losses of a BertModel on two samples, of which one has padding."""
+    dropout_rng.set_micro_batch(5, 0)
+    tokens = tokens_of(0, 2)
+    padding = torch.ones(2, SEQ_LENGTH)
+    padding[1, 10:] = 0
+    found: torch.Tensor = model(tokens[:, :-1].contiguous(), padding, lm_labels=tokens[:, 1:].contiguous())[0]
+    return found

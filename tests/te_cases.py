@@ -18,7 +18,7 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
-from gpt import RECOMPUTE, SEQ_LENGTH, VOCAB_SIZE, gpt_config, gradients, losses, tokens_of  # noqa: E402
+from gpt import RECOMPUTE, SEQ_LENGTH, VOCAB_SIZE, bert_losses, gpt_config, gradients, losses  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.extensions import transformer_engine as extension  # noqa: E402
 from megatron.core.models.bert.bert_layer_specs import (  # noqa: E402
@@ -36,7 +36,6 @@ from torch.nn import functional as F  # noqa: E402
 from tempo_megatron import TempoConfig, tempoize_embedding, use_cpu  # noqa: E402
 from tempo_megatron.memory.recorder import Recorder  # noqa: E402
 from tempo_megatron.slots.block_slots import count_slots  # noqa: E402
-from tempo_megatron.slots.dropout_rng import set_micro_batch  # noqa: E402
 from tempo_megatron.slots.layer_spec import choose_for_spec, tempoize  # noqa: E402
 from tempo_megatron.slots.transformer_engine import describe_transformer_engine  # noqa: E402
 
@@ -102,15 +101,6 @@ def build_bert(config: Any, tempo_config: TempoConfig) -> Any:
         spec = tempoize(spec, config, tempo_config)
     model = BertModel(config, 0, spec, VOCAB_SIZE, SEQ_LENGTH, share_embeddings_and_output_weights=True)
     return model.train()
-
-
-def run_bert(model: Any) -> torch.Tensor:
-    set_micro_batch(5, 0)
-    tokens = tokens_of(0, 2)
-    padding = torch.ones(2, SEQ_LENGTH)
-    padding[1, 10:] = 0
-    found: torch.Tensor = model(tokens[:, :-1].contiguous(), padding, lm_labels=tokens[:, 1:].contiguous())[0]
-    return found
 
 
 # What Megatron asks parameters for, and what it takes an absent one for.
@@ -280,7 +270,7 @@ def main() -> None:
     model_parallel_cuda_manual_seed(1234)
     found: dict[str, Any] = {
         "gpt": {name: measure(build_gpt, run_gpt, *case) for name, case in GPT_CASES.items() if is_known(*case)},
-        "bert": measure(build_bert, run_bert, {}, INPLACE),
+        "bert": measure(build_bert, bert_losses, {}, INPLACE),
         "auto": what_auto_takes(),
         "op fuser": measure(build_fused, run_gpt, TE_ACTIVATION, ALL_RECOMPUTED) if has_fused_mlp() else None,
         "kept": {

@@ -83,3 +83,12 @@ def kept_storages(function: Callable[..., Tensor], *inputs: Tensor | None) -> di
     kept["out"] = out  # type: ignore[index]  # alive until here, so that no address is used twice
     del kept["out"]  # type: ignore[arg-type]
     return kept
+
+
+def assert_output_is_given_again(function: Callable[..., Tensor], width: int, dtype: torch.dtype) -> None:
+    """`refill` of y's node writes y again, bit for bit, of [33, width] with and without a bias."""
+    x, bias = torch.randn(33, width).to(dtype).requires_grad_(), torch.randn(width).to(dtype).requires_grad_()
+    for y in (function(x), function(x, bias)):
+        out = torch.empty_like(y, requires_grad=False)
+        y.grad_fn.refill(y.grad_fn, out)  # type: ignore[union-attr]
+        assert torch.equal(out, y) and not out.requires_grad

@@ -124,20 +124,17 @@ def _leave_replayed_masks(config: Any, tempo_config: TempoConfig) -> tuple[Tempo
 
     Raises ValueError where what draws was asked for by its value.
     """
+    from tempo_megatron.slots.choices import leave_to_stock
+
     graphs = getattr(config, "cuda_graph_impl", "none")
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False):
         graphs = "on"
     if graphs == "none":
         return tempo_config, {}
     reason = f"cuda_graph_impl is {graphs}, under which each step would draw the first one's dropout masks"
-    left = {}
-    for name, p in {"dropout": config.hidden_dropout, "attention": config.attention_dropout}.items():
-        value = getattr(tempo_config, name)
-        if p > 0 and value == "auto":
-            left[name] = reason
-        elif p > 0 and value != "off":
-            raise ValueError(f'{reason}; leave CUDA graphs off, or set tempo.{name} to "off"')
-    return dataclasses.replace(tempo_config, **dict.fromkeys(left, "off")), left
+    dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
+    obstacles = {name: reason for name, p in dropouts.items() if p > 0}
+    return leave_to_stock(tempo_config, obstacles, "leave CUDA graphs off")
 
 
 def _leave_mask_out(run: Any, argument: str) -> bool:

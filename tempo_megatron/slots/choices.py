@@ -50,7 +50,7 @@ def choose(transformer_config: TransformerConfig, tempo_config: TempoConfig) -> 
         return Choices(config=tempo_config, reasons={})
     refuse_recomputation(transformer_config)
     refuse_written(transformer_config, tempo_config)
-    chosen = {name: choose_operation(name, transformer_config, tempo_config) for name in OPERATIONS}
+    chosen = {name: _take_preferred(name, transformer_config, tempo_config) for name in OPERATIONS}
     return Choices(
         config=TempoConfig(**{name: value for name, (value, _) in chosen.items()}),
         reasons={name: reason for name, (_, reason) in chosen.items() if reason is not None},
@@ -64,9 +64,30 @@ def choose_operation(
 
     Raises ValueError where the written value cannot be had.
     """
+    refuse_written(transformer_config, tempo_config, [name])
+    return _take_preferred(name, transformer_config, tempo_config)
+
+
+def leave_to_stock(
+    tempo_config: TempoConfig, obstacles: Mapping[str, str], remedy: str
+) -> tuple[TempoConfig, dict[str, str]]:
+    """(`tempo_config` with "off" for each "auto" that `obstacles`, operation -> why not, stand against; those reasons).
+
+    Raises ValueError, which names `remedy` too, where they stand against a written value.
+    """
+    for name, reason in obstacles.items():
+        if getattr(tempo_config, name) not in ("auto", "off"):
+            raise ValueError(f'{reason}; {remedy}, or set tempo.{name} to "off"')
+    left = {name: reason for name, reason in obstacles.items() if getattr(tempo_config, name) == "auto"}
+    return dataclasses.replace(tempo_config, **dict.fromkeys(left, "off")), left
+
+
+def _take_preferred(
+    name: str, transformer_config: TransformerConfig, tempo_config: TempoConfig
+) -> tuple[str, str | None]:
+    """As choose_operation, where what is written can be had."""
     written: str = getattr(tempo_config, name)
     if written != "auto":
-        refuse_written(transformer_config, tempo_config, [name])
         return written, None
     reasons = []
     for value in OPERATIONS[name].preference:

@@ -34,7 +34,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.slots.choices import Choices
+from tempo_megatron.slots.choices import Choices, leave_to_stock
 from tempo_megatron.slots.linear import DropsInput
 from tempo_megatron.slots.te_modules import (
     SplitNorm,
@@ -137,11 +137,8 @@ def leave_to_transformer_engine(
     """
     if choices.config.is_off or not any(map(_has_transformer_engine, layer_specs)):
         return choices
-    obstacles = _find_obstacles(transformer_config)
-    for name, reason in obstacles.items():
-        if getattr(tempo_config, name) not in ("auto", "off"):
-            raise ValueError(f'{reason}; leave it off, or set tempo.{name} to "off"')
-    left = {name: reason for name, reason in obstacles.items() if getattr(choices.config, name) != "off"}
+    _, left = leave_to_stock(tempo_config, _find_obstacles(transformer_config), "leave it off")
+    left = {name: reason for name, reason in left.items() if getattr(choices.config, name) != "off"}
     if tempo_config.attention == "auto" and any(map(_has_attention, layer_specs)):
         left.setdefault("attention", "Transformer Engine's attention keeps no s*s tensor and no mask either")
     config = dataclasses.replace(choices.config, **dict.fromkeys(left, "off"))
