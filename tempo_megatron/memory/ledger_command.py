@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from megatron.core import parallel_state
 from tempo_megatron import cpu
 from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
+from tempo_megatron.memory.layer_kinds import measure_model
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import Ledger, Row, build_transformer_config, measure
+from tempo_megatron.memory.ledger import Ledger, Row, build_transformer_config
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
@@ -55,7 +57,9 @@ def run_ledger(args: argparse.Namespace) -> int:
     print(f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, ", end="")
     print(f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}", end="")
     print(f", recompute {' '.join(args.recompute)}" if args.recompute else "")
-    print(f"tempo: {tempo.choices.describe()}\n")
+    print(f"tempo: {tempo.choices.describe()}")
+    assert tempo.report is not None
+    print("".join(f"left: {line}\n" for line in tempo.report.describe_left()))
     print(format_table(stock, tempo))
     if args.json:
         figures = {
@@ -82,7 +86,7 @@ def measure_ledger(sizes: dict[str, Any], tempo_config: TempoConfig, args: argpa
             recompute=tuple(args.recompute),
         )
         multiple = 128 * parallel_state.get_tensor_model_parallel_world_size()
-        return measure(
+        return measure_model(
             config,
             tempo_config,
             vocab_size=-(-sizes["vocab_size"] // multiple) * multiple,
@@ -115,7 +119,10 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
     lines.append(
         format_line("one layer without s*s", *(ledger.layer_bytes - ledger.scores_bytes for ledger in (stock, tempo)))
     )
-    lines.append(format_line("one layer", stock.layer_bytes, tempo.layer_bytes))
+    if len(tempo.layer_kinds) < 2:
+        lines.append(format_line("one layer", stock.layer_bytes, tempo.layer_bytes))
+    for kind in tempo.layer_kinds if len(tempo.layer_kinds) > 1 else ():
+        lines.append(format_line(f"each of layers {kind.layers}", stock.layer_bytes, kind.layer_bytes))
     lines += [rule, *format_rows("outside_rows"), rule]
     lines.append(format_line(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes))
     lines.append(
@@ -174,6 +181,7 @@ def _list_figures(ledger: Ledger) -> dict[str, Any]:
         "layer_bytes": ledger.layer_bytes,
         "layer_sbh_without_scores": ledger.layer_sbh,
         "layer_sbh": ledger.convert_to_sbh(ledger.layer_bytes),
+        "layer_kinds": [dataclasses.asdict(kind) for kind in ledger.layer_kinds],
         "model_bytes": ledger.model_bytes,
         "rows": {row.operation: row.num_bytes for row in ledger.rows},
     }
