@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from tempo_megatron.config import TempoConfig, check_block
+from tempo_megatron.layer_values import freeze_layers
 from tempo_megatron.operations import CHOICES, OPERATIONS, RENAMED
 
 
@@ -30,6 +32,12 @@ def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     )
     for name, operation in OPERATIONS.items():
         group.add_argument(f"--tempo-{name}", choices=operation.choices, default=None, help=operation.help)
+    group.add_argument(
+        "--tempo-layers",
+        type=_read_layers,
+        metavar="JSON",
+        help='values of single layers, counted from 0, in place of the block\'s: \'{"0-11": {"attention": "off"}}\'',
+    )
     for name in RENAMED:
         group.add_argument(
             f"--tempo-{name}", action=_RefuseRenamed, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS
@@ -41,7 +49,19 @@ def describe_tempo_arguments(args: argparse.Namespace) -> str:
     """What was typed: `--use-tempo --tempo-norm off`; "none" where nothing was."""
     words = {None: [], True: ["--use-tempo"], False: ["--no-use-tempo"]}[args.use_tempo]
     given = {name: getattr(args, f"tempo_{name}") for name in CHOICES}
-    return " ".join(words + [f"--tempo-{name} {value}" for name, value in given.items() if value]) or "none"
+    words = words + [f"--tempo-{name} {value}" for name, value in given.items() if value]
+    if args.tempo_layers is not None:
+        words.append(f"--tempo-layers '{json.dumps(args.tempo_layers)}'")
+    return " ".join(words) or "none"
+
+
+def _read_layers(text: str) -> Mapping[str, Any]:
+    try:
+        return freeze_layers(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not valid JSON ({error}); expected ranges of layers") from error
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def tempo_config_from(args: argparse.Namespace, deepspeed_config: Mapping[str, Any] | None = None) -> TempoConfig:
@@ -51,7 +71,7 @@ def tempo_config_from(args: argparse.Namespace, deepspeed_config: Mapping[str, A
     Raises ValueError where an argument asks for an operation but Tempo is off, so that nothing typed is ignored.
     """
     block = check_block(deepspeed_config["tempo"]) if deepspeed_config and "tempo" in deepspeed_config else None
-    given = {name: value for name in CHOICES if (value := getattr(args, f"tempo_{name}")) is not None}
+    given = {name: value for name in (*CHOICES, "layers") if (value := getattr(args, f"tempo_{name}")) is not None}
     enabled = args.use_tempo
     if enabled is None:
         enabled = block is not None and block.get("enabled", True)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tempo_megatron.layer_values import (
+    FrozenDict,
+    check_reach,
+    check_stacks,
+    check_value,
+    freeze_layers,
+    read_range,
+    write_key,
+)
 from tempo_megatron.operations import CHOICES, RENAMED
 
 
@@ -20,7 +28,10 @@ class TempoConfig:
     says which and why. `"off"` is stock Megatron. Any other value is taken as written: a model that cannot have
     it is refused.
 
-    Raises ValueError for a choice that does not exist.
+    `layers` gives single layers values of their own; what they leave out, the final norm, the embedding's dropout and
+    the loss head have those of the fields.
+
+    Raises ValueError for a choice that does not exist, and for ranges of layers that are none or share a layer.
     """
 
     activation: str = "auto"
@@ -42,21 +53,68 @@ class TempoConfig:
     loss: str = "auto"
     """"fused": the output layer and the cross entropy in one, a chunk of tokens at a time; no logits of all tokens."""
 
+    layers: Mapping[str, Mapping[str, str]] = FrozenDict()
+    """Range of layers -> operation -> value: `{"0-11": {"activation": "recompute", "attention": "off"}, "20-": {...}}`.
+    Layers count from 0 over the whole model, all pipeline stages together, and both ends of a range belong to it; see
+    `tempo_megatron.layer_values` for the two stacks of a T5. Any mapping is taken, and kept as one that has a hash."""
+
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"tempo.{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+        for name in CHOICES:
+            check_value("tempo.", name, getattr(self, name), tuple(CHOICES))
+        object.__setattr__(self, "layers", freeze_layers(self.layers))
 
     @classmethod
     def off(cls) -> TempoConfig:
         """Stock Megatron in every slot."""
-        return cls(**dict.fromkeys(CHOICES, "off"))
+        off: Any = dict.fromkeys(CHOICES, "off")
+        return cls(**off)
 
     @property
     def is_off(self) -> bool:
-        """Whether every operation is stock by its value; "auto" is not, whatever becomes of it."""
-        return all(getattr(self, name) == "off" for name in CHOICES)
+        """Whether every operation is stock by its value, in every layer; "auto" is not, whatever becomes of it."""
+        return all(self.values_of(name) == {"off"} for name in CHOICES)
+
+    def values_of(self, operation: str) -> set[str]:
+        """The values that an operation has in the layers and outside of them."""
+        return {value for _, value in self.list_values(operation)}
+
+    def list_values(self, operation: str) -> Iterator[tuple[str, str]]:
+        """(name for messages, value) of an operation: `tempo.norm`, then each `tempo.layers["0-11"].norm`."""
+        yield f"tempo.{operation}", getattr(self, operation)
+        for key, values in self.layers.items():
+            if operation in values:
+                yield f"tempo.layers{write_key(key)}.{operation}", values[operation]
+
+    def for_layer(self, layer: int, stack: str = "decoder") -> TempoConfig:
+        """The values of one layer, as those of a model in which all layers are alike.
+
+        Args:
+            layer: counted from 0 over the whole model.
+            stack: "encoder" or "decoder".
+        """
+        key = self.find_range(layer, stack)
+        return dataclasses.replace(self, layers={}, **(self.layers[key] if key is not None else {}))
+
+    def find_range(self, layer: int, stack: str = "decoder") -> str | None:
+        """The key of `layers` to which a layer belongs; None where it has the values of the fields."""
+        return next((key for key in self.layers if read_range(key).holds(layer, stack)), None)
+
+    def fill_auto(self, values: Mapping[str, str]) -> TempoConfig:
+        """A copy in which each "auto" of the operations in `values`, in layers too, is the value given there."""
+
+        def fill(block: Mapping[str, str]) -> dict[str, str]:
+            return {name: values.get(name, value) if value == "auto" else value for name, value in block.items()}
+
+        layers = {key: fill(block) for key, block in self.layers.items()}
+        return TempoConfig(**fill({name: getattr(self, name) for name in CHOICES}), layers=layers)
+
+    def check_layers(self, stack: str, num_layers: int) -> None:
+        """Raise ValueError where `layers` speaks of layers that a stack, "encoder" or "decoder", does not have."""
+        check_reach(self.layers, stack, num_layers)
+
+    def check_stacks(self, stacks: tuple[str, ...], model_name: str) -> None:
+        """Raise ValueError where `layers` speaks of a stack that is none of a model's `stacks`."""
+        check_stacks(self.layers, stacks, model_name)
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any]) -> TempoConfig:
@@ -83,28 +141,36 @@ class TempoConfig:
             raise ValueError(f"{path} holds a {type(content).__name__}; expected a JSON object")
         if "tempo" in content:
             return cls.from_dict(content["tempo"])
-        if content and not set(content) & {*CHOICES, *RENAMED, "enabled"}:
+        if content and not set(content) & {*_KEYS, *RENAMED}:
             raise ValueError(f'{path} has no "tempo" block; add one, for example "tempo": {{"activation": "auto"}}')
         return cls.from_dict(content)
 
     def describe(self) -> str:
-        """One line: `activation=inplace norm=auto dropout=recompute attention=flash loss=auto`."""
-        return " ".join(f"{name}={getattr(self, name)}" for name in CHOICES)
+        """One line: `activation=inplace norm=auto dropout=recompute attention=flash loss=auto`, and of single layers
+        ` layers 0-11: activation=recompute attention=off, 12: norm=off`."""
+        return " ".join([f"{name}={getattr(self, name)}" for name in CHOICES] + [self.describe_layers()]).rstrip()
+
+    def describe_layers(self) -> str:
+        """What single layers have: `layers 0-11: activation=recompute attention=off, 12: norm=off`, or nothing."""
+        parts = (
+            f"{key}: {' '.join(f'{name}={value}' for name, value in values.items()) or 'as all'}"
+            for key, values in self.layers.items()
+        )
+        return f"layers {', '.join(parts)}" if self.layers else ""
+
+
+_KEYS = ("enabled", *CHOICES, "layers")
 
 
 def check_block(block: object) -> dict[str, Any]:
     """A copy of a `"tempo"` block whose keys are known and whose values exist; else ValueError."""
     if not isinstance(block, Mapping):
         raise ValueError(f'"tempo" is {block!r}; expected a block such as {{"activation": "auto"}}')
-    known = ("enabled", *CHOICES)
     for key, value in block.items():
-        if key in RENAMED:
-            raise ValueError(f"tempo.{key} is now tempo.{RENAMED[key]}; write {RENAMED[key]} instead of {key}")
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"tempo.{key} is unknown; the nearest known name is tempo.{near}")
+        check_value("tempo.", key, value, _KEYS)
         if key == "enabled" and not isinstance(value, bool):
             raise ValueError(f"tempo.enabled is {value!r}; it must be true or false")
-        if key in CHOICES and value not in CHOICES[key]:
-            raise ValueError(f"tempo.{key} is {value!r}; it must be one of {', '.join(map(repr, CHOICES[key]))}")
-    return dict(block)
+    checked = dict(block)
+    if "layers" in checked:
+        checked["layers"] = freeze_layers(checked["layers"])
+    return checked

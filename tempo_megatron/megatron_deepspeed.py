@@ -112,9 +112,15 @@ def use_tempo(args: argparse.Namespace, tempo_config: TempoConfig) -> tuple[Temp
 def choose(args: argparse.Namespace, tempo_config: TempoConfig) -> tuple[TempoConfig, dict[str, str]]:
     """(`tempo_config` without "auto", per operation why "auto" took less than its first choice).
 
-    Raises ValueError where a written choice cannot be had.
+    Raises ValueError where a written choice cannot be had, and where single layers have values of their own.
     """
-    chosen, reasons = {}, {}
+    if tempo_config.layers:
+        raise ValueError(
+            "tempo.layers is given, and in Megatron-DeepSpeed what computes is replaced for all layers at once; "
+            "expected one value for each operation; leave layers out"
+        )
+    chosen: dict[str, Any] = {}
+    reasons = {}
     for name, operation in OPERATIONS.items():
         written = getattr(tempo_config, name)
         values = operation.preference if written == "auto" else (written,)

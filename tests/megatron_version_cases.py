@@ -23,9 +23,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss, use_cpu
-from tempo_megatron.slots.block_slots import count_slots
 from tempo_megatron.slots.dropout_rng import set_micro_batch
 from tempo_megatron.slots.megatron_versions import DIFFERENCES, VERSION
+from tempo_megatron.slots.report import report_on
 
 OFF = TempoConfig.off()
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "normalization": "RMSNorm"}
@@ -34,8 +34,10 @@ RECOMPUTED_MLP = {"recompute_granularity": "selective", "recompute_modules": ["m
 
 def build_gpt(config: Any, tempo_config: TempoConfig) -> Any:
     stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    spec = stock if tempo_config.is_off else tempo_block_spec(config, tempo_config)
-    assert count_slots(spec) == count_slots(replaced(stock, config, tempo_config))
+    spec = stock
+    if not tempo_config.is_off:
+        spec = tempo_block_spec(config, tempo_config)
+        assert report_on(spec).counts == report_on(replaced(stock, config, tempo_config)).counts
     return GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH)
 
 
@@ -55,7 +57,7 @@ def replaced(spec: Any, config: Any, tempo_config: TempoConfig) -> Any:
     if tempo_config.is_off:
         return spec
     found = tempoize(spec, config, tempo_config)
-    assert all(ours == total > 0 for ours, total in count_slots(found).values()), count_slots(found)
+    assert all(ours == total > 0 for ours, total in report_on(found).counts.values()), report_on(found).counts
     return found
 
 

@@ -35,9 +35,8 @@ from torch.nn import functional as F  # noqa: E402
 
 from tempo_megatron import TempoConfig, tempoize_embedding, use_cpu  # noqa: E402
 from tempo_megatron.memory.recorder import Recorder  # noqa: E402
-from tempo_megatron.slots.block_slots import count_slots  # noqa: E402
-from tempo_megatron.slots.layer_spec import choose_for_spec, tempoize  # noqa: E402
-from tempo_megatron.slots.transformer_engine import describe_transformer_engine  # noqa: E402
+from tempo_megatron.slots.layer_spec import tempoize  # noqa: E402
+from tempo_megatron.slots.report import report_on  # noqa: E402
 
 OFF = TempoConfig.off()
 INPLACE = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="off")
@@ -221,11 +220,11 @@ def what_was_replaced() -> dict[str, Any]:
     bert = tempoize(get_bert_layer_with_transformer_engine_spec(), config, INPLACE)
     stock = tempoize(layer, config, OFF)
     return {
-        "gpt": count_slots(gpt),
-        "bert": count_slots(bert),
-        "stock": count_slots(stock),
-        "again": count_slots(tempoize(gpt, config, INPLACE)),
-        "banner": [describe_transformer_engine(each) for each in (gpt, bert, stock)],
+        "gpt": report_on(gpt).counts,
+        "bert": report_on(bert).counts,
+        "stock": report_on(stock).counts,
+        "again": report_on(tempoize(gpt, config, INPLACE)).counts,
+        "left": [report_on(each).describe_left() for each in (gpt, bert, stock)],
         "final norm": [transformer_block.LayerNormImpl.__name__, gpt.layer_norm.__name__],
     }
 
@@ -256,7 +255,7 @@ def what_auto_takes() -> dict[str, Any]:
     for name in ("nothing", "delay_wgrad_compute", "qk_clip"):
         config = gpt_config()
         setattr(config, name, True)
-        choices = choose_for_spec(get_gpt_layer_with_transformer_engine_spec(), config, TempoConfig())
+        choices = tempoize(get_gpt_layer_with_transformer_engine_spec(), config, TempoConfig()).choices
         found[name] = [dataclasses.asdict(choices.config), dict(choices.reasons)]
     return found
 

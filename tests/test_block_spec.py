@@ -19,8 +19,8 @@ from megatron.core.transformer.moe import moe_utils
 from torch import nn
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
-from tempo_megatron.slots.block_slots import count_slots
 from tempo_megatron.slots.choices import choose
+from tempo_megatron.slots.report import report_on
 
 STOCK = None
 NO_ATTENTION = {"n_heads_in_group": None, "no_op": True, "replace_with_linear": False}
@@ -96,7 +96,7 @@ def test_the_block_is_megatrons_of_the_same_configuration(name, tempo_config):
 
 
 def counts_of_heterogeneous():
-    return count_slots(tempo_block_spec(heterogeneous_config(), TempoConfig()))
+    return report_on(tempo_block_spec(heterogeneous_config(), TempoConfig())).counts
 
 
 def test_a_slot_that_is_left_empty_is_not_counted():
@@ -199,7 +199,11 @@ def with_multi_token_prediction(tempo_config, dropout):
     takes_mask = choose(config, tempo_config).config.attention == "off"
     loss = losses(model, 0, 2, gives_mask=takes_mask).mean()
     loss.backward()
-    return (loss.item(), gradients(model)), count_slots(spec), type(model.embedding.embedding_dropout) is nn.Dropout
+    return (
+        (loss.item(), gradients(model)),
+        report_on(spec).counts,
+        type(model.embedding.embedding_dropout) is nn.Dropout,
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

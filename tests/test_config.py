@@ -94,7 +94,7 @@ def test_the_argument_wins_over_the_block_field_by_field(argv, block, expected):
 
 
 def test_auto_is_the_value_of_every_field_and_is_not_off():
-    assert dataclasses.asdict(TempoConfig()) == dict.fromkeys(OPERATIONS, "auto")
+    assert dataclasses.asdict(TempoConfig()) == {**dict.fromkeys(OPERATIONS, "auto"), "layers": {}}
     assert TempoConfig.from_dict({}) == TempoConfig.from_dict(dict.fromkeys(OPERATIONS, "auto")) == TempoConfig()
     assert not TempoConfig().is_off and not TempoConfig(**{**dict.fromkeys(OPERATIONS, "off"), "norm": "auto"}).is_off
     assert TempoConfig(norm="off").describe() == "activation=auto norm=off dropout=auto attention=auto loss=auto"
@@ -133,6 +133,6 @@ def test_the_former_name_of_the_activation_is_refused_with_the_new_one(
 
 
 def test_the_table_of_operations_names_every_switch_and_no_other() -> None:
-    assert [field.name for field in dataclasses.fields(TempoConfig)] == list(OPERATIONS)
+    assert [field.name for field in dataclasses.fields(TempoConfig)] == [*OPERATIONS, "layers"]
     assert {row.operation for row in LEDGER_ROWS} - {None} == set(OPERATIONS)
     assert len({(row.module, row.is_scores) for row in LEDGER_ROWS}) == len(LEDGER_ROWS)

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize
 from tempo_megatron.slots.attention import TempoDotProductAttention
-from tempo_megatron.slots.block_slots import count_slots
 from tempo_megatron.slots.choices import choose
 from tempo_megatron.slots.mlp import TempoMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TorchLayerNorm
+from tempo_megatron.slots.report import report_on
 
 CONFIGS = {
     "everything": TempoConfig(),
@@ -204,10 +204,10 @@ def specs_with(**overrides):
     tempoized = tempoize(original, config, TempoConfig())
     stock = tempo_block_spec(config, TempoConfig.off())
     return {
-        "counts": count_slots(tempoized),
-        "stock counts": count_slots(stock),
+        "counts": report_on(tempoized).counts,
+        "stock counts": report_on(stock).counts,
         "unchanged": original.submodules == before,
-        "again": count_slots(tempoize(tempoized, config, TempoConfig())),
+        "again": report_on(tempoize(tempoized, config, TempoConfig())).counts,
         "stock norm": stock.layer_norm.__name__,
         "key map": tempoized.layer_specs[0].submodules.sharded_state_dict_keys_map
         == original.submodules.sharded_state_dict_keys_map,

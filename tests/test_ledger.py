@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.cli import main
+from tempo_megatron.memory.layer_kinds import measure_model
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import Ledger, Row, build_ledger_config, measure
 from tempo_megatron.memory.ledger_command import format_table
@@ -144,6 +145,43 @@ def test_a_row_that_the_table_of_operations_does_not_know_stands_last():
     assert isinstance(more, Ledger) and more.layer_bytes == known.layer_bytes + 640
     lines = format_table(known, more).splitlines()
     assert "640" in lines[[line.startswith("one layer without") for line in lines].index(True) - 2]
+
+
+LAYERS = {"0-1": {"norm": "off", "dropout": "off"}, "3": {"activation": "recompute", "attention": "off"}}
+MIXED = TempoConfig(activation="inplace", layers=LAYERS)
+
+
+def test_each_kind_of_layer_is_measured_and_the_model_is_their_sum():
+    cpu.use_cpu()
+    with simulate_layout(1):
+        config = build_transformer_config(
+            {**SMALL, "num_layers": 6}, sequence_parallel=False, dtype=torch.bfloat16, dropout=0.1, recompute=()
+        )
+        found = measure_model(config, MIXED, vocab_size=512, seq_length=64)
+    alone = [ledger(SMALL, MIXED.for_layer(layer)).layer_bytes for layer in range(6)]
+    kinds = [(kind.layers, kind.num_layers, kind.layer_bytes) for kind in found.layer_kinds]
+    assert kinds == [("0-1", 2, alone[0]), ("2,4-5", 3, alone[2]), ("3", 1, alone[3])]
+    # Embedding, final norm and loss head are those of a model without `layers`.
+    around = ledger(SMALL, TempoConfig(activation="inplace"))
+    outside = around.model_bytes - around.num_layers * around.layer_bytes
+    assert found.model_bytes == sum(alone) + outside
+    assert found.mean_layer_bytes == pytest.approx(sum(alone) / 6)
+    assert found.report.counts["dropout"] == (8, 12)
+
+
+def test_the_command_lists_each_kind_of_layer_and_what_is_left(tmp_path, capsys):
+    model, out = tmp_path / "small.json", tmp_path / "ledger.json"
+    model.write_text(json.dumps({**SMALL, "num_layers": 4, "seq_length": 64}))
+    argv = ["ledger", "--model", str(model), "--json", str(out), "--tempo-layers", json.dumps(LAYERS)]
+    assert main(argv) == 0
+    text, kinds = capsys.readouterr().out, json.loads(out.read_text())["tempo"]["layer_kinds"]
+    assert "left: norm in decoder.layers.0-1 (input_layernorm, pre_mlp_layernorm): off for layers 0-1\n" in text
+    assert [kind["layers"] for kind in kinds] == ["0-1", "2", "3"]
+    for kind in kinds:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"each of layers {kind['layers']} ")]
+        assert f"{kind['layer_bytes']:,}" in line
+    assert main([*argv[:-1], '{"2-4": {"norm": "off"}}']) == 2
+    assert 'tempo.layers["2-4"] goes beyond the decoder\'s 4 layers' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

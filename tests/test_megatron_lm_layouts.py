@@ -13,6 +13,8 @@ pytestmark = pytest.mark.slow
 _DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1 --lr 0.01 --use-tempo --tempo-norm inplace"
 _FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
+# Across the border of two stages, and of each of four.
+_LAYERS = '--tempo-layers {"0":{"activation":"recompute"},"1-2":{"norm":"recompute","attention":"softmax"}}'
 # name -> (world size, arguments)
 LAYOUTS = {
     "micro batch 4": (1, "--micro-batch-size 4"),
@@ -27,6 +29,9 @@ LAYOUTS = {
     "TP 2 + SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "DP 2": (2, ""),
     "DP 2, micro batch 4": (2, "--micro-batch-size 4"),
+    "single layers": (1, _LAYERS),
+    "PP 2, single layers": (2, f"--pipeline-model-parallel-size 2 {_LAYERS}"),
+    "PP 2, interleaved, single layers": (2, f"--pipeline-model-parallel-size 2 {_VIRTUAL} {_LAYERS}"),
     "PP 4": (4, "--pipeline-model-parallel-size 4"),
     "PP 2, DP 2, interleaved": (4, f"--pipeline-model-parallel-size 2 {_VIRTUAL} --micro-batch-size 1"),
 }

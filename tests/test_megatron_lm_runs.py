@@ -59,7 +59,7 @@ def test_without_use_tempo_nothing_but_the_argument_parser_is_replaced(results: 
 def test_the_banner_and_the_report_say_what_was_replaced(results: dict[str, dict[str, Any]]) -> None:
     printed, report = results["tempo"]["printed"], results["report"]
     assert f"tempo: Megatron-core {report['megatron_core']} at " in printed
-    assert "slots replaced: activation 4 of 4, norm 9 of 9, dropout 8 of 8, attention 4 of 4" in printed
+    assert "slots replaced: activation 4 of 4, norm 9 of 9, dropout 9 of 9, attention 4 of 4, loss 1 of 1" in printed
     (model,) = report["models"]
     assert model["model"] == "GPTModel"
     assert model["slots"]["norm"] == {"tempo": 9, "all": 9}

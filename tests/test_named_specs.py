@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.slots import named_specs
-from tempo_megatron.slots.block_slots import count_slots
 from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TempoRMSNorm
+from tempo_megatron.slots.report import report_on
 
 MODULE = "tempo_megatron.slots.named_specs"
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "normalization": "RMSNorm", "qk_layernorm": True}
@@ -80,7 +80,7 @@ def what_draws(tempo_config):
         block = named_specs.tempo_block(gpt_config(dropout=0.1), tempo_config=tempo_config)
     except ValueError as error:
         return str(error)
-    return count_slots(block)
+    return report_on(block).counts
 
 
 def test_what_draws_masks_stays_stock_or_is_refused_as_nobody_tells_the_samples():

@@ -138,7 +138,11 @@ def test_the_banner_says_which_attention_runs(data: Data, tmp_path: Path) -> Non
     # All of them "auto", with nothing in the way of the first choice.
     values = "activation=inplace norm=inplace dropout=recompute attention=flash loss=fused"
     assert f"{values} (arguments: --use-tempo; block: none)" in result.output
+    replaced = "activation 2 of 2, norm 5 of 5, dropout 5 of 5, attention 2 of 2, loss 1 of 1"
+    assert f"replaced   {replaced}\n" in result.output and "left       nothing\n" in result.output
     (described,) = [record for record in result.records if record["kind"] == "run"]
+    assert described["tempo"].pop("layers") == {}
+    assert described["slots"]["dropout"] == {"tempo": 5, "all": 5}
     assert " ".join(f"{name}={value}" for name, value in described["tempo"].items()) == values
 
 

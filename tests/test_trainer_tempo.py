@@ -14,6 +14,7 @@ TP2 = ["--tensor-model-parallel-size", "2"]
 SP = [*TP2, "--sequence-parallel"]
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
 KEEP_INPUTS = ["--tempo-activation", "recompute", "--tempo-norm", "recompute"]
+LAYERS = '{"0": {"activation": "recompute", "attention": "softmax"}, "1-": {"norm": "recompute"}}'
 BATCH_OF_8 = ["--global-batch-size", "8"]
 CURVE = [*BATCH_OF_8, "--train-iters", "50", "--use-tempo"]
 
@@ -62,6 +63,13 @@ LAYOUTS: dict[str, tuple[int, list[str], int]] = {
     "DP 2, full recomputation, micro batch 1, ZeRO 3": (2, [*FULL, "--micro-batch-size", "1"], 3),
     "DP 2, ZeRO 3, inputs kept": (2, [*KEEP_INPUTS, "--micro-batch-size", "2"], 3),
     "TP 2 + SP, inputs kept": (2, [*SP, *KEEP_INPUTS, "--micro-batch-size", "4"], 1),
+    "single layers": (1, ["--tempo-layers", LAYERS], 0),
+    "TP 2 + SP, single layers, full recomputation": (2, [*SP, *FULL, "--tempo-layers", LAYERS], 1),
+    "TP 2 + SP, single layers, core_attn recomputed": (
+        2,
+        [*SP, "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "--tempo-layers", LAYERS],
+        0,
+    ),
     "TP 2 + SP, DP 2, ZeRO 2": (4, [*SP, "--micro-batch-size", "1"], 2),
 }  # fmt: skip
 
@@ -116,3 +124,16 @@ def test_dropout_changes_the_losses(data: Data, tmp_path: Path) -> None:
     dropped = successful(run(data, tmp_path / "dropped", *short))
     kept = successful(run(data, tmp_path / "kept", *short, *NO_DROPOUT))
     assert dropped.losses != pytest.approx(kept.losses, rel=1e-3)
+
+
+def test_single_layers_train_and_are_said_in_the_banner_and_the_metrics(data: Data, tmp_path: Path) -> None:
+    short = [*BATCH_OF_8, *NO_DROPOUT, "--train-iters", "3"]
+    stock = successful(run(data, tmp_path / "stock", *short))
+    config = {"tempo": {"layers": {"0": {"attention": "off", "norm": "off"}}}}
+    tempo = successful(run(data, tmp_path / "tempo", *short, config=config))
+    assert tempo.losses != stock.losses and tempo.losses == pytest.approx(stock.losses, rel=1e-4)
+    assert "layers 0: norm=off attention=off" in tempo.output
+    assert "norm in decoder.layers.0 (input_layernorm, pre_mlp_layernorm): off for layer 0" in tempo.output
+    assert 'block: layers={"0": {"norm": "off", "attention": "off"}}' in tempo.output
+    refused = run(data, tmp_path / "refused", *short, config={"tempo": {"layers": {"7-8": {"norm": "off"}}}})
+    assert set(refused.exit_codes) != {0} and 'tempo.layers["7-8"] goes beyond the decoder' in refused.output

@@ -123,12 +123,13 @@ def test_slots_are_counted_and_described(found) -> None:
     assert replaced["gpt"] == replaced["again"] == counts
     assert replaced["bert"] == {**counts, "attention": [0, 2]}
     assert replaced["stock"] == {name: [0, total] for name, (_, total) in counts.items()}
-    gpt, bert, stock = replaced["banner"]
-    assert gpt == (
-        "Transformer Engine's linears stay; 4 of 4 norms fused into them are Tempo's; 2 of 2 attentions are Tempo's"
-    )
-    assert "0 of 2 attentions are Tempo's; with padding or arbitrary masks" in bert
-    assert "0 of 4 norms" in stock
+    gpt, bert, stock = replaced["left"]
+    assert gpt == []
+    assert bert == [
+        "attention in encoder.layers.0-1 (self_attention.core_attention): "
+        "Transformer Engine's attention, under a mask whose conventions are its own"
+    ]
+    assert "norm in decoder.layers.0-1 (self_attention.linear_qkv, mlp.linear_fc1): off" in stock
     assert replaced["final norm"] == ["TENorm", "TempoTELayerNorm"]
 
 
@@ -142,7 +143,8 @@ def test_auto_leaves_what_transformer_engine_does_and_says_why(found) -> None:
     auto = found(1)[0]["auto"]
     chosen, reasons = auto["nothing"]
     assert chosen == {
-        "activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "off", "loss": "fused"
+        "activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "off", "loss": "fused",
+        "layers": {},
     }  # fmt: skip
     assert reasons == {"attention": "Transformer Engine's attention keeps no s*s tensor and no mask either"}
     chosen, reasons = auto["delay_wgrad_compute"]
@@ -163,12 +165,11 @@ def test_sharded_checkpoints_go_both_ways(found) -> None:
     assert [tempo_with_stocks, stock_with_tempos] == pytest.approx([stock, tempo], rel=1e-6)
 
 
-def test_without_transformer_engine_nothing_is_described() -> None:
+def test_a_local_layer_has_no_transformer_engine() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from tempo_megatron.slots.transformer_engine import describe_transformer_engine, is_installed
+    from tempo_megatron.slots.transformer_engine import has_transformer_engine, is_installed
 
     if is_installed():
         pytest.skip("Transformer Engine is installed")
-    assert describe_transformer_engine(TransformerBlockSubmodules([get_gpt_layer_local_spec()])) is None
+    assert not has_transformer_engine(get_gpt_layer_local_spec())

@@ -50,7 +50,8 @@ _OVERRIDES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class KeptBytes:
-    """Bytes that one layer keeps for backward on one rank, in this run's sizes; or why nobody knows."""
+    """Bytes that one layer keeps for backward on one rank, in this run's sizes, or why nobody knows; where layers are
+    not alike, their mean."""
 
     stock: int | None = None
     tempo: int | None = None
@@ -77,6 +78,7 @@ def start_measuring(config: Any, tempo_config: TempoConfig, run: Any) -> Callabl
     order = {
         "config": _portable_fields(config),
         "tempo": dataclasses.asdict(tempo_config),
+        "num_layers": config.num_layers,
         "seq_length": run.seq_length,
         "micro_batch_size": run.micro_batch_size,
     }
@@ -147,8 +149,8 @@ def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from tempo_megatron import cpu
+    from tempo_megatron.memory.layer_kinds import measure_model
     from tempo_megatron.memory.layout import simulate_layout
-    from tempo_megatron.memory.ledger import measure
 
     cpu.use_cpu()
     tp = order["config"].get("tensor_model_parallel_size", 1)
@@ -158,14 +160,21 @@ def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
         for name, choice in {"stock": TempoConfig.off(), "tempo": TempoConfig(**order["tempo"])}.items():
             lengths = [_TOKENS * tp * n for n in _LENGTHS]
             kept = [
-                measure(config, choice, vocab_size=128 * tp, seq_length=s, micro_batch_size=batch).layer_bytes
+                measure_model(
+                    config,
+                    choice,
+                    num_layers=order.get("num_layers"),
+                    vocab_size=128 * tp,
+                    seq_length=s,
+                    micro_batch_size=batch,
+                ).mean_layer_bytes
                 for s in lengths
             ]
             found[name] = _extrapolate(lengths, kept, order["seq_length"])
     return KeptBytes(stock=found["stock"], tempo=found["tempo"])
 
 
-def _extrapolate(lengths: list[int], kept: list[int], length: int) -> int:
+def _extrapolate(lengths: list[int], kept: list[float], length: int) -> int:
     """The value at `length` of the parabola through three equidistant points."""
     step = lengths[1] - lengths[0]
     first, second = kept[1] - kept[0], kept[2] - 2 * kept[1] + kept[0]

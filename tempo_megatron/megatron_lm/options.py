@@ -80,6 +80,6 @@ def _read_block(file: str, *, may_be_bare: bool) -> dict[str, Any] | None:
         return check_block(content["tempo"])
     if not may_be_bare:
         return None
-    if isinstance(content, dict) and not set(content) & {*CHOICES, "enabled"}:
+    if isinstance(content, dict) and not set(content) & {*CHOICES, "enabled", "layers"}:
         raise ValueError(f'{file} has no "tempo" block; add one, for example "tempo": {{"norm": "inplace"}}')
     return check_block(content)

@@ -90,17 +90,17 @@ def _wrap_constructor(
 
 def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoConfig) -> ModelReport:
     """Put Tempo's specs in the place of those that a constructor is given."""
-    from tempo_megatron.slots.layer_spec import choose_for_spec, tempoize
+    from tempo_megatron.slots.layer_spec import tempoize
 
     found = ModelReport(name=model.place.partition(":")[2], tempo_config=tempo_config)
     for spec_name, config_name in model.specs.items():
         config = arguments[config_name]
         asked, reasons = _leave_replayed_masks(config, tempo_config)
-        spec, vp_stage = arguments[spec_name], arguments.get("vp_stage")
-        choices = choose_for_spec(spec, config, asked, vp_stage=vp_stage)
-        block = tempoize(spec, config, choices.config, vp_stage=vp_stage)
-        arguments[spec_name] = block
-        found.add_block(block, config, choices.config, {**choices.reasons, **reasons})
+        block = tempoize(arguments[spec_name], config, asked, vp_stage=arguments.get("vp_stage"))
+        assert block.choices is not None
+        choices = dataclasses.replace(block.choices, written=tempo_config, reasons={**block.choices.reasons, **reasons})
+        arguments[spec_name] = block = dataclasses.replace(block, choices=choices)
+        found.add_block(block, config, choices)
     return found
 
 
@@ -108,6 +108,7 @@ def _finish_model(model: Any, found: ModelReport, tempo_config: TempoConfig) -> 
     """What no spec names: the embedding's dropout and the loss head."""
     from tempo_megatron.slots.embedding import tempoize_embedding
     from tempo_megatron.slots.loss import choose_loss, tempoize_loss
+    from tempo_megatron.slots.report import report_on
 
     tempoize_embedding(model, found.tempo_config)
     loss, reason = choose_loss(model, tempo_config)
@@ -115,6 +116,7 @@ def _finish_model(model: Any, found: ModelReport, tempo_config: TempoConfig) -> 
     if reason is not None:
         found.reasons["loss"] = reason
     tempoize_loss(model, found.tempo_config)
+    found.report = report_on(model)
 
 
 def _leave_replayed_masks(config: Any, tempo_config: TempoConfig) -> tuple[TempoConfig, dict[str, str]]:

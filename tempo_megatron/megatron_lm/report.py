@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +23,30 @@ class ModelReport:
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     """Operation -> why it is not what was asked for, or not everywhere."""
 
-    slots: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    """Operation -> slots that hold Tempo's module, and slots there are."""
+    report: Any = None
+    """The TempoReport of the built model."""
 
     draws_masks: bool = False
     knows_its_mask: bool = True
     """Whether every attention of the model is Tempo's, and hides the future without being given a mask."""
 
     leaves_mask_out: bool = False
-    transformer_engine: str | None = None
-    """What became of Transformer Engine's modules, where the layers have some."""
+    has_transformer_engine: bool = False
+    """Whether the layers have modules of Transformer Engine's, whose linears stay."""
 
     kept_bytes: Callable[[], KeptBytes] | None = None
     """Waits for the bytes that one layer keeps."""
 
-    def add_block(self, block: Any, config: Any, tempo_config: TempoConfig, reasons: Mapping[str, str]) -> None:
-        """A block's spec that was built for `config`, with what "auto" became; a T5Model has two."""
-        from tempo_megatron.slots.block_slots import count_slots, hides_the_future
-        from tempo_megatron.slots.transformer_engine import describe_transformer_engine
+    def add_block(self, block: Any, config: Any, choices: Any) -> None:
+        """A block's spec that was built for `config` with these Choices; a T5Model has two."""
+        from tempo_megatron.slots.block_slots import hides_the_future
+        from tempo_megatron.slots.transformer_engine import has_transformer_engine
 
-        self.tempo_config = tempo_config
-        self.transformer_engine = describe_transformer_engine(block) or self.transformer_engine
-        self.reasons.update(reasons)
-        for name, (ours, there) in count_slots(block).items():
-            before = self.slots.get(name, (0, 0))
-            self.slots[name] = (before[0] + ours, before[1] + there)
+        self.tempo_config = choices.config
+        self.has_transformer_engine |= any(map(has_transformer_engine, block.layer_specs or []))
+        self.reasons.update(choices.reasons)
         dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
-        self.draws_masks |= any(p > 0 and getattr(tempo_config, name) != "off" for name, p in dropouts.items())
+        self.draws_masks |= any(p > 0 and choices.config.values_of(name) != {"off"} for name, p in dropouts.items())
         self.knows_its_mask &= hides_the_future(block)
 
 
@@ -73,7 +70,7 @@ class Report:
 
     def add(self, model: ModelReport, config: Any, run: Any) -> None:
         """A model that was built for `config`, a TransformerConfig; a pipeline stage may have several."""
-        if self._is_first_rank and not self._models and model.name == "GPTModel" and model.transformer_engine is None:
+        if self._is_first_rank and not self._models and model.name == "GPTModel" and not model.has_transformer_engine:
             model.kept_bytes = start_measuring(config, model.tempo_config, run)
         self._models.append(model)
 
@@ -108,10 +105,10 @@ class Report:
                 {
                     "model": model.name,
                     "tempo": dataclasses.asdict(model.tempo_config),
-                    "slots": {name: {"tempo": ours, "all": there} for name, (ours, there) in model.slots.items()},
+                    **model.report.as_dict(),
                     "reasons": model.reasons,
                     "attention_mask_left_out": model.leaves_mask_out,
-                    "transformer_engine": model.transformer_engine,
+                    "transformer_engine": model.has_transformer_engine,
                 }
                 for model in self._models
             ],
@@ -122,11 +119,16 @@ class Report:
         lines = [f"tempo: Megatron-core {self.megatron_version} at {self.megatron_root}"]
         for model in self._models:
             lines.append(f"tempo: {model.name}, {model.tempo_config.describe()}")
-            replaced = [f"{name} {ours} of {there}" for name, (ours, there) in model.slots.items()]
-            lines.append(f"tempo:   slots replaced: {', '.join(replaced)}")
-            lines += [f"tempo:   {name}: {reason}" for name, reason in model.reasons.items()]
-            if model.transformer_engine:
-                lines.append(f"tempo:   {model.transformer_engine}")
+            lines.append(f"tempo:   slots replaced: {model.report.describe_counts()}")
+            lines += [f"tempo:   left: {line}" for line in model.report.describe_left()]
+            # Why "auto" is less than its first choice stands there where it left a slot, else here.
+            lines += [
+                f"tempo:   {name}={getattr(model.tempo_config, name)}: {reason}"
+                for name, reason in model.reasons.items()
+                if not any(slot.left == f"auto: {reason}" for slot in model.report.left)
+            ]
+            if model.has_transformer_engine:
+                lines.append("tempo:   Transformer Engine's linears stay")
             if model.leaves_mask_out:
                 lines.append(
                     "tempo:   attention is causal and is given no mask, as with "

@@ -29,6 +29,7 @@ from tempo_megatron.slots.embedding import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempo_block_spec
 from tempo_megatron.slots.loss import tempoize_loss
 from tempo_megatron.slots.mlp import describe_activation
+from tempo_megatron.slots.report import TempoReport
 
 _BDA = tuple(name for name in OPERATIONS["dropout"].slots if name != "cross_attn_bda")  # a GPT's
 _ROWS = {(row.module, row.is_scores): row for row in LEDGER_ROWS}
@@ -48,6 +49,18 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """Layers of the same values."""
+
+    layers: str
+    """`0-11,20`, from 0."""
+
+    num_layers: int
+    layer_bytes: int
+    """Of one of them, s*s tensors included."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Ledger:
     """What one layer, and the model around the layers, keep for backward on one rank."""
 
@@ -58,6 +71,12 @@ class Ledger:
     num_layers: int
     choices: Choices
     """What was measured, and why "auto" was less than its first choice."""
+
+    report: TempoReport | None = None
+    """What became of the slots of all layers; of `measure_model` only."""
+
+    layer_kinds: tuple[LayerKind, ...] = ()
+    """The kinds of layers where they are not alike; `rows` are the first one's. Of `measure_model` only."""
 
     def convert_to_sbh(self, num_bytes: int) -> float:
         """Bytes in units of s * b * h."""
@@ -87,9 +106,15 @@ class Ledger:
         return self.convert_to_sbh(self.layer_bytes - self.scores_bytes)
 
     @property
+    def mean_layer_bytes(self) -> float:
+        """One transformer layer; where layers are not alike, the mean of all."""
+        kinds = self.layer_kinds or (LayerKind("", self.num_layers, self.layer_bytes),)
+        return sum(kind.num_layers * kind.layer_bytes for kind in kinds) / sum(kind.num_layers for kind in kinds)
+
+    @property
     def model_bytes(self) -> int:
         """All layers, embedding, final norm, output layer and loss."""
-        return self.num_layers * self.layer_bytes + sum(row.num_bytes for row in self.outside_rows)
+        return round(self.num_layers * self.mean_layer_bytes) + sum(row.num_bytes for row in self.outside_rows)
 
 
 def measure(
@@ -106,7 +131,8 @@ def measure(
     Args:
         transformer_config: Megatron's; its `num_layers` is taken as 1 for the run. Model parallelism must be
             initialised (see `tempo_megatron.memory.layout.simulate_layout`) with its sizes.
-        tempo_config: `TempoConfig.off()` for stock; "auto" becomes what the configuration allows.
+        tempo_config: `TempoConfig.off()` for stock; "auto" becomes what the configuration allows. Of its `layers` the
+            one layer is "0"; for others see `tempo_megatron.memory.layer_kinds.measure_model`.
         vocab_size: padded size of the vocabulary, divisible by the tensor parallel size.
         seq_length, micro_batch_size: s and b.
         num_layers: layers of the whole model, for the totals (default: transformer_config.num_layers).
@@ -133,7 +159,7 @@ def measure(
     positions = torch.arange(seq_length, dtype=torch.int64).expand(micro_batch_size, -1).contiguous()
     # The one mask of all layers is the micro batch's own tensor; stock needs it given on a CPU.
     mask = None
-    if cpu.is_used() and tempo_config.attention == "off":
+    if cpu.is_used() and tempo_config.for_layer(0).attention == "off":
         mask = torch.ones(1, 1, seq_length, seq_length, dtype=torch.bool).triu(1)
     recorder = Recorder(model, exclude=(tokens, positions) if mask is None else (tokens, positions, mask))
     layer = model.decoder.layers[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from tempo_megatron.argument_types import parse_positive
 from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.data.tokenizer import pad_vocab_size
+from tempo_megatron.memory.layer_kinds import measure_model
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import Ledger, Row, build_ledger_config, measure
+from tempo_megatron.memory.ledger import Ledger, Row, build_ledger_config
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.checks import check_layout
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
@@ -54,7 +56,9 @@ def run_ledger(args: argparse.Namespace) -> int:
     print(f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, ", end="")
     print(f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}", end="")
     print(f", recompute {' '.join(args.recompute)}" if args.recompute else "")
-    print(f"tempo: {tempo.choices.describe()}\n")
+    print(f"tempo: {tempo.choices.describe()}")
+    assert tempo.report is not None
+    print("".join(f"left: {line}\n" for line in tempo.report.describe_left()))
     print(format_table(stock, tempo))
     if args.json:
         figures = {
@@ -80,7 +84,7 @@ def measure_ledger(shape: ModelShape, tempo_config: TempoConfig, args: argparse.
             recompute=tuple(args.recompute),
         )
         assert shape.vocab_size is not None
-        return measure(
+        return measure_model(
             config,
             tempo_config,
             vocab_size=pad_vocab_size(shape.vocab_size, shape.make_vocab_size_divisible_by, args.tp),
@@ -113,7 +117,10 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
     lines.append(
         format_line("one layer without s*s", *(ledger.layer_bytes - ledger.scores_bytes for ledger in (stock, tempo)))
     )
-    lines.append(format_line("one layer", stock.layer_bytes, tempo.layer_bytes))
+    if len(tempo.layer_kinds) < 2:
+        lines.append(format_line("one layer", stock.layer_bytes, tempo.layer_bytes))
+    for kind in tempo.layer_kinds if len(tempo.layer_kinds) > 1 else ():
+        lines.append(format_line(f"each of layers {kind.layers}", stock.layer_bytes, kind.layer_bytes))
     lines += [rule, *format_rows("outside_rows"), rule]
     lines.append(format_line(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes))
     lines.append(
@@ -158,6 +165,7 @@ def _list_figures(ledger: Ledger) -> dict[str, Any]:
         "layer_bytes": ledger.layer_bytes,
         "layer_sbh_without_scores": ledger.layer_sbh,
         "layer_sbh": ledger.convert_to_sbh(ledger.layer_bytes),
+        "layer_kinds": [dataclasses.asdict(kind) for kind in ledger.layer_kinds],
         "model_bytes": ledger.model_bytes,
         "rows": {row.operation: row.num_bytes for row in ledger.rows},
     }

@@ -1,44 +1,102 @@
-"""What the slots of a block's specs hold."""
+"""A block's submodules as `tempoize` returns them, and what their slots hold."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import TempoDotProductAttention
 from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
+from tempo_megatron.slots.choices import Choices
+from tempo_megatron.slots.dropout_rng import Stack
 from tempo_megatron.slots.mlp import TempoMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TempoRMSNorm
+from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
+from tempo_megatron.slots.te_modules import SplitNorm
+
+ATTENTIONS = ("self_attention", "cross_attention")
+# Norms inside of an attention: of queries and keys, and of what latent attention compresses.
+INNER_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
 _TEMPO_CLASSES: dict[str, tuple[type, ...]] = {
     "activation": (TempoMLP,),
-    "norm": (TempoLayerNorm, TempoRMSNorm),
+    "norm": (TempoLayerNorm, TempoRMSNorm, SplitNorm),
     "attention": (TempoDotProductAttention,),
 }
 
 
-def count_slots(spec: TransformerBlockSubmodules) -> dict[str, tuple[int, int]]:
-    """Per operation, how many slots of a block hold Tempo's module and how many there are, for a run's banner.
+@dataclasses.dataclass
+class TempoBlockSubmodules(TransformerBlockSubmodules):
+    """A block's submodules that every model takes, and what `tempo_megatron.slots.report.report_on` tells of them."""
 
-    A slot that a layer leaves empty (no cross attention, an attention or MLP that is left out) is not counted.
+    submodules: Any = None
+    """The given layer's, which BertModel asks for its mask."""
+
+    choices: Choices | None = None
+    """What was asked for and what was taken; None in a block that `tempoize` has not made."""
+
+    stack: Stack = Stack.DECODER
+    first_layer: int = 0
+    """Number of the first layer in the whole model, from 0."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A place of a block that holds an operation, and is not left empty."""
+
+    operation: str
+    layer: int | None
+    """Index in the block; None for the block's own norm."""
+
+    name: str
+    """In the layer: `mlp`, `self_attention.q_layernorm`."""
+
+    content: Any
+    holder: Any = None
+    """The attention, or MLP, that the slot is in."""
+
+    @property
+    def is_tempo(self) -> bool:
+        """Whether it holds Tempo's module."""
+        return _is_tempo(self.operation, self.content)
+
+
+def list_slots(block: TransformerBlockSubmodules) -> Iterator[Slot]:
+    """Each slot of a block whose operation Tempo knows, in the order of the layers.
+
+    A slot that a layer leaves empty (no cross attention, an attention or MLP that is left out) is not there.
     """
-    counts = {}
+    for index, layer in enumerate(block.layer_specs or []):
+        for slot in list_layer_slots(layer):
+            yield dataclasses.replace(slot, layer=index)
+    for name in OPERATIONS["norm"].block_slots:
+        if is_there(norm := getattr(block, name)):
+            yield Slot(operation="norm", layer=None, name=name, content=norm)
+
+
+def list_layer_slots(layer: Any) -> Iterator[Slot]:
+    """Each slot of one layer's spec; see `list_slots`."""
+    submodules = find_submodules(layer)
     for operation in OPERATIONS.values():
-        slots = [getattr(spec, name) for name in operation.block_slots]
-        slots += [_find_slot(layer, path) for layer in spec.layer_specs or [] for path in operation.slots]
-        if operation.name == "norm":
-            slots += [slot for layer in spec.layer_specs or [] for slot in te.find_fused_norms(layer)]
-        filled = [slot for slot in slots if is_there(slot)]
-        if operation.slots:
-            counts[operation.name] = (sum(_is_tempo(operation.name, slot) for slot in filled), len(filled))
-    return counts
+        for path in operation.slots:
+            holder_name, _, name = path.rpartition(".")
+            holder = getattr(submodules, holder_name, None) if holder_name else None
+            content = getattr(find_submodules(holder) if holder_name else submodules, name, None)
+            if is_there(content):
+                yield Slot(operation=operation.name, layer=None, name=path, content=content, holder=holder)
+    for holder_name in (*ATTENTIONS, "mlp"):
+        holder = getattr(submodules, holder_name, None)
+        for name, content in list_fields(find_submodules(holder)).items():
+            is_norm = name in INNER_NORMS or te.is_norm_and_linear(content)
+            if is_norm and is_there(content):
+                path = f"{holder_name}.{name}"
+                yield Slot(operation="norm", layer=None, name=path, content=content, holder=holder)
 
 
 def hides_the_future(spec: TransformerBlockSubmodules) -> bool:
@@ -46,7 +104,7 @@ def hides_the_future(spec: TransformerBlockSubmodules) -> bool:
     attentions: list[Any] = [
         attention
         for layer in spec.layer_specs or []
-        for name in ("self_attention", "cross_attention")
+        for name in ATTENTIONS
         if is_there(attention := getattr(layer.submodules, name, None))
     ]
     return all(
@@ -56,33 +114,8 @@ def hides_the_future(spec: TransformerBlockSubmodules) -> bool:
     )
 
 
-def _find_slot(layer: Any, path: str) -> Any:
-    """What stands at a dotted path of a layer spec; None where a spec on the way has no submodules."""
-    slot = layer
-    for name in path.split("."):
-        slot = getattr(getattr(slot, "submodules", None), name, None)
-    return slot
-
-
-def _is_tempo(operation: str, slot: Any) -> bool:
+def _is_tempo(operation: str, content: Any) -> bool:
+    module = find_class(content)
     if operation == "dropout":  # a function in the spec, as Megatron has it
-        return getattr(slot, "__module__", "") == tempo_bias_dropout_add.__module__
-    if operation == "norm" and te.is_split(slot):
-        return True
-    module = slot.module if isinstance(slot, ModuleSpec) else slot
-    if operation == "activation":
-        module = find_mlp_class(slot)
+        return getattr(module, "__module__", "") == tempo_bias_dropout_add.__module__
     return isinstance(module, type) and issubclass(module, _TEMPO_CLASSES[operation])
-
-
-def is_there(slot: Any) -> bool:
-    """Whether a slot holds a module that does something."""
-    module = slot.module if isinstance(slot, ModuleSpec) else slot
-    return module is not None and module not in (IdentityOp, IdentityFuncOp)
-
-
-def find_mlp_class(slot: Any) -> Any:
-    """The MLP class in a slot: a ModuleSpec's, or the class that `partial(MLP.as_mlp_submodule, ...)` is bound to."""
-    return (
-        getattr(slot.func, "__self__", None) if isinstance(slot, functools.partial) else getattr(slot, "module", None)
-    )

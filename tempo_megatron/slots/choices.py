@@ -15,10 +15,13 @@ from tempo_megatron.slots.refusals import find_refusal, refuse_recomputation, re
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices:
-    """A TempoConfig in which every operation has its value."""
+    """A TempoConfig in which every operation has its value, in every layer."""
 
     config: TempoConfig
     """Without "auto"."""
+
+    written: TempoConfig
+    """What was asked for."""
 
     reasons: Mapping[str, str]
     """Operation -> a clause without a full stop, why "auto" took something lesser than its first choice. Operations
@@ -32,10 +35,15 @@ class Choices:
         if self.config.is_off and not self.reasons:
             return "off (stock)"
         groups = []
-        for reason, names in itertools.groupby(OPERATIONS, key=self.reasons.get):
+        # A reason is of each "auto"; where only a layer's values say so, it stands behind them.
+        of_all = {name: reason for name, reason in self.reasons.items() if getattr(self.written, name) == "auto"}
+        for reason, names in itertools.groupby(OPERATIONS, key=of_all.get):
             values = " ".join(f"{name}={getattr(self.config, name)}" for name in names)
             groups.append(f"{values} (auto: {reason})" if reason else values)
-        return " ".join(groups)
+        of_layers = [f"{name}: {reason}" for name, reason in self.reasons.items() if name not in of_all]
+        groups.append(self.config.describe_layers())
+        groups.append(f"(auto of {', '.join(of_layers)})" if of_layers else "")
+        return " ".join(filter(None, groups))
 
 
 def choose(transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Choices:
@@ -47,25 +55,42 @@ def choose(transformer_config: TransformerConfig, tempo_config: TempoConfig) -> 
     Raises ValueError where a written value cannot be had, and where Megatron itself would fail later.
     """
     if tempo_config.is_off:
-        return Choices(config=tempo_config, reasons={})
+        return Choices(config=tempo_config, written=tempo_config, reasons={})
     refuse_recomputation(transformer_config)
     refuse_written(transformer_config, tempo_config)
-    chosen = {name: _take_preferred(name, transformer_config, tempo_config) for name in OPERATIONS}
+    taken = {
+        name: take_preferred(name, transformer_config) for name in OPERATIONS if "auto" in tempo_config.values_of(name)
+    }
     return Choices(
-        config=TempoConfig(**{name: value for name, (value, _) in chosen.items()}),
-        reasons={name: reason for name, (_, reason) in chosen.items() if reason is not None},
+        config=tempo_config.fill_auto({name: value for name, (value, _) in taken.items()}),
+        written=tempo_config,
+        reasons={name: reason for name, (_, reason) in taken.items() if reason is not None},
     )
 
 
 def choose_operation(
     name: str, transformer_config: TransformerConfig, tempo_config: TempoConfig
 ) -> tuple[str, str | None]:
-    """The value of one operation, and why it is not the first choice of "auto" (None where it is, or was written).
+    """The value of one operation outside of the layers, and why it is not the first choice of "auto" (None where it is,
+    or was written).
 
-    Raises ValueError where the written value cannot be had.
+    Raises ValueError where a written value cannot be had.
     """
     refuse_written(transformer_config, tempo_config, [name])
-    return _take_preferred(name, transformer_config, tempo_config)
+    written: str = getattr(tempo_config, name)
+    return take_preferred(name, transformer_config) if written == "auto" else (written, None)
+
+
+def take_preferred(name: str, transformer_config: TransformerConfig) -> tuple[str, str | None]:
+    """What "auto" is for one operation, and why it is not its first choice (None where it is)."""
+    reasons = []
+    for value in OPERATIONS[name].preference:
+        refusal = find_refusal(name, value, transformer_config)
+        if refusal is None:
+            break
+        reasons.append(refusal.reason)
+    # Two values may be refused for one reason.
+    return value, "; and ".join(dict.fromkeys(reasons)) or None
 
 
 def leave_to_stock(
@@ -75,25 +100,11 @@ def leave_to_stock(
 
     Raises ValueError, which names `remedy` too, where they stand against a written value.
     """
+    left = {}
     for name, reason in obstacles.items():
-        if getattr(tempo_config, name) not in ("auto", "off"):
-            raise ValueError(f'{reason}; {remedy}, or set tempo.{name} to "off"')
-    left = {name: reason for name, reason in obstacles.items() if getattr(tempo_config, name) == "auto"}
-    return dataclasses.replace(tempo_config, **dict.fromkeys(left, "off")), left
-
-
-def _take_preferred(
-    name: str, transformer_config: TransformerConfig, tempo_config: TempoConfig
-) -> tuple[str, str | None]:
-    """As choose_operation, where what is written can be had."""
-    written: str = getattr(tempo_config, name)
-    if written != "auto":
-        return written, None
-    reasons = []
-    for value in OPERATIONS[name].preference:
-        refusal = find_refusal(name, value, transformer_config)
-        if refusal is None:
-            break
-        reasons.append(refusal.reason)
-    # Two values may be refused for one reason.
-    return value, "; and ".join(dict.fromkeys(reasons)) or None
+        for where, value in tempo_config.list_values(name):
+            if value not in ("auto", "off"):
+                raise ValueError(f'{reason}; {remedy}, or set {where} to "off"')
+            if value == "auto":
+                left[name] = reason
+    return tempo_config.fill_auto(dict.fromkeys(left, "off")), left

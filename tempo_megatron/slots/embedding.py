@@ -61,10 +61,12 @@ class TempoSharedEmbeddingDropout(TempoEmbeddingDropout):
 def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
     """Replace the dropout of a built model's embedding by the layout-free one; no spec names that module.
 
-    A model, or pipeline stage, without an embedding stays as it is.
+    A model, or pipeline stage, without an embedding stays as it is. The `layers` of `tempo_config` say nothing of it.
 
-    Raises ValueError where `tempo_config.dropout` is "recompute" and cannot be had; "auto" leaves the stock one there.
+    Raises ValueError where `tempo_config.dropout` is "recompute" and cannot be had ("auto" leaves the stock one there),
+    and where `layers` speaks of a stack that the model does not have.
     """
+    tempo_config.check_stacks(_find_stacks(model), type(model).__name__)
     embedding = getattr(model, "embedding", None)
     if embedding is None or choose_operation("dropout", embedding.config, tempo_config)[0] == "off":
         return
@@ -72,11 +74,17 @@ def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
     if isinstance(stock, TempoEmbeddingDropout):
         return
     if not isinstance(model, T5Model):
-        stack = Stack.ENCODER if isinstance(model, BertModel) else Stack.DECODER
+        stack = Stack[_find_stacks(model)[0].upper()]
         embedding.embedding_dropout = TempoEmbeddingDropout(stock.p, embedding.config, stack)
         return
     embedding.embedding_dropout = TempoSharedEmbeddingDropout(stock.p, embedding.config)
     model.register_forward_pre_hook(_begin_t5_forward, with_kwargs=True)
+
+
+def _find_stacks(model: Any) -> tuple[str, ...]:
+    if isinstance(model, T5Model):
+        return ("encoder", "decoder")
+    return ("encoder",) if isinstance(model, BertModel) else ("decoder",)
 
 
 def _begin_t5_forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Tempo's modules in Megatron's layer specs.
 
-A spec is never changed: every function returns a new one and leaves alone what it does not know
-(Transformer Engine's fused modules, mixtures of experts, latent attention).
+A spec is never changed: every function returns a new one and leaves alone what it does not know (mixtures of experts,
+latent attention, multi-token prediction, modules of a user's own); `tempo_megatron.slots.report.report_on` says what.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron.core.transformer import transformer_block
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -31,8 +32,8 @@ from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSoftmaxDotProductAttention
 from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
-from tempo_megatron.slots.block_slots import find_mlp_class, is_there
-from tempo_megatron.slots.choices import Choices, choose
+from tempo_megatron.slots.block_slots import ATTENTIONS, TempoBlockSubmodules
+from tempo_megatron.slots.choices import choose
 from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.linear import TempoColumnParallelLinear
 from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP
@@ -44,6 +45,7 @@ from tempo_megatron.slots.norm import (
     TorchLayerNorm,
     TorchRMSNorm,
 )
+from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there
 
 _EXPECTED_SPEC = (
     "expected a spec of TransformerLayer, or TransformerBlockSubmodules of such layers, as GPTModel, BertModel and "
@@ -82,13 +84,6 @@ class _DropUnknownMLP(logging.Filter):
 
 
 logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_DropUnknownMLP())
-
-
-@dataclasses.dataclass
-class TempoBlockSubmodules(TransformerBlockSubmodules):
-    """A block's submodules that every model takes; BertModel asks `submodules`, the given layer's, for its mask."""
-
-    submodules: Any = None
 
 
 def tempo_block_spec(
@@ -131,7 +126,8 @@ def tempoize(
     Args:
         spec: a layer spec, which is repeated for every layer of this pipeline rank, or a block's submodules.
         transformer_config: Megatron's.
-        tempo_config: which operations; "auto" becomes what `tempo_megatron.slots.choices.choose` says.
+        tempo_config: which operations; "auto" becomes what `tempo_megatron.slots.choices.choose` says, or where the
+            layers' modules leave less, that. Its `layers` are numbered over the whole model, as checkpoint keys are.
         vp_stage: this block's virtual pipeline stage, as GPTModel's argument of that name.
         stack: whose dropout masks the layers draw, where a model has two stacks of the same layer numbers. By default
             a block with causal self attention or with cross attention is a decoder, one without (BERT, T5's encoder)
@@ -139,39 +135,30 @@ def tempoize(
 
     Returns:
         TransformerBlockSubmodules for GPTModel, BertModel or T5Model (a bare layer spec would get a stock final norm).
+        `tempo_megatron.slots.report.report_on` says of it, and of a model that has it, what was replaced and left.
 
-    Raises ValueError where `spec` is none of a transformer, or a value that is not "auto" cannot be had with
-    `transformer_config`.
+    Raises ValueError where `spec` is none of a transformer, a value that is not "auto" cannot be had with
+    `transformer_config`, or `layers` speaks of layers that the stack does not have.
     """
-    tempo_config = choose_for_spec(spec, transformer_config, tempo_config, vp_stage=vp_stage).config
     block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
+    choices = te.leave_to_transformer_engine(
+        choose(transformer_config, tempo_config), layer_specs, transformer_config, tempo_config
+    )
     stack = _find_stack(layer_specs) if stack is None else stack
-    offset = get_transformer_layer_offset(transformer_config, vp_stage)
+    stack_name, first_layer = stack.name.lower(), get_transformer_layer_offset(transformer_config, vp_stage)
+    tempo_config.check_layers(stack_name, transformer_config.num_layers)
     return TempoBlockSubmodules(
         layer_specs=[
-            _tempoize_layer(layer, transformer_config, tempo_config, offset + index + 1, stack)
-            for index, layer in enumerate(layer_specs)
+            _tempoize_layer(layer, transformer_config, choices.config.for_layer(number, stack_name), number + 1, stack)
+            for number, layer in enumerate(layer_specs, first_layer)
         ],
-        layer_norm=_replace_norm(block.layer_norm, transformer_config, tempo_config),
+        layer_norm=_replace_norm(block.layer_norm, transformer_config, choices.config),
         submodules=block.submodules,
+        choices=choices,
+        stack=stack,
+        first_layer=first_layer,
     )
-
-
-def choose_for_spec(
-    spec: ModuleSpec | TransformerBlockSubmodules,
-    transformer_config: TransformerConfig,
-    tempo_config: TempoConfig,
-    *,
-    vp_stage: int | None = None,
-) -> Choices:
-    """`choose` for the layers of `spec`, whose modules may leave less than the configuration does.
-
-    Raises ValueError as `tempoize`.
-    """
-    choices = choose(transformer_config, tempo_config)
-    layer_specs = _make_block(spec, transformer_config, vp_stage).layer_specs or []
-    return te.leave_to_transformer_engine(choices, layer_specs, transformer_config, tempo_config)
 
 
 def _make_block(spec: Any, transformer_config: TransformerConfig, vp_stage: int | None) -> TempoBlockSubmodules:
@@ -215,7 +202,7 @@ def _tempoize_layer(
     slots: Any = layer.submodules
     for name in _NORM_SLOTS:
         changes[name] = _replace_norm(getattr(slots, name), transformer_config, tempo_config)
-    for name in ("self_attention", "cross_attention"):
+    for name in ATTENTIONS:
         changes[name] = _replace_attention(getattr(slots, name), transformer_config, tempo_config, stack)
     if tempo_config.dropout == "recompute":
         for name, site in _BDA_SITES.items():
@@ -249,7 +236,9 @@ def _replace_linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, An
 def _replace_attention(
     slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig, stack: Stack
 ) -> Any:
-    submodules: Any = getattr(slot, "submodules", None)
+    module, submodules = find_class(slot), find_submodules(slot)
+    if isinstance(module, type) and issubclass(module, MultiLatentAttention):
+        return slot
     changes = _replace_linears(submodules, tempo_config)
     for name in _QUERY_KEY_NORMS:
         if hasattr(submodules, name):
@@ -269,7 +258,9 @@ def _replace_attention(
 
 
 def _replace_mlp(slot: Any, tempo_config: TempoConfig) -> Any:
-    stock = find_mlp_class(slot)
+    stock = find_class(slot)
+    if slot is stock:  # a bare class, whose linears nobody names
+        return slot
     module = te.replace_mlp_class(stock, tempo_config.activation)
     if stock is MLP:
         module = {"off": MLP, "inplace": TempoMLP, "recompute": TempoRecomputeMLP}[tempo_config.activation]
@@ -280,6 +271,7 @@ def _replace_mlp(slot: Any, tempo_config: TempoConfig) -> Any:
         if "submodules" in keywords:
             submodules = keywords["submodules"]
             keywords["submodules"] = dataclasses.replace(submodules, **_replace_linears(submodules, tempo_config))
-        return functools.partial(getattr(module, slot.func.__name__), *slot.args, **keywords)
+        build = module if slot.func is stock else getattr(module, slot.func.__name__)
+        return functools.partial(build, *slot.args, **keywords)
     submodules = dataclasses.replace(slot.submodules, **_replace_linears(slot.submodules, tempo_config))
     return dataclasses.replace(slot, module=module, submodules=submodules)

@@ -184,6 +184,11 @@ def _find_head(model: Any) -> LossHead | None:
     return getattr(getattr(model, "output_layer", None), "loss_head", None)
 
 
+def has_fused_head(model: Any) -> bool:
+    """Whether a model's output layer gives losses, by `tempoize_loss` or by the model's class."""
+    return _find_head(model) is not None
+
+
 def _is_told_labels(model: Any) -> bool:
     head = _find_head(model)
     return head is not None and head.labels is not None

@@ -11,7 +11,6 @@ your own: `my_layer = make_layer_spec(TempoConfig(norm="recompute", ...))`.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -19,7 +18,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.slots.layer_spec import TempoBlockSubmodules, tempoize
+from tempo_megatron.slots.block_slots import TempoBlockSubmodules
+from tempo_megatron.slots.layer_spec import tempoize
 from tempo_megatron.slots.transformer_engine import is_installed
 
 _DEFAULT = TempoConfig()
@@ -88,14 +88,14 @@ def _uses_transformer_engine(transformer_config: Any) -> bool:
 
 def _leave_dropout(transformer_config: Any, tempo_config: TempoConfig) -> TempoConfig:
     """`tempo_config` without the operations that would draw masks: nobody says which samples a micro batch holds."""
-    left = {}
     for name, switch in (("hidden_dropout", "dropout"), ("attention_dropout", "attention")):
-        p, value = getattr(transformer_config, name), getattr(tempo_config, switch)
-        if p > 0 and value == "auto":
-            left[switch] = "off"
-        elif p > 0 and value != "off":
-            raise ValueError(
-                f"{name} is {p} and tempo.{switch} is {value}, and a spec cannot tell Tempo which samples a micro "
-                f'batch holds; set tempo.{switch} to "auto" or "off", or start the run with `tempo-megatron run`'
-            )
-    return dataclasses.replace(tempo_config, **left)
+        if (p := getattr(transformer_config, name)) == 0:
+            continue
+        for where, value in tempo_config.list_values(switch):
+            if value not in ("auto", "off"):
+                raise ValueError(
+                    f"{name} is {p} and {where} is {value}, and a spec cannot tell Tempo which samples a micro "
+                    f'batch holds; set {where} to "auto" or "off", or start the run with `tempo-megatron run`'
+                )
+        tempo_config = tempo_config.fill_auto({switch: "off"})
+    return tempo_config

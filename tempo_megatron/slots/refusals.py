@@ -46,16 +46,25 @@ def refuse_written(
 
     Of several refusals it is the first, with every operation that the same reason concerns.
     """
-    written = {name: value for name in operations if (value := getattr(tempo_config, name)) != "auto"}
-    refusals = {name: find_refusal(name, value, transformer_config) for name, value in written.items()}
-    first = next((refusal for refusal in refusals.values() if refusal is not None), None)
+    written = [
+        (name, where, value)
+        for name in operations
+        for where, value in tempo_config.list_values(name)
+        if value != "auto"
+    ]
+    refusals = [find_refusal(name, value, transformer_config) for name, _, value in written]
+    first = next((refusal for refusal in refusals if refusal is not None), None)
     if first is not None:
-        names = [name for name, refusal in refusals.items() if refusal == first]
-        raise ValueError(write_refusal(first, names, transformer_config))
+        refused = [each[:2] for each, refusal in zip(written, refusals, strict=True) if refusal == first]
+        raise ValueError(write_refusal(first, refused, transformer_config))
 
 
-def write_refusal(refusal: Refusal, operations: list[str], transformer_config: TransformerConfig) -> str:
-    """The sentence for people who wrote the refused values: why not, and what to write."""
+def write_refusal(refusal: Refusal, refused: list[tuple[str, str]], transformer_config: TransformerConfig) -> str:
+    """The sentence for people who wrote the refused values: why not, and what to write.
+
+    refused: (operation, where it was written, such as `tempo.norm` or `tempo.layers["0-11"].norm`).
+    """
+    operations = [name for name, _ in refused]
     can_be = [
         value
         for value in OPERATIONS[operations[0]].choices
@@ -63,9 +72,8 @@ def write_refusal(refusal: Refusal, operations: list[str], transformer_config: T
     ]
     # "off" is always possible and reads best at the end.
     values = " or ".join(f'"{value}"' for value in sorted(can_be, key=lambda value: value == "off"))
-    names = join_words([f"tempo.{name}" for name in operations])
     remedy = f"{refusal.remedy}, or " if refusal.remedy else ""
-    return f"{refusal.reason}; {remedy}set {names} to {values}"
+    return f"{refusal.reason}; {remedy}set {join_words([where for _, where in refused])} to {values}"
 
 
 def refuse_recomputation(transformer_config: TransformerConfig) -> None:

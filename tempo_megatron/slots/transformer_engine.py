@@ -23,7 +23,6 @@ offloading) is refused: there y would be kept twice, or by somebody who does not
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from typing import Any
 
@@ -31,11 +30,11 @@ import torch
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.spec_utils import ModuleSpec
 
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.slots.choices import Choices, leave_to_stock
+from tempo_megatron.slots.choices import Choices, choose, leave_to_stock, take_preferred
 from tempo_megatron.slots.linear import DropsInput
+from tempo_megatron.slots.slot_content import find_class, find_submodules, list_fields
 from tempo_megatron.slots.te_modules import (
     SplitNorm,
     TempoOpsMLP,
@@ -51,7 +50,8 @@ _ATTENTIONS = {"flash": TempoTEDotProductAttention, "softmax": TempoTESoftmaxDot
 _FUSED_MLPS = {"inplace": TempoOpsMLP, "recompute": TempoRecomputeOpsMLP}
 _MASKS = (AttnMaskType.causal, AttnMaskType.no_mask)
 _HOLDERS = ("self_attention", "cross_attention", "mlp")
-_STOCK_NAMES = ("TELayerNormColumnParallelLinear", "TEDotProductAttention", "TENorm", "TEFusedMLP")
+_NORM_AND_LINEAR = "TELayerNormColumnParallelLinear"
+_STOCK_NAMES = (_NORM_AND_LINEAR, "TEDotProductAttention", "TENorm", "TEFusedMLP")
 
 
 def is_installed() -> bool:
@@ -60,7 +60,7 @@ def is_installed() -> bool:
 
 
 def _is_stock(slot: Any, name: str) -> bool:
-    module = slot.module if isinstance(slot, ModuleSpec) else slot
+    module = find_class(slot)
     return is_installed() and module is not None and module is getattr(extension, name, None)
 
 
@@ -94,16 +94,15 @@ def replace_norm(stock: Any, tempo_norm: Any) -> Any:
 
 def replace_linears(submodules: Any, choice: str, after_norms: tuple[str, ...]) -> dict[str, Any]:
     """Replacements for the linears of an attention's or MLP's submodules, where tempo.norm is `choice`."""
-    if choice == "off" or not is_installed() or not dataclasses.is_dataclass(submodules):
+    if choice == "off" or not is_installed():
         return {}
     keep = {"inplace": "output", "recompute": "input"}[choice]
     changes: dict[str, Any] = {}
-    for field in dataclasses.fields(submodules):
-        slot = getattr(submodules, field.name)
-        if _is_stock(slot, "TELayerNormColumnParallelLinear"):
-            changes[field.name] = make_split_norm(extension.TEColumnParallelLinear, keep)
-        elif choice == "recompute" and field.name in after_norms and _is_stock(slot, "TEColumnParallelLinear"):
-            changes[field.name] = make_dropping_linear(DropsInput, extension.TEColumnParallelLinear)
+    for name, slot in list_fields(submodules).items():
+        if _is_stock(slot, _NORM_AND_LINEAR):
+            changes[name] = make_split_norm(extension.TEColumnParallelLinear, keep)
+        elif choice == "recompute" and name in after_norms and _is_stock(slot, "TEColumnParallelLinear"):
+            changes[name] = make_dropping_linear(DropsInput, extension.TEColumnParallelLinear)
     return changes
 
 
@@ -113,14 +112,9 @@ def replace_mlp_class(module: Any, choice: str) -> Any:
     return _FUSED_MLPS.get(choice) if is_fused else None
 
 
-def find_fused_norms(layer: Any) -> list[Any]:
-    """The slots of a layer that hold a norm and a linear in one: stock's, or those that Tempo split."""
-    found = []
-    for holder in _HOLDERS:
-        submodules = _submodules_of(getattr(layer.submodules, holder, None))
-        slots = [getattr(submodules, field.name) for field in _fields(submodules)]
-        found += [slot for slot in slots if is_split(slot) or _is_stock(slot, "TELayerNormColumnParallelLinear")]
-    return found
+def is_norm_and_linear(slot: Any) -> bool:
+    """Whether a slot holds a norm and a linear in one: stock's, or Tempo's norm in front of TE's linear."""
+    return is_split(slot) or _is_stock(slot, _NORM_AND_LINEAR)
 
 
 def is_split(slot: Any) -> bool:
@@ -135,14 +129,17 @@ def leave_to_transformer_engine(
 
     Raises ValueError where `tempo_config` has a written value that they make impossible.
     """
-    if choices.config.is_off or not any(map(_has_transformer_engine, layer_specs)):
+    if choices.config.is_off or not any(map(has_transformer_engine, layer_specs)):
         return choices
-    _, left = leave_to_stock(tempo_config, _find_obstacles(transformer_config), "leave it off")
-    left = {name: reason for name, reason in left.items() if getattr(choices.config, name) != "off"}
-    if tempo_config.attention == "auto" and any(map(_has_attention, layer_specs)):
+    asked, left = leave_to_stock(tempo_config, _find_obstacles(transformer_config), "leave it off")
+    if any(map(_has_attention, layer_specs)):
+        asked = asked.fill_auto({"attention": "off"})
         left.setdefault("attention", "Transformer Engine's attention keeps no s*s tensor and no mask either")
-    config = dataclasses.replace(choices.config, **dict.fromkeys(left, "off"))
-    return dataclasses.replace(choices, config=config, reasons={**choices.reasons, **left})
+    # Where the configuration leaves nothing either, its reason stands.
+    left = {name: reason for name, reason in left.items() if take_preferred(name, transformer_config)[0] != "off"}
+    left = {name: reason for name, reason in left.items() if "auto" in tempo_config.values_of(name)}
+    reasons = {**choices.reasons, **left}
+    return dataclasses.replace(choices, config=choose(transformer_config, asked).config, reasons=reasons)
 
 
 def _find_obstacles(transformer_config: Any) -> dict[str, str]:
@@ -168,53 +165,26 @@ def _has_attention(layer: Any) -> bool:
     return any(_is_stock(slot, "TEDotProductAttention") for slot in _core_attentions(layer))
 
 
-def describe_transformer_engine(spec: Any) -> str | None:
-    """One line for a run's banner: what became of TE's modules in a block's layers; None where there are none."""
-    layers = spec.layer_specs or []
-    norms = [slot for layer in layers for slot in find_fused_norms(layer)]
-    attentions = [slot for layer in layers for slot in _core_attentions(layer)]
-    mlps = [layer for layer in layers if _is_stock(_class_of(layer.submodules.mlp), "TEFusedMLP")]
-    if not any(map(_has_transformer_engine, layers)):
-        return None
-    num_split = sum(map(is_split, norms))
-    num_ours = sum(not _is_stock(slot, "TEDotProductAttention") for slot in attentions)
-    parts = [
-        "Transformer Engine's linears stay",
-        f"{num_split} of {len(norms)} norms fused into them are Tempo's",
-        f"{num_ours} of {len(attentions)} attentions are Tempo's",
-    ]
-    if num_ours < len(attentions):
-        parts.append("with padding or arbitrary masks, or switched off, attention stays Transformer Engine's")
-    if mlps:
-        parts.append(f"{len(mlps)} MLPs stay the op fuser's")
-    return "; ".join(parts)
-
-
-def _core_attentions(layer: Any) -> list[Any]:
-    holders = (getattr(layer.submodules, name, None) for name in ("self_attention", "cross_attention"))
-    found = (getattr(_submodules_of(holder), "core_attention", None) for holder in holders)
-    return [slot for slot in found if slot is not None]
-
-
-def _has_transformer_engine(layer: Any) -> bool:
-    slots = [layer.submodules, *(_submodules_of(getattr(layer.submodules, name, None)) for name in _HOLDERS)]
-    values = [getattr(each, field.name) for each in slots for field in _fields(each)]
+def has_transformer_engine(layer: Any) -> bool:
+    """Whether a layer's spec holds a module of TE, or Tempo's around one."""
+    slots = [layer.submodules, *(find_submodules(getattr(layer.submodules, name, None)) for name in _HOLDERS)]
+    values = [value for each in slots for value in list_fields(each).values()]
     names = (*_STOCK_NAMES, "TEColumnParallelLinear", "TERowParallelLinear")
     return any(is_split(value) or any(_is_stock(value, name) for name in names) for value in values)
 
 
-def _submodules_of(holder: Any) -> Any:
-    """What stands inside of an attention's or MLP's slot, a ModuleSpec or a partial of a class's maker."""
-    if isinstance(holder, functools.partial):
-        return holder.keywords.get("submodules")
-    return getattr(holder, "submodules", None)
+def describe_stock(slot: Any) -> str | None:
+    """Which module of TE a slot holds, as a reason why it was left; None where it holds none."""
+    if _is_stock(slot, "TEDotProductAttention"):
+        return "Transformer Engine's attention, under a mask whose conventions are its own"
+    if _is_stock(slot, _NORM_AND_LINEAR) or _is_stock(slot, "TEFusedMLP"):
+        return "Transformer Engine's fused module"
+    module = find_class(slot)
+    is_te = getattr(module, "__module__", "").startswith((extension.__name__, "transformer_engine"))
+    return "Transformer Engine's module" if is_te else None
 
 
-def _class_of(holder: Any) -> Any:
-    if isinstance(holder, functools.partial):
-        return getattr(holder.func, "__self__", None)
-    return getattr(holder, "module", None)
-
-
-def _fields(submodules: Any) -> tuple[Any, ...]:
-    return dataclasses.fields(submodules) if dataclasses.is_dataclass(submodules) else ()
+def _core_attentions(layer: Any) -> list[Any]:
+    holders = (getattr(layer.submodules, name, None) for name in ("self_attention", "cross_attention"))
+    found = (getattr(find_submodules(holder), "core_attention", None) for holder in holders)
+    return [slot for slot in found if slot is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from tempo_megatron.doctor import describe_implementation
 from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots.choices import Choices
+from tempo_megatron.slots.report import TempoReport
 from tempo_megatron.training.deepspeed_config import find_unknown_keys, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run_config import RunConfig
 
@@ -36,6 +38,7 @@ def find_versions() -> dict[str, str]:
 def write_banner(
     run: RunConfig,
     choices: Choices,
+    tempo_report: TempoReport,
     *,
     launcher: str,
     device: torch.device,
@@ -50,6 +53,7 @@ def write_banner(
     Args:
         run: with the values of `choices`, where its arguments and its file said "auto".
         choices: these values, and why one is less than the first choice.
+        tempo_report: what became of the model's slots.
         settings: what the optimizer itself works with.
         activation: name and form of the MLP's activation.
     """
@@ -71,14 +75,20 @@ def write_banner(
         "data": " ".join(run.data_path),
         "tempo": _describe_tempo(run, choices),
     }
+    if not run.tempo.is_off or choices.reasons:
+        rows["replaced"] = tempo_report.describe_counts()
+        rows["left"] = "\n".join(tempo_report.describe_left()) or "nothing"
     for operation in OPERATIONS.values():
-        choice = getattr(run.tempo, operation.name)
-        if operation.has_banner_line and choice != "off":
-            rows[operation.name] = describe_implementation(operation.name, device.type, choice)
+        values = sorted(run.tempo.values_of(operation.name) - {"off"})
+        if operation.has_banner_line and values:
+            rows[operation.name] = "; ".join(
+                describe_implementation(operation.name, device.type, value) for value in values
+            )
     if ignored := find_unknown_keys(run.deepspeed):
         rows["ignored"] = f"DeepSpeed does not read {', '.join(ignored)} of {run.deepspeed_config}"
     width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+    indent = "\n" + " " * (width + 2)
+    return "\n".join(f"{name:<{width}}  {indent.join(text.splitlines())}" for name, text in rows.items())
 
 
 def _describe_deepspeed(run: RunConfig, optimizer_name: str) -> str:
@@ -106,5 +116,9 @@ def _describe_recomputation(run: RunConfig) -> str:
 
 def _describe_tempo(run: RunConfig, choices: Choices) -> str:
     block = run.deepspeed.get("tempo")
-    said = "none" if block is None else " ".join(f"{key}={str(value).lower()}" for key, value in block.items())
+    said = "none" if block is None else " ".join(f"{key}={_write_value(value)}" for key, value in block.items())
     return f"{choices.describe()} (arguments: {run.tempo_arguments}; block: {said})"
+
+
+def _write_value(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value).lower()

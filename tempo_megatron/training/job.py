@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tempo_megatron.cpu import use_cpu
 from tempo_megatron.models.build import build_model, choose_for_model, count_parameters
+from tempo_megatron.slots.report import report_on
 from tempo_megatron.training import checkpoint, engine, metrics, model
 from tempo_megatron.training.banner import find_versions, write_banner
 from tempo_megatron.training.checkpoint_folder import LATEST
@@ -52,6 +53,7 @@ class Job:
         with engine.choose_construction_context(run):
             built = build_model(run.model, transformer_config, run.tempo, self.vocabulary.padded_size)
         self.datasets = build_datasets(run, self.vocabulary.tokenizer)
+        self.tempo_report = report_on(built, self.choices)
         self.parameters = count_parameters(built, run.tensor_model_parallel_size)
         self.engine = engine.Engine(built, run)
         self.forward_step = model.ForwardStep(run, self.device)
@@ -78,6 +80,7 @@ class Job:
         banner = write_banner(
             run,
             self.choices,
+            self.tempo_report,
             launcher=launcher,
             device=self.device,
             padded_vocab_size=self.vocabulary.padded_size,
@@ -100,6 +103,7 @@ class Job:
             world_size=run.world_size,
             parameters=self.parameters,
             tempo=dataclasses.asdict(run.tempo),
+            slots=self.tempo_report.as_dict()["slots"],
             settings=self.engine.read_settings(),
             **self.description,
         )

@@ -72,7 +72,7 @@ class ForwardStep:
         seq_length = run.model.seq_length
         self.position_ids = torch.arange(seq_length, dtype=torch.int64, device=device).unsqueeze(0)
         self.attention_mask: Tensor | None = None
-        if run.tempo.attention == "off" and device.type == "cpu":
+        if "off" in run.tempo.values_of("attention") and device.type == "cpu":
             # Megatron's own causal mask is made on the literal device "cuda". True = hidden.
             hidden = torch.ones(seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
             self.attention_mask = hidden.view(1, 1, seq_length, seq_length)

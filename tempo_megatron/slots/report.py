@@ -1,0 +1,209 @@
+"""What Tempo replaced in a spec or a model, what it left, and why: what banners and `--tempo-report` say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from tempo_megatron.layer_values import write_layers
+from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.slots import transformer_engine as te
+from tempo_megatron.slots.block_slots import Slot, TempoBlockSubmodules, list_layer_slots, list_slots
+from tempo_megatron.slots.choices import Choices
+from tempo_megatron.slots.embedding import TempoEmbeddingDropout
+from tempo_megatron.slots.loss import choose_loss, has_fused_head
+from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
+
+_NOT_REPLACED = "the slot was filled without Tempo"
+_BLOCK_SLOTS = {"layer_norm": "final_layernorm"}
+# What Megatron calls the layer inside of a layer of multi-token prediction, by version, and its own norms.
+_PREDICTION_LAYERS = ("transformer_layer", "mtp_model_layer")
+_PREDICTION_NORMS = ("enorm", "hnorm", "layer_norm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportedSlot:
+    """One slot of a model."""
+
+    operation: str
+    where: str
+    """As in checkpoint keys: `decoder.layers.3`; `decoder` for what the block has once."""
+
+    slot: str
+    """`mlp`, `self_attention.core_attention`, `final_layernorm`."""
+
+    left: str | None = None
+    """Why it does not hold Tempo's module; None where it does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TempoReport:
+    """Every slot that could hold an operation of Tempo's, in the order of the model."""
+
+    slots: tuple[ReportedSlot, ...] = ()
+
+    def __add__(self, other: TempoReport) -> TempoReport:
+        """Both, as of the stacks, or pipeline chunks, of one model."""
+        return TempoReport(slots=self.slots + other.slots)
+
+    @property
+    def replaced(self) -> dict[str, int]:
+        """Operation -> slots that hold Tempo's module; an operation without a slot is not there."""
+        return {name: replaced for name, (replaced, _) in self.counts.items()}
+
+    @property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Operation -> (slots that hold Tempo's module, slots there are); an operation without a slot is not there."""
+        found = {name: [slot.left is None for slot in self.slots if slot.operation == name] for name in OPERATIONS}
+        return {name: (sum(are_tempo), len(are_tempo)) for name, are_tempo in found.items() if are_tempo}
+
+    @property
+    def left(self) -> tuple[ReportedSlot, ...]:
+        """The slots that do not hold Tempo's module, each with the reason."""
+        return tuple(slot for slot in self.slots if slot.left is not None)
+
+    def describe_counts(self) -> str:
+        """`activation 3 of 4, norm 9 of 9`: of each operation's slots, how many hold Tempo's module."""
+        return ", ".join(f"{name} {replaced} of {all_}" for name, (replaced, all_) in self.counts.items()) or "none"
+
+    def describe_left(self) -> list[str]:
+        """`activation in decoder.layers.0-2 (mlp): off for layers 0-2`: each reason with the slots that it left."""
+        # Layers of a slot, then slots of the same layers: what one reason left is one line.
+        places: dict[tuple[str, str, str], list[str]] = {}
+        for slot in self.left:
+            places.setdefault((slot.operation, str(slot.left), slot.slot), []).append(slot.where)
+        names: dict[tuple[str, str, str], list[str]] = {}
+        for (operation, why, name), where in places.items():
+            names.setdefault((operation, why, _join_layers(where)), []).append(name)
+        return [
+            f"{operation} in {where} ({', '.join(slots)}): {why}" for (operation, why, where), slots in names.items()
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: `{"slots": {"norm": {"tempo": 8, "all": 9}}, "left": [{"operation", "where", "slot", "left"}]}`."""
+        return {
+            "slots": {name: {"tempo": replaced, "all": all_} for name, (replaced, all_) in self.counts.items()},
+            "left": [dataclasses.asdict(slot) for slot in self.left],
+        }
+
+
+def report_on(subject: Any, choices: Choices | None = None) -> TempoReport:
+    """What became of the slots of a block's spec, or of a built model with its embedding and its loss head.
+
+    Args:
+        subject: what `tempoize` or `tempo_block_spec` returned, or a GPTModel, BertModel or T5Model (or a pipeline
+            stage of one) that was built with it; wrappers such as DDP are to be taken off.
+        choices: for the reasons: what was asked for, and why "auto" is less than its first choice (default: those
+            that the spec was made with).
+
+    Raises ValueError where a spec, or a model's, was not made by `tempoize`.
+    """
+    if isinstance(subject, TransformerBlockSubmodules):
+        return TempoReport(slots=tuple(_report_block(subject, choices)))
+    blocks = {name: block for name in ("encoder", "decoder") if (block := getattr(subject, name, None)) is not None}
+    specs = {name: block.submodules for name, block in blocks.items()}
+    slots: list[ReportedSlot] = []
+    for name, spec in specs.items():
+        has_norm = getattr(blocks[name], "final_layernorm", None) is not None
+        slots += [slot for slot in _report_block(spec, choices) if has_norm or slot.slot != "final_layernorm"]
+    slots += _report_prediction(getattr(subject, "mtp", None))
+    found = choices or next((spec.choices for spec in specs.values()), None)
+    if found is not None:
+        slots += [*_report_embedding(subject, found), *_report_loss(subject, found)]
+    return TempoReport(slots=tuple(slots))
+
+
+def _report_block(block: Any, choices: Choices | None) -> Iterator[ReportedSlot]:
+    if not isinstance(block, TempoBlockSubmodules) or block.choices is None:
+        raise ValueError(
+            f"the spec is a {type(block).__name__} that Tempo has not made; expected what tempoize or tempo_block_spec "
+            "returned; call one of them first"
+        )
+    choices = choices or block.choices
+    stack = block.stack.name.lower()
+    for slot in list_slots(block):
+        layer = None if slot.layer is None else block.first_layer + slot.layer
+        yield ReportedSlot(
+            operation=slot.operation,
+            where=stack if layer is None else f"{stack}.layers.{layer}",
+            slot=_BLOCK_SLOTS.get(slot.name, slot.name),
+            left=None if slot.is_tempo else _explain(slot, layer, stack, choices),
+        )
+
+
+def _explain(slot: Slot, layer: int | None, stack: str, choices: Choices) -> str:
+    """Why a slot does not hold Tempo's module."""
+    module, holder = find_class(slot.content), find_class(slot.holder)
+    if isinstance(module, type) and issubclass(module, MoELayer):
+        return "mixture of experts"
+    if isinstance(holder, type) and issubclass(holder, MultiLatentAttention):
+        return "latent attention"
+    found = choices.config if layer is None else choices.config.for_layer(layer, stack)
+    if getattr(found, slot.operation) == "off":
+        return _explain_off(slot.operation, layer, stack, choices)
+    return te.describe_stock(slot.content) or f"{getattr(module, '__name__', module)} is none that Tempo replaces"
+
+
+def _explain_off(operation: str, layer: int | None, stack: str, choices: Choices) -> str:
+    key = None if layer is None else choices.written.find_range(layer, stack)
+    is_layers = key is not None and operation in choices.written.layers[key]
+    written = choices.written.layers[key][operation] if key and is_layers else getattr(choices.written, operation)
+    if written == "auto" and operation in choices.reasons:
+        return f"auto: {choices.reasons[operation]}"
+    if is_layers:
+        return f"off for layer{'' if str(key)[-1].isdigit() and '-' not in str(key) else 's'} {key}"
+    return "off"
+
+
+def _report_prediction(prediction: Any) -> Iterator[ReportedSlot]:
+    """The slots of multi-token prediction's layers, which `tempoize` leaves: they hold what their spec was made of."""
+    for index, layer in enumerate(getattr(getattr(prediction, "submodules", None), "layer_specs", None) or []):
+        fields = list_fields(find_submodules(layer))
+        inner = next((fields[name] for name in _PREDICTION_LAYERS if fields.get(name) is not None), None)
+        slots = [*list_layer_slots(inner)]
+        slots += [
+            Slot(operation="norm", layer=None, name=name, content=fields[name])
+            for name in _PREDICTION_NORMS
+            if is_there(fields.get(name))
+        ]
+        for slot in slots:
+            why = None if slot.is_tempo else "multi-token prediction"
+            yield ReportedSlot(operation=slot.operation, where=f"mtp.layers.{index}", slot=slot.name, left=why)
+
+
+def _report_embedding(model: Any, choices: Choices) -> Iterator[ReportedSlot]:
+    embedding = getattr(model, "embedding", None)
+    if embedding is None or getattr(embedding, "embedding_dropout", None) is None:
+        return
+    is_tempo = isinstance(embedding.embedding_dropout, TempoEmbeddingDropout)
+    is_off = choices.config.dropout == "off"
+    why = _explain_off("dropout", None, "", choices) if is_off else _NOT_REPLACED
+    yield ReportedSlot(operation="dropout", where="embedding", slot="embedding_dropout", left=None if is_tempo else why)
+
+
+def _report_loss(model: Any, choices: Choices) -> Iterator[ReportedSlot]:
+    if not getattr(model, "post_process", False):
+        return
+    slot = "lm_head" if isinstance(model, BertModel) else "output_layer"
+    why = None
+    if not has_fused_head(model):
+        value, obstacle = choose_loss(model, dataclasses.replace(choices.written, loss="auto"))
+        why = _NOT_REPLACED if value != "off" else f"auto: {obstacle}"
+        if choices.config.loss == "off" and "loss" not in choices.reasons and choices.written.loss == "off":
+            why = "off"
+    yield ReportedSlot(operation="loss", where="model", slot=slot, left=why)
+
+
+def _join_layers(where: list[str]) -> str:
+    """`decoder.layers.0-2,5, embedding` of places in the order of the model."""
+    layers: dict[str, list[int]] = {}
+    for place in dict.fromkeys(where):
+        stem, _, number = place.rpartition(".")
+        layers.setdefault(stem if number.isdigit() else place, []).extend([int(number)] if number.isdigit() else [])
+    return ", ".join(f"{stem}.{write_layers(numbers)}" if numbers else stem for stem, numbers in layers.items())

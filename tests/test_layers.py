@@ -1,0 +1,279 @@
+"""Layers with values of their own: each computes, draws and keeps what it does in a model where all are like it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from distributed import run_megatron_ranks, run_ranks
+from gpt import (
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    assert_equal_to_stock,
+    bert_losses,
+    build_gpt,
+    gpt_config,
+    gradients,
+    losses,
+    tokens_of,
+)
+from megatron.core import parallel_state
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tempo_kernels.philox import keep_bits
+from tempo_megatron import TempoConfig, tempoize, tempoize_embedding, use_cpu
+from tempo_megatron.memory.recorder import Recorder
+from tempo_megatron.slots.dropout_rng import Site, Stack, derive_site_key, set_micro_batch
+from tempo_megatron.slots.report import report_on
+
+OFF = TempoConfig.off()
+LAYERS = {
+    "0": {"activation": "recompute", "attention": "off"},
+    "1": {"norm": "recompute", "attention": "softmax"},
+    "2": {"activation": "off", "norm": "off", "dropout": "off", "attention": "off"},
+}
+MIXED = TempoConfig(layers=LAYERS)
+# As MIXED, with Tempo's masks in every layer.
+ALL_DRAW = TempoConfig(layers={"0": {"activation": "recompute"}, "1-2": {"norm": "recompute", "attention": "softmax"}})
+
+
+def mixed_model(tempo_config: TempoConfig, sequence_parallel: bool = False, **settings: Any) -> Any:
+    return build_gpt(gpt_config(num_layers=4, sequence_parallel=sequence_parallel, **settings), tempo_config)
+
+
+def loss_gradients_and_keys(tempo_config: TempoConfig, sequence_parallel: bool, settings: dict[str, Any]) -> Any:
+    model = mixed_model(tempo_config, sequence_parallel, **settings)
+    loss = losses(model, 0, 2, gives_mask=True).mean()
+    loss.backward()
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if value is not None}
+    sharded = sorted(getattr(value, "key", name) for name, value in model.sharded_state_dict().items())
+    return (loss.item(), gradients(model)), shapes, sharded
+
+
+LAYOUTS: dict[str, tuple[int, bool, dict[str, Any]]] = {
+    "TP 1": (1, False, {}),
+    "full recomputation": (
+        1, False, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    ),
+    "core attention recomputed": (
+        1, False, {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ),
+    "TP 2 + SP": (2, True, {}),
+    "TP 2 + SP, full recomputation of a part": (
+        2, True, {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel", "settings"), LAYOUTS.values(), ids=LAYOUTS)
+def test_loss_gradients_and_checkpoint_keys_equal_stock(
+    tp: int, sequence_parallel: bool, settings: dict[str, Any]
+) -> None:
+    found = run_megatron_ranks(loss_gradients_and_keys, tp, tp, MIXED, sequence_parallel, settings)
+    stock = run_megatron_ranks(loss_gradients_and_keys, tp, tp, OFF, sequence_parallel, settings)
+    for ours, theirs in zip(found, stock, strict=True):
+        assert_equal_to_stock(ours[0], theirs[0])
+        assert ours[1:] == theirs[1:]
+
+
+def masks(tempo_config: TempoConfig) -> dict[tuple[Any, ...], bytes]:
+    """(key, sample, head, row) -> columns that matter, of every mask that Tempo draws in one forward and backward."""
+    model = mixed_model(tempo_config, dropout=0.1)
+    drawn: dict[tuple[Any, ...], bytes] = {}
+
+    def record(key: int, p: float, *, sample: Any, head: Any, row: Any, num_columns: int) -> Any:
+        bits = keep_bits(key, p, sample=sample, head=head, row=row, num_columns=num_columns)
+        indices = (each.broadcast_to(bits.shape[:-1]).flatten().tolist() for each in (sample, head, row))
+        for place, columns in zip(zip(*indices, strict=True), (bits == 0).flatten(0, -2).tolist(), strict=True):
+            position = (key, *place)
+            before, now = drawn.get(position, b""), bytes(columns)
+            # A causal block draws the columns up to its last row only.
+            assert before[: len(now)] == now[: len(before)]
+            drawn[position] = max(before, now, key=len)
+        return bits
+
+    with (
+        mock.patch("tempo_kernels.dropout_add.cpu.keep_bits", record),
+        mock.patch("tempo_kernels.attention.cpu.keep_bits", record),
+    ):
+        losses(model, 0, 2, gives_mask=True).mean().backward()
+    return drawn
+
+
+def masks_of_all() -> Any:
+    uniform, mixed, partly = (masks(config) for config in (TempoConfig(), ALL_DRAW, MIXED))
+    keys = {derive_site_key(5, Stack.DECODER, layer + 1, Site.ATTENTION): layer for layer in range(4)}
+    return uniform, mixed, partly, keys
+
+
+def test_masks_are_bit_identical_to_those_of_a_model_whose_layers_are_alike() -> None:
+    ((uniform, mixed, partly, keys),) = run_megatron_ranks(masks_of_all, 1, 1)
+    # 2 samples of 16 rows: the embedding and two places in 4 layers, and 4 heads in each of these.
+    assert mixed == uniform and len(uniform) == 2 * 16 * (9 + 4 * 4)
+    # What is off draws from Megatron's generator; all else draws what it did.
+    assert partly.items() < uniform.items()
+    attention = {keys[key] for key, *_ in partly if key in keys}
+    assert attention == {1, 3}
+
+
+def losses_with_dropout(tempo_config: TempoConfig) -> float:
+    return float(losses(mixed_model(tempo_config, dropout=0.1), 0, 2, gives_mask=True).mean())
+
+
+def test_with_dropout_the_loss_is_that_of_layers_that_are_alike() -> None:
+    (uniform,) = run_megatron_ranks(losses_with_dropout, 1, 1, TempoConfig())
+    (mixed,) = run_megatron_ranks(losses_with_dropout, 1, 1, ALL_DRAW)
+    assert mixed == pytest.approx(uniform, rel=1e-6)
+
+
+def kept_bytes(tempo_config: TempoConfig) -> dict[int, int]:
+    """Layer -> bytes that its modules are the first to keep."""
+    model = mixed_model(tempo_config, dropout=0.1)
+    recorder = Recorder(model)
+    with recorder.record():
+        loss = losses(model, 0, 2, gives_mask=True)
+    found = dict.fromkeys(range(4), 0)
+    for saved in recorder.list_saved():
+        if saved.operation.startswith("decoder.layers."):
+            found[int(saved.operation.split(".")[2])] += saved.num_bytes
+    del loss
+    return found
+
+
+def kept_bytes_of_all() -> Any:
+    alone = {layer: kept_bytes(MIXED.for_layer(layer))[layer] for layer in range(4)}
+    return kept_bytes(MIXED), alone
+
+
+def test_each_layer_keeps_what_it_keeps_where_all_are_like_it() -> None:
+    ((mixed, alone),) = run_megatron_ranks(kept_bytes_of_all, 1, 1)
+    assert mixed == alone
+    assert len(set(alone.values())) == 4  # and no two are alike
+
+
+def classes_by_layer(virtual: int | None) -> dict[str, str]:
+    """What this pipeline rank's layers hold, and its report's words."""
+    use_cpu()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=virtual
+    )
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=virtual,
+        pipeline_dtype=torch.float32,
+    )
+    tempo_config = TempoConfig(layers={"1-2": {"norm": "recompute"}, "3": {"norm": "off"}})
+    found = {}
+    for vp_stage in range(virtual) if virtual else [None]:
+        block = tempoize(get_gpt_layer_local_spec(), config, tempo_config, vp_stage=vp_stage)
+        for index, layer in enumerate(block.layer_specs or []):
+            found[str(block.first_layer + index)] = layer.submodules.input_layernorm.__name__
+        found |= {slot.where: str(slot.left) for slot in report_on(block).left if slot.slot == "input_layernorm"}
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.parametrize("virtual", [None, 2], ids=["PP 2", "PP 2, interleaved"])
+def test_ranges_go_across_the_border_of_pipeline_stages(virtual: int | None) -> None:
+    first, last = run_ranks(classes_by_layer, 2, virtual)
+    assert set(first) == ({"0", "2"} if virtual else {"0", "1"})
+    assert first | last == {
+        "0": "TempoLayerNorm",
+        "1": "TempoRecomputeLayerNorm",
+        "2": "TempoRecomputeLayerNorm",
+        "3": "TorchLayerNorm",
+        "decoder.layers.3": "off for layer 3",
+    }
+
+
+def bert_or_t5(name: str, tempo_config: TempoConfig) -> Any:
+    config = gpt_config()
+
+    def replaced(spec: Any) -> Any:
+        return spec if tempo_config.is_off else tempoize(spec, config, tempo_config)
+
+    torch.manual_seed(7)
+    more = {"share_embeddings_and_output_weights": True}
+    if name == "BERT":
+        model = BertModel(config, 0, replaced(bert_layer_local_spec), VOCAB_SIZE, SEQ_LENGTH, **more)
+    else:
+        specs = [replaced(spec) for spec in (encoder_model_with_local_spec(), decoder_model_with_local_spec())]
+        model = T5Model(config, config, *specs, VOCAB_SIZE, SEQ_LENGTH, **more)
+    tempoize_embedding(model, tempo_config)
+    return model.train()
+
+
+def run_bert_or_t5(name: str, tempo_config: TempoConfig) -> Any:
+    """Loss and gradients, and the norms in front of the MLPs of each stack."""
+    model = bert_or_t5(name, tempo_config)
+    if name == "BERT":
+        found = bert_losses(model)
+    else:
+        set_micro_batch(5, 0)
+        tokens = tokens_of(0, 2)[:, :-1].contiguous()
+        seen = [torch.zeros(2, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool) for _ in range(3)]
+        seen[1] = torch.ones_like(seen[1]).triu(1)
+        found = model(tokens, tokens.flip(1), *seen, lm_labels=tokens)
+    found.mean().backward()
+    gradients_of = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+    stacks = {stack: getattr(model, stack) for stack in ("encoder", "decoder") if hasattr(model, stack)}
+    norms = {
+        stack: [type(layer.pre_mlp_layernorm).__name__ for layer in block.layers] for stack, block in stacks.items()
+    }
+    return (found.mean().item(), gradients_of), norms
+
+
+RECOMPUTES, IN_PLACE = "TempoRecomputeLayerNorm", "TempoLayerNorm"
+STACKS = {
+    "BERT": ("BERT", {"1": {"norm": "recompute"}}, {"encoder": [IN_PLACE, RECOMPUTES]}),
+    "T5, both": (
+        "T5",
+        {"1": {"norm": "recompute"}},
+        {"encoder": [IN_PLACE, RECOMPUTES], "decoder": [IN_PLACE, RECOMPUTES]},
+    ),
+    "T5, each": (
+        "T5",
+        {"encoder 0": {"norm": "recompute"}, "decoder 1-": {"norm": "recompute", "activation": "off"}},
+        {"encoder": [RECOMPUTES, IN_PLACE], "decoder": [IN_PLACE, RECOMPUTES]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "layers", "expected"), STACKS.values(), ids=STACKS)
+def test_stacks_of_bert_and_t5_take_their_ranges_and_equal_stock(name: str, layers: Any, expected: Any) -> None:
+    ((found, norms),) = run_megatron_ranks(run_bert_or_t5, 1, 1, name, TempoConfig(loss="off", layers=layers))
+    ((stock, _),) = run_megatron_ranks(run_bert_or_t5, 1, 1, name, OFF)
+    assert norms == expected
+    assert_equal_to_stock(found, stock)
+
+
+def refusals() -> list[str]:
+    beyond, stack = TempoConfig(layers={"1-4": {"norm": "off"}}), TempoConfig(layers={"encoder 1": {"norm": "off"}})
+    found = []
+    for make in (
+        lambda: build_gpt(gpt_config(), beyond),
+        lambda: build_gpt(gpt_config(), stack),
+        lambda: bert_or_t5("BERT", dataclasses.replace(stack, layers={"decoder 0": {"norm": "off"}})),
+    ):
+        with pytest.raises(ValueError) as error:
+            make()
+        found.append(str(error.value))
+    return found
+
+
+def test_ranges_that_a_model_does_not_have_are_refused_when_it_is_built() -> None:
+    ((beyond, stack, bert),) = run_megatron_ranks(refusals, 1, 1)
+    assert beyond.startswith('tempo.layers["1-4"] goes beyond the decoder\'s 2 layers')
+    assert stack.startswith('tempo.layers["encoder 1"] is given, and a GPTModel has no encoder')
+    assert bert.startswith('tempo.layers["decoder 0"] is given, and a BertModel has no decoder')

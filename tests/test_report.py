@@ -1,0 +1,302 @@
+"""What is replaced, what is left, and why: of specs, and of models with their embedding and loss head."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from distributed import run_megatron_ranks
+from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch.nn import functional as F
+
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
+from tempo_megatron.slots.choices import choose
+from tempo_megatron.slots.report import ReportedSlot, TempoReport, report_on
+
+OFF = TempoConfig.off()
+SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True}
+MOE = {
+    "num_moe_experts": 2,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "add_bias_linear": False,
+    "moe_layer_freq": [0, 1],
+}
+
+
+def latent_config(**settings: Any) -> MLATransformerConfig:
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    return MLATransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        kv_channels=16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        qk_layernorm=True,
+        rope_type="rope",
+        **sizes,
+        **settings,
+    )
+
+
+def report_of(tempo_config: TempoConfig, settings: dict[str, Any]) -> TempoReport:
+    return report_on(tempo_block_spec(gpt_config(**{"num_layers": 4, **settings}), tempo_config))
+
+
+LINES: dict[str, tuple[TempoConfig, dict[str, Any], str, list[str]]] = {
+    "everything": (
+        TempoConfig(),
+        {"qk_layernorm": True},
+        "activation 4 of 4, norm 17 of 17, dropout 8 of 8, attention 4 of 4",
+        [],
+    ),
+    "off": (
+        TempoConfig(norm="off", dropout="off"),
+        {},
+        "activation 4 of 4, norm 0 of 9, dropout 0 of 8, attention 4 of 4",
+        [
+            "norm in decoder.layers.0-3 (input_layernorm, pre_mlp_layernorm): off",
+            "dropout in decoder.layers.0-3 (self_attn_bda, mlp_bda): off",
+            "norm in decoder (final_layernorm): off",
+        ],
+    ),
+    "off for layers": (
+        TempoConfig(layers={"0-1": {"attention": "off"}, "3": {"attention": "off", "activation": "off"}}),
+        {},
+        "activation 3 of 4, norm 9 of 9, dropout 8 of 8, attention 1 of 4",
+        [
+            "attention in decoder.layers.0-1 (self_attention.core_attention): off for layers 0-1",
+            "activation in decoder.layers.3 (mlp): off for layer 3",
+            "attention in decoder.layers.3 (self_attention.core_attention): off for layer 3",
+        ],
+    ),
+    "auto, and written for a layer": (
+        TempoConfig(attention="off", layers={"2-": {"attention": "auto"}}),
+        {"softmax_type": "learnable", "num_layers": 3},
+        "activation 3 of 3, norm 7 of 7, dropout 6 of 6, attention 0 of 3",
+        [
+            "attention in decoder.layers.0-1 (self_attention.core_attention): off",
+            "attention in decoder.layers.2 (self_attention.core_attention): auto: softmax_type is learnable, which "
+            "Tempo's attention does not support",
+        ],
+    ),
+    "experts": (
+        TempoConfig(),
+        {**MOE, "num_layers": 2},
+        "activation 1 of 2, norm 5 of 5, dropout 4 of 4, attention 2 of 2",
+        ["activation in decoder.layers.1 (mlp): mixture of experts"],
+    ),
+    "query and key norms without weights": (
+        TempoConfig(),
+        {"qk_l2_norm": True, "num_layers": 1},
+        "activation 1 of 1, norm 3 of 5, dropout 2 of 2, attention 1 of 1",
+        [
+            "norm in decoder.layers.0 (self_attention.q_layernorm, self_attention.k_layernorm): "
+            "L2Norm is none that Tempo replaces"
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("tempo_config", "settings", "counts", "left"), LINES.values(), ids=LINES)
+def test_the_lines_say_what_is_replaced_and_what_is_left_and_why(
+    tempo_config: TempoConfig, settings: dict[str, Any], counts: str, left: list[str]
+) -> None:
+    (report,) = run_megatron_ranks(report_of, 1, 1, tempo_config, settings)
+    assert report.describe_counts() == counts
+    assert report.describe_left() == left
+
+
+class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc,unused-ignore]
+    """Megatron's local one, which does not take what latent attention gives it."""
+
+    def __init__(self, *args: Any, k_channels: int = 16, v_channels: int = 16, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert k_channels == v_channels == self.hidden_size_per_attention_head
+
+
+def latent_attention() -> Any:
+    config = latent_config()
+    stock = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True)
+    stock.submodules.self_attention.submodules.core_attention = LatentDotProductAttention
+    found = {}
+    specs = {"stock": stock, **{name: tempoize(stock, config, value) for name, value in CHOICES.items()}}
+    for name, spec in specs.items():
+        torch.manual_seed(7)
+        # Without Transformer Engine Megatron does not define what its latent attention looks for.
+        with mock.patch.object(multi_latent_attention, "TELinear", torch.nn.Bilinear):
+            model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH, position_embedding_type="none").train()
+        loss = losses(model, 0, 2, gives_mask=True).mean()
+        loss.backward()
+        found[name] = (loss.item(), gradients(model))
+    (layer, _) = specs["in place"].layer_specs
+    return found, layer.submodules.self_attention == stock.submodules.self_attention, report_on(specs["in place"])
+
+
+CHOICES = {"in place": TempoConfig(), "recompute": TempoConfig(activation="recompute", norm="recompute")}
+
+
+def test_latent_attention_is_left_as_it_is_and_the_layer_around_it_equals_stock() -> None:
+    ((found, is_same, report),) = run_megatron_ranks(latent_attention, 1, 1)
+    assert is_same
+    assert report.describe_counts() == "activation 2 of 2, norm 5 of 9, dropout 4 of 4, attention 0 of 2"
+    assert report.describe_left() == [
+        "attention in decoder.layers.0-1 (self_attention.core_attention): latent attention",
+        "norm in decoder.layers.0-1 (self_attention.q_layernorm, self_attention.kv_layernorm): latent attention",
+    ]
+    for name in CHOICES:
+        assert_equal_to_stock(found[name], found["stock"])
+
+
+def predicting_model(tempo_config: TempoConfig) -> Any:
+    """Loss, gradients, and the report of a model whose prediction layers were made of Megatron's own spec."""
+    config = gpt_config(mtp_num_layers=1)
+    stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    prediction = get_gpt_mtp_block_spec(config, stock, use_transformer_engine=False)
+    torch.manual_seed(7)
+    spec = tempo_block_spec(config, tempo_config)
+    model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH, mtp_block_spec=prediction).train()
+    tempoize_embedding(model, tempo_config)
+    tempoize_loss(model, tempo_config)
+    loss = losses(model, 0, 2, gives_mask=True).mean()
+    loss.backward()
+    return (loss.item(), gradients(model)), report_on(model)
+
+
+def test_multi_token_prediction_is_left_as_it_is() -> None:
+    ((found, report),) = run_megatron_ranks(predicting_model, 1, 1, TempoConfig())
+    ((stock, _),) = run_megatron_ranks(predicting_model, 1, 1, OFF)
+    assert_equal_to_stock(found, stock)
+    assert report.counts["activation"] == (2, 3) and report.counts["attention"] == (2, 3)
+    left = report.describe_left()
+    assert "activation in mtp.layers.0 (mlp): multi-token prediction" in left
+    assert "norm in mtp.layers.0 (enorm, hnorm, layer_norm): multi-token prediction" not in left
+    assert {slot.slot for slot in report.left if slot.operation == "norm"} == {
+        "input_layernorm", "pre_mlp_layernorm", "enorm", "hnorm", "layer_norm"
+    }  # fmt: skip
+    assert left[-1] == "loss in model (output_layer): auto: mtp_num_layers is 1, whose layers need logits of their own"
+
+
+def report_of_model(tempo_config: TempoConfig, settings: dict[str, Any]) -> TempoReport:
+    return report_on(build_gpt(gpt_config(**settings), tempo_config))
+
+
+def test_the_embedding_and_the_loss_head_of_a_model_are_in_it() -> None:
+    (report,) = run_megatron_ranks(report_of_model, 1, 1, TempoConfig(), {})
+    assert report.describe_counts() == "activation 2 of 2, norm 5 of 5, dropout 5 of 5, attention 2 of 2, loss 1 of 1"
+    assert report.left == ()
+    written = TempoConfig(dropout="off", loss="off", layers={"0": {"dropout": "recompute"}})
+    (report,) = run_megatron_ranks(report_of_model, 1, 1, written, {})
+    assert report.counts["dropout"] == (2, 5)
+    assert report.describe_left() == [
+        "dropout in decoder.layers.1 (self_attn_bda, mlp_bda): off",
+        "dropout in embedding (embedding_dropout): off",
+        "loss in model (output_layer): off",
+    ]
+
+
+def what_others_say() -> Any:
+    config = gpt_config(**SWIGLU)
+    stock = get_gpt_layer_local_spec()
+    found = []
+    for subject in (get_gpt_decoder_block_spec(config, use_transformer_engine=False), build_stock(config)):
+        with pytest.raises(ValueError) as error:
+            report_on(subject)
+        found.append(str(error.value))
+    # A model that was built of a tempoized spec, and whose embedding and loss nobody replaced.
+    model = GPTModel(config, tempoize(stock, config, TempoConfig()), VOCAB_SIZE, SEQ_LENGTH)
+    choices = choose(config, TempoConfig())
+    resolved = report_on(GPTModel(config, tempoize(stock, config, choices.config), VOCAB_SIZE, SEQ_LENGTH), choices)
+    return found, report_on(model).describe_left(), resolved == report_on(model)
+
+
+def build_stock(config: Any) -> Any:
+    return GPTModel(config, get_gpt_layer_local_spec(), VOCAB_SIZE, SEQ_LENGTH)
+
+
+def test_what_was_not_asked_is_said() -> None:
+    ((refused, left, is_equal),) = run_megatron_ranks(what_others_say, 1, 1)
+    for text in refused:
+        assert "that Tempo has not made; expected what tempoize or tempo_block_spec returned" in text
+    assert left == [
+        "dropout in embedding (embedding_dropout): the slot was filled without Tempo",
+        "loss in model (output_layer): the slot was filled without Tempo",
+    ]
+    assert is_equal
+
+
+class OwnNorm(torch.nn.LayerNorm):
+    """A user's."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+
+
+def report_with_own_norm() -> Any:
+    config = gpt_config()
+    layer = get_gpt_layer_local_spec()
+    layer = dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, pre_mlp_layernorm=OwnNorm))
+    block = tempoize(layer, config, TempoConfig())
+    handed_around = [copy.deepcopy(block), pickle.loads(pickle.dumps(dataclasses.replace(block, layer_specs=[])))]
+    return report_on(block), [report_on(each).counts for each in handed_around]
+
+
+def test_a_users_own_module_is_left_and_the_spec_can_be_handed_around() -> None:
+    ((report, counts),) = run_megatron_ranks(report_with_own_norm, 1, 1)
+    assert report.describe_left() == [
+        "norm in decoder.layers.0-1 (pre_mlp_layernorm): OwnNorm is none that Tempo replaces"
+    ]
+    assert counts == [report.counts, {"norm": (1, 1)}]
+
+
+def test_reports_are_added_and_written_as_json() -> None:
+    mine = ReportedSlot(operation="norm", where="encoder.layers.0", slot="input_layernorm")
+    left = ReportedSlot(operation="norm", where="decoder.layers.0", slot="input_layernorm", left="off")
+    report = TempoReport(slots=(mine,)) + TempoReport(slots=(left,))
+    assert report.replaced == {"norm": 1} and report.counts == {"norm": (1, 2)}
+    written = json.loads(json.dumps(report.as_dict()))
+    assert written == {"slots": {"norm": {"tempo": 1, "all": 2}}, "left": [dataclasses.asdict(left)]}
+    assert TempoReport().describe_counts() == "none"
+    assert hash(report) == hash(TempoReport(slots=(mine, left)))
+
+
+def last_stage() -> list[str]:
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    config = gpt_config(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    spec = tempo_block_spec(config, TempoConfig())
+    model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH, pre_process=is_first, post_process=is_last)
+    tempoize_embedding(model, TempoConfig())
+    tempoize_loss(model, TempoConfig())
+    return [f"{slot.where} {slot.slot}" for slot in report_on(model).slots if slot.operation in ("norm", "loss")]
+
+
+def test_a_pipeline_stage_reports_what_it_has() -> None:
+    first, last = run_megatron_ranks(last_stage, 2, 1)
+    assert first == ["decoder.layers.0 input_layernorm", "decoder.layers.0 pre_mlp_layernorm"]
+    assert last == [
+        "decoder.layers.1 input_layernorm",
+        "decoder.layers.1 pre_mlp_layernorm",
+        "decoder final_layernorm",
+        "model output_layer",
+    ]
