@@ -219,13 +219,14 @@ MISMATCHES = {
     "--hidden-size": (["--hidden-size", "32"], 1, stage(1), "its hidden_size is 64, this run's is 32"),
     "--num-layers": (["--num-layers", "1"], 1, stage(1), "its num_layers is 2, this run's is 1"),
     "--vocab-size": (["--vocab-size", "600"], 1, stage(1), "its padded_vocab_size is 512, this run's is 640"),
-    "TP": (SP, 2, stage(1), "its tensor_model_parallel_size is 1, this run's is 2"),
-    "DP": ([], 2, stage(1), "its data_parallel_size is 1, this run's is 2"),
-    "ZeRO": ([], 1, stage(2), "its zero_stage is 1, this run's is 2"),
+    "more ranks than a batch has samples": (
+        [], 2, stage(1), "--global-batch-size 2 is not a multiple of micro batch size 2 x data parallel size 2",
+    ),
+    "precision": (["--bf16"], 1, stage(1), "its precision is fp32, this run's is bf16"),
     "batch": (["--global-batch-size", "6"], 1, stage(1), "its global_batch_size is 2, this run's is 6, so the order"),
     "seed": (["--seed", "1"], 1, stage(1), "change --seed"),
     "schedule": (["--lr", "2e-3"], 1, stage(1), "--lr is 0.002, but the schedule of"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("extra", "world_size", "config", "words"), MISMATCHES.values(), ids=MISMATCHES)

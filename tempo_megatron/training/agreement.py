@@ -23,3 +23,10 @@ def differs_between_ranks(value: Any) -> bool:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return any(other != value for other in values)
+
+
+def is_true_on_any_rank(value: bool) -> bool:
+    """Whether `value` is true on at least one rank; every rank calls it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return any(values)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,30 @@ import torch
 import torch.distributed as dist
 
 from tempo_megatron.disk import flush_all_to_disk
-from tempo_megatron.training.agreement import differs_between_ranks, raise_on_all_ranks
-from tempo_megatron.training.checkpoint_files import find_fault_in_checkpoint, read_tensors, try_to_write
+from tempo_megatron.training.agreement import differs_between_ranks, is_true_on_any_rank, raise_on_all_ranks
+from tempo_megatron.training.checkpoint_files import (
+    find_fault_in_checkpoint,
+    name_rank_file,
+    read_tensors,
+    try_to_write,
+)
 from tempo_megatron.training.checkpoint_folder import (
     CheckpointFolder,
     name_unfinished,
     parse_iteration,
 )
 from tempo_megatron.training.engine import Engine
-from tempo_megatron.training.resume import RUN_FILE, check_same_run, select_settings
-from tempo_megatron.training.rng_state import get_rng_state, set_rng_state
+from tempo_megatron.training.resharding import describe_rank, load_resharded
+from tempo_megatron.training.resume import (
+    RUN_FILE,
+    check_same_run,
+    describe_layout,
+    has_other_layout,
+    select_settings,
+)
+from tempo_megatron.training.rng_state import get_rng_state, seed_all, set_rng_state
 from tempo_megatron.training.run_config import RunConfig
+from tempo_megatron.training.saved_state import SavedState
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,7 +108,7 @@ class Checkpoints:
 
     def _write(self, unfinished: Path, progress: Progress) -> str | None:
         self.engine.deepspeed.save_checkpoint(str(unfinished.parent), tag=unfinished.name, save_latest=False)
-        path = unfinished / _name_rank_file(self.rank)
+        path = unfinished / name_rank_file(self.rank)
         return self.engine.files.take_failure() or try_to_write(torch.save, self._collect_rank_state(progress), path)
 
     def _describe(self, unfinished: Path, progress: Progress) -> None:
@@ -119,21 +133,58 @@ class Checkpoints:
         missing = [name for name in saved["files"] if not (checkpoint / name).is_file()]
         raise_on_all_ranks(f"{checkpoint} lacks {', '.join(missing)}; give another checkpoint" if missing else None)
         raise_on_all_ranks(find_fault_in_checkpoint(checkpoint))
-        self.engine.load(checkpoint, self.run)
-        state = read_tensors(checkpoint / _name_rank_file(self.rank))
+        other_layout = has_other_layout(saved, self.description) or self._is_divided_otherwise(checkpoint)
+        state = self._reshard(checkpoint, saved) if other_layout else self._load_as_saved(checkpoint)
         self.engine.scheduler.load_state_dict(state["scheduler"])
-        set_rng_state(state["rng"], self.run.on_gpu)
         progress = Progress(**state["progress"])
         assert progress.iteration == parse_iteration(saved["checkpoint"])
         if self.run.save and Path(self.run.save).resolve() == checkpoint.parent.resolve():
             self.last_saved = progress.iteration
         return progress
 
+    def _is_divided_otherwise(self, checkpoint: Path) -> bool:
+        """Whether an option that the layout's name does not tell, ZeRO's round robin for example, has changed."""
+        layout = read_tensors(checkpoint / name_rank_file(self.rank)).get("layout")
+        return is_true_on_any_rank(
+            layout is not None and layout["fragments"] != describe_rank(self.engine)["fragments"]
+        )
+
+    def _load_as_saved(self, checkpoint: Path) -> dict[str, Any]:
+        """Let DeepSpeed load what the same layout saved; returns this rank's own state."""
+        self.engine.load(checkpoint, self.run)
+        state: dict[str, Any] = read_tensors(checkpoint / name_rank_file(self.rank))
+        set_rng_state(state["rng"], self.run.on_gpu)
+        return state
+
+    def _reshard(self, checkpoint: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Take over what another layout saved; returns the state of a rank that stands for this one.
+
+        Data-parallel ranks have equal random states. Those of tensor-parallel ranks belong to their number: where it
+        changes, all start anew from the seed and the step.
+        """
+        start = time.perf_counter()
+        change = f"{describe_layout(saved)} to {describe_layout(self.description)}"
+        if self.rank == 0:
+            print(f"resharding {checkpoint}: {change}", flush=True)
+        source = SavedState(checkpoint, saved)
+        load_resharded(self.engine, source, self.run)
+        tp_rank = self.rank % self.run.tensor_model_parallel_size
+        has_same_tp = source.tp == self.run.tensor_model_parallel_size
+        state: dict[str, Any] = read_tensors(checkpoint / name_rank_file(tp_rank if has_same_tp else 0))
+        if has_same_tp:
+            set_rng_state(state["rng"], self.run.on_gpu)
+        else:
+            seed_all(self.run.seed + state["progress"]["iteration"])
+        if self.rank == 0:
+            print(f"resharded in {time.perf_counter() - start:.1f} s", flush=True)
+        return state
+
     def _collect_rank_state(self, progress: Progress) -> dict[str, Any]:
         return {
             "progress": dataclasses.asdict(progress),
             "scheduler": self.engine.scheduler.state_dict(),
             "rng": get_rng_state(self.run.on_gpu),
+            "layout": describe_rank(self.engine),
         }
 
 
@@ -183,7 +234,3 @@ def check_all_ranks_share(folder: Path) -> None:
     dist.barrier()
     names[rank].unlink(missing_ok=True)
     raise_on_all_ranks(sentence)
-
-
-def _name_rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.pt"

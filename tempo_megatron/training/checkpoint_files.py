@@ -121,5 +121,10 @@ def try_to_write(write: Any, *args: Any, **options: Any) -> str | None:
     return None
 
 
+def name_rank_file(rank: int) -> str:
+    """What the trainer itself writes for one rank, beside DeepSpeed's files."""
+    return f"rank_{rank:05d}.pt"
+
+
 def _take_first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

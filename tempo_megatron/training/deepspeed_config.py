@@ -114,6 +114,12 @@ def read_zero_stage(config: Mapping[str, Any]) -> int:
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
+def decides_batch_size(config: Mapping[str, Any]) -> bool:
+    """Whether the JSON has a number that the size of a global batch follows from."""
+    total_key, _, steps_key = _BATCH_KEYS
+    return any(config.get(key, "auto") not in (None, "auto") for key in (total_key, steps_key))
+
+
 def read_precision(config: Mapping[str, Any]) -> str:
     """`fp32`, `bf16` or `fp16`. Raises ValueError where both are enabled."""
     enabled = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True]
@@ -122,9 +128,13 @@ def read_precision(config: Mapping[str, Any]) -> str:
     return enabled[0] if enabled else "fp32"
 
 
+def read_offload_device(config: Mapping[str, Any]) -> str:
+    """Where the optimizer's states are: `none` (with the weights), `cpu` or `nvme`."""
+    return str((config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none"))
+
+
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
-    device = (config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none")
-    return device in ("cpu", "nvme")
+    return read_offload_device(config) in ("cpu", "nvme")
 
 
 def complete_deepspeed_config(

@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from tempo_megatron.training.checkpoint_files import CheckpointFiles
+from tempo_megatron.training.cuts import find_cuts
 from tempo_megatron.training.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run_config import RunConfig
 
@@ -184,6 +185,8 @@ class Engine:
     def __init__(self, model: torch.nn.Module, run: RunConfig) -> None:
         config = run.deepspeed
         self.zero_stage = read_zero_stage(config)
+        self.tensor_parallel_size = run.tensor_model_parallel_size
+        self.cuts = find_cuts(model)
         self._samples_per_step = run.global_batch_size
         self._computes_norm = self.zero_stage == 0 and run.precision == "fp32"
         self._grad_norm: Tensor | None = None

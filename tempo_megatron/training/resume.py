@@ -3,6 +3,7 @@
 A value that was typed, or that stands in the DeepSpeed JSON, wins; one that was left out comes from the checkpoint. The
 learning rate schedule is the exception, as in Megatron-LM: the run keeps the checkpoint's and refuses another one that
 was typed, and --override-opt-param-scheduler takes the whole schedule from the command line, its defaults included.
+How the weights lie on the ranks is the run's own business, and another one is no other run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tempo_megatron.models.arguments import name_option
 from tempo_megatron.models.shape import complete_description
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder
+from tempo_megatron.training.deepspeed_config import decides_batch_size, read_offload_device
 
 if TYPE_CHECKING:
     from tempo_megatron.training.datasets import Vocabulary
@@ -57,10 +59,6 @@ _REMEDIES = {
     **{name: name_option(name) for name in MODEL_FIELDS},
     "padded_vocab_size": "--vocab-size and --make-vocab-size-divisible-by",
     "gelu_form": "--no-bias-gelu-fusion",
-    "tensor_model_parallel_size": "--tensor-model-parallel-size",
-    "data_parallel_size": "the number of processes",
-    "zero_stage": "zero_optimization.stage in the DeepSpeed JSON",
-    "optimizer": "zero_optimization and data_types in the DeepSpeed JSON",
     "precision": "bf16 and fp16 in the DeepSpeed JSON",
     "seq_length": name_option("seq_length"),
     "global_batch_size": "--global-batch-size",
@@ -69,6 +67,8 @@ _REMEDIES = {
     "tokenizer": "--vocab-file and --merge-file",
     "data": "--data-path",
 }
+# How weights and moments lie on the ranks. A run goes on in another layout: see resharding.py.
+_LAYOUT = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage", "optimizer", "offload_device")
 # What decides which sample comes when: another value and the resumed run would see other data.
 _DATA_FIELDS = ("seq_length", "global_batch_size", "seed", "split")
 
@@ -117,13 +117,15 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
 def take_from_checkpoint(
     args: argparse.Namespace, config: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values of SCHEDULE and OPTIMIZER: those typed in `args`, and the checkpoint's where one was left out.
+    """The values of SCHEDULE, OPTIMIZER and the global batch: those typed, the checkpoint's where one was left out.
 
     Raises ValueError where the schedule that was typed is not the checkpoint's, or where the steps that are added
     would be made with a learning rate of 0.
     """
     settings = saved["settings"]
-    values = {name: getattr(args, name) for name in (*SCHEDULE, *OPTIMIZER)}
+    values = {name: getattr(args, name) for name in (*SCHEDULE, *OPTIMIZER, "global_batch_size")}
+    if values["global_batch_size"] is None and not decides_batch_size(config):
+        values["global_batch_size"] = saved["global_batch_size"]
     for name in OPTIMIZER:
         in_json = name == "clip_grad" and config.get("gradient_clipping", "auto") not in (None, "auto")
         if values[name] is None and not in_json:
@@ -152,6 +154,14 @@ def take_from_checkpoint(
     return values
 
 
+def find_vocab_padding_tp(saved: Mapping[str, Any]) -> int:
+    """The tensor parallel size that the checkpoint's vocabulary was padded for.
+
+    The rows of the padding are part of every softmax, so that a run that goes on elsewhere has to keep their number.
+    """
+    return int(saved.get("vocab_padding_tp", saved["tensor_model_parallel_size"]))
+
+
 def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], load: str) -> None:
     """Raise ValueError for the first field of describe_run in which the checkpoint is of another run."""
     where = f"--load {load}/{saved['checkpoint']}"
@@ -169,12 +179,23 @@ def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], loa
         raise ValueError(f"{where}: its {name} is {theirs}, this run's is {ours}, so {what}; change {remedy}")
 
 
+def has_other_layout(saved: Mapping[str, Any], description: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's files are divided in another way than those of this run will be."""
+    return any(saved.get(name, description[name]) != description[name] for name in _LAYOUT)
+
+
+def describe_layout(description: Mapping[str, Any]) -> str:
+    tp, dp, stage = (description[name] for name in _LAYOUT[:3])
+    return f"TP {tp}, DP {dp}, ZeRO {stage}"
+
+
 def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
     """What a checkpoint belongs to; a run resumes only from one whose description is its own.
 
     `more` holds what only the built run knows, such as the optimizer's name.
     """
-    described = {name: getattr(run, name) for name in _REMEDIES if hasattr(run, name)}
+    described = {name: getattr(run, name) for name in (*_REMEDIES, *_LAYOUT) if hasattr(run, name)}
+    described |= {"offload_device": read_offload_device(run.deepspeed), "vocab_padding_tp": run.vocab_padding_tp}
     described |= run.model.describe() | vocabulary.describe()
     return {**described, "format": FORMAT, "data_path": list(run.data_path), **more}
 

@@ -23,7 +23,7 @@ from tempo_megatron.training.deepspeed_config import (
     freeze_deepspeed_config,
     read_precision,
 )
-from tempo_megatron.training.resume import take_from_checkpoint
+from tempo_megatron.training.resume import find_vocab_padding_tp, take_from_checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,8 @@ class RunConfig:
 
     model: ModelShape
     """Its vocab_size is as given; see datasets.Vocabulary for what the model gets."""
+    vocab_padding_tp: int
+    """The tensor parallel size that the vocabulary is padded for: of the run's first start."""
 
     # Training
     micro_batch_size: int
@@ -143,6 +145,7 @@ def complete_run(
         "precision": read_precision(completed),
         "num_workers": (2 if on_gpu else 0) if args.num_workers is None else args.num_workers,
         "sample_parts": tuple(saved["sample_parts"]) if saved else (),
+        "vocab_padding_tp": find_vocab_padding_tp(saved) if saved else args.tensor_model_parallel_size,
         "data_path": tuple(args.data_path),
         "blend": parse_blend(args.data_path),
         "split_weights": parse_split(args.split),

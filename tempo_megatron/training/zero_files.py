@@ -26,16 +26,13 @@ def read_rank(checkpoint: Path, tp_rank: int, data_parallel_size: int, zero_stag
     Raises ValueError where a file is missing or damaged, or holds what is neither a tensor nor known.
     """
     if zero_stage == 0:
-        module = _read(checkpoint / f"mp_rank_{tp_rank:02d}_model_states.pt")["module"]
+        module = _read(find_model_file(checkpoint, tp_rank, 0))["module"]
         return {name: value for name, value in module.items() if isinstance(value, Tensor)}
     partitions = range(data_parallel_size)
     # Only ZeRO 3 divides the model's own weights, and then their shapes stand in one file per data-parallel rank.
-    prefixes = [f"zero_pp_rank_{rank}_" for rank in partitions] if zero_stage == 3 else [""]
-    models = [_read(checkpoint / f"{prefix}mp_rank_{tp_rank:02d}_model_states.pt") for prefix in prefixes]
-    optimizers = [
-        _read(_find(checkpoint, f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}_optim_states.pt"))["optimizer_state_dict"]
-        for rank in partitions
-    ]
+    model_ranks = partitions if zero_stage == 3 else range(1)
+    models = [_read(find_model_file(checkpoint, tp_rank, zero_stage, rank)) for rank in model_ranks]
+    optimizers = [_read(find_optimizer_file(checkpoint, tp_rank, rank))["optimizer_state_dict"] for rank in partitions]
     return _join(models, optimizers, zero_stage)
 
 
@@ -66,8 +63,15 @@ def _join(models: list[dict[str, Any]], optimizers: list[dict[str, Any]], zero_s
     return {name: value.contiguous().detach() for name, value in joined.items()}
 
 
-def _find(checkpoint: Path, name: str) -> Path:
-    """`name`, or with the prefix that DeepSpeed's bf16 optimizer puts before it."""
+def find_model_file(checkpoint: Path, tp_rank: int, zero_stage: int, dp_rank: int = 0) -> Path:
+    """DeepSpeed's file of the model; only ZeRO 3 has one per data-parallel rank."""
+    prefix = f"zero_pp_rank_{dp_rank}_" if zero_stage == 3 else ""
+    return checkpoint / f"{prefix}mp_rank_{tp_rank:02d}_model_states.pt"
+
+
+def find_optimizer_file(checkpoint: Path, tp_rank: int, dp_rank: int) -> Path:
+    """DeepSpeed's file of one rank's optimizer under ZeRO; its bf16 optimizer puts a prefix before the name."""
+    name = f"zero_pp_rank_{dp_rank}_mp_rank_{tp_rank:02d}_optim_states.pt"
     prefixed = checkpoint / f"bf16_{name}"
     return prefixed if prefixed.exists() else checkpoint / name
 

@@ -1,0 +1,118 @@
+"""Go on from a checkpoint of another layout: another tensor or data parallel size, another ZeRO stage.
+
+Every rank reads from the checkpoint's files the elements of the weights and moments that it holds now, one parameter
+after the other. The files are only read, so that nothing has to be converted first and a kill leaves them as they were.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from tempo_megatron.training.agreement import raise_on_all_ranks
+from tempo_megatron.training.deepspeed_config import read_offload_device
+from tempo_megatron.training.engine import Engine, take_scale
+from tempo_megatron.training.partition import MOMENTS, Fragment, Partition, find_partition
+from tempo_megatron.training.run_config import RunConfig
+from tempo_megatron.training.saved_state import SavedState
+
+_SECONDS_BETWEEN_LINES = 10
+
+
+def describe_rank(engine: Engine) -> dict[str, Any]:
+    """What a later run has to know of this rank to read its part of the checkpoint, in plain types."""
+    return {
+        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "dp_rank": parallel_state.get_data_parallel_rank(),
+        "cuts": {name: cut.pack() for name, cut in engine.cuts.items()},
+        "fragments": find_partition(engine.deepspeed).pack(),
+    }
+
+
+@torch.no_grad()
+def load_resharded(engine: Engine, source: SavedState, run: RunConfig) -> None:
+    """Put weights, moments, steps and loss scale of `source` into `engine`; every rank calls it.
+
+    Raises ValueError on every rank, before anything is changed, where the checkpoint is of another model or the
+    optimizer's states lie where they cannot be reached.
+    """
+    if read_offload_device(run.deepspeed) == "nvme":
+        raise ValueError(
+            f"--load {source.checkpoint} has another layout, and states that are offloaded to nvme go on in their own "
+            'only; use "cpu" for zero_optimization.offload_optimizer.device, or the layout of the checkpoint'
+        )
+    names = {name for name, _ in engine.deepspeed.module.named_parameters()}
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    raise_on_all_ranks(source.find_mismatch(engine.cuts, names, tp))
+    optimizer = engine.deepspeed.optimizer
+    if engine.zero_stage == 3:
+        optimizer.checkpoint_event_prologue()
+    fault = None
+    try:
+        _fill(find_partition(engine.deepspeed), source, engine)
+    except ValueError as error:  # of a file that this rank alone may read
+        fault = str(error)
+    raise_on_all_ranks(fault)
+    _publish(engine)
+    scale = source.read_optimizer_file().get("optimizer_state_dict", {}).get("loss_scaler")
+    if scale is not None and getattr(optimizer, "loss_scaler", None) is not None:
+        take_scale(optimizer.loss_scaler, scale)
+    counts = source.read_model_file()
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine.deepspeed, name, counts[name])
+
+
+def _fill(partition: Partition, source: SavedState, engine: Engine) -> None:
+    """Write every fragment of this rank; a line now and then says how far rank 0 is."""
+    keys = ("weight", *(MOMENTS if source.has_moments() else ()))
+    tp, tp_rank = engine.tensor_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+    total, done, said = sum(fragment.size for fragment in partition.fragments), 0, time.monotonic()
+    for fragment in partition.fragments:
+        states = _prepare_states(partition, fragment, source) if len(keys) > 1 else {}
+        cut = engine.cuts.get(fragment.name)
+        for key in keys:
+            flat = partition.groups[fragment.group].data if key == "weight" else states[key]
+            values = source.read(fragment.name, key, fragment.first, fragment.last, cut=cut, tp=tp, tp_rank=tp_rank)
+            flat.view(-1)[fragment.start : fragment.start + fragment.size].copy_(values)
+        done += fragment.size
+        if dist.get_rank() == 0 and time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            print(f"{done / total:.0%} of the weights and moments of rank 0 are read", flush=True)
+
+
+def _prepare_states(partition: Partition, fragment: Fragment, source: SavedState) -> dict[str, Any]:
+    """The optimizer's states of a flat tensor, made where it has not made them itself yet."""
+    group = partition.groups[fragment.group]
+    states: dict[str, Any] = partition.optimizer.state[group]
+    for key in MOMENTS:
+        if key not in states:
+            states[key] = torch.zeros_like(group, requires_grad=False)
+    step = source.read_step(fragment.name)
+    if isinstance(partition.optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam):
+        states["step"] = int(step)
+    else:
+        states["step"] = torch.tensor(step, dtype=torch.float32, device=group.device)
+    return states
+
+
+def _publish(engine: Engine) -> None:
+    """Let the model have the master weights, in its precision and on every data-parallel rank."""
+    optimizer = engine.deepspeed.optimizer
+    if engine.zero_stage == 3:
+        # DeepSpeed's own way from the master weights to the parameters, offloaded ones too.
+        state = {
+            "loss_scaler": optimizer.loss_scaler,
+            "dynamic_loss_scale": optimizer.dynamic_loss_scale,
+            "overflow": optimizer.overflow,
+            "fp32_flat_groups": optimizer.fp32_partitioned_groups_flat,
+        }
+        size = parallel_state.get_data_parallel_world_size()
+        optimizer.load_state_dict([state] * size, load_optimizer_states=False)
+        optimizer.checkpoint_event_epilogue()
+    elif engine.zero_stage:
+        optimizer.update_lp_params()
