@@ -15,7 +15,7 @@ from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import swiglu
-from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_kernels.squared_relu import squared_relu
 
 S, B, H, V = 48, 2, 32, 40
@@ -53,6 +53,7 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor
         lambda x, w: linear_cross_entropy(x, w[:V, 0], LABELS, token_weights=TOKEN_WEIGHTS)[0],
         lambda x, w: (stock_losses(x, w) * 0.3).sum(),
     ),
+    "linear_log_prob": (lambda x, w: linear_log_prob(x, w[:V, 0], LABELS).t(), lambda x, w: -stock_losses(x, w)),
 }
 
 

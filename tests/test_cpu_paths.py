@@ -119,7 +119,16 @@ def test_gated_units_in_blocks_are_the_specification(shape, dtype, activation):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("shares", [Shares(1.0, 0.0, 120), Shares(0.9, 0.001, 120)], ids=["plain", "smoothed"])
+@pytest.mark.parametrize(
+    "shares",
+    [
+        Shares(1.0, 0.0, 120),
+        Shares(0.9, 0.001, 120),
+        Shares(1.0, 0.0, 130, has_entropy=True),
+        Shares(1.0, 0.0, 120, True, 5.0, 0.7, True),
+    ],
+    ids=["plain", "smoothed", "with entropy", "scaled and cut"],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_loss_in_blocks_is_the_specification(dtype, shares):
     torch.manual_seed(0)
@@ -130,7 +139,8 @@ def test_the_loss_in_blocks_is_the_specification(dtype, shares):
     grad[::5] = 0
     results = [logits.clone(), logits.clone()]
     for module, result in zip((loss_cpu, loss_eager), results, strict=True):
-        module.write_gradient_(result, Rows(columns, found[0], grad / found[1], grad), shares)
+        slope = found[3] / found[1] if shares.has_entropy else None
+        module.write_gradient_(result, Rows(columns, found[0], grad / found[1], grad, slope), shares)
     assert_same(*results)
 
 

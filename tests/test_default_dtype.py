@@ -14,7 +14,7 @@ from torch import Tensor
 from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import cpu as gelu_cpu
-from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for folder in ("kernels/tempo_kernels", "tempo_megatron") for path in (ROOT / folder).rglob("*.py"))
@@ -52,11 +52,13 @@ def attend(x: Tensor, form: str = "flash") -> Tensor:
     )
 
 
-def losses(x: Tensor, is_weighted: bool = False) -> Tensor:
+def losses(x: Tensor, is_weighted: bool = False, is_log_prob: bool = False) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(50, x.size(2), dtype=torch.float32, generator=generator).to(x.dtype)
     labels = torch.randint(50, (x.size(1), x.size(0)), generator=generator, dtype=torch.int64)
     more = {"token_weights": torch.full(labels.shape, 0.3, dtype=torch.float32)} if is_weighted else {}
+    if is_log_prob:
+        return torch.cat(linear_log_prob(x, weight, labels, 0.7, 30.0, True, vocab_size=45, chunk_tokens=5))
     found = linear_cross_entropy(x, weight, labels, label_smoothing=0.1, z_loss=1e-3, chunk_tokens=5, **more)
     return found[0] if is_weighted else found
 
@@ -68,6 +70,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "attention keeping its softmax": lambda x, _: attend(x, "softmax"),
     "linear_cross_entropy": lambda x, _: losses(x),
     "linear_cross_entropy with token_weights": lambda x, _: losses(x, True),
+    "linear_log_prob": lambda x, _: losses(x, is_log_prob=True),
 }
 
 

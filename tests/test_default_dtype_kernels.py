@@ -33,6 +33,14 @@ def gradients_of_logits(x: Tensor, _: Tensor) -> tuple[Any, ...]:
     return found, gradient
 
 
+def gradients_of_scaled_logits(x: Tensor, _: Tensor) -> tuple[Any, ...]:
+    columns = torch.arange(x.size(0), dtype=torch.int64, device=x.device)
+    shares = Shares(1.0, 0.0, 30, True, 5.0, 0.7, True)
+    found, gradient = loss.find_statistics(x, columns, shares), x.clone()
+    loss.write_gradient_(gradient, Rows(columns, found[0], 0.1 / found[1], found[1], 0.2 / found[1]), shares)
+    return found, gradient
+
+
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
     "gelu": gradients_of_gelu,
     "glu": lambda x, bias: (glu.forward(x, bias, "silu"), *glu.backward(x[:, :16], x, bias, "silu", True)),
@@ -41,6 +49,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
     "dropout_add": lambda x, _: dropout_add.backward(x.unsqueeze(1), Draw(0.1, 7, 0, 0), True),
     "dropout_add of nothing": lambda x, _: dropout_add.backward(x[:0].unsqueeze(1), Draw(0.1, 7, 0, 0), True),
     "linear_cross_entropy": gradients_of_logits,
+    "linear_log_prob": gradients_of_scaled_logits,
 }
 
 

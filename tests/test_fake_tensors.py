@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
-from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 
 S, B, H, V = 6, 2, 32, 11
 INTEGERS = {"dtype": torch.int64}
@@ -41,6 +41,13 @@ def losses(x: Tensor, bias: Tensor, is_weighted: bool = False) -> Tensor:
     return found[0] if is_weighted else found
 
 
+def log_probs(x: Tensor, bias: Tensor, return_entropy: bool) -> Tensor:
+    weight, labels = x.new_ones(V, H).requires_grad_(), torch.zeros(B, S, device=x.device, **INTEGERS)
+    more = {"return_entropy": return_entropy, "bias": bias.narrow(0, 0, V), "vocab_size": V - 1}
+    found = linear_log_prob(x, weight, labels, 0.7, 30.0, **more)
+    return torch.cat(found) if return_entropy else found
+
+
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     **ACTIVATIONS,
     "dropout": lambda x, bias: bias_dropout_add(x, bias, None, p=0.1, key=2**64 - 1, first_sample=2**40),
@@ -54,6 +61,8 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "attention keeping its softmax": lambda x, _: attend(x, "softmax", key_lengths=lengths(x)),
     "linear_cross_entropy": losses,
     "linear_cross_entropy with token_weights": lambda x, bias: losses(x, bias, True),
+    "linear_log_prob": lambda x, bias: log_probs(x, bias, False),
+    "linear_log_prob with entropy": lambda x, bias: log_probs(x, bias, True),
 }  # fmt: skip
 
 

@@ -13,10 +13,33 @@ from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 # At which three programs of 8 warps share a multiprocessor.
 MOST_REGISTERS = 80
+# At which two do: tanh and a division take some.
+MOST_REGISTERS_CAPPED = 128
 
 
 def launches_of(run: Callable[[], object]) -> list[Launch]:
     return record_launches(run, [kernel])
+
+
+def run_scaled_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, softcap: float, temperature: float) -> None:
+    """Both kernels with everything that linear_log_prob may ask for, and with what each asks for alone."""
+    logits, columns = torch.empty(num_rows, num_columns, dtype=dtype), torch.zeros(num_rows, dtype=torch.int64)
+    vectors = torch.ones(4, num_rows)
+    for shares in (
+        Shares(1.0, 0.0, num_columns - 47, True, softcap, temperature, True),
+        Shares(1.0, 0.0, num_columns, False, 0.0, 1.0, True),
+        Shares(1.0, 0.0, num_columns, False, 0.0, temperature),
+    ):
+        kernel.find_statistics(logits, columns, shares)
+        rows = Rows(columns, *vectors[:3], vectors[3] if shares.has_entropy else None)
+        kernel.write_gradient_(logits, rows, shares)
+
+
+SCALED_NAMES = [
+    f"{name}, {what}"
+    for what in ("capped, divided and cut, with entropy", "with entropy", "divided")
+    for name in ("statistics", "gradient")
+]
 
 
 def run_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, first: int = 0) -> None:
@@ -40,7 +63,10 @@ def cases() -> Iterator[tuple[str, Launch]]:
     ]:
         names = ("statistics", "gradient", "statistics with sum", "smoothed gradient")
         launches = launches_of(lambda dtype=dtype, num_columns=num_columns: run_chunk(64, num_columns, dtype))
-        for name, launch in zip(names, launches, strict=True):
+        launches += launches_of(
+            lambda dtype=dtype, num_columns=num_columns: run_scaled_chunk(64, num_columns, dtype, 30.0, 0.7)
+        )
+        for name, launch in zip([*names, *SCALED_NAMES], launches, strict=True):
             yield f"{name}, {dtype}, v {num_columns}", launch
 
 
@@ -50,10 +76,16 @@ def test_kernels_keep_to_few_registers_and_read_16_bytes_at_a_time(capability):
         binary = compiled(launch, capability)
         usage = resources(binary.asm["cubin"])
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
-        assert usage["REG"] <= MOST_REGISTERS, f"{name}: {usage}"
-        # What is left is a row's own numbers: its target, maximum, scale and gradient, and three or four results.
+        assert usage["REG"] <= (MOST_REGISTERS_CAPPED if "capped" in name else MOST_REGISTERS), f"{name}: {usage}"
+        # What is left is a row's own numbers: its target, maximum, scale, gradient and slope, and up to four results.
         narrow = narrow_accesses(binary.asm["ptx"])
         assert len(narrow) <= 7, f"{name}: {narrow}"
+
+
+def test_new_temperatures_and_softcaps_compile_nothing_anew():
+    numbers = [(30.0, 0.7), (50.0, 0.01), (1.0, 1.5), (2.0, 2.0)]
+    launches = launches_of(lambda: [run_scaled_chunk(64, 50304, torch.bfloat16, *pair) for pair in numbers])
+    assert len(launches) == 6 * len(numbers) and len({source_of(launch).hash() for launch in launches}) == 6
 
 
 def test_a_vocabulary_that_is_no_multiple_of_eight_is_read_narrowly_and_found_to_be():

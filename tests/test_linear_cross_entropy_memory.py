@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tempo_kernels.linear_cross_entropy import cpu, linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import cpu, linear_cross_entropy, linear_log_prob
 
 
 class Allocations(TorchDispatchMode):
@@ -52,6 +52,34 @@ def test_at_most_one_chunk_of_logits_is_alive(has_weights, dtype, monkeypatch):
     weight_bytes *= 1 if dtype == torch.float32 else 2
     tokens_bytes = s * b * (h * 4 + 20 * 8)
     assert seen.peak_bytes <= chunk_bytes + block_bytes + weight_bytes + tokens_bytes < s * b * v * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaling", [{}, {"temperature": 0.7, "softcap": 30.0}], ids=str)
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_at_most_one_chunk_of_logits_is_alive_for_log_probabilities(return_entropy, scaling, dtype, monkeypatch):
+    s, b, h, v, chunk_tokens = 64, 2, 8, 3000, 32
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", v)
+    hidden, weight = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((s, b, h), (v, h)))
+    labels = torch.randint(v, (b, s))
+    keywords = {"return_entropy": return_entropy, "chunk_tokens": chunk_tokens, **scaling}
+
+    def run():
+        found = linear_log_prob(hidden, weight, labels, **keywords)
+        return found[0].sum() - found[1].sum() if return_entropy else found.sum()
+
+    chunk_bytes, weight_bytes = chunk_tokens * v * dtype.itemsize, v * h * 4
+    block_bytes = 8 * 4 * cpu.BLOCK_ELEMENTS  # a row in float32, and what eager.py makes of it
+    tokens_bytes = s * b * (h * 4 + 24 * 8)
+    with torch.no_grad(), Allocations(hidden, weight, labels) as seen:
+        run()
+    assert seen.largest_bytes == chunk_bytes and seen.peak_bytes <= chunk_bytes + block_bytes + tokens_bytes
+    with Allocations(hidden, weight, labels) as seen:
+        run().backward()
+    assert seen.largest_bytes == max(chunk_bytes, weight_bytes)
+    weight_bytes *= 1 if dtype == torch.float32 else 2
+    peak = chunk_bytes + block_bytes + weight_bytes + tokens_bytes
+    assert seen.peak_bytes <= peak < s * b * v * dtype.itemsize
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, reglu, swiglu
-from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_kernels.squared_relu import squared_relu
 
 
@@ -27,6 +27,12 @@ def losses(x: Tensor, **more: Tensor) -> Tensor:
     return found[0] if more else found
 
 
+def log_probs(x: Tensor, index: int) -> Tensor:
+    weight, labels = torch.linspace(-1, 1, 5 * 16).view(5, 16), torch.arange(8).view(2, 4) % 5
+    found: Tensor = linear_log_prob(x, weight, labels, 0.7, 5.0, True)[index]
+    return found
+
+
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu in place": gelu,
     "gelu of its input": lambda x: gelu(x, approximate="tanh", keep="input"),
@@ -39,6 +45,8 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "attention keeping its softmax": lambda x: attend(x, "softmax"),
     "linear_cross_entropy": losses,
     "linear_cross_entropy with token_weights": lambda x: losses(x, token_weights=torch.full((2, 4), 0.5)),
+    "linear_log_prob": lambda x: log_probs(x, 0),
+    "entropy of linear_log_prob": lambda x: log_probs(x, 1),
 }
 
 
@@ -50,7 +58,9 @@ def test_a_penalty_on_the_gradient_raises_instead_of_counting_as_a_constant(name
     (grad_x,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     assert grad_x.requires_grad
     penalised = y.sum() + grad_x.square().sum()
-    with pytest.raises(RuntimeError, match=r"not twice differentiable.* setting tempo\.\w+ to \"off\""):
+    # The log-probabilities are no choice of a TempoConfig.
+    advice = "use torch's operation instead$" if "log_prob" in name else r"setting tempo\.\w+ to \"off\""
+    with pytest.raises(RuntimeError, match=f"not twice differentiable.* {advice}"):
         penalised.backward() if ask == "backward" else torch.autograd.grad(penalised, x)
 
 

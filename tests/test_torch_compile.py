@@ -14,7 +14,7 @@ from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, reglu, swiglu
-from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.squared_relu import squared_relu
 
@@ -43,6 +43,11 @@ def losses(x: Tensor, bias: Tensor, weight: Tensor, is_weighted: bool = False) -
     return found[0] if is_weighted else found
 
 
+def log_probs(x: Tensor, bias: Tensor, weight: Tensor, form: str) -> Tensor:
+    found = linear_log_prob(x, weight, LABELS, 0.7, 30.0, form != "log_prob", bias=bias, chunk_tokens=7)
+    return {"log_prob": lambda: found, "entropy": lambda: found[1], "both": lambda: torch.cat(found)}[form]()
+
+
 # Of x [S, B, H], bias [H], another bias [V], weight [V, H], key and first_sample.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x, b, *_: gelu(x, b),
@@ -66,6 +71,9 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "attention keeping its softmax": lambda x, b, c, w, key, first: attend(x, key, first, "softmax"),
     "linear_cross_entropy": lambda x, b, c, w, *_: losses(x, c, w),
     "linear_cross_entropy with token_weights": lambda x, b, c, w, *_: losses(x, c, w, True),
+    "linear_log_prob": lambda x, b, c, w, *_: log_probs(x, c, w, "log_prob"),
+    "linear_log_prob with entropy": lambda x, b, c, w, *_: log_probs(x, c, w, "both"),
+    "the entropy of linear_log_prob": lambda x, b, c, w, *_: log_probs(x, c, w, "entropy"),
 }
 DRAWING = ["bias_dropout_add", "attention", "attention keeping its softmax"]
 

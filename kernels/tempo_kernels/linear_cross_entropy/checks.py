@@ -1,6 +1,9 @@
-"""The checks of what linear_cross_entropy is given, and the size of its chunks."""
+"""The checks of what linear_cross_entropy and linear_log_prob are given, and the size of their chunks."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +60,10 @@ def make_settings(
     label_smoothing: float,
     z_loss: float,
     chunk_tokens: int | None,
+    excludes_padding: bool = False,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    has_entropy: bool = False,
 ) -> Settings:
     """The settings of these numbers; ValueError where they do not fit."""
     num_rows = weight.size(0) * shards.size
@@ -74,15 +81,31 @@ def make_settings(
             f"vocab_start is {vocab_start} on rank {shards.rank} of the group; expected "
             f"{shards.rank * weight.size(0)}, the rank times the rows of weight"
         )
+    vocab_size = num_rows if vocab_size is None else vocab_size
     return Settings(
         shards=shards,
-        vocab_size=num_rows if vocab_size is None else vocab_size,
+        vocab_size=vocab_size,
         vocab_start=vocab_start,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
+        excludes_padding=excludes_padding and vocab_size < num_rows,
+        softcap=0.0 if softcap is None else float(softcap),
+        temperature=float(temperature),
+        has_entropy=has_entropy,
         chunk_rows=_find_chunk_rows(chunk_tokens, hidden, weight, shards),
     )
+
+
+def check_scaling(temperature: Any, softcap: Any) -> None:
+    """Raises ValueError where logits cannot be scaled by these."""
+    if isinstance(temperature, Tensor) or not 0.0 < temperature < math.inf:
+        found = f"a tensor of shape {list(temperature.shape)}" if isinstance(temperature, Tensor) else temperature
+        raise ValueError(
+            f"temperature is {found}; expected a finite number above 0; where each token has one, divide hidden by it"
+        )
+    if softcap is not None and not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}; expected a finite number above 0, or None or 0 for none")
 
 
 def check_main_grad(weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The loss head chunk by chunk of tokens: products, statistics over the shards, and gradients.
+"""The head chunk by chunk of tokens: products, statistics over the shards, and gradients.
 
 A chunk's logits are one matrix product. The backend (cpu.py or kernel.py) computes their statistics, or writes their
 gradient over them; two more products turn that into the gradients of the hidden states and of the weight.
@@ -50,19 +50,20 @@ class Head(NamedTuple):
 
 
 def forward(head: Head, settings: Settings, backend: Any) -> tuple[Tensor, Tensor]:
-    """losses [t, m], and top and total over all shards [2, t, m]; the shards exchange their statistics once."""
+    """losses and, where asked for, entropies [1 or 2, t, m], and what backward needs of each token [2 or 3, t, m]: top,
+    total and expected over all shards. The shards exchange their statistics once."""
     compute_dtype = torch.promote_types(head.hidden.dtype, torch.float32)
     num_columns = head.weight.size(0)
     shares = settings.find_shares(num_columns)
-    found = head.hidden.new_empty(4 if shares.other else 3, *head.labels.shape, dtype=compute_dtype)
+    found = head.hidden.new_empty(shares.num_statistics, *head.labels.shape, dtype=compute_dtype)
     for rows, _, logits in head.make_logits(settings):
         part = backend.find_statistics(logits, head.find_columns(rows, settings), shares)
         found[:, :, rows] = part.view(len(found), head.labels.size(0), -1)
-    return _find_losses(settings.shards.exchange(found), head.labels, num_columns, settings)
+    return _find_results(settings.shards.exchange(found), head.labels, num_columns, settings)
 
 
 def backward(
-    grad: Tensor,
+    grads: tuple[Tensor, Tensor | None],
     kept: Tensor,
     head: Head,
     has_grads: tuple[bool, ...],
@@ -70,11 +71,14 @@ def backward(
     settings: Settings,
     backend: Any,
 ) -> Gradients:
-    """Gradients of hidden, weight and bias from that of the losses [t, m]; each chunk's logits are made again."""
+    """Gradients of hidden, weight and bias from those of the losses and, where there is one, of the entropies [t, m];
+    each chunk's logits are made again."""
     gradients = Gradients(head, has_grads, total, settings.shards)
     for rows, tokens, logits in head.make_logits(settings):
-        of_chunk, kept_of_chunk, labels = (t[..., rows].flatten(-2) for t in (grad, kept, head.labels))
-        _write_gradient(logits, head.find_columns(rows, settings), of_chunk, kept_of_chunk, labels, settings, backend)
+        kept_of_chunk, labels, grad = (t[..., rows].flatten(-2) for t in (kept, head.labels, grads[0]))
+        grad_entropy = None if grads[1] is None else grads[1][:, rows].flatten()
+        chunk = _Chunk(logits, head.find_columns(rows, settings), labels)
+        _write_gradient(chunk, grad, grad_entropy, kept_of_chunk, settings, backend)
         gradients.add(rows, tokens, logits)
     return gradients.finish()
 
@@ -91,38 +95,61 @@ def forward_with_gradients(
         columns = head.find_columns(rows, settings)
         found = backend.find_statistics(logits, columns, shares)
         labels, grad = (t[:, rows].reshape(-1) for t in (head.labels, token_weights))
-        of_chunk, kept = _find_losses(settings.shards.exchange(found), labels, num_columns, settings)
-        losses[:, rows] = of_chunk.view(losses.size(0), -1)
-        _write_gradient(logits, columns, grad, kept, labels, settings, backend)
+        results, kept = _find_results(settings.shards.exchange(found), labels, num_columns, settings)
+        losses[:, rows] = results[0].view(losses.size(0), -1)
+        _write_gradient(_Chunk(logits, columns, labels), grad, None, kept, settings, backend)
         gradients.add(rows, tokens, logits)
     return losses, gradients.finish()
 
 
-def _find_losses(found: Tensor, labels: Tensor, num_columns: int, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Losses, and top and total over all shards, from every shard's statistics [p, 3 or 4, ...]."""
+def _find_results(found: Tensor, labels: Tensor, num_columns: int, settings: Settings) -> tuple[Tensor, Tensor]:
+    """What `forward` returns, from every shard's statistics [p, 3 to 5, ...]."""
     tops, totals, targets = found[:, 0], found[:, 1], found[:, 2]
     top = tops.amax(0)
-    total = (totals * (tops - top).exp()).sum(0)
+    factors = (tops - top).exp()
+    total = (totals * factors).sum(0)
     losses = total.log()
     logsumexp = top + losses
-    losses = losses - settings.target_share * (targets.amax(0) - top)
+    results, kept = [losses], [top, total]
+    if settings.has_entropy:
+        # A shard whose every logit is -inf adds nothing.
+        shifts = (tops - top).masked_fill(factors == 0, 0.0)
+        expected = ((found[:, -1] + totals * shifts) * factors).sum(0) / total
+        results, kept = [losses, losses - expected], [top, total, expected]
+    results[0] = losses - settings.target_share * (targets.amax(0) - top)
     if settings.other_share > 0:
         for rank, (of_shard, shift) in enumerate(zip(found[:, 3], tops - top, strict=True)):
-            losses -= settings.other_share * (of_shard + settings.count_real(rank, num_columns) * shift)
+            results[0] -= settings.other_share * (of_shard + settings.count_real(rank, num_columns) * shift)
     if settings.z_loss:
-        losses += settings.z_loss * logsumexp.square()
-    return losses.masked_fill_(labels == settings.ignore_index, 0.0), torch.stack((top, total))
+        results[0] += settings.z_loss * logsumexp.square()
+    return torch.stack(results).masked_fill_(labels == settings.ignore_index, 0.0), torch.stack(kept)
+
+
+class _Chunk(NamedTuple):
+    """Logits [n, v/p], and the labels [n] of their tokens as columns of this shard and as they are."""
+
+    logits: Tensor
+    columns: Tensor
+    labels: Tensor
 
 
 def _write_gradient(
-    logits: Tensor, columns: Tensor, grad: Tensor, kept: Tensor, labels: Tensor, settings: Settings, backend: Any
+    chunk: _Chunk, grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, settings: Settings, backend: Any
 ) -> None:
-    top, total = kept
-    grad = grad.masked_fill(labels == settings.ignore_index, 0.0)
-    scale = grad / total
+    """Writes the gradient over the logits, from those [n] of the losses and of the entropies."""
+    top, total = kept[:2]
+    is_ignored = chunk.labels == settings.ignore_index
+    grad = grad.masked_fill(is_ignored, 0.0) / settings.temperature
+    scale, slope = grad / total, None
     if settings.z_loss:
         scale *= 1.0 + 2.0 * settings.z_loss * (top + total.log())
-    backend.write_gradient_(logits, Rows(columns, top, scale, grad), settings.find_shares(logits.size(1)))
+    if grad_entropy is not None:
+        grad_entropy = grad_entropy.masked_fill(is_ignored, 0.0) / settings.temperature
+        # 0 where the gradient is, whatever the total of such a row may be.
+        slope = (-grad_entropy / total).masked_fill(grad_entropy == 0, 0.0)
+        scale = scale - slope * kept[2]
+    rows = Rows(chunk.columns, top, scale, grad, slope)
+    backend.write_gradient_(chunk.logits, rows, settings.find_shares(chunk.logits.size(1)))
 
 
 class Gradients:

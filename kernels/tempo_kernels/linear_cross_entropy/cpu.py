@@ -1,4 +1,7 @@
-"""Cross entropy of one chunk of logits as in eager.py, on a CPU in blocks of rows that stay in the cache."""
+"""Cross entropy of one chunk of logits as in eager.py, on a CPU in blocks of rows that stay in the cache.
+
+Plain logits take no temporary tensors here; scaled ones and the entropy are eager.py's, block by block.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tempo_kernels.linear_cross_entropy.eager import locate_columns
+from tempo_kernels.linear_cross_entropy import eager
+from tempo_kernels.linear_cross_entropy.eager import locate_columns, make_finite
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 BLOCK_ELEMENTS = 1 << 18
@@ -16,17 +20,20 @@ BLOCK_ELEMENTS = 1 << 18
 def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
     """As in eager.py."""
     found = torch.empty(
-        4 if shares.other else 3,
+        shares.num_statistics,
         logits.size(0),
         dtype=torch.promote_types(logits.dtype, torch.float32),
         device=logits.device,
     )
     for block, memory in _cut_into_blocks(logits, found.dtype):
+        if not shares.is_plain:
+            found[:, block] = eager.find_statistics(logits[block], columns[block], shares)
+            continue
         top = found[0, block] = logits[block].amax(-1).to(found.dtype)
         column, is_here = locate_columns(columns[block], logits.size(1))
         target = logits[block].gather(1, column).squeeze(1)
         found[2, block] = target.masked_fill_(~is_here, float("-inf")).to(found.dtype)
-        values = torch.sub(logits[block], top.unsqueeze(1), out=memory)
+        values = torch.sub(logits[block], make_finite(top).unsqueeze(1), out=memory)
         if shares.other:
             found[3, block] = values[:, : shares.num_real].sum(1)
         found[1, block] = values.exp_().sum(1)
@@ -37,7 +44,11 @@ def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
     """As in eager.py."""
     compute_dtype = rows.top.dtype
     for block, memory in _cut_into_blocks(logits, compute_dtype):
-        columns, top, scale, grad = (t[block] for t in rows)
+        if not shares.is_plain or rows.slope is not None:
+            of_block = (None if t is None else t[block] for t in rows)
+            eager.write_gradient_(logits[block], Rows(*of_block), shares)  # type: ignore[arg-type]  # slope alone is None
+            continue
+        columns, top, scale, grad = (t[block] for t in rows[:4])
         values = logits[block] if logits.dtype == compute_dtype else memory
         torch.sub(logits[block], top.unsqueeze(1), out=values).exp_().mul_(scale.unsqueeze(1))
         of_target = grad.unsqueeze(1)

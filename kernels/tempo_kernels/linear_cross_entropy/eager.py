@@ -1,13 +1,20 @@
-"""Cross entropy of one chunk of logits in plain torch: the specification.
+"""Cross entropy and entropy of one chunk of logits in plain torch: the specification.
 
-A token has logits l over the K real columns of the vocabulary and the target y. Label smoothing a is Megatron's: 1 - a
+A token has logits z, of which the softmax takes
+    l = softcap tanh(z / softcap) / temperature,  or z / temperature without a softcap
+over the K real columns of the vocabulary and the target y. Label smoothing a is Megatron's: 1 - a
 on the target and a / (K - 1) on every other column.
     top = max l,  total = sum exp(l - top),  logsumexp = top + log total
     loss = log total - target_share (l_y - top) - other_share sum_real (l - top) + z logsumexp**2
     other_share = a / (K - 1),  target_share = 1 - K other_share
     grad_l = grad ((1 + 2 z logsumexp) exp(l - top) / total - target_share [y] - other_share [real])
-l holds the columns of one shard of the vocabulary. Columns that pad the vocabulary are in the softmax, as in Megatron,
-but take no part in the smoothing. Arithmetic is float32 (float64 for float64 logits).
+    weighted = sum exp(l - top) (l - top),  expected = weighted / total,  entropy = log total - expected
+    grad_l -= grad_entropy exp(l - top) / total (l - top - expected)
+    grad_z = grad_l (1 - tanh(z / softcap)**2) / temperature
+The entropy is that of the softmax, and never negative: total is at least 1, and no part of weighted is positive.
+l holds the columns of one shard of the vocabulary. Columns that pad the vocabulary take no part in the smoothing. They
+are in the softmax, as in Megatron, unless they are excluded: then they are -inf, and so is a target among them.
+Arithmetic is float32 (float64 for float64 logits).
 """
 
 from __future__ import annotations
@@ -19,29 +26,65 @@ from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 
 def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
-    """[3 or 4, n] of logits [n, v]: top, total, the target's logit and, with an other share, sum_real (l - top).
+    """[3 to 5, n] of logits z [n, v]: top, total and the target's l; with an other share sum_real (l - top); for the
+    entropy weighted.
 
     columns [n] are the targets as columns of this shard: outside of it their logit is -inf.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits, _ = scale_logits(logits, shares)
     top = logits.amax(-1)
-    above = logits - top.unsqueeze(1)
+    above = logits - make_finite(top).unsqueeze(1)
     column, is_here = locate_columns(columns, logits.size(1))
     target = logits.gather(1, column).squeeze(1).masked_fill(~is_here, float("-inf"))
-    sums = [above[:, : shares.num_real].sum(1)] if shares.other else []
-    return torch.stack([top, above.exp().sum(1), target, *sums])
+    exponentials = above.exp()
+    found = [top, exponentials.sum(1), target]
+    if shares.other:
+        found.append(above[:, : shares.num_real].sum(1))
+    if shares.has_entropy:
+        found.append((exponentials * make_finite(above)).sum(1))
+    return torch.stack(found)
 
 
 def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
-    """Writes grad_l over logits [n, v]; a row whose grad is 0 becomes 0 whatever it holds."""
-    grad = rows.grad.unsqueeze(1)
-    values = (logits.to(rows.top.dtype) - rows.top.unsqueeze(1)).exp() * rows.scale.unsqueeze(1)
-    values = values.masked_fill(grad == 0, 0.0)
+    """Writes grad_z over logits z [n, v]; a row whose gradients are 0 becomes 0 whatever it holds.
+
+    rows.grad, rows.scale and rows.slope are divided by the temperature already.
+    """
+    scaled, slope_of_cap = scale_logits(logits, shares)
+    grad, above = rows.grad.unsqueeze(1), scaled - rows.top.unsqueeze(1)
+    factor, is_ignored = rows.scale.unsqueeze(1), grad == 0
+    if rows.slope is not None:
+        slope = rows.slope.unsqueeze(1)
+        factor, is_ignored = factor + slope * make_finite(above), is_ignored & (slope == 0)
+    values = above.exp() * factor
     if shares.other:
         values[:, : shares.num_real] -= grad * shares.other
     column, is_here = locate_columns(rows.columns, logits.size(1))
     values.scatter_add_(1, column, (grad * -shares.target).masked_fill(~is_here.unsqueeze(1), 0.0))
-    logits.copy_(values)
+    if slope_of_cap is not None:
+        values *= slope_of_cap
+    if shares.excludes_padding:
+        values[:, shares.num_real :] = 0.0
+    logits.copy_(values.masked_fill(is_ignored, 0.0))
+
+
+def scale_logits(logits: Tensor, shares: Shares) -> tuple[Tensor, Tensor | None]:
+    """l of logits z in float32 or float64, and where they are capped the derivative of the cap."""
+    values, slope_of_cap = logits.to(torch.promote_types(logits.dtype, torch.float32)), None
+    if shares.softcap:
+        bent = (values / shares.softcap).tanh()
+        values, slope_of_cap = bent * shares.softcap, 1.0 - bent.square()
+    if shares.temperature != 1.0:
+        values = values / shares.temperature
+    if shares.excludes_padding:
+        is_padding = torch.arange(values.size(1), dtype=torch.int64, device=values.device) >= shares.num_real
+        values = values.masked_fill(is_padding, float("-inf"))
+    return values, slope_of_cap
+
+
+def make_finite(values: Tensor) -> Tensor:
+    """0 in place of -inf, which times 0, or less -inf, would give NaN."""
+    return values.masked_fill(values == float("-inf"), 0.0)
 
 
 def locate_columns(columns: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""linear_cross_entropy: the backend and the autograd.Functions."""
+"""linear_cross_entropy and linear_log_prob: their autograd.Functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.linear_cross_entropy.checks import check_main_grad, check_tensors, make_settings
+from tempo_kernels.linear_cross_entropy.checks import check_main_grad, check_scaling, check_tensors, make_settings
 from tempo_kernels.linear_cross_entropy.operators import (
     find_gradients,
     find_losses,
@@ -85,6 +85,64 @@ def linear_cross_entropy(
     return _WeightedLinearCrossEntropy.apply(hidden, weight, bias, labels, token_weights, link, settings, fused)
 
 
+def linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    vocab_start: int = 0,
+    group: Any = None,
+    sequence_parallel: bool = False,
+    chunk_tokens: int | None = None,
+    gradient_accumulation_fusion: bool = False,
+) -> Any:
+    """The log-probabilities of labels under softmax(l), and its entropy, where z = hidden weight^T + bias and
+    l = softcap tanh(z / softcap) / temperature, with the logits of one chunk of tokens alive at a time.
+
+    The cap comes first: it belongs to the model, as in Gemma 2, and what samples from a model divides its logits by the
+    temperature, as vLLM does. Without a softcap l = z / temperature, as in verl and NeMo-RL.
+
+    Args:
+        hidden, weight, bias, vocab_start, group, sequence_parallel, chunk_tokens, gradient_accumulation_fusion: as
+            linear_cross_entropy's.
+        labels: int64 [b, s], indices of the whole vocabulary, the same on every rank. Shifting them is the caller's.
+        temperature: a finite number above 0.
+        softcap: a finite number above 0; None or 0 for none.
+        return_entropy: False spares the work for it.
+        ignore_index: tokens with this label have log-probability, entropy and gradient 0.
+        vocab_size: real rows of the whole vocabulary (default: all). Those that pad it at its end have probability 0,
+            as in an inference engine that cuts them off. By default they are in the softmax, as in Megatron.
+
+    Returns:
+        log_prob [b, s], or (log_prob, entropy) with entropy = -sum p log p in nats, never below 0: float32 (float64 for
+        float64 inputs), both differentiable.
+
+    Under autocast nothing is cast. Under torch.no_grad() nothing is kept.
+
+    Keeps for backward: hidden, weight and bias (which exist anyway), labels, and 8 bytes per token; 12 for the entropy.
+    Costs: a fourth matrix product beside three, since backward makes the logits again.
+    Error: at most twice that of the unfused torch computation in the same dtype plus one ulp of the largest value.
+        NaN or infinity in hidden makes the results of that token NaN, and of no other. A logit of -inf has probability
+        0 and no part in the entropy. A label that is neither in the vocabulary nor ignored has log-probability -inf: to
+        check labels would wait for the device.
+    Raises: ValueError for shapes, dtypes and numbers that do not fit; RuntimeError on a second derivative.
+    """
+    shards = Shards(group if group is not None and group.size() > 1 else None, sequence_parallel)
+    check_tensors(hidden, weight, bias, labels, None, shards)
+    check_scaling(temperature, softcap)
+    numbers = (vocab_size, vocab_start, ignore_index, 0.0, 0.0, chunk_tokens, True, softcap, temperature)
+    settings = make_settings(hidden, weight, shards, *numbers, return_entropy)
+    fused = gradient_accumulation_fusion and check_main_grad(weight)
+    found = _LinearLogProb.apply(hidden, weight, bias, labels, settings, fused)
+    return found if return_entropy else found[0]
+
+
 def _shape_losses(losses: Tensor, labels: Tensor) -> Tensor:
     return losses.view(labels.size(1), labels.size(0)).t().clone(memory_format=torch.contiguous_format)
 
@@ -95,40 +153,72 @@ def _spread(found: Sequence[Tensor], has_grads: Sequence[bool]) -> Iterator[Tens
     return (next(remaining) if has_grad else None for has_grad in has_grads)
 
 
+def _find_results(
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, fused: bool
+) -> Tensor:
+    """The forward of both functions: losses, and entropies where they are asked for, [1 or 2, t, m]."""
+    results, kept = find_losses(hidden, weight, bias, labels, *list_operands(settings))
+    ctx.save_for_backward(hidden, weight, bias, labels, kept)
+    ctx.settings, ctx.parameter = settings, weight if fused else None
+    return results
+
+
+def _differentiate(ctx: Any, grad_losses: Tensor, grad_entropies: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """The backward of both functions."""
+    hidden, weight, bias, labels, kept = ctx.saved_tensors
+    grad, grad_entropy = (
+        None if t is None else order_rows(t, ctx.settings).to(kept.dtype) for t in (grad_losses, grad_entropies)
+    )
+    has_grads = ctx.needs_input_grad[:3]
+    operands = (grad, grad_entropy, kept, hidden, weight, bias, labels, *has_grads, *list_operands(ctx.settings))
+    main_grad = None if ctx.parameter is None else ctx.parameter.main_grad
+    if main_grad is not None and main_grad.dtype == kept.dtype and not is_traced(hidden):
+        grads = _spread(find_gradients.call(*operands, total=main_grad), has_grads)
+        grad_hidden, _, grad_bias = grads
+    else:
+        grad_hidden, grad_weight, grad_bias = _spread(find_gradients(*operands), has_grads)
+        if main_grad is not None and grad_weight is not None:
+            main_grad += grad_weight  # a 16-bit main_grad is rounded once, after the sum over chunks
+    if ctx.parameter is not None:
+        grad_weight = _make_stand_in(ctx.parameter)
+    return (
+        None if grad_hidden is None else grad_hidden.view(hidden.shape),
+        None if grad_weight is None else grad_weight.to(weight.dtype),
+        None if grad_bias is None else grad_bias.to(weight.dtype),
+        None,
+        None,
+        None,
+    )
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, fused: bool
-    ) -> Tensor:
-        losses, kept = find_losses(hidden, weight, bias, labels, *list_operands(settings))
-        ctx.save_for_backward(hidden, weight, bias, labels, kept)
-        ctx.settings, ctx.parameter = settings, weight if fused else None
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any) -> Tensor:
+        (losses,) = _find_results(ctx, hidden, weight, bias, labels, *others).unbind(0)
         return _shape_losses(losses, labels)
 
+    backward = staticmethod(first_derivative_only("linear_cross_entropy", "loss")(_differentiate))
+
+
+class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    @first_derivative_only("linear_cross_entropy", "loss")
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, kept = ctx.saved_tensors
-        grad, has_grads = order_rows(grad_losses, ctx.settings).to(kept.dtype), ctx.needs_input_grad[:3]
-        operands = (grad, kept, hidden, weight, bias, labels, *has_grads, *list_operands(ctx.settings))
-        main_grad = None if ctx.parameter is None else ctx.parameter.main_grad
-        if main_grad is not None and main_grad.dtype == grad.dtype and not is_traced(hidden):
-            grads = _spread(find_gradients.call(*operands, total=main_grad), has_grads)
-            grad_hidden, _, grad_bias = grads
-        else:
-            grad_hidden, grad_weight, grad_bias = _spread(find_gradients(*operands), has_grads)
-            if main_grad is not None and grad_weight is not None:
-                main_grad += grad_weight  # a 16-bit main_grad is rounded once, after the sum over chunks
-        if ctx.parameter is not None:
-            grad_weight = _make_stand_in(ctx.parameter)
-        return (
-            None if grad_hidden is None else grad_hidden.view(hidden.shape),
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(weight.dtype),
-            None,
-            None,
-            None,
-        )
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
+    ) -> tuple[Tensor, ...]:
+        losses, *entropies = _find_results(ctx, hidden, weight, bias, labels, *others).unbind(0)
+        ctx.set_materialize_grads(False)
+        log_prob = _shape_losses(0.0 - losses, labels)  # the sign of 0 stays positive
+        return log_prob, *(_shape_losses(t, labels) for t in entropies)
+
+    @staticmethod
+    @first_derivative_only("linear_log_prob")
+    def backward(
+        ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        if grad_log_prob is None and grad_entropy is None:
+            return (None,) * 6
+        grad = torch.zeros_like(grad_entropy) if grad_log_prob is None else -grad_log_prob  # type: ignore[arg-type]
+        return _differentiate(ctx, grad, grad_entropy)
 
 
 class _Link(torch.autograd.Function):

@@ -1,9 +1,12 @@
-"""Cross entropy of one chunk of logits in Triton; eager.py is the specification.
+"""Cross entropy and entropy of one chunk of logits in Triton; eager.py is the specification.
 
 A row's statistics take one read: the online softmax (Milakov and Gimelshein, arXiv 1805.02867) keeps a running maximum
 and the sum scaled to it. Each lane has a sum of its own, added up at the end: a strip costs one reduction, the maximum.
 The gradient takes one read and one write, over the logits themselves, so that a chunk needs no second memory. A thread
 holds eight neighbouring columns: 16 bytes of a 16-bit type in one access. Arithmetic is float32.
+
+The cap, the temperature, the exclusion of padding and the entropy are compiled in only where they are asked for; their
+numbers compile nothing anew.
 """
 
 from __future__ import annotations
@@ -22,15 +25,51 @@ BLOCK = 4096
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
 # Arguments that change from chunk to chunk. No value of theirs compiles a kernel anew.
-VARYING = ("columns_ptr", "found_ptr", "num_rows", "top_ptr", "scale_ptr", "grad_ptr")
+VARYING = ("columns_ptr", "found_ptr", "num_rows", "top_ptr", "scale_ptr", "grad_ptr", "slope_ptr")
 
 
 @triton.jit
-def _load_strip(row_ptr, start, num_columns, BLOCK: tl.constexpr):
-    """Columns from start on, whether they exist, and their values in float32, -inf where they do not."""
+def _tanh(x):
+    """To 3 units in the last place: a polynomial near 0, where the exponential would lose digits."""
+    size = tl.where(tl.abs(x) > 15.0, 15.0, tl.abs(x))  # where it is 1; NaN stays
+    square = size * size
+    near = 0.02096818803 - 0.006053698563 * square
+    near = ((near * square - 0.05384498929) * square + 0.1333273279) * square - 0.3333332861
+    near = size + size * square * near
+    far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
+    value = tl.where(square < 0.4, near, far)
+    return tl.where(x < 0.0, -value, value)
+
+
+@triton.jit
+def _scale(values, softcap, temperature, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
+    """Logits as the softmax takes them, and the derivative of the cap."""
+    slope_of_cap = 1.0
+    if HAS_CAP:
+        bent = _tanh(values / softcap)
+        values, slope_of_cap = bent * softcap, 1.0 - bent * bent
+    if HAS_TEMPERATURE:
+        # Rounded to the nearest: an error here is one of the logarithm of the probability.
+        values = tl.div_rn(values, tl.zeros_like(values) + temperature)
+    return values, slope_of_cap
+
+
+@triton.jit
+def _load_strip(
+    row_ptr, start, num_columns, num_real, softcap, temperature,
+    HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, EXCLUDES_PADDING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns from start on, whether they exist, their scaled values in float32, -inf where they are in no softmax,
+    and the derivative of the cap."""
     column = start + tl.arange(0, BLOCK)
     inside = column < num_columns
-    return column, inside, tl.load(row_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
+    values = tl.load(row_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
+    values, slope_of_cap = _scale(values, softcap, temperature, HAS_CAP, HAS_TEMPERATURE)
+    if EXCLUDES_PADDING:
+        values = tl.where(column < num_real, values, float("-inf"))
+    elif HAS_CAP:
+        values = tl.where(inside, values, float("-inf"))
+    return column, inside, values, slope_of_cap
 
 
 @triton.jit
@@ -42,8 +81,9 @@ def _make_finite(top):
 @triton.jit(do_not_specialize=VARYING[:3])
 def _statistics_kernel(
     logits_ptr, columns_ptr, found_ptr,
-    num_rows, column_units, num_real,
-    UNIT: tl.constexpr, HAS_OTHERS: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows, column_units, num_real, softcap, temperature,
+    UNIT: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, EXCLUDES_PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program reads one row once."""
     row = tl.program_id(0).to(tl.int64)
@@ -51,52 +91,84 @@ def _statistics_kernel(
     row_ptr = logits_ptr + row * num_columns
     top = float("-inf")
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    if HAS_ENTROPY:
+        weighted = tl.zeros((BLOCK,), dtype=tl.float32)
     if HAS_OTHERS:
         # Differences to the first logit: their sum loses no digits to what all logits have in common.
-        origin = tl.load(row_ptr).to(tl.float32)
+        origin, _ = _scale(tl.load(row_ptr).to(tl.float32), softcap, temperature, HAS_CAP, HAS_TEMPERATURE)
         sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, num_columns, BLOCK):
-        column, _, values = _load_strip(row_ptr, start, num_columns, BLOCK)
+        column, _, values, _ = _load_strip(
+            row_ptr, start, num_columns, num_real, softcap, temperature,
+            HAS_CAP, HAS_TEMPERATURE, EXCLUDES_PADDING, BLOCK,
+        )  # fmt: skip
         new_top = tl.maximum(top, tl.max(values, axis=0))
-        total = total * tl.exp(top - _make_finite(new_top)) + tl.exp(values - _make_finite(new_top))
+        factor, above = tl.exp(top - _make_finite(new_top)), values - _make_finite(new_top)
+        exponentials = tl.exp(above)
+        if HAS_ENTROPY:
+            # What was above the former maximum is above the new one by a shift; all of it is negative.
+            shift = _make_finite(top) - _make_finite(new_top)
+            weighted = (weighted + total * shift) * factor + exponentials * tl.where(exponentials > 0.0, above, 0.0)
+        total = total * factor + exponentials
         top = new_top
         if HAS_OTHERS:
             sums += tl.where(column < num_real, values - origin, 0.0)
     target = tl.load(columns_ptr + row)
-    is_here = (target >= 0) & (target < num_columns)
+    is_here = (target >= 0) & (target < (num_real if EXCLUDES_PADDING else num_columns))
     of_target = tl.load(row_ptr + target, mask=is_here, other=float("-inf")).to(tl.float32)
+    of_target, _ = _scale(of_target, softcap, temperature, HAS_CAP, HAS_TEMPERATURE)
+    if HAS_CAP:
+        of_target = tl.where(is_here, of_target, float("-inf"))
     tl.store(found_ptr + row, top)
     tl.store(found_ptr + num_rows + row, tl.sum(total, axis=0))
     tl.store(found_ptr + 2 * num_rows + row, of_target)
     if HAS_OTHERS:
         tl.store(found_ptr + 3 * num_rows + row, tl.sum(sums, axis=0) + num_real * (origin - top))
+    if HAS_ENTROPY:
+        tl.store(found_ptr + (4 if HAS_OTHERS else 3) * num_rows + row, tl.sum(weighted, axis=0))
 
 
 @triton.jit(do_not_specialize=(VARYING[0], *VARYING[3:]))
 def _gradient_kernel(
-    logits_ptr, columns_ptr, top_ptr, scale_ptr, grad_ptr,
-    column_units, num_real, target_share, other_share,
-    UNIT: tl.constexpr, HAS_OTHERS: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, columns_ptr, top_ptr, scale_ptr, grad_ptr, slope_ptr,
+    column_units, num_real, target_share, other_share, softcap, temperature,
+    UNIT: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_SLOPE: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, EXCLUDES_PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes one strip of one row."""
     num_columns = column_units * UNIT
     num_strips = tl.cdiv(num_columns, BLOCK)
     row, strip = (tl.program_id(0) // num_strips).to(tl.int64), tl.program_id(0) % num_strips
     row_ptr = logits_ptr + row * num_columns
-    column, inside, values = _load_strip(row_ptr, strip * BLOCK, num_columns, BLOCK)
-    grad = tl.load(grad_ptr + row)
-    values = tl.exp(values - tl.load(top_ptr + row)) * tl.load(scale_ptr + row)
+    column, inside, values, slope_of_cap = _load_strip(
+        row_ptr, strip * BLOCK, num_columns, num_real, softcap, temperature,
+        HAS_CAP, HAS_TEMPERATURE, EXCLUDES_PADDING, BLOCK,
+    )  # fmt: skip
+    grad, scale = tl.load(grad_ptr + row), tl.load(scale_ptr + row)
+    is_ignored = grad == 0.0
+    above = values - tl.load(top_ptr + row)
+    values = tl.exp(above)
+    if HAS_SLOPE:
+        slope = tl.load(slope_ptr + row)
+        is_ignored &= slope == 0.0
+        values *= scale + slope * tl.where(values > 0.0, above, 0.0)
+    else:
+        values *= scale
     if HAS_OTHERS:
         values -= tl.where(column < num_real, grad * other_share, 0.0)
     values -= tl.where(column == tl.load(columns_ptr + row), grad * target_share, 0.0)
-    values = tl.where(grad == 0.0, 0.0, values)
+    if HAS_CAP:
+        values *= slope_of_cap
+    if EXCLUDES_PADDING:
+        values = tl.where(column < num_real, values, 0.0)
+    values = tl.where(is_ignored, 0.0, values)
     tl.store(row_ptr + column, values.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
 def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
     """As in eager.py; logits are contiguous."""
     _check(logits)
-    found = torch.empty(4 if shares.other else 3, logits.size(0), dtype=torch.float32, device=logits.device)
+    found = torch.empty(shares.num_statistics, logits.size(0), dtype=torch.float32, device=logits.device)
     if logits.size(0):
         with torch.cuda.device_of(logits):
             _statistics_kernel[(logits.size(0),)](
@@ -104,6 +176,7 @@ def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
                 columns.contiguous(),
                 found,
                 num_rows=logits.size(0),
+                HAS_ENTROPY=shares.has_entropy,
                 **_collect_arguments(logits, shares),
             )
     return found
@@ -116,7 +189,9 @@ def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
         with torch.cuda.device_of(logits):
             _gradient_kernel[(logits.size(0) * -(-logits.size(1) // BLOCK),)](
                 logits,
-                *(t.contiguous() for t in rows),
+                *(t.contiguous() for t in rows[:4]),
+                rows.grad if rows.slope is None else rows.slope.contiguous(),
+                HAS_SLOPE=rows.slope is not None,
                 target_share=shares.target,
                 other_share=shares.other,
                 **_collect_arguments(logits, shares),
@@ -129,8 +204,13 @@ def _collect_arguments(logits: Tensor, shares: Shares) -> dict[str, Any]:
     return {
         "column_units": logits.size(1) // unit,
         "num_real": shares.num_real,
+        "softcap": shares.softcap,
+        "temperature": shares.temperature,
         "UNIT": unit,
         "HAS_OTHERS": shares.other != 0.0,
+        "HAS_CAP": shares.softcap != 0.0,
+        "HAS_TEMPERATURE": shares.temperature != 1.0,
+        "EXCLUDES_PADDING": shares.excludes_padding,
         "BLOCK": BLOCK,
         **OPTIONS,
     }

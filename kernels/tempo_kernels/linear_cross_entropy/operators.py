@@ -21,7 +21,8 @@ _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
 _HAS_GRADS = "bool has_grad_hidden, bool has_grad_weight, bool has_grad_bias"
 _SETTINGS = (
     "str group, bool sequence_parallel, SymInt vocab_size, SymInt vocab_start, SymInt ignore_index, "
-    "float label_smoothing, float z_loss, SymInt chunk_rows"
+    "float label_smoothing, float z_loss, bool excludes_padding, float softcap, float temperature, bool has_entropy, "
+    "SymInt chunk_rows"
 )
 
 
@@ -36,6 +37,10 @@ def list_operands(settings: Settings) -> tuple[Any, ...]:
         settings.ignore_index,
         settings.label_smoothing,
         settings.z_loss,
+        settings.excludes_padding,
+        settings.softcap,
+        settings.temperature,
+        settings.has_entropy,
         settings.chunk_rows,
     )
 
@@ -80,21 +85,22 @@ def order_rows(t: Tensor, settings: Settings) -> Tensor:
 def _make_empty_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *settings: Any
 ) -> list[Tensor]:
-    segments = _read_settings(*settings).shards.num_segments
+    found = _read_settings(*settings)
+    segments, num_results = found.shards.num_segments, 2 if found.has_entropy else 1
     shape, dtype = (segments, labels.numel() // segments), torch.promote_types(hidden.dtype, torch.float32)
-    return [hidden.new_empty(shape, dtype=dtype), hidden.new_empty((2, *shape), dtype=dtype)]
+    return [hidden.new_empty((n, *shape), dtype=dtype) for n in (num_results, num_results + 1)]
 
 
 @opaque(f"linear_cross_entropy({_HEAD}, {_SETTINGS}) -> Tensor[]", _make_empty_losses)
 def find_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """losses [t, m], and what backward needs of each token [2, t, m]."""
+    """[1, t, m] losses, or [2, t, m] losses and entropies, and what backward needs of each token, one number more."""
     found = _read_settings(*settings)
     return chunks.forward(_make_head(hidden, weight, bias, labels, found), found, choose_backend(hidden, cpu))
 
 
-def _make_empty_gradients(grad: Tensor, kept: Tensor, *operands: Any) -> list[Tensor]:
+def _make_empty_gradients(grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, *operands: Any) -> list[Tensor]:
     (hidden, weight, _, _), has_grads, _ = _read_problem(*operands)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     gradients = [
@@ -106,20 +112,25 @@ def _make_empty_gradients(grad: Tensor, kept: Tensor, *operands: Any) -> list[Te
 
 
 @opaque(
-    f"linear_cross_entropy_backward(Tensor grad, Tensor kept, {_HEAD}, {_HAS_GRADS}, {_SETTINGS}) -> Tensor[]",
+    f"linear_cross_entropy_backward(Tensor grad, Tensor? grad_entropy, Tensor kept, {_HEAD}, {_HAS_GRADS}, "
+    f"{_SETTINGS}) -> Tensor[]",
     _make_empty_gradients,
 )
-def find_gradients(grad: Tensor, kept: Tensor, *operands: Any, total: Tensor | None = None) -> list[Tensor]:
-    """The gradients that are asked for, of hidden [m, h], and of weight and bias in float32, from grad [t, m].
+def find_gradients(
+    grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, *operands: Any, total: Tensor | None = None
+) -> list[Tensor]:
+    """The gradients that are asked for, of hidden [m, h], and of weight and bias in float32.
 
-    The weight's is added to `total` where that is given; it is no operand: only `find_gradients.call` takes it.
+    grad [t, m] is that of the losses, grad_entropy that of the entropies. The weight's is added to `total` where that
+    is given; it is no operand: only `find_gradients.call` takes it.
     """
     head, has_grads, settings = _read_problem(*operands)
-    return _list(chunks.backward(grad, kept, head, has_grads, total, settings, choose_backend(head.hidden, cpu)))
+    grads = grad, grad_entropy
+    return _list(chunks.backward(grads, kept, head, has_grads, total, settings, choose_backend(head.hidden, cpu)))
 
 
 def _make_empty_losses_and_gradients(token_weights: Tensor, *operands: Any) -> list[Tensor]:
-    return [torch.empty_like(token_weights), *_make_empty_gradients(token_weights, token_weights, *operands)]
+    return [torch.empty_like(token_weights), *_make_empty_gradients(token_weights, None, token_weights, *operands)]
 
 
 @opaque(

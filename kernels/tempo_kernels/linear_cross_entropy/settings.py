@@ -1,4 +1,4 @@
-"""The numbers of the loss head: Settings of the whole vocabulary, Shares of one shard's columns."""
+"""The numbers of the head: Settings of the whole vocabulary, Shares of one shard's columns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,28 @@ from tempo_kernels.linear_cross_entropy.shards import Shards
 
 
 class Shares(NamedTuple):
-    """How the target distribution is spread over the columns of one shard; eager.py has the formulas."""
+    """What becomes of one shard's columns, and how the target distribution is spread over them, as in eager.py."""
 
     target: float
     other: float
     """0 without label smoothing; the sum over the other columns is then not computed."""
     num_real: int
     """The first columns, which are real; those behind them pad the vocabulary."""
+    excludes_padding: bool = False
+    """Whether the columns that pad the vocabulary are outside of the softmax."""
+    softcap: float = 0.0
+    """0 for logits that are not capped."""
+    temperature: float = 1.0
+    has_entropy: bool = False
+
+    @property
+    def num_statistics(self) -> int:
+        return 3 + (self.other != 0.0) + self.has_entropy
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the softmax is that of all logits as they are."""
+        return self[3:] == (False, 0.0, 1.0, False)
 
 
 class Rows(NamedTuple):
@@ -28,9 +43,11 @@ class Rows(NamedTuple):
     top: Tensor
     """The maximum over all shards."""
     scale: Tensor
-    """grad (1 + 2 z logsumexp) / total."""
+    """(grad (1 + 2 z logsumexp) + grad_entropy expected) / total."""
     grad: Tensor
-    """The gradient of the row's loss."""
+    """The gradient of the row's loss by its scaled logits."""
+    slope: Tensor | None = None
+    """-grad_entropy / total; None where the entropy has no gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +61,10 @@ class Settings:
     ignore_index: int
     label_smoothing: float
     z_loss: float
+    excludes_padding: bool
+    softcap: float
+    temperature: float
+    has_entropy: bool
     chunk_rows: int
 
     @property
@@ -56,7 +77,15 @@ class Settings:
 
     def find_shares(self, num_columns: int) -> Shares:
         """The shares of this rank's shard, which has num_columns columns."""
-        return Shares(self.target_share, self.other_share, self.count_real(self.shards.rank, num_columns))
+        return Shares(
+            self.target_share,
+            self.other_share,
+            self.count_real(self.shards.rank, num_columns),
+            self.excludes_padding,
+            self.softcap,
+            self.temperature,
+            self.has_entropy,
+        )
 
     def count_real(self, rank: int, num_columns: int) -> int:
         """How many columns of a shard are real."""
