@@ -23,7 +23,8 @@ from tqdm import tqdm
 from tempo_kernels.philox import eager as philox
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec, tempoize_embedding, tempoize_loss
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import build_transformer_config
+from tempo_megatron.models.build import build_transformer_config
+from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
 
 
@@ -31,10 +32,8 @@ class Job:
     """One model, its optimizer and its batch."""
 
     def __init__(self, sizes: dict[str, Any], tempo_config: TempoConfig, args: argparse.Namespace) -> None:
-        config = build_transformer_config(
-            sizes, sequence_parallel=False, dtype=DTYPES[args.dtype], dropout=args.dropout, recompute=()
-        )
-        config.perform_initialization = True
+        shape = make_shape(**sizes, attention_dropout=args.dropout, hidden_dropout=args.dropout)
+        config = build_transformer_config(shape, dtype=DTYPES[args.dtype])
         torch.manual_seed(1234)
         self.model = GPTModel(
             config,

@@ -6,7 +6,6 @@ python benchmarks/kept_bytes.py            # benchmarks/results/kept_bytes.jsonl
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from measurements import RESULTS, ROOT, append_records, describe_cpu_run
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.ledger import Ledger
 from tempo_megatron.memory.ledger_command import measure_ledger
+from tempo_megatron.models.shape import make_shape, read_shape_file
 
 OUTPUT = RESULTS / "kept_bytes.jsonl"
 README = ROOT / "README.md"
@@ -32,14 +32,12 @@ LAYOUTS: tuple[tuple[str, int, bool, tuple[str, ...]], ...] = (
 
 def measure() -> Iterator[dict[str, Any]]:
     """One record per layout."""
-    sizes = json.loads((ROOT / MODEL).read_text(encoding="utf-8"))
-    sizes.setdefault("vocab_size", 50257)
+    shape = make_shape(**read_shape_file(ROOT / MODEL), attention_dropout=DROPOUT, hidden_dropout=DROPOUT)
     for name, tp, sequence_parallel, recomputed in LAYOUTS:
         arguments = argparse.Namespace(
-            tp=tp, sequence_parallel=sequence_parallel, recompute=recomputed, dtype="bf16", dropout=DROPOUT,
-            micro_batch_size=1,
+            tp=tp, sequence_parallel=sequence_parallel, recompute=recomputed, dtype="bf16", micro_batch_size=1
         )  # fmt: skip
-        stock, tempo, recompute = (measure_ledger(sizes, config, arguments) for config in CONFIGS)
+        stock, tempo, recompute = (measure_ledger(shape, config, arguments) for config in CONFIGS)
         yield {
             "layout": name,
             "model": MODEL,

@@ -10,7 +10,6 @@ gradients included, in a run of its own.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -29,7 +28,8 @@ from tqdm import tqdm
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy
 from tempo_megatron import cpu
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import build_transformer_config
+from tempo_megatron.models.build import build_transformer_config
+from tempo_megatron.models.shape import make_shape, read_shape_file
 
 
 class PeakBytes(TorchDispatchMode):
@@ -56,9 +56,9 @@ class Heads:
     """The three heads on one problem: `hidden` [s, b, h], `weight` [v, h], `labels` [b, s] and a loss mask of ones."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        sizes = json.loads(Path(args.model).read_text(encoding="utf-8"))
+        shape = make_shape(**read_shape_file(args.model))
         self.dtype = DTYPES[args.dtype]
-        config = build_transformer_config(sizes, sequence_parallel=False, dtype=self.dtype, dropout=0.0, recompute=())
+        config = build_transformer_config(shape, dtype=self.dtype, perform_initialization=False)
         self.layer = ColumnParallelLinear(
             config.hidden_size, args.vocab_size, config=config, init_method=config.init_method, bias=False
         )

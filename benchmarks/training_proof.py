@@ -31,7 +31,8 @@ from tqdm import tqdm
 
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import build_transformer_config
+from tempo_megatron.models.build import build_transformer_config
+from tempo_megatron.models.shape import make_shape
 from tempo_megatron.training.plots import plot_losses
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512}
@@ -78,8 +79,8 @@ def batches(data: str, seed: int, steps: int) -> Tensor:
 
 
 def build(form: str, dtype: str, seed: int) -> GPTModel:
-    config = build_transformer_config(SIZES, sequence_parallel=False, dtype=DTYPES[dtype], dropout=0.0, recompute=())
-    config.perform_initialization = True
+    shape = make_shape(**SIZES, attention_dropout=0.0, hidden_dropout=0.0)
+    config = build_transformer_config(shape, dtype=DTYPES[dtype])
     model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
     spec = tempo_block_spec(config, FORMS[form])

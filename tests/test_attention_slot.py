@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from unittest import mock
 
 import pytest
@@ -16,7 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from tempo_kernels.attention import describe
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import build_transformer_config, measure
+from tempo_megatron.memory.ledger import build_ledger_config, measure
+from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.attention import TempoDotProductAttention
 
@@ -84,14 +84,12 @@ FORMS = {"flash": 0.125, "softmax": 0.0}
 def kept_by_grouped_queries(num_query_groups, attention, **settings):
     """sbh of a layer of 8 heads."""
     sizes = {"num_layers": 1, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 8}
-    config = build_transformer_config(
-        sizes,
+    config = build_ledger_config(
+        make_shape(**sizes, num_query_groups=num_query_groups, seq_length=NUM_TOKENS),
         sequence_parallel=parallel_state.get_tensor_model_parallel_world_size() > 1,
         dtype=torch.bfloat16,
-        dropout=0.1,
         recompute=(),
     )
-    config = dataclasses.replace(config, num_query_groups=num_query_groups)
     tempo_config = TempoConfig(attention=attention, norm=settings.pop("norm", "inplace"))
     for name, value in settings.items():
         setattr(config, name, value)

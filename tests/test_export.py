@@ -127,18 +127,12 @@ def export(load: Path, output: Path, *more: str) -> int:
 
 def megatron_logits(run_json: dict[str, Any], weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     """[b, s, padded vocabulary] of a stock GPTModel with these weights."""
-    from argparse import Namespace
+    from tempo_megatron.models.build import build_model, build_transformer_config
+    from tempo_megatron.models.shape import NAMES, make_shape
 
-    from tempo_megatron.training.model import build_model, build_transformer_config
-
-    run_config = Namespace(
-        **run_json, init_method_std=0.02, use_cpu_initialization=True, no_bias_gelu_fusion=True,
-        no_bias_dropout_fusion=True, no_masked_softmax_fusion=True, recompute_granularity=None, recompute_method=None,
-        recompute_num_layers=None, recompute_modules=None, sequence_parallel=False, on_gpu=False,
-        tempo=TempoConfig.off(),
-    )  # fmt: skip
-    config = build_transformer_config(run_config)
-    model = build_model(run_config, config, run_json["padded_vocab_size"]).eval()
+    shape = make_shape(**{name: run_json[name] for name in NAMES})
+    config = build_transformer_config(shape)
+    model = build_model(shape, config, TempoConfig.off(), run_json["padded_vocab_size"]).eval()
     left = model.load_state_dict(weights, strict=False)
     assert not left.unexpected_keys and all(name.endswith("_extra_state") for name in left.missing_keys)
     length = tokens.size(1)

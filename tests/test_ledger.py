@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.cli import main
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import Ledger, Row, build_transformer_config, measure
+from tempo_megatron.memory.ledger import Ledger, Row, build_ledger_config, measure
 from tempo_megatron.memory.ledger_command import format_table
+from tempo_megatron.models.shape import make_shape
 from tempo_megatron.operations import SCORES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -23,9 +24,8 @@ SMALL = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 512, "num_atten
 
 
 def ledger_in_this_layout(sizes, tempo_config, sequence_parallel, recompute=(), seq_length=64, dropout=0.1):
-    config = build_transformer_config(
-        sizes, sequence_parallel=sequence_parallel, dtype=torch.bfloat16, dropout=dropout, recompute=recompute
-    )
+    shape = make_shape(**{"seq_length": seq_length, **sizes}, attention_dropout=dropout, hidden_dropout=dropout)
+    config = build_ledger_config(shape, sequence_parallel=sequence_parallel, dtype=torch.bfloat16, recompute=recompute)
     return measure(config, tempo_config, vocab_size=512, seq_length=seq_length)
 
 
@@ -129,8 +129,8 @@ def test_the_command_prints_one_table_and_writes_the_same_figures(tmp_path, caps
 def test_the_activations_row_has_the_name_of_the_activation_that_was_measured(changes, name, choice):
     cpu.use_cpu()
     with simulate_layout(1):
-        config = build_transformer_config(
-            SMALL, sequence_parallel=False, dtype=torch.bfloat16, dropout=0.1, recompute=()
+        config = build_ledger_config(
+            make_shape(**SMALL, seq_length=64), sequence_parallel=False, dtype=torch.bfloat16, recompute=()
         )
         changed = dataclasses.replace(config, **changes)
         found = measure(changed, TempoConfig(activation=choice), vocab_size=512, seq_length=64)
@@ -150,11 +150,11 @@ def test_a_row_that_the_table_of_operations_does_not_know_stands_last():
     ("argv", "message"),
     [
         (["--model", "nowhere.json"], "cannot be read"),
-        (["--tp", "5"], "--tp 5 does not divide the model's heads 12; choose a divisor"),
-        (["--sequence-parallel"], "--sequence-parallel is given with --tp 1"),
+        (["--tp", "5"], "--num-attention-heads 12 is not a multiple of --tp 5; change one of them"),
+        (["--sequence-parallel"], "--sequence-parallel needs --tp of at least 2"),
         (["--recompute", "full", "mlp"], "--recompute full already recomputes everything"),
         (["--no-use-tempo"], "--no-use-tempo is given"),
-        (["--dropout", "1"], r"--dropout is 1.0; expected a probability in [0, 1)"),
+        (["--dropout", "1"], "--dropout is 1.0; expected a probability in [0, 1)"),
     ],
     ids=["file", "tp", "sp", "recompute", "tempo off", "dropout"],
 )

@@ -42,7 +42,7 @@ def test_the_training_command_is_one_the_trainer_accepts(monkeypatch: pytest.Mon
     monkeypatch.chdir(ROOT)
     (command,) = re.findall(r"launch/pretrain_gpt.py ((?:.*\\\n)+.*)$", README, re.MULTILINE)
     args = parse_arguments(shlex.split(command.replace("\\\n", " ")))
-    assert args.num_layers == 4 and args.use_tempo is True
+    assert args.model.num_layers == 4 and args.use_tempo is True
     assert Path(args.deepspeed_config).is_file()
 
 

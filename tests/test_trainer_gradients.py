@@ -12,9 +12,10 @@ SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 128, "num_attent
 
 def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     """Gradients by name of every parameter marked sequence_parallel, on this rank."""
+    from tempo_megatron.models.build import build_model
     from tempo_megatron.training.arguments import parse_arguments
     from tempo_megatron.training.engine import compute_gradient_norm, sum_sequence_parallel_gradients
-    from tempo_megatron.training.model import ForwardStep, build_model, build_transformer_config
+    from tempo_megatron.training.model import ForwardStep, build_transformer_config
     from tempo_megatron.training.run_config import complete_run
 
     words = [
@@ -36,7 +37,7 @@ def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     run = complete_run(args, {}, None, world_size=world_size, on_gpu=False)
     config = build_transformer_config(run)
     torch.manual_seed(1)
-    model = build_model(run, config, padded_vocab_size=128)
+    model = build_model(run.model, config, run.tempo, padded_vocab_size=128)
     if summed:
         sum_sequence_parallel_gradients(model)
     # The names are those of a model on one device, where nothing is marked.

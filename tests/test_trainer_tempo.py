@@ -87,7 +87,7 @@ def give_built_models_the_fused_head() -> None:
     from megatron.core.models.gpt import GPTModel
 
     from tempo_megatron import TempoConfig, tempoize_loss
-    from tempo_megatron.training import model
+    from tempo_megatron.models import build as models
 
     def build(**arguments: Any) -> GPTModel:
         built = GPTModel(**arguments)
@@ -95,7 +95,7 @@ def give_built_models_the_fused_head() -> None:
         assert type(built) is GPTModel and "_postprocess" in vars(built)
         return built
 
-    model.TempoGPTModel = build
+    models.TempoGPTModel = build
 
 
 @pytest.mark.slow

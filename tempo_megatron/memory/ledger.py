@@ -20,6 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tempo_megatron import cpu
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.memory.recorder import Recorder, SavedStorage
+from tempo_megatron.models.build import build_transformer_config
+from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.operations import ACTIVATION, LAYER, LEDGER_ROWS, OPERATIONS, SCORES, LedgerRow
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choices import Choices, choose
@@ -151,10 +153,10 @@ def measure(
     )
 
 
-def build_transformer_config(
-    sizes: dict[str, Any], *, sequence_parallel: bool, dtype: torch.dtype, dropout: float, recompute: tuple[str, ...]
+def build_ledger_config(
+    shape: ModelShape, *, sequence_parallel: bool, dtype: torch.dtype, recompute: tuple[str, ...]
 ) -> TransformerConfig:
-    """A GPT's TransformerConfig from `configs/model` sizes, under the initialised model parallelism.
+    """The model's TransformerConfig under the initialised model parallelism.
 
     recompute: nothing, or "full", or names of Megatron's recompute modules ("core_attn", "mlp").
     """
@@ -163,20 +165,11 @@ def build_transformer_config(
         choices = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute:
         choices = {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
-    return TransformerConfig(
-        num_layers=sizes["num_layers"],
-        hidden_size=sizes["hidden_size"],
-        ffn_hidden_size=sizes.get("ffn_hidden_size"),
-        num_attention_heads=sizes["num_attention_heads"],
+    return build_transformer_config(
+        shape,
+        dtype=dtype,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         sequence_parallel=sequence_parallel,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        hidden_dropout=dropout,
-        attention_dropout=dropout,
-        masked_softmax_fusion=False,
-        use_cpu_initialization=True,
         # The values do not matter here, and drawing them for a large model would take longer than its forward.
         perform_initialization=False,
         **choices,

@@ -7,23 +7,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from megatron.core import parallel_state
-
 from tempo_megatron import cpu
+from tempo_megatron.argument_types import parse_positive
 from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
+from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import Ledger, Row, build_transformer_config, measure
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+from tempo_megatron.memory.ledger import Ledger, Row, build_ledger_config, measure
+from tempo_megatron.models.build import DTYPES
+from tempo_megatron.models.checks import check_layout
+from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tempo-megatron ledger`."""
-    parser.add_argument("--model", required=True, metavar="JSON", help="sizes, such as configs/model/gpt2_124m.json")
-    parser.add_argument("--tp", type=_parse_positive, default=1, metavar="N", help="tensor parallel size (default 1)")
+    parser.add_argument("--model", required=True, metavar="JSON", help="a model, such as configs/model/gpt2_124m.json")
+    parser.add_argument("--tp", type=parse_positive, default=1, metavar="N", help="tensor parallel size (default 1)")
     parser.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
     parser.add_argument(
         "--recompute",
@@ -34,13 +33,13 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
         help="Megatron's recomputation: full, or any of core_attn and mlp",
     )
     parser.add_argument(
-        "--seq-length", type=_parse_positive, metavar="S", help="tokens per sample (default the model's)"
+        "--seq-length", type=parse_positive, metavar="S", help="tokens per sample (default the model's)"
     )
-    parser.add_argument("--micro-batch-size", type=_parse_positive, default=1, metavar="B", help="samples (default 1)")
+    parser.add_argument("--micro-batch-size", type=parse_positive, default=1, metavar="B", help="samples (default 1)")
     parser.add_argument(
-        "--vocab-size", type=_parse_positive, metavar="V", help="tokens (default the model's, else 50257)"
+        "--vocab-size", type=parse_positive, metavar="V", help="tokens (default the model's, else 50257)"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="default %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default %(default)s")
     parser.add_argument("--dropout", type=float, default=0.1, metavar="P", help="hidden and attention (default 0.1)")
     parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
@@ -50,8 +49,8 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
 def run_ledger(args: argparse.Namespace) -> int:
     """Measure stock and Tempo and print one table. Raises ValueError for what cannot be measured."""
     tempo_config = _read_tempo_config(args)
-    sizes = _read_sizes(args)
-    stock, tempo = (measure_ledger(sizes, config, args) for config in (TempoConfig.off(), tempo_config))
+    shape = _read_shape(args)
+    stock, tempo = (measure_ledger(shape, config, args) for config in (TempoConfig.off(), tempo_config))
     print(f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, ", end="")
     print(f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}", end="")
     print(f", recompute {' '.join(args.recompute)}" if args.recompute else "")
@@ -67,26 +66,25 @@ def run_ledger(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure_ledger(sizes: dict[str, Any], tempo_config: TempoConfig, args: argparse.Namespace) -> Ledger:
+def measure_ledger(shape: ModelShape, tempo_config: TempoConfig, args: argparse.Namespace) -> Ledger:
     """The ledger of one configuration on rank 0 of a simulate_layout tensor-parallel group, on the CPU.
 
-    `args` needs tp, sequence_parallel, recompute, dtype, dropout and micro_batch_size, as the command's arguments.
+    `args` needs tp, sequence_parallel, recompute, dtype and micro_batch_size, as the command's arguments.
     """
     cpu.use_cpu()
     with simulate_layout(args.tp):
-        config = build_transformer_config(
-            sizes,
+        config = build_ledger_config(
+            shape,
             sequence_parallel=args.sequence_parallel,
-            dtype=_DTYPES[args.dtype],
-            dropout=args.dropout,
+            dtype=DTYPES[args.dtype],
             recompute=tuple(args.recompute),
         )
-        multiple = 128 * parallel_state.get_tensor_model_parallel_world_size()
+        assert shape.vocab_size is not None
         return measure(
             config,
             tempo_config,
-            vocab_size=-(-sizes["vocab_size"] // multiple) * multiple,
-            seq_length=sizes["seq_length"],
+            vocab_size=pad_vocab_size(shape.vocab_size, shape.make_vocab_size_divisible_by, args.tp),
+            seq_length=shape.seq_length,
             micro_batch_size=args.micro_batch_size,
         )
 
@@ -141,32 +139,18 @@ def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
     return tempo_config_from(argparse.Namespace(**{**vars(args), "use_tempo": True}), block)
 
 
-def _read_sizes(args: argparse.Namespace) -> dict[str, Any]:
-    try:
-        sizes: dict[str, Any] = json.loads(Path(args.model).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"--model {args.model} cannot be read ({error.strerror}); give a file of sizes") from error
-    except ValueError as error:
-        raise ValueError(f"--model {args.model} is not valid JSON ({error}); give a file of sizes") from error
-    missing = [name for name in _SIZES if name not in sizes]
-    if missing:
-        raise ValueError(f"--model {args.model} does not say {', '.join(missing)}; see configs/model/gpt2_124m.json")
-    sizes["seq_length"] = args.seq_length or sizes["seq_length"]
-    sizes["vocab_size"] = args.vocab_size or sizes.get("vocab_size", 50257)
-    for name, words in (("num_attention_heads", "heads"), ("hidden_size", "hidden size")):
-        if sizes[name] % args.tp:
-            raise ValueError(f"--tp {args.tp} does not divide the model's {words} {sizes[name]}; choose a divisor")
-    if args.sequence_parallel and args.tp == 1:
-        raise ValueError(
-            "--sequence-parallel is given with --tp 1; it shards over the tensor-parallel group: give --tp 2"
-        )
-    if args.sequence_parallel and sizes["seq_length"] % args.tp:
-        raise ValueError(f"--tp {args.tp} does not divide s {sizes['seq_length']}, as --sequence-parallel needs")
-    if "full" in args.recompute and len(args.recompute) > 1:
-        raise ValueError("--recompute full already recomputes everything; give it alone")
+def _read_shape(args: argparse.Namespace) -> ModelShape:
+    values = read_shape_file(args.model)
+    values.setdefault("vocab_size", 50257)
     if not 0 <= args.dropout < 1:
         raise ValueError(f"--dropout is {args.dropout}; expected a probability in [0, 1)")
-    return sizes
+    given = {"seq_length": args.seq_length, "vocab_size": args.vocab_size}
+    values |= {name: value for name, value in given.items() if value is not None}
+    shape = make_shape(**{**values, "attention_dropout": args.dropout, "hidden_dropout": args.dropout})
+    check_layout(shape, args.tp, args.sequence_parallel, option="--tp")
+    if "full" in args.recompute and len(args.recompute) > 1:
+        raise ValueError("--recompute full already recomputes everything; give it alone")
+    return shape
 
 
 def _list_figures(ledger: Ledger) -> dict[str, Any]:
@@ -177,9 +161,3 @@ def _list_figures(ledger: Ledger) -> dict[str, Any]:
         "model_bytes": ledger.model_bytes,
         "rows": {row.operation: row.num_bytes for row in ledger.rows},
     }
-
-
-def _parse_positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value

@@ -1,54 +1,8 @@
-"""Parsers for words of a command line; a word that cannot be read is one sentence."""
+"""Parsers of what `--data-path` and `--split` say."""
 
 from __future__ import annotations
 
-import argparse
 import math
-
-
-def parse_whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def parse_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def parse_positive(text: str) -> int:
-    if (value := parse_whole(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def parse_not_negative(text: str) -> int:
-    if (value := parse_whole(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
-
-
-def parse_positive_float(text: str) -> float:
-    if not 0.0 < (value := parse_number(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def parse_not_negative_float(text: str) -> float:
-    if not 0.0 <= (value := parse_number(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is negative or not finite")
-    return value
-
-
-def parse_fraction(text: str) -> float:
-    if not 0.0 <= (value := parse_number(text)) < 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
-    return value
-
 
 Blend = tuple[tuple[str, ...], tuple[float, ...] | None]
 """Prefixes of data sets, and their weights where there are several."""

@@ -1,35 +1,24 @@
-"""The trainer's command line: Megatron-LM's own argument names, and sizes from `configs/model/*.json`."""
+"""The trainer's command line: Megatron-LM's own argument names."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tempo_megatron import __version__
-from tempo_megatron.arguments import add_tempo_arguments
-from tempo_megatron.training.argument_types import (
+from tempo_megatron.argument_types import (
     parse_fraction,
     parse_not_negative,
     parse_not_negative_float,
     parse_positive,
     parse_positive_float,
 )
+from tempo_megatron.arguments import add_tempo_arguments
+from tempo_megatron.models.arguments import add_model_arguments, replace_model
 
-# What a file of configs/model may say; an explicit argument wins over it.
-MODEL_SIZES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "max_position_embeddings",
-    "vocab_size",
-)
 # Used where neither the command line, the DeepSpeed JSON nor the checkpoint of --load says anything.
 DEFAULTS = {
     "min_lr": 0.0,
@@ -65,12 +54,11 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What was typed, and the sizes of `--model` where none was typed.
+    """What was typed; the model's arguments and the file of --model have become one ModelShape, `model`.
 
-    Raises ValueError for what is unknown or malformed.
+    Raises ValueError for what is unknown or malformed, or contradicts another thing.
     """
-    args = build_parser().parse_args(sys.argv[1:] if argv is None else list(argv))
-    return argparse.Namespace(**{**vars(args), **_join_sizes(args)})
+    return replace_model(build_parser().parse_args(sys.argv[1:] if argv is None else list(argv)), "gpt")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=_Formatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    _add_model(parser)
+    add_model_arguments(parser)
     _add_training(parser)
     _add_optimizer(parser)
     _add_data(parser)
@@ -90,35 +78,6 @@ def build_parser() -> argparse.ArgumentParser:
     _add_distributed(parser)
     add_tempo_arguments(parser)
     return parser
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model", "each size may also come from --model; an explicit argument wins")
-    group.add_argument("--model", metavar="JSON", help="file with sizes, such as configs/model/gpt2_124m.json")
-    group.add_argument("--num-layers", type=parse_positive, help="transformer layers")
-    group.add_argument("--hidden-size", type=parse_positive, help="hidden size h")
-    group.add_argument("--ffn-hidden-size", type=parse_positive, help="inner size of the MLP (default 4 h)")
-    group.add_argument("--num-attention-heads", type=parse_positive, help="attention heads")
-    group.add_argument("--seq-length", type=parse_positive, help="tokens per sample")
-    group.add_argument(
-        "--max-position-embeddings", type=parse_positive, help="learned positions (default --seq-length)"
-    )
-    group.add_argument("--vocab-size", type=parse_positive, help="tokens before padding (default: the tokenizer's)")
-    group.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=parse_positive,
-        default=128,
-        metavar="N",
-        help="pad the vocabulary to a multiple of N times tensor parallel size (default %(default)s)",
-    )
-    group.add_argument("--init-method-std", type=parse_positive_float, default=0.02, help="default %(default)s")
-    group.add_argument(
-        "--untie-embeddings-and-output-weights",
-        action="store_true",
-        help="give the output layer weights of its own instead of the embedding's",
-    )
-    group.add_argument("--attention-dropout", type=parse_fraction, default=0.1, help="default %(default)s")
-    group.add_argument("--hidden-dropout", type=parse_fraction, default=0.1, help="default %(default)s")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -218,6 +177,7 @@ def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:
         help="for selective recomputation: core_attn and mlp (default core_attn)",
     )
     group.add_argument("--no-bias-gelu-fusion", action="store_true", help="erf GELU, unfused, instead of tanh GELU")
+    group.add_argument("--no-bias-swiglu-fusion", action="store_true", help="unfused SwiGLU")
     group.add_argument("--no-bias-dropout-fusion", action="store_true", help="unfused bias, dropout and residual")
     group.add_argument(
         "--no-masked-softmax-fusion", action="store_true", help="unfused softmax of the attention scores"
@@ -259,34 +219,3 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--local_rank", "--local-rank", type=int, default=-1, help="set by launchers; LOCAL_RANK decides"
     )
-
-
-def _join_sizes(args: argparse.Namespace) -> dict[str, Any]:
-    in_file = _read_sizes(args.model) if args.model else {}
-    typed = {name: getattr(args, name) for name in MODEL_SIZES}
-    sizes = {name: in_file.get(name) if value is None else value for name, value in typed.items()}
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-        if sizes[name] is None:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} is missing; give it, or --model with a file of configs/model")
-    return sizes
-
-
-def _read_sizes(path: str) -> dict[str, Any]:
-    try:
-        sizes = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"--model {path} cannot be read ({error.strerror}); give a file of configs/model") from error
-    except ValueError as error:
-        raise ValueError(f"--model {path} is not valid JSON ({error}); correct it") from error
-    if not isinstance(sizes, dict):
-        raise ValueError(
-            f'--model {path} holds a {type(sizes).__name__}; expected an object such as {{"num_layers": 12}}'
-        )
-    for name, value in sizes.items():
-        if name not in MODEL_SIZES:
-            near = difflib.get_close_matches(name, MODEL_SIZES, n=1, cutoff=0.0)[0]
-            raise ValueError(f"--model {path}: {name} is unknown; the nearest known name is {near}")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"--model {path}: {name} is {value!r}; expected a positive whole number")
-    return sizes

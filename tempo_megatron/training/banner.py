@@ -43,7 +43,7 @@ def write_banner(
     parameters: int,
     optimizer_name: str,
     settings: Mapping[str, Any],
-    gelu_form: str,
+    activation: str,
 ) -> str:
     """One line per subject, from the packages to Tempo.
 
@@ -51,6 +51,7 @@ def write_banner(
         run: with the values of `choices`, where its arguments and its file said "auto".
         choices: these values, and why one is less than the first choice.
         settings: what the optimizer itself works with.
+        activation: name and form of the MLP's activation.
     """
     tp, dp = run.tensor_model_parallel_size, run.data_parallel_size
     parallel = f"TP {tp}{' + SP' if run.sequence_parallel else ''}, DP {dp}"
@@ -58,10 +59,8 @@ def write_banner(
     rows = {
         "packages": ", ".join(f"{name} {version}" for name, version in find_versions().items()),
         "layout": f"{run.world_size} x {name} by {launcher}: {parallel}",
-        "model": f"{parameters:,} parameters, {run.num_layers} layers, hidden {run.hidden_size}, "
-        f"{run.num_attention_heads} heads, {run.seq_length} tokens, vocabulary {padded_vocab_size}, "
-        f"{gelu_form} GELU",
-        "dropout": f"attention {run.attention_dropout:g}, hidden {run.hidden_dropout:g}",
+        "model": f"{parameters:,} parameters, {run.model.summarize()}, vocabulary {padded_vocab_size}, {activation}",
+        "dropout": f"attention {run.model.attention_dropout:g}, hidden {run.model.hidden_dropout:g}",
         "batch": f"global {run.global_batch_size} = micro {run.micro_batch_size} x DP {dp} x "
         f"{run.num_micro_batches} accumulated",
         "deepspeed": _describe_deepspeed(run, optimizer_name),

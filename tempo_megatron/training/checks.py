@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tempo_megatron.models.checks import check_layout
 from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run_config import RunConfig
 
@@ -21,43 +22,12 @@ _REFUSED_MODULES = {
 
 def check_run(run: RunConfig) -> None:
     """Raise ValueError for the first combination that cannot train."""
-    _check_layout(run)
+    check_layout(run.model, run.tensor_model_parallel_size, run.sequence_parallel)
     _check_precision(run)
     _check_schedule(run)
     _check_recompute(run)
     _check_data(run)
     _check_output(run)
-
-
-def _check_layout(run: RunConfig) -> None:
-    tp = run.tensor_model_parallel_size
-    for name in ("num_attention_heads", "ffn_hidden_size"):
-        if (value := getattr(run, name)) % tp:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{option} {value} is not a multiple of --tensor-model-parallel-size {tp}; change one of them"
-            )
-    if run.hidden_size % run.num_attention_heads:
-        raise ValueError(
-            f"--hidden-size {run.hidden_size} is not a multiple of --num-attention-heads {run.num_attention_heads}; "
-            "change one of them"
-        )
-    if run.seq_length > run.max_position_embeddings:
-        raise ValueError(
-            f"--seq-length {run.seq_length} is more than the {run.max_position_embeddings} learned positions; "
-            "shorten it or give --max-position-embeddings"
-        )
-    if not run.sequence_parallel:
-        return
-    if tp == 1:
-        raise ValueError(
-            "--sequence-parallel needs --tensor-model-parallel-size of at least 2; remove it or raise that"
-        )
-    if run.seq_length % tp:
-        raise ValueError(
-            f"--seq-length {run.seq_length} is not a multiple of --tensor-model-parallel-size {tp}, "
-            "as --sequence-parallel needs; change one of them"
-        )
 
 
 def _check_precision(run: RunConfig) -> None:
@@ -100,9 +70,9 @@ def _check_recompute(run: RunConfig) -> None:
             raise ValueError(f"--recompute-{name} is for full recomputation; add --recompute-granularity full")
     if granularity == "full" and run.recompute_method is None:
         raise ValueError("--recompute-granularity full needs --recompute-method; give uniform or block")
-    if run.recompute_num_layers is not None and run.recompute_num_layers > run.num_layers:
+    if run.recompute_num_layers is not None and run.recompute_num_layers > run.model.num_layers:
         raise ValueError(
-            f"--recompute-num-layers {run.recompute_num_layers} is more than the model's {run.num_layers} layers"
+            f"--recompute-num-layers {run.recompute_num_layers} is more than the model's {run.model.num_layers} layers"
         )
     if run.recompute_modules is not None and granularity != "selective":
         raise ValueError("--recompute-modules is for selective recomputation; add --recompute-granularity selective")

@@ -57,12 +57,12 @@ def load_vocabulary(run: RunConfig) -> Vocabulary:
             raise ValueError(
                 f"{prefix} was made with another tokenizer than {prefixes[0]}; prepare both with the same one"
             )
-    vocab_size = run.vocab_size or tokenizer.vocab_size
+    vocab_size = run.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"--vocab-size {vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens; raise it or remove it"
         )
-    padded = pad_vocab_size(vocab_size, run.make_vocab_size_divisible_by, run.tensor_model_parallel_size)
+    padded = pad_vocab_size(vocab_size, run.model.make_vocab_size_divisible_by, run.tensor_model_parallel_size)
     files = _describe_tokenizer_files(run, tokenizer)
     for prefix in prefixes:
         validate_dataset(prefix, vocab_size)
@@ -96,10 +96,10 @@ def _check_split(prefix: str, run: RunConfig) -> None:
         parts.append(("validation", borders[1], borders[2]))
     for name, first, last in parts:
         tokens = int(np.sum(lengths[first:last], dtype=np.int64))
-        if tokens < run.seq_length + 1:
+        if tokens < run.model.seq_length + 1:
             raise ValueError(
                 f"{prefix}: --split {run.split} gives {name} {last - first} of {len(lengths)} documents with {tokens} "
-                f"tokens, fewer than one sample of {run.seq_length} + 1; change --split or prepare more data"
+                f"tokens, fewer than one sample of {run.model.seq_length} + 1; change --split or prepare more data"
             )
 
 
@@ -146,7 +146,7 @@ def _build_part(
     prefixes, weights = run.blend
     config = GPTDatasetConfig(
         random_seed=seed % 2**32,  # what numpy takes
-        sequence_length=run.seq_length,
+        sequence_length=run.model.seq_length,
         blend=(list(prefixes), None if weights is None else list(weights)),
         split=run.split,
         path_to_cache=run.data_cache_path,

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tempo_megatron.cpu import use_cpu
-from tempo_megatron.slots.choices import choose
+from tempo_megatron.models.build import build_model, choose_for_model, count_parameters
 from tempo_megatron.training import checkpoint, engine, metrics, model
 from tempo_megatron.training.banner import find_versions, write_banner
 from tempo_megatron.training.checkpoint_folder import LATEST
@@ -42,7 +42,7 @@ class Job:
         checkpoint.check_all_ranks_load(saved, run.load)
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)
-        self.choices = choose(transformer_config, run.tempo)
+        self.choices = choose_for_model(run.model, transformer_config, run.tempo)
         # From here on the run says what it does: no "auto" is left.
         self.run = run = dataclasses.replace(run, tempo=self.choices.config)
         transformer_config = dataclasses.replace(
@@ -50,17 +50,17 @@ class Job:
             embedding_init_method=engine.extend_to_partitioned(transformer_config.embedding_init_method),
         )
         with engine.choose_construction_context(run):
-            gpt = model.build_model(run, transformer_config, self.vocabulary.padded_size)
+            built = build_model(run.model, transformer_config, run.tempo, self.vocabulary.padded_size)
         self.datasets = build_datasets(run, self.vocabulary.tokenizer)
-        self.parameters = model.count_parameters(gpt, run.tensor_model_parallel_size)
-        self.engine = engine.Engine(gpt, run)
+        self.parameters = count_parameters(built, run.tensor_model_parallel_size)
+        self.engine = engine.Engine(built, run)
         self.forward_step = model.ForwardStep(run, self.device)
         self.description = describe_run(
             run,
             self.vocabulary,
             zero_stage=self.engine.zero_stage,
             optimizer=self.engine.optimizer_name,
-            gelu_form="tanh" if transformer_config.bias_activation_fusion else "erf",
+            gelu_form=model.find_gelu_form(run.model, transformer_config),
             **identify_data(run, self.vocabulary.tokenizer),
         )
         self.checkpoints = checkpoint.Checkpoints(run, self.engine, self.description, self.datasets.sample_parts)
@@ -84,7 +84,7 @@ class Job:
             parameters=self.parameters,
             optimizer_name=self.engine.optimizer_name,
             settings=self.engine.read_settings(),
-            gelu_form=self.description["gelu_form"],
+            activation=model.describe_activation(run.model, self.description["gelu_form"]),
         )
         self.report.say(banner)
         if saved is not None:

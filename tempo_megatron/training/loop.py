@@ -136,7 +136,7 @@ class Trainer:
         self.report.report_steps(
             self._pending,
             {
-                "tokens_per_s": self.run.global_batch_size * self.run.seq_length / seconds,
+                "tokens_per_s": self.run.global_batch_size * self.run.model.seq_length / seconds,
                 "step_ms": seconds * 1e3,
                 "peak_memory_bytes": measure_peak_memory(self.device),
                 "loss_scale": self.engine.loss_scale,

@@ -1,4 +1,4 @@
-"""The GPT of a run: megatron-core's GPTModel with stock or Tempo modules in its slots."""
+"""The model of a run: its TransformerConfig, and what a forward pass of the trainer gives it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import functional as F
 
-from tempo_megatron import TempoGPTModel, tempo_block_spec, tempoize_embedding
+from tempo_megatron.models import build as models
+from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.training.run_config import RunConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FUSED_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
 
 
@@ -25,28 +23,17 @@ def build_transformer_config(run: RunConfig) -> TransformerConfig:
     As in Megatron-LM the fused GELU is the tanh form and the unfused one the erf form.
     """
     on_gpu = run.on_gpu
-    return TransformerConfig(
-        num_layers=run.num_layers,
-        hidden_size=run.hidden_size,
-        ffn_hidden_size=run.ffn_hidden_size,
-        num_attention_heads=run.num_attention_heads,
+    return models.build_transformer_config(
+        run.model,
+        dtype=models.DTYPES[run.precision],
         tensor_model_parallel_size=run.tensor_model_parallel_size,
         sequence_parallel=run.sequence_parallel,
-        params_dtype=DTYPES[run.precision],
-        pipeline_dtype=DTYPES[run.precision],
-        bf16=run.precision == "bf16",
-        fp16=run.precision == "fp16",
-        attention_dropout=run.attention_dropout,
-        hidden_dropout=run.hidden_dropout,
-        init_method_std=run.init_method_std,
-        activation_func=F.gelu,
-        add_bias_linear=True,
+        fuse_gelu=on_gpu and not run.no_bias_gelu_fusion,
+        fuse_swiglu=on_gpu and not run.no_bias_swiglu_fusion,
         use_cpu_initialization=run.use_cpu_initialization or not on_gpu,
-        bias_activation_fusion=on_gpu and not run.no_bias_gelu_fusion,
         bias_dropout_fusion=on_gpu and not run.no_bias_dropout_fusion,
         masked_softmax_fusion=on_gpu and not run.no_masked_softmax_fusion and has_fused_softmax(),
-        # Both need buffers of Megatron's own optimizer, or Apex.
-        gradient_accumulation_fusion=False,
+        # It needs Apex, and gradient_accumulation_fusion, which is off, buffers of Megatron's own optimizer.
         persist_layer_norm=on_gpu and importlib.util.find_spec("apex") is not None,
         recompute_granularity=run.recompute_granularity,
         recompute_method=run.recompute_method,
@@ -60,42 +47,17 @@ def has_fused_softmax() -> bool:
     return importlib.util.find_spec(_FUSED_SOFTMAX) is not None
 
 
-def build_model(run: RunConfig, config: TransformerConfig, padded_vocab_size: int) -> GPTModel:
-    """GPTModel with learned positions, as GPT-2, and this rank's part of the weights.
-
-    `run.tempo` holds values only, no "auto". Raises ValueError where one cannot be had with `config`.
-    """
-    # The class is ours to choose: nothing built has to change.
-    model_class = TempoGPTModel if run.tempo.loss == "fused" else GPTModel
-    model = model_class(
-        config=config,
-        transformer_layer_spec=tempo_block_spec(config, run.tempo),
-        vocab_size=padded_vocab_size,
-        max_sequence_length=run.max_position_embeddings,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not run.untie_embeddings_and_output_weights,
-        position_embedding_type="learned_absolute",
-    )
-    tempoize_embedding(model, run.tempo)
-    if config.recompute_granularity == "selective" and "mlp" in config.recompute_modules:
-        for layer in model.decoder.layers:
-            layer.mlp.linear_fc2.register_forward_hook(_hand_out_a_view_of_the_bias)
-    return model
+def find_gelu_form(shape: ModelShape, config: TransformerConfig) -> str | None:
+    """tanh or erf; None of an activation in which there is no GELU."""
+    if shape.activation not in ("gelu", "geglu"):
+        return None
+    return "tanh" if config.bias_activation_fusion else "erf"
 
 
-def _hand_out_a_view_of_the_bias(module: torch.nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> Any:
-    """The MLP returns its output bias to be added later. Were it the parameter itself, the checkpoint around the MLP
-    would become that parameter's grad_fn, and its backward would recompute the MLP without end."""
-    return output[0], output[1].view_as(output[1])
-
-
-def count_parameters(model: torch.nn.Module, tensor_parallel_size: int) -> int:
-    """Parameters of the whole model; `model` holds one tensor-parallel rank's part, perhaps partitioned by ZeRO-3."""
-    total = 0
-    for parameter in model.parameters():
-        split = tensor_parallel_size if getattr(parameter, "tensor_model_parallel", False) else 1
-        total += getattr(parameter, "ds_numel", parameter.numel()) * split
-    return total
+def describe_activation(shape: ModelShape, gelu_form: str | None) -> str:
+    """For people: `erf GELU`, `swiglu`."""
+    name = {"gelu": "GELU", "geglu": "GEGLU"}.get(shape.activation, shape.activation)
+    return f"{gelu_form} {name}" if gelu_form else name
 
 
 class ForwardStep:
@@ -107,7 +69,7 @@ class ForwardStep:
     """
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:
-        seq_length = run.seq_length
+        seq_length = run.model.seq_length
         self.position_ids = torch.arange(seq_length, dtype=torch.int64, device=device).unsqueeze(0)
         self.attention_mask: Tensor | None = None
         if run.tempo.attention == "off" and device.type == "cpu":

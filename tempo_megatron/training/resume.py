@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tempo_megatron.models.arguments import name_option
+from tempo_megatron.models.shape import complete_description
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder
 
 if TYPE_CHECKING:
@@ -23,22 +25,44 @@ RUN_FILE = "run.json"
 FORMAT = 2
 SCHEDULE = ("lr", "min_lr", "lr_warmup_iters", "lr_decay_style", "lr_decay_iters")
 OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+# What of a model changes its weights or what it computes from them.
+MODEL_FIELDS = (
+    "family",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "untie_embeddings_and_output_weights",
+    "activation",
+    "normalization",
+    "norm_epsilon",
+    "qk_layernorm",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "window_size",
+    "num_tokentypes",
+    "add_binary_head",
+    "decoder_seq_length",
+)
 # Description field -> what a user changes to make it match.
 _REMEDIES = {
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "ffn_hidden_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "max_position_embeddings": "--max-position-embeddings",
+    **{name: name_option(name) for name in MODEL_FIELDS},
     "padded_vocab_size": "--vocab-size and --make-vocab-size-divisible-by",
-    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
     "gelu_form": "--no-bias-gelu-fusion",
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
     "data_parallel_size": "the number of processes",
     "zero_stage": "zero_optimization.stage in the DeepSpeed JSON",
     "optimizer": "zero_optimization and data_types in the DeepSpeed JSON",
     "precision": "bf16 and fp16 in the DeepSpeed JSON",
-    "seq_length": "--seq-length",
+    "seq_length": name_option("seq_length"),
     "global_batch_size": "--global-batch-size",
     "seed": "--seed",
     "split": "--split",
@@ -71,7 +95,7 @@ def read_saved_run(args: argparse.Namespace) -> dict[str, Any] | None:
             f"--load {folder.path / name}: its {RUN_FILE} has format {saved.get('format')}, expected {FORMAT}; it is "
             "of another version of this trainer, go on with that one"
         )
-    return {**saved, "checkpoint": name, "named": folder.is_named()}
+    return {**complete_description(saved), "checkpoint": name, "named": folder.is_named()}
 
 
 def read_description(checkpoint: Path) -> dict[str, Any]:
@@ -151,7 +175,7 @@ def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[st
     `more` holds what only the built run knows, such as the optimizer's name.
     """
     described = {name: getattr(run, name) for name in _REMEDIES if hasattr(run, name)}
-    described |= vocabulary.describe() | {name: getattr(run, name) for name in ("attention_dropout", "hidden_dropout")}
+    described |= run.model.describe() | vocabulary.describe()
     return {**described, "format": FORMAT, "data_path": list(run.data_path), **more}
 
 

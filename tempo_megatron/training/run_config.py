@@ -15,6 +15,7 @@ from typing import Any
 
 from tempo_megatron.arguments import describe_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
+from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.training.argument_types import Blend, parse_blend, parse_split
 from tempo_megatron.training.arguments import DEFAULTS
 from tempo_megatron.training.deepspeed_config import (
@@ -29,20 +30,8 @@ from tempo_megatron.training.resume import take_from_checkpoint
 class RunConfig:
     """One run. A field that has an argument of the same name means what `--help` says about that."""
 
-    # Model
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    seq_length: int
-    max_position_embeddings: int
-    vocab_size: int | None
-    """As given; None leaves it to the tokenizer. See datasets.Vocabulary for what the model gets."""
-    make_vocab_size_divisible_by: int
-    init_method_std: float
-    untie_embeddings_and_output_weights: bool
-    attention_dropout: float
-    hidden_dropout: float
+    model: ModelShape
+    """Its vocab_size is as given; see datasets.Vocabulary for what the model gets."""
 
     # Training
     micro_batch_size: int
@@ -91,6 +80,7 @@ class RunConfig:
     recompute_num_layers: int | None
     recompute_modules: tuple[str, ...] | None
     no_bias_gelu_fusion: bool
+    no_bias_swiglu_fusion: bool
     no_bias_dropout_fusion: bool
     no_masked_softmax_fusion: bool
 
@@ -146,8 +136,6 @@ def complete_run(
     values = {**vars(args), **(take_from_checkpoint(args, deepspeed_config, saved) if saved else {})}
     completed = complete_deepspeed_config(deepspeed_config, values, data_parallel_size)
     values |= {
-        "ffn_hidden_size": args.ffn_hidden_size or 4 * args.hidden_size,
-        "max_position_embeddings": args.max_position_embeddings or args.seq_length,
         "micro_batch_size": completed["train_micro_batch_size_per_gpu"],
         "global_batch_size": completed["train_batch_size"],
         "num_micro_batches": completed["gradient_accumulation_steps"],

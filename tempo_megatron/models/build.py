@@ -1,0 +1,246 @@
+"""The modules of a ModelShape: Megatron's GPTModel, BertModel or T5Model with stock or Tempo modules in its slots."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.activations import squared_relu
+from megatron.core.models.bert import bert_lm_head
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.slots.choices import Choices, choose, leave_to_stock
+from tempo_megatron.slots.embedding import tempoize_embedding
+from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
+from tempo_megatron.slots.loss import TempoGPTModel
+from tempo_megatron.slots.norm import TorchLayerNorm
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ACTIVATION_FUNCTIONS: dict[str, Any] = {
+    "gelu": F.gelu,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "squared_relu": squared_relu,
+}
+
+
+def build_transformer_config(
+    shape: ModelShape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tensor_model_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    fuse_gelu: bool = False,
+    fuse_swiglu: bool = False,
+    **settings: Any,
+) -> TransformerConfig:
+    """Megatron's configuration of the layers.
+
+    Args:
+        shape: the model.
+        dtype: of the parameters.
+        tensor_model_parallel_size, sequence_parallel: of the layout.
+        fuse_gelu: Megatron's fused GELU (and gate), where the activation is one; as in Megatron-LM it is the tanh form,
+            and the unfused one the erf form.
+        fuse_swiglu: Megatron's fused SwiGLU, where that is the activation.
+        settings: more fields of TransformerConfig: pipeline, recomputation, initialisation, fusions. What is not said
+            is as on a CPU: no fusion that needs a GPU or an extension.
+
+    Raises ValueError where the fused GELU has no bias to add.
+    """
+    fuses = {"swiglu": fuse_swiglu, "gelu": fuse_gelu, "geglu": fuse_gelu}.get(shape.activation, False)
+    if fuses and shape.activation == "gelu" and not shape.add_bias_linear:
+        raise ValueError(
+            "--disable-bias-linear leaves nothing for the fused GELU to add, which Megatron refuses; add "
+            "--no-bias-gelu-fusion for the unfused one, which is the erf form"
+        )
+    return TransformerConfig(
+        **{
+            "num_layers": shape.num_layers,
+            "hidden_size": shape.hidden_size,
+            "ffn_hidden_size": shape.ffn_hidden_size,
+            "num_attention_heads": shape.num_attention_heads,
+            "num_query_groups": shape.num_query_groups,
+            "kv_channels": shape.kv_channels,
+            "normalization": shape.normalization,
+            "layernorm_epsilon": shape.norm_epsilon,
+            "activation_func": _ACTIVATION_FUNCTIONS[shape.activation],
+            "gated_linear_unit": shape.is_gated,
+            "bias_activation_fusion": fuses,
+            "qk_layernorm": shape.qk_layernorm,
+            "window_size": shape.window_size,
+            "add_bias_linear": shape.add_bias_linear,
+            "add_qkv_bias": shape.add_qkv_bias,
+            "init_method_std": shape.init_method_std,
+            "attention_dropout": shape.attention_dropout,
+            "hidden_dropout": shape.hidden_dropout,
+            "tensor_model_parallel_size": tensor_model_parallel_size,
+            "sequence_parallel": sequence_parallel,
+            "params_dtype": dtype,
+            "pipeline_dtype": dtype,
+            "bf16": dtype == torch.bfloat16,
+            "fp16": dtype == torch.float16,
+            "use_cpu_initialization": True,
+            "masked_softmax_fusion": False,
+            "gradient_accumulation_fusion": False,
+            **settings,
+        }
+    )
+
+
+def choose_for_model(shape: ModelShape, config: TransformerConfig, tempo_config: TempoConfig) -> Choices:
+    """What `build_model` takes where `tempo_config` says "auto", and why it is not the first choice.
+
+    Raises ValueError where a value that is not "auto" cannot be had.
+    """
+    reasons: dict[str, str] = {}
+    if shape.family != "gpt":
+        obstacle = f"the model is a {_MODEL_NAMES[shape.family]}, and the fused loss is for a GPTModel only"
+        tempo_config, reasons = leave_to_stock(tempo_config, {"loss": obstacle}, "train a GPT")
+    choices = choose(config, tempo_config)
+    return dataclasses.replace(choices, reasons={**choices.reasons, **reasons})
+
+
+def build_model(
+    shape: ModelShape,
+    config: TransformerConfig,
+    tempo_config: TempoConfig,
+    padded_vocab_size: int,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+) -> Any:
+    """This rank's part of the model: a GPTModel, BertModel or T5Model.
+
+    Args:
+        shape: the model.
+        config: of build_transformer_config, perhaps with changes.
+        tempo_config: "auto" becomes what choose_for_model says.
+        padded_vocab_size: rows of the embedding.
+        pre_process, post_process, vp_stage: of its pipeline stage, as GPTModel's arguments of these names.
+
+    Raises ValueError where a value that is not "auto" cannot be had.
+    """
+    tempo_config = choose_for_model(shape, config, tempo_config).config
+    common: dict[str, Any] = {
+        "vocab_size": padded_vocab_size,
+        "max_sequence_length": shape.max_position_embeddings,
+        "pre_process": pre_process,
+        "post_process": post_process,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": not shape.untie_embeddings_and_output_weights,
+        "position_embedding_type": shape.position_embedding_type,
+        "rotary_percent": shape.rotary_percent,
+    }
+    model = _BUILDERS[shape.family](shape, config, tempo_config, common, vp_stage)
+    tempoize_embedding(model, tempo_config)
+    if config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ()):
+        for stack in ("encoder", "decoder"):
+            for layer in getattr(getattr(model, stack, None), "layers", ()):
+                layer.mlp.linear_fc2.register_forward_hook(_hand_out_a_view_of_the_bias)
+    return model
+
+
+def _build_gpt(
+    shape: ModelShape,
+    config: TransformerConfig,
+    tempo_config: TempoConfig,
+    common: dict[str, Any],
+    vp_stage: int | None,
+) -> Any:
+    # The class is ours to choose: nothing built has to change.
+    model_class = TempoGPTModel if tempo_config.loss == "fused" else GPTModel
+    return model_class(
+        config=config,
+        transformer_layer_spec=tempo_block_spec(config, tempo_config, vp_stage=vp_stage),
+        rotary_base=shape.rotary_base,
+        rope_scaling=shape.use_rope_scaling,
+        rope_scaling_factor=shape.rope_scaling_factor,
+        vp_stage=vp_stage,
+        **common,
+    )
+
+
+def _build_bert(
+    shape: ModelShape,
+    config: TransformerConfig,
+    tempo_config: TempoConfig,
+    common: dict[str, Any],
+    vp_stage: int | None,
+) -> Any:
+    with _norm_of_the_head():
+        return BertModel(
+            config=config,
+            num_tokentypes=shape.num_tokentypes,
+            transformer_layer_spec=tempoize(bert_layer_local_spec, config, tempo_config, vp_stage=vp_stage),
+            add_binary_head=shape.add_binary_head,
+            vp_stage=vp_stage,
+            **common,
+        )
+
+
+def _build_t5(
+    shape: ModelShape,
+    config: TransformerConfig,
+    tempo_config: TempoConfig,
+    common: dict[str, Any],
+    vp_stage: int | None,
+) -> Any:
+    specs = (encoder_model_with_local_spec(), decoder_model_with_local_spec())
+    encoder, decoder = (tempoize(spec, config, tempo_config, vp_stage=vp_stage) for spec in specs)
+    return T5Model(
+        config=config,
+        encoder_config=config,
+        transformer_encoder_layer_spec=encoder,
+        transformer_decoder_layer_spec=decoder,
+        **common,
+    )
+
+
+_BUILDERS = {"gpt": _build_gpt, "bert": _build_bert, "t5": _build_t5}
+_MODEL_NAMES = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
+
+
+@contextlib.contextmanager
+def _norm_of_the_head() -> Iterator[None]:
+    """BERT's head names its norm itself. Without Apex that is Megatron's wrapper, which refuses sequence parallelism
+    and is torch's LayerNorm otherwise; TorchLayerNorm is the same and does not."""
+    if bert_lm_head.LNImpl is not WrappedTorchNorm:
+        yield
+        return
+    bert_lm_head.LNImpl = TorchLayerNorm
+    try:
+        yield
+    finally:
+        bert_lm_head.LNImpl = WrappedTorchNorm
+
+
+def _hand_out_a_view_of_the_bias(
+    module: torch.nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """The MLP returns its output bias to be added later. Were it the parameter itself, the checkpoint around the MLP
+    would become that parameter's grad_fn, and its backward would recompute the MLP without end."""
+    return output[0], None if output[1] is None else output[1].view_as(output[1])
+
+
+def count_parameters(model: torch.nn.Module, tensor_parallel_size: int = 1) -> int:
+    """Parameters of the whole model; `model` holds one tensor-parallel rank's part, perhaps partitioned by ZeRO-3."""
+    total = 0
+    for parameter in model.parameters():
+        split = tensor_parallel_size if getattr(parameter, "tensor_model_parallel", False) else 1
+        total += getattr(parameter, "ds_numel", parameter.numel()) * split
+    return total

@@ -1,0 +1,184 @@
+"""ModelShape: what a model is, whatever it is trained on and however it is laid out over devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron.models.checks import check_shape, check_value
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes and kinds of a model's parts; `make_shape` fills in what follows from the others.
+
+    Raises ValueError where they contradict one another.
+    """
+
+    family: str
+    """gpt, bert or t5: Megatron's GPTModel, BertModel or T5Model."""
+    num_layers: int
+    """Transformer layers; in T5 of the encoder, and as many of the decoder."""
+    hidden_size: int
+    ffn_hidden_size: int
+    """Inner size of the MLP; a gated activation has two projections of this size."""
+    num_attention_heads: int
+    num_query_groups: int
+    """Heads of keys and values; as many as heads of queries where these are not grouped."""
+    kv_channels: int
+    """Size of one head."""
+    seq_length: int
+    """Tokens of a sample; in T5 those of the encoder."""
+    decoder_seq_length: int | None = None
+    """T5 only: tokens of the decoder."""
+    max_position_embeddings: int
+    vocab_size: int | None = None
+    """Before padding; None leaves it to the tokenizer."""
+    make_vocab_size_divisible_by: int = 128
+    normalization: str = "LayerNorm"
+    norm_epsilon: float = 1e-5
+    activation: str = "gelu"
+    """gelu, swiglu, geglu or squared_relu."""
+    position_embedding_type: str = "learned_absolute"
+    """learned_absolute, rope or none."""
+    rotary_base: int = 10000
+    rotary_percent: float = 1.0
+    use_rope_scaling: bool = False
+    """Llama 3's scaling of rope's frequencies."""
+    rope_scaling_factor: float = 8.0
+    qk_layernorm: bool = False
+    window_size: tuple[int, int] | None = None
+    """Tokens to the left and to the right that attention sees; -1 is all of them."""
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    untie_embeddings_and_output_weights: bool = False
+    init_method_std: float = 0.02
+    attention_dropout: float = 0.1
+    hidden_dropout: float = 0.1
+    num_tokentypes: int = 0
+    """BERT only: kinds of segments, 0 without."""
+    add_binary_head: bool = False
+    """BERT only: the head that tells whether two segments follow one another."""
+
+    def __post_init__(self) -> None:
+        check_shape(self)
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu")
+
+    def describe(self) -> dict[str, Any]:
+        """Every field, as JSON has them."""
+        described = dataclasses.asdict(self)
+        return {**described, "window_size": self.window_size and list(self.window_size)}
+
+    def summarize(self) -> str:
+        """One clause for people: what differs from GPT-2 is named, sizes come first."""
+        words = [f"{self.num_layers} layers", f"hidden {self.hidden_size}", f"{self.num_attention_heads} heads"]
+        if self.num_query_groups != self.num_attention_heads:
+            words.append(f"{self.num_query_groups} query groups")
+        if self.kv_channels * self.num_attention_heads != self.hidden_size:
+            words.append(f"{self.kv_channels} channels a head")
+        words.append(f"{self.seq_length} tokens")
+        if self.decoder_seq_length is not None:
+            words.append(f"{self.decoder_seq_length} in the decoder")
+        if self.position_embedding_type != "learned_absolute":
+            positions = {"rope": f"rope of base {self.rotary_base}", "none": "no positions"}
+            words.append(positions[self.position_embedding_type])
+        if self.normalization != "LayerNorm":
+            words.append(self.normalization)
+        if self.qk_layernorm:
+            words.append("norms of q and k")
+        if self.window_size is not None:
+            words.append(f"window {self.window_size[0]},{self.window_size[1]}")
+        if not self.add_bias_linear:
+            words.append("no bias but of q, k and v" if self.add_qkv_bias else "no biases")
+        if self.untie_embeddings_and_output_weights:
+            words.append("untied")
+        return ", ".join(words)
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(ModelShape))
+
+
+def make_shape(**values: Any) -> ModelShape:
+    """The shape of these values; what is missing or None follows from the others, as in Megatron-LM.
+
+    The MLP is 4 h wide; a gated one 8/3 h, rounded down to a multiple of 64, so that it has about as many weights. That
+    is Megatron-LM's rule for swiglu, and here that of geglu too.
+
+    Raises ValueError where a size is missing that has no default, or where two contradict each other.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    for name in REQUIRED:
+        if name not in given:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is missing; give it, or --model with a file of configs/model")
+    hidden_size, heads = given["hidden_size"], given["num_attention_heads"]
+    if "kv_channels" not in given and hidden_size % heads:
+        raise ValueError(
+            f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}; change one of them, or "
+            "give --kv-channels"
+        )
+    is_gated = given.get("activation") in ("swiglu", "geglu")
+    lengths = [given["seq_length"], given.get("decoder_seq_length", 0)]
+    completed = {
+        "family": "gpt",
+        "ffn_hidden_size": hidden_size * 8 // 3 // 64 * 64 if is_gated else 4 * hidden_size,
+        "num_query_groups": heads,
+        "kv_channels": hidden_size // heads,
+        "max_position_embeddings": max(lengths),
+        **given,
+    }
+    if completed["family"] == "t5":
+        completed.setdefault("decoder_seq_length", given["seq_length"])
+    if "window_size" in completed:
+        completed["window_size"] = tuple(completed["window_size"])
+    return ModelShape(**completed)
+
+
+def read_shape_file(path: str | Path, option: str = "--model") -> dict[str, Any]:
+    """What a file of configs/model says, its names known and its types checked.
+
+    Raises ValueError, which begins with `option`, where it cannot be read or says what no model has.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be read ({error.strerror}); give a file of configs/model") from error
+    except ValueError as error:
+        raise ValueError(f"{option} {path} is not valid JSON ({error}); correct it") from error
+    if not isinstance(values, dict):
+        raise ValueError(
+            f'{option} {path} holds a {type(values).__name__}; expected an object such as {{"num_layers": 12}}'
+        )
+    for name, value in values.items():
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{option} {path}: {name} is unknown; the nearest known name is {near}")
+        if (expected := check_value(name, value)) is not None:
+            raise ValueError(f"{option} {path}: {name} is {json.dumps(value)}; expected {expected}")
+    return values
+
+
+def complete_description(described: Mapping[str, Any]) -> dict[str, Any]:
+    """`described` with the fields of ModelShape that an older writer of `ModelShape.describe` did not know.
+
+    What it did not know had the values of a GPT-2.
+    """
+    heads, hidden_size = described.get("num_attention_heads"), described.get("hidden_size")
+    older = {
+        field.name: field.default
+        for field in dataclasses.fields(ModelShape)
+        if field.default is not dataclasses.MISSING
+    }
+    older |= {"family": "gpt", "num_query_groups": heads}
+    if heads and hidden_size:
+        older["kv_channels"] = hidden_size // heads
+    return {**older, **described}
