@@ -19,13 +19,21 @@ if TYPE_CHECKING:
     from tempo_megatron.slots.dropout_rng import set_micro_batch
     from tempo_megatron.slots.embedding import tempoize_embedding
     from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
-    from tempo_megatron.slots.loss import TempoGPTModel, fused_gpt_class, tempoize_loss
+    from tempo_megatron.slots.loss import (
+        TempoBertModel,
+        TempoGPTModel,
+        fused_bert_class,
+        fused_gpt_class,
+        tempoize_loss,
+    )
 
 __all__ = [
+    "TempoBertModel",
     "TempoConfig",
     "TempoGPTModel",
     "__version__",
     "add_tempo_arguments",
+    "fused_bert_class",
     "fused_gpt_class",
     "set_micro_batch",
     "tempo_block_spec",
@@ -37,9 +45,11 @@ __all__ = [
 
 # Public name -> its file. Those of _NEED_MEGATRON import Megatron-core.
 _HOMES = {
+    "TempoBertModel": "slots.loss",
     "TempoConfig": "config",
     "TempoGPTModel": "slots.loss",
     "add_tempo_arguments": "arguments",
+    "fused_bert_class": "slots.loss",
     "fused_gpt_class": "slots.loss",
     "set_micro_batch": "slots.dropout_rng",
     "tempo_block_spec": "slots.layer_spec",

@@ -12,7 +12,7 @@ from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from tempo_megatron.data import corpus, long_runs
 from tempo_megatron.data import tokenizer as tokenizer_module
 from tempo_megatron.data.long_runs import LONGEST_RUN, cut_long_runs
-from tempo_megatron.data.tokenizer import GPT2Tokenizer, train_tokenizer
+from tempo_megatron.data.tokenizer import GPT2Tokenizer
 
 # Every kind of character and what lies between two kinds: controls that only `re` takes for white space, numbers that
 # are no digits, marks, contractions.
@@ -24,7 +24,7 @@ REPEATED = st.lists(st.tuples(KINDS.filter(bool), st.integers(1, 30)), max_size=
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> GPT2Tokenizer:
-    return train_tokenizer(["==== aaaa    1111 the word  " * 50], 280, str(tmp_path_factory.mktemp("vocabulary")))
+    return GPT2Tokenizer.train(["==== aaaa    1111 the word  " * 50], 280, str(tmp_path_factory.mktemp("vocabulary")))
 
 
 def pretokens(text: str) -> list[str]:
@@ -74,12 +74,12 @@ def test_ordinary_text_keeps_its_tokens_and_gives_the_same_vocabulary(
     folders = [tmp_path / name for name in ("with", "without")]
     for folder in folders:
         folder.mkdir()
-    tokenizer = train_tokenizer(texts, 2000, str(folders[0]))
+    tokenizer = GPT2Tokenizer.train(texts, 2000, str(folders[0]))
     ids = [part.tolist() for part in tokenizer.tokenize_batch(texts)]
     reference = ByteLevelBPETokenizer(str(folders[0] / "vocab.json"), str(folders[0] / "merges.txt"))
     assert ids == [encoding.ids for encoding in reference.encode_batch(texts)]
     monkeypatch.setattr(tokenizer_module, "cut_long_runs", lambda text: [text])
-    train_tokenizer(texts, 2000, str(folders[1]))
+    GPT2Tokenizer.train(texts, 2000, str(folders[1]))
     for name in ("vocab.json", "merges.txt"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
@@ -96,11 +96,11 @@ def test_training_on_an_unbroken_run_takes_time_in_proportion(kind: str, tmp_pat
     """Uncut, 250,000 of these take 60 s on average; cut, at most 2."""
     text = "".join(random.Random(1).choices(kind, k=250_000))
     started = time.process_time()
-    tokenizer = train_tokenizer([text], 2000, str(tmp_path))
+    tokenizer = GPT2Tokenizer.train([text], 2000, str(tmp_path))
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
     assert time.process_time() - started < 5
 
 
 def test_a_vocabulary_that_the_text_cannot_fill_is_smaller(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(["hello hello"], tokenizer_module.LARGEST_VOCABULARY, str(tmp_path))
+    tokenizer = GPT2Tokenizer.train(["hello hello"], tokenizer_module.LARGEST_VOCABULARY, str(tmp_path))
     assert tokenizer.vocab_size == 257 + 4  # he, hel, hell, hello

@@ -230,7 +230,7 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path, monkeypatch:
     prepare(tmp_path / "out", "--input", tmp_path / "a.txt")
     pieces = corpus.cut_pieces(corpus.list_files([str(tmp_path / "a.txt")], (), "", corpus.LeftOut()))
     files = (f"{tmp_path / 'out'}-vocab.json", f"{tmp_path / 'out'}-merges.txt")
-    results = documents.encode(pieces, *files, "text", "uint16", 2)
+    results = documents.encode(pieces, documents.Encoding("GPT2BPETokenizer", files, "text", "uint16"), 2)
     next(results)
     for process in multiprocessing.active_children():
         process.kill()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
 from tempo_megatron.data import tokenizer as tokenizer_module
-from tempo_megatron.data.tokenizer import END_OF_TEXT, GPT2Tokenizer, pad_vocab_size, train_tokenizer
+from tempo_megatron.data.tokenizer import END_OF_TEXT, GPT2Tokenizer, pad_vocab_size
 
 TEXT = "The quick brown fox doesn't jump over 123 lazy dogs.\n\n  def f(x):\n\treturn x  # naïve 漢字\r\n"
 # White space of every kind beside letters, where cutting could go wrong.
@@ -19,7 +19,7 @@ TRICKY = st.text(alphabet="ab1.' \n\t\r\x0b\x1c\x85\xa0\u2003\u2028\u3000é漢�
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vocabulary")
-    train_tokenizer([TEXT * 20], 300, str(folder))
+    GPT2Tokenizer.train([TEXT * 20], 300, str(folder))
     return folder
 
 
@@ -46,13 +46,13 @@ def test_training_gives_the_size_asked_for_and_ends_with_end_of_text(tokenizer: 
 
 
 def test_training_twice_gives_the_same_files(trained: Path, tmp_path: Path) -> None:
-    train_tokenizer(iter([TEXT * 20]), 300, str(tmp_path))
+    GPT2Tokenizer.train(iter([TEXT * 20]), 300, str(tmp_path))
     for name in ("vocab.json", "merges.txt"):
         assert (tmp_path / name).read_bytes() == (trained / name).read_bytes()
 
 
 def test_training_on_nothing_gives_the_bytes(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer([], 1000, str(tmp_path))
+    tokenizer = GPT2Tokenizer.train([], 1000, str(tmp_path))
     assert tokenizer.vocab_size == 257
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
 

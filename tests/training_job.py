@@ -82,11 +82,11 @@ def make_data(folder: Path) -> Data:
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from tempo_megatron.data.tokenizer import train_tokenizer
+    from tempo_megatron.data.tokenizer import GPT2Tokenizer
 
     library = Path(_stdlib.__file__).parent
     texts = [(library / f"{name}.py").read_text(encoding="utf-8") for name in _TEXTS]
-    tokenizer = train_tokenizer(texts, VOCAB_SIZE, str(folder))
+    tokenizer = GPT2Tokenizer.train(texts, VOCAB_SIZE, str(folder))
     builder = IndexedDatasetBuilder(str(folder / "text.bin"), dtype=np.uint16)
     for text in texts:
         builder.add_item(torch.tensor([*tokenizer.tokenize(text), tokenizer.eod]))

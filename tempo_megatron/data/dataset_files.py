@@ -8,26 +8,31 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from tempo_megatron.data.data_error import DataError
-from tempo_megatron.data.tokenizer import GPT2Tokenizer, check_both_or_neither
+from tempo_megatron.data.tokenizer_types import GPT2_BPE, TYPES, list_given_files, load_tokenizer
 
 _FORMAT_NAME = "tempo-megatron data set"
 FORMAT = f"{_FORMAT_NAME} 1"
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
+_OPTIONAL = {"tokenizer_type": GPT2_BPE, "split_sentences": ""}
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sidecar:
-    """The content of PREFIX.json. File names are relative to its own directory, and never lead out of it."""
+    """The content of PREFIX.json. File names are relative to its own directory, and never lead out of it.
+
+    A tokenizer without merges has "" for their file and digest. What has a default is written only where it differs:
+    the file of a data set for GPT is as it was before others were made.
+    """
 
     format: str = FORMAT
     vocab_file: str
@@ -43,6 +48,9 @@ class Sidecar:
     source_bytes: int
     left_out: dict[str, int]
     fingerprint: str
+    tokenizer_type: str = _OPTIONAL["tokenizer_type"]
+    split_sentences: str = _OPTIONAL["split_sentences"]
+    """How the documents were split into sentences; "" where they were not."""
 
     @classmethod
     def read(cls, prefix: str) -> Sidecar | None:
@@ -54,17 +62,24 @@ class Sidecar:
         if not _is_ours(content):
             return None
         types = {field.name: str(field.type).partition("[")[0] for field in fields(cls)}
+        content = {**_OPTIONAL, **content}
         if content["format"] != FORMAT or types != {name: type(value).__name__ for name, value in content.items()}:
             raise DataError(f"{prefix}.json is of another version or was edited by hand; prepare the data again")
+        if content["tokenizer_type"] not in TYPES:
+            raise DataError(
+                f"{prefix}.json names the tokenizer {content['tokenizer_type']}, which is not known here; expected one "
+                f"of {', '.join(TYPES)}, prepare the data again"
+            )
         return cls(**content)
 
     def write(self, path: str) -> None:
         with open(path, "w", encoding="utf-8") as stream:
-            json.dump(asdict(self), stream, indent=2)
+            content = {name: value for name, value in asdict(self).items() if _OPTIONAL.get(name) != value}
+            json.dump(content, stream, indent=2)
             stream.write("\n")
 
-    def find_tokenizer_files(self, prefix: str) -> tuple[str, str]:
-        """The paths of the tokenizer's two files.
+    def find_tokenizer_files(self, prefix: str) -> tuple[str, ...]:
+        """The paths of the tokenizer's files.
 
         Raises: DataError (a ValueError) where PREFIX.json names a file outside of its own directory: data sets come
             from others, and what they name is read.
@@ -72,12 +87,13 @@ class Sidecar:
         folder = os.path.dirname(prefix)
         # Where a data set is reached through links, its files may be beside the linked one.
         homes = [folder, os.path.dirname(os.path.realpath(prefix + ".json"))]
-        files = os.path.join(folder, self.vocab_file), os.path.join(folder, self.merge_file)
-        for name, path in zip((self.vocab_file, self.merge_file), files, strict=True):
+        names = (self.vocab_file, self.merge_file)[: len(TYPES[self.tokenizer_type].suffixes)]
+        files = tuple(os.path.join(folder, name) for name in names)
+        for name, path in zip(names, files, strict=True):
             if not any(is_inside(path, home) for home in homes):
                 raise DataError(
                     f"{prefix}.json names the tokenizer file {name}, which is outside of its directory; give "
-                    "--vocab-file and --merge-file, or prepare the data again"
+                    f"{' and '.join(('--vocab-file', '--merge-file')[: len(names)])}, or prepare the data again"
                 )
         return files
 
@@ -99,9 +115,8 @@ def find_foreign_files(prefix: str, suffixes: Iterable[str], published: Mapping[
     own: set[str] = set()
     if _is_ours(content):
         own = {".json"} if _has_other_data(prefix, content.get("tokens")) else {".json", ".bin", ".idx"}
-        for key, suffix in (("vocab_file", "-vocab.json"), ("merge_file", "-merges.txt")):
-            if content.get(key) == os.path.basename(prefix) + suffix:
-                own.add(suffix)
+        named = {content.get("vocab_file"), content.get("merge_file")}
+        own |= {suffix for suffix in suffixes if os.path.basename(prefix) + suffix in named}
     return [
         prefix + suffix
         for suffix in suffixes
@@ -125,29 +140,51 @@ def _has_other_data(prefix: str, tokens: object) -> bool:
         return False
 
 
-def load_dataset_tokenizer(prefix: str, vocab_file: str | None = None, merge_file: str | None = None) -> GPT2Tokenizer:
+def load_dataset_tokenizer(
+    prefix: str, vocab_file: str | None = None, merge_file: str | None = None, types: Sequence[str] | None = None
+) -> Any:
     """The tokenizer of a data set: the files given, else those that PREFIX.json names.
 
-    Raises: ValueError where there is neither, only one file is given, a file is broken, or where it is not the
-        vocabulary that the data set was made with.
+    Args:
+        prefix: of the data set.
+        vocab_file, merge_file: given by hand.
+        types: what the tokenizer may be; None: anything, as prepare_data reads its own output. Of data without
+            PREFIX.json it is the first one that has as many files as are given.
+
+    Raises: ValueError where there is neither, a file is missing or broken, where it is not the vocabulary that the data
+        set was made with, or where its type is another one.
     """
-    check_both_or_neither(vocab_file, merge_file)
     sidecar = Sidecar.read(prefix)
-    if vocab_file is None or merge_file is None:
-        if sidecar is None:
+    allowed = tuple(TYPES) if types is None else tuple(types)
+    if sidecar is None:
+        return _load_given_tokenizer(prefix, vocab_file, merge_file, allowed)
+    name = sidecar.tokenizer_type
+    if name not in allowed:
+        raise DataError(
+            f"{prefix} was made with a {name}; expected {' or '.join(allowed)}, prepare the data with "
+            f"--tokenizer-type {allowed[0]}"
+        )
+    paths = list_given_files(name, vocab_file, merge_file) or sidecar.find_tokenizer_files(prefix)
+    tokenizer = load_tokenizer(name, paths)
+    for path, key in zip(paths, ("vocab_sha256", "merge_sha256"), strict=False):
+        if tokenizer.unique_identifiers[key] != getattr(sidecar, key):
             raise DataError(
-                f"{prefix}.json, which names the tokenizer of the data, is missing; give --vocab-file and --merge-file"
+                f"{path} is not the file that {prefix} was made with (its sha256 differs from the one in "
+                f"{prefix}.json); give the right one, or prepare the data again"
             )
-        vocab_file, merge_file = sidecar.find_tokenizer_files(prefix)
-    tokenizer = GPT2Tokenizer.load(vocab_file, merge_file)
-    if sidecar is not None:
-        for path, key in ((vocab_file, "vocab_sha256"), (merge_file, "merge_sha256")):
-            if tokenizer.unique_identifiers[key] != getattr(sidecar, key):
-                raise DataError(
-                    f"{path} is not the file that {prefix} was made with (its sha256 differs from the one in "
-                    f"{prefix}.json); give the right one, or prepare the data again"
-                )
     return tokenizer
+
+
+def _load_given_tokenizer(prefix: str, vocab_file: str | None, merge_file: str | None, types: Sequence[str]) -> Any:
+    """Of data that another program made."""
+    counts = {name: len(TYPES[name].suffixes) for name in types}
+    number = sum(file is not None for file in (vocab_file, merge_file))
+    name = next((name for name in types if counts[name] == number), types[0])
+    paths = list_given_files(name, vocab_file, merge_file)
+    if not paths:
+        options = "--vocab-file and --merge-file" if 2 in counts.values() else "--vocab-file"
+        raise DataError(f"{prefix}.json, which names the tokenizer of the data, is missing; give {options}")
+    return load_tokenizer(name, paths)
 
 
 def validate_dataset(prefix: str, vocab_size: int, *, scan_bytes: int = 1 << 30) -> None:

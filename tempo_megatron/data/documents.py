@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.connection import wait
 from typing import Any
@@ -20,15 +20,17 @@ import numpy as np
 
 from tempo_megatron.data.corpus import LeftOut, Part, Piece, format_path
 from tempo_megatron.data.data_error import DataError
-from tempo_megatron.data.tokenizer import GPT2Tokenizer
+from tempo_megatron.data.sentences import LONGEST_SENTENCE, split_sentences
+from tempo_megatron.data.tokenizer_types import TextTokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """The tokens of a piece.
 
-    ids: [sum of lengths], every document followed by the end-of-document id. lengths: tokens per sequence; a sequence
-    is a document, or a part of one that is larger than a piece. ends: whether the sequence ends its document.
+    ids: [sum of lengths], every document followed by the end-of-document id, if the tokenizer has one. lengths: tokens
+    per sequence; a sequence is a sentence, or a document, or a part of one that is larger than a piece. ends: whether
+    the sequence ends its document.
     """
 
     ids: np.ndarray
@@ -45,6 +47,20 @@ class Text:
     text: str
     is_end: bool
     where: str
+    is_start: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How the documents of a data set are read and tokenized."""
+
+    tokenizer_type: str
+    tokenizer_files: tuple[str, ...]
+    json_key: str
+    dtype: Any
+    skip_bad_lines: bool = False
+    sentences: str | None = None
+    """How documents are split into sentences, see sentences.py; None: they are not."""
 
 
 def read_texts(piece: Piece, json_key: str, left_out: LeftOut, skip_bad_lines: bool = False) -> Iterator[Text]:
@@ -74,10 +90,10 @@ def _read_text(part: Part, content: bytes, json_key: str, left_out: LeftOut, ski
         # Of a line that lies in two pieces, the bad one of its parts is left out: no piece knows the other.
         text = _decode_good_lines(part, content, left_out)
         if text or (part.start > 0 and part.is_last):  # a document that began in another piece must end
-            yield Text(text, part.is_last, path)
+            yield Text(text, part.is_last, path, part.start == 0)
         return
     try:
-        yield Text(content.decode("utf-8"), part.is_last, path)
+        yield Text(content.decode("utf-8"), part.is_last, path, part.start == 0)
     except UnicodeDecodeError as error:
         # A part of a document that began in another piece can no longer be left out.
         if part.file.is_named or part.start > 0 or not part.is_last:
@@ -163,11 +179,53 @@ def _count_newlines_before(part: Part) -> int:
         return sum(block.count(b"\n") for block in blocks)
 
 
-def encode_piece(tokenizer: GPT2Tokenizer, piece: Piece, json_key: str, dtype: Any, skip_bad_lines: bool) -> Encoded:
+def encode_piece(tokenizer: TextTokenizer, piece: Piece, encoding: Encoding) -> Encoded:
     left_out = LeftOut()
-    texts = list(read_texts(piece, json_key, left_out, skip_bad_lines))
+    texts = list(read_texts(piece, encoding.json_key, left_out, encoding.skip_bad_lines))
+    if encoding.sentences is None:
+        ids, ends = _tokenize(tokenizer, texts), [text.is_end for text in texts]
+    else:
+        ids, ends = _tokenize_sentences(tokenizer, texts, encoding.sentences, left_out)
+    if tokenizer.eod is not None:
+        end = np.array([tokenizer.eod], dtype=np.int32)
+        ids = [np.concatenate([own, end]) if is_end else own for own, is_end in zip(ids, ends, strict=True)]
+    return Encoded(
+        ids=np.concatenate(ids).astype(encoding.dtype) if ids else np.empty(0, encoding.dtype),
+        lengths=[own.size for own in ids],
+        ends=ends,
+        source_bytes=sum(part.end - part.start for part in piece),
+        left_out=left_out,
+    )
+
+
+def _tokenize_sentences(
+    tokenizer: TextTokenizer, texts: list[Text], way: str, left_out: LeftOut
+) -> tuple[list[np.ndarray], list[bool]]:
+    """The tokens of every sentence that has any, the long ones cut, and whether each is the last one of a document."""
+    sentences = [split_sentences(text.text, way) for text in texts]
+    flat = [replace(text, text=sentence) for text, own in zip(texts, sentences, strict=True) for sentence in own]
+    tokens = iter(_tokenize(tokenizer, flat))
+    ids: list[np.ndarray] = []
+    ends: list[bool] = []
+    for text, own in zip(texts, sentences, strict=True):
+        parts = [part for sentence in islice(tokens, len(own)) for part in _cut_sentence(sentence)]
+        if not parts and text.is_end:
+            if text.is_start:
+                left_out.add("empty", text.where)
+            else:
+                parts = [np.empty(0, np.int32)]  # no tokens, but the end of what another piece began
+        ids += parts
+        ends += [text.is_end and number == len(parts) - 1 for number in range(len(parts))]
+    return ids, ends
+
+
+def _cut_sentence(ids: np.ndarray) -> list[np.ndarray]:
+    return [ids[start : start + LONGEST_SENTENCE] for start in range(0, ids.size, LONGEST_SENTENCE)]
+
+
+def _tokenize(tokenizer: TextTokenizer, texts: list[Text]) -> list[np.ndarray]:
     try:
-        ids = tokenizer.tokenize_batch([text.text for text in texts])
+        return tokenizer.tokenize_batch([text.text for text in texts])
     except DataError:
         for text in texts:  # once more, one at a time, to say where
             try:
@@ -175,64 +233,42 @@ def encode_piece(tokenizer: GPT2Tokenizer, piece: Piece, json_key: str, dtype: A
             except DataError as error:
                 raise DataError(f"{text.where}: {error}") from error
         raise
-    end = np.array([tokenizer.eod], dtype=np.int32)
-    ids = [np.concatenate([own, end]) if text.is_end else own for own, text in zip(ids, texts, strict=True)]
-    return Encoded(
-        ids=np.concatenate(ids).astype(dtype) if ids else np.empty(0, dtype),
-        lengths=[own.size for own in ids],
-        ends=[text.is_end for text in texts],
-        source_bytes=sum(part.end - part.start for part in piece),
-        left_out=left_out,
-    )
 
 
-def encode(
-    pieces: Iterable[Piece],
-    vocab_file: str,
-    merge_file: str,
-    json_key: str,
-    dtype: Any,
-    workers: int,
-    skip_bad_lines: bool = False,
-) -> Iterator[Encoded]:
+def encode(pieces: Iterable[Piece], encoding: Encoding, workers: int) -> Iterator[Encoded]:
     """encode_piece over all pieces in order, in `workers` processes (1: in this one), a few ahead of the reader.
 
     Raises: DataError (a ValueError) as read_texts and tokenize do, and where a worker was killed.
     """
     if workers == 1:
-        tokenizer = GPT2Tokenizer.load(vocab_file, merge_file)
-        yield from (encode_piece(tokenizer, piece, json_key, dtype, skip_bad_lines) for piece in pieces)
+        tokenizer = load_tokenizer(encoding.tokenizer_type, encoding.tokenizer_files)
+        yield from (encode_piece(tokenizer, piece, encoding) for piece in pieces)
         return
     # A forkserver's children start without threads or locks of this process, and import nothing again.
-    executor = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("forkserver"), _start_worker, (vocab_file, merge_file)
-    )
+    executor = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), _start_worker, (encoding,))
     try:
         rest = iter(pieces)
         ahead: deque[Future[Encoded]] = deque(
-            executor.submit(_encode_in_worker, piece, json_key, dtype, skip_bad_lines)
-            for piece in islice(rest, 3 * workers)
+            executor.submit(_encode_in_worker, piece) for piece in islice(rest, 3 * workers)
         )
         while ahead:
             yield ahead.popleft().result()
-            ahead.extend(
-                executor.submit(_encode_in_worker, piece, json_key, dtype, skip_bad_lines) for piece in islice(rest, 1)
-            )
+            ahead.extend(executor.submit(_encode_in_worker, piece) for piece in islice(rest, 1))
     except BrokenProcessPool as error:
         raise DataError("a worker process was killed, perhaps for want of memory; use fewer --workers") from error
     finally:
         executor.shutdown(cancel_futures=True)
 
 
-_worker_tokenizer: GPT2Tokenizer | None = None
+_worker: tuple[TextTokenizer, Encoding] | None = None
 
 
-def _start_worker(vocab_file: str, merge_file: str) -> None:
-    global _worker_tokenizer
+def _start_worker(encoding: Encoding) -> None:
+    global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says that it was interrupted, once
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _worker_tokenizer = GPT2Tokenizer.load(vocab_file, merge_file)
+    _worker = load_tokenizer(encoding.tokenizer_type, encoding.tokenizer_files), encoding
 
 
 def _leave_with_parent() -> None:
@@ -243,6 +279,7 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(piece: Piece, json_key: str, dtype: Any, skip_bad_lines: bool) -> Encoded:
-    assert _worker_tokenizer is not None
-    return encode_piece(_worker_tokenizer, piece, json_key, dtype, skip_bad_lines)
+def _encode_in_worker(piece: Piece) -> Encoded:
+    assert _worker is not None
+    tokenizer, encoding = _worker
+    return encode_piece(tokenizer, piece, encoding)

@@ -16,7 +16,7 @@ from tempo_megatron.disk import flush_to_disk
 
 # What a data set consists of, in the order in which the files get their names. Without .idx nothing loads, so it is
 # the first to go and the last to come.
-SUFFIXES = ("-vocab.json", "-merges.txt", ".bin", ".json", ".idx")
+SUFFIXES = ("-vocab.txt", "-vocab.json", "-merges.txt", ".bin", ".json", ".idx")
 
 # A folder with this file is one of ours. The other one lists the files that are getting their names.
 _LOCK, _PUBLISHED = "prepare_data.lock", "published.json"
@@ -32,13 +32,21 @@ class PartialOutput:
     Args:
         prefix: PREFIX.
         suffixes: of the files that will be written.
+        obsolete: of the files that the new data set does not have; publish() removes those that prepare_data made.
         overwrite: whether they may replace files that prepare_data did not make.
     """
 
-    def __init__(self, prefix: str, suffixes: Sequence[str] = SUFFIXES, *, overwrite: bool = False):
+    def __init__(
+        self,
+        prefix: str,
+        suffixes: Sequence[str] = SUFFIXES,
+        *,
+        obsolete: Sequence[str] = (),
+        overwrite: bool = False,
+    ):
         self.prefix = prefix
         self.folder = prefix + ".partial"
-        self._suffixes, self._overwrite = suffixes, overwrite
+        self._suffixes, self._obsolete, self._overwrite = suffixes, obsolete, overwrite
 
     def __enter__(self) -> PartialOutput:
         parent, name = os.path.split(self.prefix)
@@ -84,6 +92,8 @@ class PartialOutput:
         self._check_is_free()  # once more: writing may have taken hours
         for suffix in written:
             flush_to_disk(self.locate(suffix))
+        foreign = find_foreign_files(self.prefix, self._obsolete, self._read_published())
+        obsolete = {self.prefix + suffix for suffix in self._obsolete}.difference(foreign)
         self._write_published({suffix: stamp_file(self.locate(suffix)) for suffix in written})
         parent = os.path.dirname(self.prefix) or "."
         if os.path.lexists(self.prefix + SUFFIXES[-1]):
@@ -92,6 +102,9 @@ class PartialOutput:
         for suffix in written:
             os.replace(self.locate(suffix), self.prefix + suffix)
             flush_to_disk(parent)
+        for path in obsolete:
+            with suppress(FileNotFoundError):
+                os.remove(path)
 
     def _check_is_free(self) -> None:
         """Raises: DataError where a file that would be replaced is not one that prepare_data made."""

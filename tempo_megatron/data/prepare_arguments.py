@@ -7,10 +7,11 @@ import os
 import re
 from dataclasses import dataclass
 
-from tempo_megatron.data.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
+from tempo_megatron.data.sentences import RULE, WAYS
+from tempo_megatron.data.tokenizer import LARGEST_VOCABULARY
+from tempo_megatron.data.tokenizer_types import GPT2_BPE, TYPES
 
 DESCRIPTION = "Tokenizes text, JSON-lines and directory trees into a data set of Megatron's format."
-VOCAB_SIZE = 50257
 TRAIN_BYTES = 32_000_000
 
 
@@ -26,6 +27,8 @@ class PrepareOptions:
     json_key: str | None
     extensions: tuple[str, ...]
     max_bytes: int | None
+    split_sentences: str | None
+    tokenizer_type: str
     vocab_file: str | None
     merge_file: str | None
     vocab_size: int
@@ -49,7 +52,7 @@ def parse_prepare_arguments(argv: list[str] | None, prog: str) -> PrepareOptions
         "input": tuple(typed.input),
         "extensions": tuple(typed.extensions),
         "train_bytes": typed.train_bytes or TRAIN_BYTES,
-        "vocab_size": VOCAB_SIZE if typed.vocab_size is None else typed.vocab_size,
+        "vocab_size": TYPES[typed.tokenizer_type].vocab_size if typed.vocab_size is None else typed.vocab_size,
     }
     return PrepareOptions(**{**vars(typed), **completed, "prog": prog})
 
@@ -59,7 +62,7 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--input", nargs="+", action="extend", default=[], metavar="PATH", help="text, .json/.jsonl, directory trees")
     add("--input-stdlib", action="store_true", help="sources and texts of this Python's standard library")
-    add("--output-prefix", required=True, metavar="P", help="writes P.bin, P.idx, P.json (P-vocab.json, P-merges.txt)")
+    add("--output-prefix", required=True, metavar="P", help="writes P.bin, P.idx, P.json (and the tokenizer)")
     add("--json-key", default=None, help="key of the text in JSON-lines files (default: text)")
     add(
         "--extensions",
@@ -71,9 +74,23 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     add(
         "--max-bytes", type=_parse_byte_count, default=None, metavar="N", help="use the first N bytes only; 12M, 1.5GiB"
     )
-    add("--vocab-file", default=None, help="GPT-2's vocab.json; without it a vocabulary is trained")
+    add(
+        "--split-sentences",
+        nargs="?",
+        const=RULE,
+        choices=WAYS,
+        help="store each sentence as a sequence of its own, as BERT and RoBERTa need: found by rule, or the lines",
+    )
+    add(
+        "--tokenizer-type",
+        choices=TYPES,
+        default=GPT2_BPE,
+        help="RobertaBPETokenizer is GPT-2's with RoBERTa's special tokens (default: %(default)s)",
+    )
+    add("--vocab-file", default=None, help="vocab.json, or BERT's vocab.txt; without it a vocabulary is trained")
     add("--merge-file", default=None, help="GPT-2's merges.txt")
-    add("--vocab-size", type=int, default=None, help=f"tokens of the trained vocabulary (default: {VOCAB_SIZE})")
+    sizes = ", ".join(f"{kind.vocab_size} for {name}" for name, kind in TYPES.items())
+    add("--vocab-size", type=int, default=None, help=f"tokens of the trained vocabulary (default: {sizes})")
     add("--train-bytes", type=_parse_byte_count, default=None, help="text to train the vocabulary on (default: 32M)")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one per core)")
     add(
@@ -96,10 +113,16 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     for name in ("vocab_size", "train_bytes"):
         if options.vocab_file is not None and getattr(options, name) is not None:
             parser.error(f"--{name.replace('_', '-')} is for a trained vocabulary, --vocab-file gives one; choose")
+    kind = TYPES[options.tokenizer_type]
+    if kind.of_masked and options.split_sentences is None:
+        parser.error(
+            f"--tokenizer-type {options.tokenizer_type} is for masked language models, whose samples are made of "
+            "sentences; add --split-sentences"
+        )
     if options.vocab_size is None:
         return
-    if options.vocab_size < SMALLEST_VOCABULARY:
-        parser.error(f"--vocab-size {options.vocab_size}: expected at least {SMALLEST_VOCABULARY} (256 bytes and one)")
+    if options.vocab_size < kind.smallest:
+        parser.error(f"--vocab-size {options.vocab_size}: expected at least {kind.smallest} ({kind.smallest_reason})")
     if options.vocab_size > LARGEST_VOCABULARY:
         parser.error(f"--vocab-size {options.vocab_size}: expected at most {LARGEST_VOCABULARY}; GPT-2 has 50257")
 

@@ -25,11 +25,18 @@ from tempo_megatron.data.dataset_files import (
     validate_dataset,
 )
 from tempo_megatron.data.dataset_writer import DatasetWriter, choose_token_dtype
-from tempo_megatron.data.documents import Encoded, encode, read_texts
+from tempo_megatron.data.documents import Encoded, Encoding, encode, read_texts
 from tempo_megatron.data.partial_output import SUFFIXES, PartialOutput
 from tempo_megatron.data.prepare_arguments import PrepareOptions, parse_prepare_arguments
 from tempo_megatron.data.prepare_progress import Progress
-from tempo_megatron.data.tokenizer import GPT2Tokenizer, check_both_or_neither, train_tokenizer
+from tempo_megatron.data.tokenizer_types import (
+    GPT2_BPE,
+    TYPES,
+    TextTokenizer,
+    list_given_files,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 _SMALL_DATA_SET = 100  # sequences; below it, a few per cent of --split may hold none
 
@@ -66,7 +73,7 @@ def prepare(options: PrepareOptions) -> None:
     started = time.monotonic()
     prefix = options.output_prefix
     left_out = corpus.LeftOut()
-    check_both_or_neither(options.vocab_file, options.merge_file)
+    list_given_files(options.tokenizer_type, options.vocab_file, options.merge_file)
     files = _choose_input_files(options, left_out)
     fingerprint = _compute_fingerprint(options, files)
     if options.skip_existing and _is_current(prefix, fingerprint):
@@ -79,27 +86,38 @@ def prepare(options: PrepareOptions) -> None:
         )
         return
     pieces = corpus.cut_pieces(files)
-    with PartialOutput(prefix, _list_suffixes(options), overwrite=options.overwrite) as output:
-        tokenizer, vocab_file, merge_file = _load_or_train_tokenizer(options, pieces, output)
+    own = {suffix for _, suffix in _list_given_files(options)}
+    obsolete = sorted({suffix for kind in TYPES.values() for suffix in kind.suffixes} - own)
+    with PartialOutput(prefix, _list_suffixes(options), obsolete=obsolete, overwrite=options.overwrite) as output:
+        tokenizer, tokenizer_files = _load_or_train_tokenizer(options, pieces, output)
         dtype = choose_token_dtype(tokenizer.vocab_size)
         workers = max(1, min(options.workers, len(pieces)))
-        encoded = encode(pieces, vocab_file, merge_file, options.text_key, dtype, workers, options.skip_bad_lines)
+        encoding = Encoding(
+            options.tokenizer_type,
+            tokenizer_files,
+            options.text_key,
+            dtype,
+            options.skip_bad_lines,
+            options.split_sentences,
+        )
         progress = Progress(options.prog, "tokenizing", sum(file.size for file in files))
-        written = _write(output, encoded, dtype, progress, left_out)
+        written = _write(output, encode(pieces, encoding, workers), dtype, progress, left_out)
         names = [
             _name_beside(prefix, given, suffix) or os.path.basename(prefix) + suffix
             for given, suffix in _list_given_files(options)
         ]
         sidecar = Sidecar(
             vocab_file=names[0],
-            merge_file=names[1],
+            merge_file=names[1] if len(names) > 1 else "",
             vocab_sha256=tokenizer.unique_identifiers["vocab_sha256"],
-            merge_sha256=tokenizer.unique_identifiers["merge_sha256"],
+            merge_sha256=tokenizer.unique_identifiers.get("merge_sha256", ""),
             vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod,
+            eod=-1 if tokenizer.eod is None else tokenizer.eod,
             dtype=dtype.__name__,
             left_out=dict(left_out.count),
             fingerprint=fingerprint,
+            tokenizer_type=options.tokenizer_type,
+            split_sentences=options.split_sentences or "",
             **asdict(written),
         )
         sidecar.write(output.locate(".json"))
@@ -122,11 +140,15 @@ def _choose_input_files(options: PrepareOptions, left_out: corpus.LeftOut) -> li
 
 def _compute_fingerprint(options: PrepareOptions, files: list[corpus.InputFile]) -> str:
     """A digest of all that the output depends on; files by name, size and time of change."""
-    if options.vocab_file is not None and options.merge_file is not None:
-        identifiers = GPT2Tokenizer.load(options.vocab_file, options.merge_file).unique_identifiers
-        vocabulary: list[Any] = [identifiers["vocab_sha256"], identifiers["merge_sha256"]]
+    if paths := list_given_files(options.tokenizer_type, options.vocab_file, options.merge_file):
+        identifiers = load_tokenizer(options.tokenizer_type, paths).unique_identifiers
+        vocabulary: list[Any] = [value for key, value in identifiers.items() if key.endswith("sha256")]
     else:
         vocabulary = [options.vocab_size, options.train_bytes]
+    if options.tokenizer_type != GPT2_BPE:
+        vocabulary.append(options.tokenizer_type)
+    if options.split_sentences is not None:
+        vocabulary.append(f"sentences by {options.split_sentences}")
     inputs = [(os.path.abspath(file.path), file.size, file.mtime_ns, file.is_named) for file in files]
     content = json.dumps([FORMAT, vocabulary, options.text_key, inputs, *["bad lines"] * options.skip_bad_lines])
     return hashlib.sha256(content.encode("ascii")).hexdigest()
@@ -146,29 +168,30 @@ def _is_current(prefix: str, fingerprint: str) -> bool:
 
 def _load_or_train_tokenizer(
     options: PrepareOptions, pieces: list[corpus.Piece], output: PartialOutput
-) -> tuple[GPT2Tokenizer, str, str]:
-    """The tokenizer and its two files: those given, or new ones among the output.
+) -> tuple[TextTokenizer, tuple[str, ...]]:
+    """The tokenizer and its files: those given, or new ones among the output.
 
     A file that is given and not below the directory of the output is copied there: data take along their tokenizer.
     """
     if options.vocab_file is not None:
         paths: list[str] = []
         for given, suffix in _list_given_files(options):
-            assert given is not None  # prepare has checked that both are there
+            assert given is not None  # prepare has checked that all are there
             is_beside = _name_beside(options.output_prefix, given, suffix) is not None
             paths.append(given if is_beside else shutil.copyfile(given, output.locate(suffix)))
-        return GPT2Tokenizer.load(*paths), paths[0], paths[1]
+        return load_tokenizer(options.tokenizer_type, paths), tuple(paths)
     chosen = corpus.sample_pieces(pieces, options.train_bytes)
     chosen_bytes = sum(part.end - part.start for piece in chosen for part in piece)
     with Progress(options.prog, "training the vocabulary", min(chosen_bytes, options.train_bytes)) as progress:
         texts = _read_training_texts(chosen, options, progress)
-        tokenizer = train_tokenizer(texts, options.vocab_size, output.folder)
-    return tokenizer, output.locate("-vocab.json"), output.locate("-merges.txt")
+        tokenizer = train_tokenizer(options.tokenizer_type, texts, options.vocab_size, output.folder)
+    return tokenizer, tuple(output.locate(suffix) for _, suffix in _list_given_files(options))
 
 
 def _list_given_files(options: PrepareOptions) -> list[tuple[str | None, str]]:
     """The tokenizer files as given (None: not), each with the suffix of its place among the output."""
-    return [(options.vocab_file, "-vocab.json"), (options.merge_file, "-merges.txt")]
+    given = (options.vocab_file, options.merge_file)
+    return list(zip(given, TYPES[options.tokenizer_type].suffixes, strict=False))
 
 
 def _list_suffixes(options: PrepareOptions) -> list[str]:
@@ -176,7 +199,8 @@ def _list_suffixes(options: PrepareOptions) -> list[str]:
     kept = {
         suffix for given, suffix in _list_given_files(options) if _name_beside(options.output_prefix, given, suffix)
     }
-    return [suffix for suffix in SUFFIXES if suffix not in kept]
+    own = {suffix for _, suffix in _list_given_files(options)} - kept
+    return [suffix for suffix in SUFFIXES if suffix in own or suffix in (".bin", ".json", ".idx")]
 
 
 def _read_training_texts(pieces: Iterable[corpus.Piece], options: PrepareOptions, progress: Progress) -> Iterator[str]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -18,8 +19,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tempo_megatron.data.data_error import DataError
 from tempo_megatron.data.long_runs import cut_long_runs
 
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing's from Python 3.11 on
+
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of text
 LARGEST_VOCABULARY = 10_000_000  # ten times the largest published; from 10**9 on the library aborts the process
 
 # Between a character that is not white space and a space or newline there is always a border of two pretokens, so a
@@ -29,19 +32,19 @@ _CUT = re.compile(r"(?<!\s)(?=[ \n])")
 _SEGMENT_CHARS = 1 << 18
 
 
-class GPT2Tokenizer:
-    """Byte-level BPE with `<|endoftext|>` as end of document; load() reads and checks the two files.
+class ByteLevelTokenizer:
+    """Byte-level BPE; load() reads and checks the two files.
 
-    The attributes are those that megatron-core's GPTDatasetConfig asks of its tokenizer. The text `<|endoftext|>`
-    inside a document is tokenized as ordinary characters: the end-of-document id never comes from a text.
+    The special tokens are never made of a text: where it holds their names, these are ordinary characters.
     """
+
+    special_tokens: ClassVar[dict[str, str]] = {}
+    """Each that the vocabulary must have, with what it is for."""
 
     def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], unique_identifiers: dict[str, str]):
         self.vocab = vocab
         self.inv_vocab = {token_id: token for token, token_id in vocab.items()}
         self.vocab_size = max(vocab.values()) + 1
-        self.eod = vocab[END_OF_TEXT]
-        self.eos = self.eod
         self.unique_identifiers = unique_identifiers
         self._missing_bytes = {byte for byte, character in _map_bytes_to_characters().items() if character not in vocab}
         self._tokenizer = _build_byte_level(models.BPE(vocab=vocab, merges=merges))
@@ -49,17 +52,18 @@ class GPT2Tokenizer:
         self._encode_batch = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
 
     @classmethod
-    def load(cls, vocab_file: str, merge_file: str) -> GPT2Tokenizer:
+    def load(cls, vocab_file: str, merge_file: str) -> Self:
         """The tokenizer in GPT-2's two files.
 
-        Raises: DataError (a ValueError) where a file cannot be read, is not of GPT-2's format, has no `<|endoftext|>`,
+        Raises: DataError (a ValueError) where a file cannot be read, is not of GPT-2's format, lacks a special token,
             or where a merge needs a token that the vocabulary lacks.
         """
-        vocab_bytes, merge_bytes = _read_bytes(vocab_file), _read_bytes(merge_file)
+        vocab_bytes, merge_bytes = read_tokenizer_file(vocab_file), read_tokenizer_file(merge_file)
         vocab = _parse_vocab(vocab_file, vocab_bytes)
         merges = _parse_merges(merge_file, merge_bytes)
-        if END_OF_TEXT not in vocab:
-            raise DataError(f"{vocab_file} has no token {END_OF_TEXT}, which ends every document; add it to the file")
+        for token, purpose in cls.special_tokens.items():
+            if token not in vocab:
+                raise DataError(f"{vocab_file} has no token {token}, which {purpose}; add it to the file")
         for number, (left, right) in merges.items():
             for token in (left, right, left + right):
                 if token not in vocab:
@@ -87,7 +91,7 @@ class GPT2Tokenizer:
         for text in texts if self._missing_bytes else ():
             self._check_expressible(text)
         ids: list[list[np.ndarray]] = [[] for _ in texts]
-        for batch in _cut_batches(texts):
+        for batch in cut_batches(texts, cut_long_runs):
             encodings = self._encode_batch([part for _, part in batch], add_special_tokens=False)
             for (index, _), encoding in zip(batch, encodings, strict=True):
                 ids[index].append(np.array(encoding.ids, dtype=np.int32))
@@ -113,40 +117,56 @@ class GPT2Tokenizer:
                 "the vocabulary of a byte-level BPE, or none to train one"
             )
 
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int, folder: str) -> Self:
+        """A new byte-level BPE of vocab_size tokens, written to folder/vocab.json and merges.txt.
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str) -> GPT2Tokenizer:
-    """Train a byte-level BPE of vocab_size tokens, 257 to 10,000,000, and write folder/vocab.json and merges.txt.
+        As in GPT-2's own vocabulary, the special tokens have the last ids. The result depends on the texts alone; it
+        has fewer than vocab_size tokens where no pair of tokens is left that occurs twice.
 
-    As in GPT-2's own vocabulary, `<|endoftext|>` has the last id. The result depends on the texts alone; it has fewer
-    than vocab_size tokens where no pair of tokens is left that occurs twice.
+        Raises: DataError (a ValueError) or OSError where the files cannot be written.
+        """
+        vocab_file, merge_file = (str(Path(folder, name)) for name in ("vocab.json", "merges.txt"))
+        train_byte_level(texts, vocab_size - len(cls.special_tokens), folder)
+        vocab = json.loads(Path(vocab_file).read_text(encoding="utf-8"))
+        for token in cls.special_tokens:
+            vocab[token] = len(vocab)
+        Path(vocab_file).write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
+        return cls.load(vocab_file, merge_file)
 
-    Raises: DataError (a ValueError) or OSError where the files cannot be written.
+
+class GPT2Tokenizer(ByteLevelTokenizer):
+    """GPT-2's: `<|endoftext|>` ends every document.
+
+    The attributes are those that megatron-core's GPTDatasetConfig asks of its tokenizer.
     """
-    assert SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY
+
+    special_tokens: ClassVar[dict[str, str]] = {END_OF_TEXT: "ends every document"}
+
+    @property
+    def eod(self) -> int:
+        return self.vocab[END_OF_TEXT]
+
+    @property
+    def eos(self) -> int:
+        return self.eod
+
+
+def train_byte_level(texts: Iterable[str], vocab_size: int, folder: str) -> None:
+    """Train a byte-level BPE without special tokens and write folder/vocab.json and merges.txt."""
+    assert 256 <= vocab_size <= LARGEST_VOCABULARY
     tokenizer = _build_byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
+        vocab_size=vocab_size,
         min_frequency=2,
         initial_alphabet=sorted(_map_bytes_to_characters().values()),
         show_progress=False,
     )
     tokenizer.train_from_iterator((part for text in texts for part in cut_long_runs(text)), trainer)
-    vocab_file, merge_file = (str(Path(folder, name)) for name in ("vocab.json", "merges.txt"))
     try:
         tokenizer.model.save(folder)
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"cannot write the vocabulary in {folder} ({error}); free some space") from error
-    vocab = json.loads(Path(vocab_file).read_text(encoding="utf-8"))
-    vocab[END_OF_TEXT] = len(vocab)
-    Path(vocab_file).write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
-    return GPT2Tokenizer.load(vocab_file, merge_file)
-
-
-def check_both_or_neither(vocab_file: str | None, merge_file: str | None) -> None:
-    """Raises: DataError (a ValueError) where only one of GPT-2's two files is named."""
-    if (vocab_file is None) != (merge_file is None):
-        given, missing = ("--vocab-file", "--merge-file") if vocab_file else ("--merge-file", "--vocab-file")
-        raise DataError(f"{given} is given without {missing}; a tokenizer needs both files")
 
 
 def pad_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) -> int:
@@ -177,12 +197,13 @@ def _map_bytes_to_characters() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
-def _cut_batches(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
-    """The texts cut into parts, each with the index of its text, some four segments' length at a time."""
+def cut_batches(texts: Sequence[str], cut: Callable[[str], Iterable[str]]) -> Iterator[list[tuple[int, str]]]:
+    """The texts cut into segments and these by `cut`, each part with the index of its text, some four segments' length
+    at a time."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for index, text in enumerate(texts):
-        for part in (part for segment in _cut_segments(text) for part in cut_long_runs(segment)):
+        for part in (part for segment in _cut_segments(text) for part in cut(segment)):
             batch.append((index, part))
             characters += len(part)
             if characters >= 4 * _SEGMENT_CHARS:
@@ -203,7 +224,7 @@ def _cut_segments(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _read_bytes(path: str) -> bytes:
+def read_tokenizer_file(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:

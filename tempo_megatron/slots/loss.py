@@ -1,18 +1,21 @@
-"""The fused loss head in Megatron's GPTModel: labels in, losses out, and no logits of all tokens.
+"""The fused loss head in Megatron's GPTModel and BertModel: labels in, losses out, and no logits of all tokens.
 
-GPTModel computes logits in its output layer and hands them to compute_language_model_loss. With labels at hand the
+Both compute logits in its output layer and hands them to compute_language_model_loss. With labels at hand the
 output layer gives the losses at once, inside its own forward, so that whatever hooks gather or release its weight
 (ZeRO-3's) do so around it; the second step then has nothing to do. Without labels all is as in Megatron.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -25,8 +28,6 @@ from tempo_megatron.slots.late_check import LateCheck
 from tempo_megatron.slots.refusals import find_refusal
 
 _IGNORED = -100
-# What a model with the fused head does otherwise.
-_METHODS = ("_postprocess", "_scale_logits", "compute_language_model_loss")
 # Of the largest gradient: what float32 leaves of proportions.
 _TOLERANCE = 1e-4
 _IS_MULTIPLE = LateCheck(
@@ -103,25 +104,16 @@ def fused_gpt_class(cls: Any = GPTModel) -> Any:
     """
 
     # The methods name `cls` where others would write super(): tempoize_loss binds them to models of `cls` too.
-    class FusedGPTModel(cls):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            choose_loss(self, TempoConfig(loss="fused"))
-            _fuse_output_layer(self)
-
+    class FusedGPTModel(_with_fused_head(cls)):  # type: ignore[misc]
         def _postprocess(
             self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Any, *args: Any, **kwargs: Any
         ) -> Any:
             run = functools.partial(cls._postprocess, self, hidden_states, input_ids, position_ids, labels)
-            head = _find_head(self)
-            if head is None or kwargs.get("output_processor") is not None:
+            if kwargs.get("output_processor") is not None:
                 # The processor is the user's, and may ask the output layer for logits.
                 return run(*args, **kwargs)
-            head.labels, head.loss_mask = labels, kwargs.get("loss_mask")
-            try:
+            with _telling_head(self, labels, kwargs.get("loss_mask")):
                 return run(*args, **kwargs)
-            finally:
-                head.labels = head.loss_mask = None
 
         if hasattr(cls, "_scale_logits"):  # not in older Megatrons
 
@@ -129,25 +121,70 @@ def fused_gpt_class(cls: Any = GPTModel) -> Any:
                 """Logits as the model scales them; losses are those of scaled logits already."""
                 return logits if _is_told_labels(self) else cls._scale_logits(self, logits)
 
+    return _name_after(FusedGPTModel, cls)
+
+
+@functools.cache
+def fused_bert_class(cls: Any = BertModel) -> Any:
+    """As fused_gpt_class, of BertModel or a class that derives from it.
+
+    Its forward takes `loss_mask` [b, s] besides, by name, as GPTModel's does.
+    """
+
+    class FusedBertModel(_with_fused_head(cls)):  # type: ignore[misc]
+        def forward(
+            self,
+            input_ids: Tensor,
+            attention_mask: Tensor,
+            tokentype_ids: Any = None,
+            lm_labels: Any = None,
+            *args: Any,
+            loss_mask: Any = None,
+            **kwargs: Any,
+        ) -> Any:
+            with _telling_head(self, lm_labels, loss_mask):
+                return cls.forward(self, input_ids, attention_mask, tokentype_ids, lm_labels, *args, **kwargs)
+
+    return _name_after(FusedBertModel, cls)
+
+
+def _with_fused_head(cls: Any) -> Any:
+    """What every class with the fused head has."""
+
+    class WithFusedHead(cls):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            choose_loss(self, TempoConfig(loss="fused"))
+            _fuse_output_layer(self)
+
         def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Any:
             """The losses that the output layer gave, or of real logits Megatron's."""
             return logits if _is_told_labels(self) else cls.compute_language_model_loss(self, labels, logits)
 
-    FusedGPTModel.__name__ = FusedGPTModel.__qualname__ = f"Tempo{cls.__name__}"
-    FusedGPTModel.__doc__ = f"{cls.__name__} with the fused loss head; see fused_gpt_class."
-    return FusedGPTModel
+    return WithFusedHead
 
 
-TempoGPTModel = fused_gpt_class()
+def _name_after(fused: Any, cls: Any) -> Any:
+    fused.__name__ = fused.__qualname__ = f"Tempo{cls.__name__}"
+    fused.__doc__ = f"{cls.__name__} with the fused loss head; see fused_gpt_class."
+    return fused
+
+
+TempoGPTModel, TempoBertModel = fused_gpt_class(), fused_bert_class()
+# Each kind of model that can have the head, what makes its class, and the methods that a fused one has otherwise.
+_KINDS = (
+    (GPTModel, fused_gpt_class, ("_postprocess", "_scale_logits", "compute_language_model_loss")),
+    (BertModel, fused_bert_class, ("forward", "compute_language_model_loss")),
+)
 
 
 def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
-    """Give a built GPTModel the fused loss head, where `choose_loss` says so and it has a head at all.
+    """Give a built GPTModel or BertModel the fused loss head, where `choose_loss` says so and it has a head at all.
 
     Methods of this one model and the forward of its output layer are replaced, by attributes of the two objects. Both
     keep their class, and with it `isinstance`; no module, parameter, hook or checkpoint key changes, and whatever
     gathers the output layer's weight around its forward (ZeRO-3) does so as before. A copy.deepcopy is a model with a
-    head of its own. Who can choose the class builds a `TempoGPTModel` instead.
+    head of its own. Who can choose the class builds a `TempoGPTModel` or a `TempoBertModel` instead.
 
     Called with labels the model gives losses [b, s] in float32 and keeps no logits; called without, logits. A label
     outside of the vocabulary has loss 0. Called with an `output_processor` it is as in Megatron. Where the model scales
@@ -165,10 +202,11 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
         return
     _fuse_output_layer(model)
     cls: Any = type(model)
-    methods = vars(fused_gpt_class(cls))
-    for name in _METHODS:
-        if name in methods:
-            setattr(model, name, types.MethodType(methods[name], model))
+    fuse, names = next((fuse, names) for kind, fuse, names in _KINDS if isinstance(model, kind))
+    fused = fuse(cls)
+    for name in names:
+        if hasattr(fused, name):
+            setattr(model, name, types.MethodType(getattr(fused, name), model))
 
 
 def _fuse_output_layer(model: Any) -> None:
@@ -178,6 +216,20 @@ def _fuse_output_layer(model: Any) -> None:
     layer = model.output_layer
     layer.loss_head = LossHead(_find_logits_scale(model))
     layer.forward = types.MethodType(forward_output_layer, layer)
+
+
+@contextlib.contextmanager
+def _telling_head(model: Any, labels: Tensor | None, loss_mask: Tensor | None) -> Iterator[None]:
+    """Within, the output layer knows the labels of the forward that is running."""
+    head = _find_head(model)
+    if head is None:
+        yield
+        return
+    head.labels, head.loss_mask = labels, loss_mask
+    try:
+        yield
+    finally:
+        head.labels = head.loss_mask = None
 
 
 def _find_head(model: Any) -> LossHead | None:
@@ -211,8 +263,8 @@ def choose_loss(model: Any, tempo_config: TempoConfig) -> tuple[str, str | None]
 
 def _find_obstacle(model: Any) -> str | None:
     """Why a built model cannot have the fused head; None where it can."""
-    if not isinstance(model, GPTModel):
-        return f"the model is a {type(model).__name__}, and the fused loss is for a GPTModel only"
+    if not any(isinstance(model, kind) for kind, *_ in _KINDS):
+        return f"the model is a {type(model).__name__}, and the fused loss is for a GPTModel or a BertModel only"
     refusal = find_refusal("loss", "fused", model.config)
     if refusal is not None:
         return refusal.reason

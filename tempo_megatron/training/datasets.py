@@ -284,14 +284,17 @@ class BatchStream:
 
 
 def _describe_tokenizer_files(run: RunConfig, tokenizer: GPT2Tokenizer) -> dict[str, dict[str, str]]:
-    """Where the two files are and what is in them, so that they can go along with exported weights."""
+    """Where its files are and what is in them, so that they can go along with exported weights."""
     prefix = run.blend[0][0]
-    if run.vocab_file is not None and run.merge_file is not None:
-        paths = (run.vocab_file, run.merge_file)
-    else:
+    paths: tuple[str, ...] = tuple(path for path in (run.vocab_file, run.merge_file) if path is not None)
+    if not paths:
         sidecar = Sidecar.read(prefix)
         assert sidecar is not None  # load_dataset_tokenizer has read it
         paths = sidecar.find_tokenizer_files(prefix)
-    sha256 = (tokenizer.unique_identifiers[f"{kind}_sha256"] for kind in ("vocab", "merge"))
-    described = [{"path": os.path.abspath(path), "sha256": digest} for path, digest in zip(paths, sha256, strict=True)]
-    return dict(zip(("vocab_file", "merge_file"), described, strict=True))
+    return {
+        f"{kind}_file": {
+            "path": os.path.abspath(path),
+            "sha256": tokenizer.unique_identifiers[f"{kind}_sha256"],
+        }
+        for kind, path in zip(("vocab", "merge"), paths, strict=False)
+    }

@@ -1,0 +1,190 @@
+"""The tokenizers of masked language models: BERT's WordPiece, and RoBERTa's byte-level BPE.
+
+Both have four tokens that never come from a text: one that begins a sample, one that ends a segment, one in place of a
+masked token and one for padding. Their data hold no end-of-document token: Megatron's masked dataset never reads over
+the end of a document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from tempo_megatron.data.data_error import DataError
+from tempo_megatron.data.tokenizer import ByteLevelTokenizer, cut_batches, read_tokenizer_file
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing's from Python 3.11 on
+
+_LONGEST_WORD = 100  # BERT's own: a longer one is [UNK]
+_LARGEST_ALPHABET = 1000
+_FIRST_PRIVATE = 0xF0000
+
+
+class WordPieceTokenizer:
+    """BERT's WordPiece over a vocab.txt, a token a line; load() reads and checks it.
+
+    The names of special tokens inside a text are ordinary characters. A word with a character that the vocabulary
+    lacks, or of more than 100 characters, is [UNK].
+    """
+
+    lowercase: ClassVar[bool]
+    special_tokens: ClassVar[dict[str, str]] = {
+        "[PAD]": "fills up a sample",
+        "[UNK]": "stands for what the vocabulary lacks",
+        "[CLS]": "begins a sample",
+        "[SEP]": "ends a segment",
+        "[MASK]": "stands for a masked token",
+    }
+    eod = None
+
+    def __init__(self, vocab: dict[str, int], unique_identifiers: dict[str, str]):
+        self.vocab = vocab
+        self.inv_vocab = {token_id: token for token, token_id in vocab.items()}
+        self.vocab_size = len(vocab)
+        self.unique_identifiers = unique_identifiers
+        self.pad, _, self.cls, self.sep, self.mask = (vocab[token] for token in self.special_tokens)
+        self._tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))
+        self._tokenizer.normalizer = normalizers.BertNormalizer(lowercase=self.lowercase)
+        self._tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        self._tokenizer.decoder = decoders.WordPiece()
+        self._encode_batch = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
+
+    @classmethod
+    def load(cls, vocab_file: str) -> Self:
+        """The tokenizer of a vocab.txt.
+
+        Raises: DataError (a ValueError) where it cannot be read, is not a vocabulary, or lacks a special token.
+        """
+        content = read_tokenizer_file(vocab_file)
+        try:
+            tokens = [line.rstrip("\r") for line in content.decode("utf-8").removesuffix("\n").split("\n")]
+        except UnicodeDecodeError as error:
+            raise DataError(f"{vocab_file} is not UTF-8 text; --vocab-file takes BERT's vocab.txt") from error
+        vocab = {token: number for number, token in enumerate(tokens)}
+        if len(vocab) < len(tokens):
+            twice = next(token for token, count in Counter(tokens).items() if count > 1)
+            raise DataError(f"{vocab_file} has the token {twice!r} twice; --vocab-file takes BERT's vocab.txt")
+        for token, purpose in cls.special_tokens.items():
+            if token not in vocab:
+                raise DataError(f"{vocab_file} has no token {token}, which {purpose}; give BERT's vocab.txt")
+        identifiers = {"class": cls.__name__, "vocab_sha256": hashlib.sha256(content).hexdigest()}
+        return cls(vocab, identifiers)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int, folder: str) -> Self:
+        """A new vocabulary of at most vocab_size pieces, written to folder/vocab.txt.
+
+        The special tokens come first, [PAD] is 0. The result depends on the texts alone.
+
+        Raises: OSError where the file cannot be written.
+        """
+        alphabet_size = min(_LARGEST_ALPHABET, (vocab_size - len(cls.special_tokens)) // 4)
+        words = _count_words(texts, cls.lowercase)
+        pieces = _learn_pieces(words, alphabet_size, vocab_size - len(cls.special_tokens))
+        vocab_file = str(Path(folder, "vocab.txt"))
+        Path(vocab_file).write_text("".join(f"{token}\n" for token in [*cls.special_tokens, *pieces]), encoding="utf-8")
+        return cls.load(vocab_file)
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of one text, without special tokens around them."""
+        ids: list[int] = self.tokenize_batch([text])[0].tolist()
+        return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Per text its ids, int32, [number of tokens]."""
+        ids: list[list[np.ndarray]] = [[np.empty(0, np.int32)] for _ in texts]
+        for batch in cut_batches(texts, lambda segment: [segment]):
+            encodings = self._encode_batch([part for _, part in batch], add_special_tokens=False)
+            for (index, _), encoding in zip(batch, encodings, strict=True):
+                ids[index].append(np.array(encoding.ids, dtype=np.int32))
+        return [np.concatenate(parts) for parts in ids]
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, as far as WordPiece keeps it: white space is one space or none."""
+        return self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=False)
+
+    def starts_word(self, token_id: int) -> bool:
+        return not self.inv_vocab[token_id].startswith("##")
+
+
+class LowerCaseWordPieceTokenizer(WordPieceTokenizer):
+    """Of uncased models: letters become small and lose their accents."""
+
+    lowercase = True
+
+
+class CasedWordPieceTokenizer(WordPieceTokenizer):
+    """Of cased models."""
+
+    lowercase = False
+
+
+class RobertaTokenizer(ByteLevelTokenizer):
+    """RoBERTa's: GPT-2's byte-level BPE with four special tokens."""
+
+    special_tokens: ClassVar[dict[str, str]] = {
+        "<s>": "begins a sample",
+        "<pad>": "fills up a sample",
+        "</s>": "ends a segment",
+        "<mask>": "stands for a masked token",
+    }
+    eod = None
+
+    def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], unique_identifiers: dict[str, str]):
+        super().__init__(vocab, merges, unique_identifiers)
+        self.cls, self.pad, self.sep, self.mask = (vocab[token] for token in self.special_tokens)
+
+    def starts_word(self, token_id: int) -> bool:
+        """Whether white space is before or in the token, in GPT-2's alphabet a character from U+0100 on: a word begins
+        where a text begins, too, but no token tells of that."""
+        return self.inv_vocab[token_id][0] in _BYTE_LEVEL_WHITE_SPACE
+
+
+_BYTE_LEVEL_WHITE_SPACE = frozenset(chr(256 + byte) for byte in b" \t\n\r\x0b\x0c")
+
+
+def _count_words(texts: Iterable[str], lowercase: bool) -> Counter[str]:
+    normalizer, splitter = normalizers.BertNormalizer(lowercase=lowercase), pre_tokenizers.BertPreTokenizer()
+    words: Counter[str] = Counter()
+    for text in texts:
+        words.update(word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
+    return words
+
+
+def _learn_pieces(words: Counter[str], alphabet_size: int, num_pieces: int) -> list[str]:
+    """The pieces of a WordPiece vocabulary, single characters first, then what BPE merges, best first.
+
+    The library's own trainer numbers the characters inside words in the order of a hash table, which another process
+    has otherwise. Here they are one alphabet with the first characters, in an order that the words decide: the inner
+    form of a character is a private one.
+    """
+    letters: Counter[str] = Counter()
+    for word, count in words.items():
+        for letter in word:
+            letters[letter] += count
+    alphabet = sorted(sorted(letters, key=lambda letter: (-letters[letter], letter))[:alphabet_size])
+    first = {letter: chr(_FIRST_PRIVATE + 2 * number) for number, letter in enumerate(alphabet)}
+    inner = {letter: chr(_FIRST_PRIVATE + 2 * number + 1) for number, letter in enumerate(alphabet)}
+    forms = [*first.values(), *inner.values()]
+    original = dict(zip(forms, [*alphabet, *alphabet], strict=True))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.BpeTrainer(
+        vocab_size=num_pieces, min_frequency=2, initial_alphabet=sorted(forms), show_progress=False
+    )
+    usable = [
+        (first[word[0]] + "".join(inner[letter] for letter in word[1:]), count)
+        for word, count in sorted(words.items())
+        if len(word) <= _LONGEST_WORD and first.keys() >= set(word)
+    ]
+    tokenizer.train_from_iterator((f"{word} " * count for word, count in usable), trainer)
+    numbered = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    is_inner = set(inner.values())
+    return [("##" if form[0] in is_inner else "") + "".join(original[sign] for sign in form) for form, _ in numbered]
