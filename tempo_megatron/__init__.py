@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from tempo_megatron.slots.embedding import tempoize_embedding
     from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
     from tempo_megatron.slots.loss import TempoGPTModel, fused_gpt_class, tempoize_loss
+    from tempo_megatron.slots.report import TempoReport, report_on
 
 __all__ = [
     "TempoConfig",
     "TempoGPTModel",
+    "TempoReport",
     "__version__",
     "add_tempo_arguments",
     "fused_gpt_class",
+    "report_on",
     "set_micro_batch",
     "tempo_block_spec",
     "tempoize",
@@ -39,8 +42,10 @@ __all__ = [
 _HOMES = {
     "TempoConfig": "config",
     "TempoGPTModel": "slots.loss",
+    "TempoReport": "slots.report",
     "add_tempo_arguments": "arguments",
     "fused_gpt_class": "slots.loss",
+    "report_on": "slots.report",
     "set_micro_batch": "slots.dropout_rng",
     "tempo_block_spec": "slots.layer_spec",
     "tempoize": "slots.layer_spec",
