@@ -26,15 +26,18 @@ if TYPE_CHECKING:
         fused_gpt_class,
         tempoize_loss,
     )
+    from tempo_megatron.slots.report import TempoReport, report_on
 
 __all__ = [
     "TempoBertModel",
     "TempoConfig",
     "TempoGPTModel",
+    "TempoReport",
     "__version__",
     "add_tempo_arguments",
     "fused_bert_class",
     "fused_gpt_class",
+    "report_on",
     "set_micro_batch",
     "tempo_block_spec",
     "tempoize",
@@ -48,9 +51,11 @@ _HOMES = {
     "TempoBertModel": "slots.loss",
     "TempoConfig": "config",
     "TempoGPTModel": "slots.loss",
+    "TempoReport": "slots.report",
     "add_tempo_arguments": "arguments",
     "fused_bert_class": "slots.loss",
     "fused_gpt_class": "slots.loss",
+    "report_on": "slots.report",
     "set_micro_batch": "slots.dropout_rng",
     "tempo_block_spec": "slots.layer_spec",
     "tempoize": "slots.layer_spec",

@@ -44,10 +44,12 @@ ALL_RECOMPUTED = dataclasses.replace(INPLACE, activation="recompute", norm="reco
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "normalization": "RMSNorm", "add_bias_linear": False}
 # With weights large enough to tell the two forms of GELU apart.
 TE_ACTIVATION = {"use_te_activation_func": True, "init_method_std": 0.3}
+LAYERS = {"0": {"norm": "recompute", "attention": "off"}, "1": {"norm": "off", "activation": "off"}}
 GPT_CASES: dict[str, tuple[dict[str, Any], TempoConfig]] = {
     "in place": ({}, INPLACE),
     "recompute": ({}, ALL_RECOMPUTED),
     "the paper's attention": ({}, TempoConfig(attention="softmax", loss="off")),
+    "single layers": ({}, dataclasses.replace(INPLACE, layers=LAYERS)),
     "norm alone": ({}, TempoConfig(activation="off", dropout="off", attention="off", loss="off")),
     "swiglu and RMSNorm": (SWIGLU, ALL_RECOMPUTED),
     "zero-centred gamma, no biases": ({"layernorm_zero_centered_gamma": True, "add_bias_linear": False}, INPLACE),
@@ -225,6 +227,9 @@ def what_was_replaced() -> dict[str, Any]:
         "stock": report_on(stock).counts,
         "again": report_on(tempoize(gpt, config, INPLACE)).counts,
         "left": [report_on(each).describe_left() for each in (gpt, bert, stock)],
+        "left by single layers": report_on(
+            tempoize(layer, config, TempoConfig(attention="flash", layers={"1": {"attention": "auto", "norm": "off"}}))
+        ).describe_left(),
         "final norm": [transformer_block.LayerNormImpl.__name__, gpt.layer_norm.__name__],
     }
 

@@ -25,12 +25,38 @@ DROPPED = {
 }
 
 
+# What Tempo leaves, and why, is the same too, however Megatron writes it.
+LEFT = {
+    "experts": [
+        "activation 1 of 2, norm 5 of 5, dropout 4 of 4, attention 2 of 2",
+        "activation in decoder.layers.1 (mlp): mixture of experts",
+    ],
+    "latent attention": [
+        "activation 2 of 2, norm 5 of 9, dropout 4 of 4, attention 0 of 2",
+        "attention in decoder.layers.0-1 (self_attention.core_attention): latent attention",
+        "norm in decoder.layers.0-1 (self_attention.q_layernorm, self_attention.kv_layernorm): latent attention",
+    ],
+    "multi-token prediction": [
+        "activation 0 of 1, norm 0 of 5, dropout 0 of 2, attention 0 of 1",
+        "activation in mtp.layers.0 (mlp): multi-token prediction",
+        "norm in mtp.layers.0 (input_layernorm, pre_mlp_layernorm, enorm, hnorm, layer_norm): multi-token prediction",
+        "dropout in mtp.layers.0 (self_attn_bda, mlp_bda): multi-token prediction",
+        "attention in mtp.layers.0 (self_attention.core_attention): multi-token prediction",
+    ],
+    "single layers": [
+        "activation 3 of 3, norm 7 of 7, dropout 6 of 6, attention 2 of 3",
+        "attention in decoder.layers.1 (self_attention.core_attention): off for layer 1",
+    ],
+}
+
+
 def check(root):
     found = megatron_versions.measure(root)
     wrong = {name: case for name, case in found["cases"].items() if not megatron_versions.is_equal(case)}
     assert not wrong
     assert all(case["gradients"] > 10 for case in found["cases"].values())
     assert found["dropped"] == pytest.approx(DROPPED, rel=1e-6)
+    assert found["left"] == LEFT
     return found
 
 

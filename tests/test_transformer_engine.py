@@ -67,7 +67,7 @@ def check(case) -> None:
 @LAYOUTS
 def test_loss_gradients_parameters_and_checkpoint_keys_of_a_gpt_equal_stock(found, ranks: int) -> None:
     for rank in found(ranks):
-        assert len(rank["gpt"]) == 9
+        assert len(rank["gpt"]) == 10
         for name, case in rank["gpt"].items():
             try:
                 check(case)
@@ -130,6 +130,11 @@ def test_slots_are_counted_and_described(found) -> None:
         "Transformer Engine's attention, under a mask whose conventions are its own"
     ]
     assert "norm in decoder.layers.0-1 (self_attention.linear_qkv, mlp.linear_fc1): off" in stock
+    assert replaced["left by single layers"] == [
+        "attention in decoder.layers.1 (self_attention.core_attention): auto: Transformer Engine's attention keeps no "
+        "s*s tensor and no mask either",
+        "norm in decoder.layers.1 (self_attention.linear_qkv, mlp.linear_fc1): off for layer 1",
+    ]
     assert replaced["final norm"] == ["TENorm", "TempoTELayerNorm"]
 
 

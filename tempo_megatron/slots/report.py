@@ -9,8 +9,10 @@ from typing import Any
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from tempo_megatron.config import TempoConfig
 from tempo_megatron.layer_values import write_layers
 from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
@@ -98,7 +100,7 @@ def report_on(subject: Any, choices: Choices | None = None) -> TempoReport:
 
     Args:
         subject: what `tempoize` or `tempo_block_spec` returned, or a GPTModel, BertModel or T5Model (or a pipeline
-            stage of one) that was built with it; wrappers such as DDP are to be taken off.
+            stage of one) that was built with it, wrappers such as DDP taken off; or a spec of multi-token prediction.
         choices: for the reasons: what was asked for, and why "auto" is less than its first choice (default: those
             that the spec was made with).
 
@@ -106,13 +108,15 @@ def report_on(subject: Any, choices: Choices | None = None) -> TempoReport:
     """
     if isinstance(subject, TransformerBlockSubmodules):
         return TempoReport(slots=tuple(_report_block(subject, choices)))
+    if isinstance(subject, MultiTokenPredictionBlockSubmodules):
+        return TempoReport(slots=tuple(_report_prediction(subject)))
     blocks = {name: block for name in ("encoder", "decoder") if (block := getattr(subject, name, None)) is not None}
     specs = {name: block.submodules for name, block in blocks.items()}
     slots: list[ReportedSlot] = []
     for name, spec in specs.items():
         has_norm = getattr(blocks[name], "final_layernorm", None) is not None
         slots += [slot for slot in _report_block(spec, choices) if has_norm or slot.slot != "final_layernorm"]
-    slots += _report_prediction(getattr(subject, "mtp", None))
+    slots += _report_prediction(getattr(getattr(subject, "mtp", None), "submodules", None))
     found = choices or next((spec.choices for spec in specs.values()), None)
     if found is not None:
         slots += [*_report_embedding(subject, found), *_report_loss(subject, found)]
@@ -152,18 +156,18 @@ def _explain(slot: Slot, layer: int | None, stack: str, choices: Choices) -> str
 
 def _explain_off(operation: str, layer: int | None, stack: str, choices: Choices) -> str:
     key = None if layer is None else choices.written.find_range(layer, stack)
-    is_layers = key is not None and operation in choices.written.layers[key]
-    written = choices.written.layers[key][operation] if key and is_layers else getattr(choices.written, operation)
-    if written == "auto" and operation in choices.reasons:
+    own: Any = {} if key is None else choices.written.layers[key]
+    if own.get(operation, getattr(choices.written, operation)) == "auto" and operation in choices.reasons:
         return f"auto: {choices.reasons[operation]}"
-    if is_layers:
-        return f"off for layer{'' if str(key)[-1].isdigit() and '-' not in str(key) else 's'} {key}"
-    return "off"
+    if key is None or operation not in own:
+        return "off"
+    layers = key.split()[-1]  # the stack is where the slot is
+    return f"off for layer{'s' if '-' in layers else ''} {layers}"
 
 
 def _report_prediction(prediction: Any) -> Iterator[ReportedSlot]:
     """The slots of multi-token prediction's layers, which `tempoize` leaves: they hold what their spec was made of."""
-    for index, layer in enumerate(getattr(getattr(prediction, "submodules", None), "layer_specs", None) or []):
+    for index, layer in enumerate(getattr(prediction, "layer_specs", None) or []):
         fields = list_fields(find_submodules(layer))
         inner = next((fields[name] for name in _PREDICTION_LAYERS if fields.get(name) is not None), None)
         slots = [*list_layer_slots(inner)]
@@ -190,14 +194,12 @@ def _report_embedding(model: Any, choices: Choices) -> Iterator[ReportedSlot]:
 def _report_loss(model: Any, choices: Choices) -> Iterator[ReportedSlot]:
     if not getattr(model, "post_process", False):
         return
-    slot = "lm_head" if isinstance(model, BertModel) else "output_layer"
-    why = None
+    left = None
     if not has_fused_head(model):
-        value, obstacle = choose_loss(model, dataclasses.replace(choices.written, loss="auto"))
-        why = _NOT_REPLACED if value != "off" else f"auto: {obstacle}"
-        if choices.config.loss == "off" and "loss" not in choices.reasons and choices.written.loss == "off":
-            why = "off"
-    yield ReportedSlot(operation="loss", where="model", slot=slot, left=why)
+        _, obstacle = choose_loss(model, TempoConfig())
+        left = "off" if choices.written.loss == "off" else f"auto: {obstacle}" if obstacle else _NOT_REPLACED
+    slot = "lm_head" if isinstance(model, BertModel) else "output_layer"
+    yield ReportedSlot(operation="loss", where="model", slot=slot, left=left)
 
 
 def _join_layers(where: list[str]) -> str:
