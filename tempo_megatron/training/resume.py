@@ -8,6 +8,7 @@ was typed, and --override-opt-param-scheduler takes the whole schedule from the 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,11 +67,12 @@ _REMEDIES = {
     "global_batch_size": "--global-batch-size",
     "seed": "--seed",
     "split": "--split",
+    "masking": "--mask-prob, --short-seq-prob and --masking",
     "tokenizer": "--vocab-file and --merge-file",
     "data": "--data-path",
 }
 # What decides which sample comes when: another value and the resumed run would see other data.
-_DATA_FIELDS = ("seq_length", "global_batch_size", "seed", "split")
+_DATA_FIELDS = ("seq_length", "global_batch_size", "seed", "split", "masking")
 
 
 def read_saved_run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -156,7 +158,7 @@ def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], loa
     """Raise ValueError for the first field of describe_run in which the checkpoint is of another run."""
     where = f"--load {load}/{saved['checkpoint']}"
     for name, remedy in _REMEDIES.items():
-        ours, theirs = description[name], saved.get(name)
+        ours, theirs = description.get(name), saved.get(name)
         if ours == theirs:
             continue
         if name in ("data", "tokenizer"):
@@ -176,6 +178,10 @@ def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[st
     """
     described = {name: getattr(run, name) for name in _REMEDIES if hasattr(run, name)}
     described |= run.model.describe() | vocabulary.describe()
+    if run.masking is None:  # a run for GPT has none, and says nothing of it
+        del described["masking"]
+    else:
+        described["masking"] = dataclasses.asdict(run.masking)
     return {**described, "format": FORMAT, "data_path": list(run.data_path), **more}
 
 
