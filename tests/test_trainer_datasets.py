@@ -14,6 +14,7 @@ import torch
 from distributed import run_megatron_ranks
 from training_job import Data, make_data
 
+from tempo_megatron.models.shape import make_shape
 from tempo_megatron.training.datasets import ShardedBatchSampler, Vocabulary, build_datasets, load_vocabulary
 from tempo_megatron.training.next_token_task import CollateTokens, NextTokenTask
 
@@ -30,10 +31,14 @@ def vocabulary(args: argparse.Namespace) -> Vocabulary:
     return load_vocabulary(args, TASK)
 
 
-def options(data: Data, **changes: object) -> argparse.Namespace:
+def options(data: Data, vocab_size: int | None = None, **changes: object) -> argparse.Namespace:
+    model = make_shape(
+        family="gpt", num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=vocab_size
+    )
     values = {
+        "model": model,
         "blend": ([data.prefix], None), "vocab_file": data.vocab_file, "merge_file": data.merge_file,
-        "vocab_size": None, "make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 1, "seq_length": 64,
+        "tensor_model_parallel_size": 1,
         "split": "10,2", "split_weights": (10 / 12, 2 / 12, 0.0), "eval_iters": 2, "train_iters": 10,
         "global_batch_size": 4, "seed": 1234, "data_cache_path": None, "eod_mask_loss": False,
         "sample_parts": (),
