@@ -80,6 +80,7 @@ setup(
     entry_points={
         "console_scripts": [
             "tempo-megatron = tempo_megatron.cli:main",
+            "tempo-pretrain-bert = tempo_megatron.cli:pretrain_bert",
             "tempo-pretrain-gpt = tempo_megatron.cli:pretrain_gpt",
         ]
     },

@@ -49,6 +49,12 @@ def parse_fraction(text: str) -> float:
     return value
 
 
+def parse_probability(text: str) -> float:
+    if not 0.0 <= (value := parse_number(text)) <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1]")
+    return value
+
+
 def parse_share(text: str) -> float:
     if not 0.0 < (value := parse_number(text)) <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")

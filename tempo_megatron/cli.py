@@ -35,12 +35,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def pretrain_gpt() -> int:
     """`tempo-pretrain-gpt`: the trainer, or one sentence where it misses a package."""
+    return _train("gpt")
+
+
+def pretrain_bert() -> int:
+    """`tempo-pretrain-bert`, likewise."""
+    return _train("bert")
+
+
+def _train(family: str) -> int:
     try:
-        from tempo_megatron.training.pretrain_gpt import main as train
+        from tempo_megatron.training.main import train
     except MissingExtraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return train()
+    return train(None, family)
 
 
 def _run(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -68,13 +69,17 @@ def test_loss_and_every_gradient_equal_stock(tp, is_tied, gives_loss_mask, is_co
         assert_equal_to_stock(ours, theirs)
 
 
+def first_of_run(*arguments, **keywords):
+    return run(*arguments, **keywords)[0]
+
+
 def logits_and_kept_bytes():
     found = []
     for tempo_config in (OFF, FUSED):
         model = build(tempo_config, True)
         labels = tokens_of(0, 2)[:, 1:].contiguous()
         keywords = {} if tempo_config == OFF else {"loss_mask": masked()}
-        kept = kept_storages(lambda model=model, keywords=keywords: run(model, labels, **keywords)[0])
+        kept = kept_storages(functools.partial(first_of_run, model, labels, **keywords))
         model.eval()
         found.append((run(model)[0].detach(), sum(kept.values()), sorted(model.state_dict())))
     return found

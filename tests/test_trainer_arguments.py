@@ -242,10 +242,11 @@ def test_shipped_deepspeed_configurations_are_what_their_names_say(path: Path) -
     assert run.deepspeed["tempo"] == {"enabled": False, **dict.fromkeys(OPERATIONS, "auto")}
 
 
-def test_every_argument_has_a_help_text() -> None:
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_every_argument_has_a_help_text(family: str) -> None:
     from tempo_megatron.training.arguments import build_parser
 
-    assert [action.option_strings for action in build_parser()._actions if not action.help] == []
+    assert [action.option_strings for action in build_parser(family)._actions if not action.help] == []
 
 
 BOOLEANS = {
@@ -286,10 +287,11 @@ def test_nonsense_in_the_json_is_one_sentence(tmp_path: Path, config: dict[str, 
     assert words in refusal(tmp_path, config=config)
 
 
-def test_help_names_no_module_that_is_always_refused() -> None:
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_help_names_no_module_that_is_always_refused(family: str) -> None:
     from tempo_megatron.training.arguments import build_parser
 
-    text = build_parser().format_help().replace("qk-layernorm", "")
+    text = build_parser(family).format_help().replace("qk-layernorm", "")
     assert "{core_attn,mlp}" in text
     assert not any(module in text for module in ("moe", "shared_experts", "mla_up_proj", "layernorm"))
 

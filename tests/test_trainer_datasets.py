@@ -14,7 +14,9 @@ import torch
 from distributed import run_megatron_ranks
 from training_job import Data, make_data
 
-from tempo_megatron.training.datasets import Collate, ShardedBatchSampler, build_datasets, load_vocabulary
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.training.datasets import ShardedBatchSampler, Vocabulary, build_datasets, load_vocabulary
+from tempo_megatron.training.next_token_task import CollateTokens, NextTokenTask
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +24,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     return make_data(tmp_path_factory.mktemp("data"))
 
 
-def options(data: Data, **changes: object) -> argparse.Namespace:
+TASK = NextTokenTask()
+
+
+def vocabulary(args: argparse.Namespace) -> Vocabulary:
+    return load_vocabulary(args, TASK)
+
+
+def options(data: Data, vocab_size: int | None = None, **changes: object) -> argparse.Namespace:
+    model = make_shape(
+        family="gpt", num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=vocab_size
+    )
     values = {
+        "model": model,
         "blend": ([data.prefix], None), "vocab_file": data.vocab_file, "merge_file": data.merge_file,
-        "vocab_size": None, "make_vocab_size_divisible_by": 128, "tensor_model_parallel_size": 1, "seq_length": 64,
+        "tensor_model_parallel_size": 1,
         "split": "10,2", "split_weights": (10 / 12, 2 / 12, 0.0), "eval_iters": 2, "train_iters": 10,
         "global_batch_size": 4, "seed": 1234, "data_cache_path": None, "eod_mask_loss": False,
         "sample_parts": (),
@@ -46,7 +59,7 @@ def test_every_sample_is_read_once_and_in_the_order_of_one_rank(micro_batch_size
 
 def samples(data: Data, cache: str) -> list[list[int]]:
     args = options(data, data_cache_path=cache)
-    built = build_datasets(args, load_vocabulary(args).tokenizer)
+    built = build_datasets(args, TASK, load_vocabulary(args, TASK).tokenizer)
     train, valid = built.train, built.valid
     return [train[0]["tokens"].tolist(), train[0]["labels"].tolist(), valid[0]["tokens"].tolist(), [len(valid)]]
 
@@ -72,7 +85,7 @@ def test_index_files_cut_off_by_a_kill_are_made_again(data: Data, tmp_path: Path
 
 def blended(data: Data, cache: str) -> int:
     args = options(data, blend=([data.prefix, data.prefix], [0.25, 0.75]), data_cache_path=cache)
-    built = build_datasets(args, load_vocabulary(args).tokenizer)
+    built = build_datasets(args, TASK, load_vocabulary(args, TASK).tokenizer)
     train, valid = built.train, built.valid
     assert len(train) == 40 and len(valid) == 8
     return sum(int(train[sample]["dataset_id"]) for sample in range(40))
@@ -84,24 +97,24 @@ def test_several_data_sets_are_blended_by_weight(data: Data, tmp_path: Path) -> 
 
 def test_the_vocabulary_is_padded_for_the_tensor_parallel_size(data: Data) -> None:
     args = options(data, tensor_model_parallel_size=3)
-    assert load_vocabulary(args).padded_size == 768
-    assert load_vocabulary(options(data, vocab_size=50257)).padded_size == 50304
+    assert vocabulary(args).padded_size == 768
+    assert vocabulary(options(data, vocab_size=50257)).padded_size == 50304
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(data: Data) -> None:
     with pytest.raises(ValueError, match="--vocab-size 300 is below the tokenizer's 512 tokens"):
-        load_vocabulary(options(data, vocab_size=300))
+        vocabulary(options(data, vocab_size=300))
 
 
 def test_a_split_without_a_whole_sample_is_refused(data: Data) -> None:
     with pytest.raises(ValueError, match="gives validation 0 of 12 documents with 0 tokens"):
-        load_vocabulary(options(data, split="99,1", split_weights=(0.99, 0.01, 0.0)))
-    load_vocabulary(options(data, split="99,1", split_weights=(0.99, 0.01, 0.0), eval_iters=0))
+        vocabulary(options(data, split="99,1", split_weights=(0.99, 0.01, 0.0)))
+    vocabulary(options(data, split="99,1", split_weights=(0.99, 0.01, 0.0), eval_iters=0))
 
 
 def test_data_that_is_not_there_is_an_error(data: Data, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not found; prepare the data, or check --data-path"):
-        load_vocabulary(options(data, blend=([str(tmp_path / "missing")], None)))
+        vocabulary(options(data, blend=([str(tmp_path / "missing")], None)))
 
 
 def test_a_cache_folder_that_cannot_be_written_is_an_error(data: Data, tmp_path: Path) -> None:
@@ -117,9 +130,9 @@ def test_a_token_without_a_row_in_the_embedding_is_an_error() -> None:
         tokens = torch.tensor([1, token])
         return {"tokens": tokens, "labels": torch.zeros_like(tokens), "loss_mask": torch.ones(2)}
 
-    assert Collate(512)([sample(511), sample(0)])["tokens"].tolist() == [[1, 511], [1, 0]]
+    assert CollateTokens(512)([sample(511), sample(0)])["tokens"].tolist() == [[1, 511], [1, 0]]
     with pytest.raises(ValueError, match="the data holds token 512 but the model's vocabulary ends at 511"):
-        Collate(512)([sample(3), sample(512)])
+        CollateTokens(512)([sample(3), sample(512)])
 
 
 def test_a_misspelt_data_path_is_answered_with_the_data_that_is_there(data: Data) -> None:
@@ -127,14 +140,14 @@ def test_a_misspelt_data_path_is_answered_with_the_data_that_is_there(data: Data
         with pytest.raises(
             ValueError, match=f"not found; prepare the data, or check --data-path: there is {data.prefix}"
         ):
-            load_vocabulary(options(data, blend=([typed], None), vocab_file=None, merge_file=None))
+            vocabulary(options(data, blend=([typed], None), vocab_file=None, merge_file=None))
 
 
 def first_samples(
     data: Data, cache: str, train_iters: int, sample_parts: tuple[int, ...]
 ) -> tuple[list[int], int, Any]:
     args = options(data, data_cache_path=cache, train_iters=train_iters, sample_parts=sample_parts, eval_iters=0)
-    built = build_datasets(args, load_vocabulary(args).tokenizer)
+    built = build_datasets(args, TASK, load_vocabulary(args, TASK).tokenizer)
     train = built.train
     order = [hash(tuple(train[sample]["tokens"].tolist())) for sample in range(min(len(train), 1000))]
     return order, len(train), built.sample_parts

@@ -15,7 +15,8 @@ def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     from tempo_megatron.models.build import build_model
     from tempo_megatron.training.arguments import parse_arguments
     from tempo_megatron.training.engine import compute_gradient_norm, sum_sequence_parallel_gradients
-    from tempo_megatron.training.model import ForwardStep, build_transformer_config
+    from tempo_megatron.training.model import build_transformer_config
+    from tempo_megatron.training.next_token_task import PredictNextToken
     from tempo_megatron.training.run_config import complete_run
 
     words = [
@@ -44,7 +45,7 @@ def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     marked = ("layernorm.weight", "layernorm.bias", "linear_proj.bias", "linear_fc2.bias")
     tokens = torch.randint(128, (2, 17), generator=torch.Generator().manual_seed(2))
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(2, 16)}
-    ForwardStep(run, torch.device("cpu"))(model, batch).backward()
+    PredictNextToken(run, torch.device("cpu"))(model, batch)["loss"].backward()
     chosen = {name: p for name, p in model.named_parameters() if name.endswith(marked)}
     if run.sequence_parallel:
         assert all(parameter.sequence_parallel for parameter in chosen.values())

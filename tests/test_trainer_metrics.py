@@ -72,13 +72,17 @@ def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
     assert (tmp_path / "notes").read_text() == "mine"
 
 
-def averages() -> list[float]:
+def averages() -> list[dict[str, float]]:
     rank = torch.distributed.get_rank()
-    return average_over([torch.tensor(0.1 + rank), torch.tensor(5.0)], None, torch.device("cpu"))
+    steps = [{"loss": torch.tensor(0.1 + rank + step), "lm_loss": torch.tensor(5.0)} for step in range(2)]
+    return average_over(steps, None, torch.device("cpu"))
 
 
 def test_losses_are_averaged_over_the_ranks() -> None:
-    assert run_ranks(averages, 2) == [pytest.approx([0.6, 5.0]), pytest.approx([0.6, 5.0])]
+    for found in run_ranks(averages, 2):
+        assert [list(step) for step in found] == [["loss", "lm_loss"]] * 2
+        assert [step["loss"] for step in found] == pytest.approx([0.6, 1.6])
+        assert [step["lm_loss"] for step in found] == [5.0, 5.0]
 
 
 def test_several_runs_are_drawn_into_one_figure(tmp_path: Path) -> None:

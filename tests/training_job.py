@@ -72,9 +72,31 @@ class Data:
     prefix: str
     vocab_file: str
     merge_file: str
+    family: str = "gpt"
 
     def arguments(self) -> list[str]:
         return ["--data-path", self.prefix, "--vocab-file", self.vocab_file, "--merge-file", self.merge_file]
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedData:
+    """A data set of sentences, which says itself what tokenizer it has."""
+
+    prefix: str
+    family: str = "bert"
+
+    def arguments(self) -> list[str]:
+        return ["--data-path", self.prefix]
+
+
+def make_masked_data(folder: Path, tokenizer_type: str) -> MaskedData:
+    """Some modules of the standard library, a document each, their lines as sentences."""
+    from tempo_megatron.data.prepare_data import main
+
+    texts = [str(Path(_stdlib.__file__).parent / f"{name}.py") for name in _TEXTS]
+    how = ["--tokenizer-type", tokenizer_type, "--split-sentences", "lines", "--vocab-size", str(VOCAB_SIZE)]
+    assert main(["--input", *texts, *how, "--output-prefix", str(folder / "text"), "--workers", "1"]) == 0
+    return MaskedData(str(folder / "text"))
 
 
 def make_data(folder: Path) -> Data:
@@ -95,7 +117,9 @@ def make_data(folder: Path) -> Data:
     return Data(str(folder / "text"), str(folder / "vocab.json"), str(folder / "merges.txt"))
 
 
-def arguments(data: Data, folder: Path, *extra: str, config: dict[str, Any] | str | None = None) -> list[str]:
+def arguments(
+    data: Data | MaskedData, folder: Path, *extra: str, config: dict[str, Any] | str | None = None
+) -> list[str]:
     """A command line of a tiny model; later arguments win, so `extra` may change any of them."""
     if not isinstance(config, str):
         path = folder / "deepspeed.json"
@@ -109,7 +133,7 @@ def arguments(data: Data, folder: Path, *extra: str, config: dict[str, Any] | st
 
 
 def run(
-    data: Data,
+    data: Data | MaskedData,
     folder: Path,
     *extra: str,
     world_size: int = 1,
@@ -126,7 +150,8 @@ def run(
     port = free_port()
     ranks = [
         _processes.Process(
-            target=_rank_main, args=(argv, rank, world_size, port, str(folder / f"rank{rank}.log"), before)
+            target=_rank_main,
+            args=(data.family, argv, rank, world_size, port, str(folder / f"rank{rank}.log"), before),
         )
         for rank in range(world_size)
     ]
@@ -154,7 +179,7 @@ def successful(result: Run) -> Run:
 
 
 def _rank_main(
-    argv: list[str], rank: int, world_size: int, port: int, log: str, before: Callable[[], None] | None
+    family: str, argv: list[str], rank: int, world_size: int, port: int, log: str, before: Callable[[], None] | None
 ) -> None:
     import torch
 
@@ -163,11 +188,11 @@ def _rank_main(
     os.dup2(descriptor, 2)
     os.environ.update(environment(rank=rank, world_size=world_size, port=port))
     torch.set_num_threads(1)
-    from tempo_megatron.training.pretrain_gpt import main
+    from tempo_megatron.training.main import train
 
     if before is not None:
         before()
-    code = main(argv)
+    code = train(argv, family)
     sys.stdout.flush()
     os._exit(code)
 

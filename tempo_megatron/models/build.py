@@ -25,7 +25,7 @@ from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.slots.choices import Choices, choose, leave_to_stock
 from tempo_megatron.slots.embedding import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
-from tempo_megatron.slots.loss import TempoGPTModel
+from tempo_megatron.slots.loss import TempoBertModel, TempoGPTModel
 from tempo_megatron.slots.norm import TorchLayerNorm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,9 +107,9 @@ def choose_for_model(shape: ModelShape, config: TransformerConfig, tempo_config:
     Raises ValueError where a value that is not "auto" cannot be had.
     """
     reasons: dict[str, str] = {}
-    if shape.family != "gpt":
-        obstacle = f"the model is a {_MODEL_NAMES[shape.family]}, and the fused loss is for a GPTModel only"
-        tempo_config, reasons = leave_to_stock(tempo_config, {"loss": obstacle}, "train a GPT")
+    if shape.family == "t5":
+        obstacle = "the model is a T5Model, and the fused loss is for a GPTModel or a BertModel only"
+        tempo_config, reasons = leave_to_stock(tempo_config, {"loss": obstacle}, "train a GPT or a BERT")
     choices = choose(config, tempo_config)
     return dataclasses.replace(choices, reasons={**choices.reasons, **reasons})
 
@@ -182,8 +182,9 @@ def _build_bert(
     common: dict[str, Any],
     vp_stage: int | None,
 ) -> Any:
+    model_class = TempoBertModel if tempo_config.loss == "fused" else BertModel
     with _norm_of_the_head():
-        return BertModel(
+        return model_class(
             config=config,
             num_tokentypes=shape.num_tokentypes,
             transformer_layer_spec=tempoize(bert_layer_local_spec, config, tempo_config, vp_stage=vp_stage),

@@ -1,4 +1,4 @@
-"""The trainer's command line: Megatron-LM's own argument names."""
+"""The command lines of the trainer, one per family of models: Megatron-LM's own argument names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tempo_megatron import __version__
 from tempo_megatron.argument_types import (
@@ -18,6 +18,7 @@ from tempo_megatron.argument_types import (
 )
 from tempo_megatron.arguments import add_tempo_arguments
 from tempo_megatron.models.arguments import add_model_arguments, replace_model
+from tempo_megatron.training.masking import add_masking_arguments, take_masking
 
 # Used where neither the command line, the DeepSpeed JSON nor the checkpoint of --load says anything.
 DEFAULTS = {
@@ -53,18 +54,26 @@ class _Formatter(argparse.HelpFormatter):
         return "X" if action.type else super()._get_default_metavar_for_optional(action)
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None, family: str = "gpt") -> argparse.Namespace:
     """What was typed; the model's arguments and the file of --model have become one ModelShape, `model`.
+
+    Args:
+        argv: None takes those of the process.
+        family: gpt or bert, whose program it is.
 
     Raises ValueError for what is unknown or malformed, or contradicts another thing.
     """
-    return replace_model(build_parser().parse_args(sys.argv[1:] if argv is None else list(argv)), "gpt")
+    args = build_parser(family).parse_args(sys.argv[1:] if argv is None else list(argv))
+    if family == "bert":
+        args = argparse.Namespace(**{**vars(args), **take_masking(args)})
+    return replace_model(args, family)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(family: str) -> argparse.ArgumentParser:
+    models = {"gpt": "GPT", "bert": "BERT or a RoBERTa"}
     parser = _Parser(
-        prog="tempo-pretrain-gpt",
-        description="Pretrain a GPT with megatron-core and DeepSpeed, stock or with Tempo.",
+        prog=f"tempo-pretrain-{family}",
+        description=f"Pretrain a {models[family]} with megatron-core and DeepSpeed, stock or with Tempo.",
         allow_abbrev=False,
         formatter_class=_Formatter,
     )
@@ -72,7 +81,15 @@ def build_parser() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     _add_training(parser)
     _add_optimizer(parser)
-    _add_data(parser)
+    data = _add_data(parser)
+    if family == "bert":
+        data.add_argument(
+            "--vocab-file", help="vocab.txt or vocab.json (default: the tokenizer stored beside the data)"
+        )
+        add_masking_arguments(parser)
+    else:
+        data.add_argument("--vocab-file", help="GPT-2 vocab.json (default: the tokenizer stored beside the data)")
+        data.add_argument("--eod-mask-loss", action="store_true", help="no loss where the input is end-of-document")
     _add_recompute_and_fusion(parser)
     _add_output(parser)
     _add_distributed(parser)
@@ -140,7 +157,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_data(parser: argparse.ArgumentParser) -> None:
+def _add_data(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("data")
     group.add_argument(
         "--data-path",
@@ -151,14 +168,13 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--split", default="969,30,1", help="train,validation,test weights (default %(default)s)")
     group.add_argument("--data-cache-path", help="folder for the sample indices (default: beside the data)")
-    group.add_argument("--vocab-file", help="GPT-2 vocab.json (default: the tokenizer stored beside the data)")
-    group.add_argument("--merge-file", help="GPT-2 merges.txt")
-    group.add_argument("--eod-mask-loss", action="store_true", help="no loss where the input is end-of-document")
+    group.add_argument("--merge-file", help="merges.txt of a byte-level BPE")
     group.add_argument("--num-workers", type=parse_not_negative, help="loader processes (default 2 with a GPU, else 0)")
     group.add_argument("--eval-interval", type=parse_positive, default=1000, help="steps between validations")
     group.add_argument(
         "--eval-iters", type=parse_not_negative, default=100, help="global batches a validation; 0 is none"
     )
+    return group
 
 
 def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from tempo_megatron.models.checks import check_layout
 from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_zero_stage
+from tempo_megatron.training.masking import check_masking
 from tempo_megatron.training.run_config import RunConfig
 
 _NEEDS_TRANSFORMER_ENGINE = "without Transformer Engine megatron-core stops in it with a NameError"
-_NOT_DENSE = "the model has no such module: it is a dense GPT"
+_NOT_DENSE = "the model has no such module: it is dense"
 _REFUSED_MODULES = {
     "layernorm": _NEEDS_TRANSFORMER_ENGINE,
     "moe_act": _NOT_DENSE,
@@ -27,6 +28,8 @@ def check_run(run: RunConfig) -> None:
     _check_schedule(run)
     _check_recompute(run)
     _check_data(run)
+    if run.masking is not None:
+        check_masking(run.masking, run.model.seq_length)
     _check_output(run)
 
 
@@ -84,7 +87,8 @@ def _check_recompute(run: RunConfig) -> None:
 def _check_data(run: RunConfig) -> None:
     if run.eval_iters and not run.split_weights[1]:
         raise ValueError(f"--split {run.split} leaves nothing for validation; add --eval-iters 0 or change the split")
-    if bool(run.vocab_file) != bool(run.merge_file):
+    has_merges = run.model.family == "gpt" or bool(run.merge_file)  # WordPiece has none
+    if bool(run.vocab_file) != bool(run.merge_file) and has_merges:
         given, missing = ("vocab", "merge") if run.vocab_file else ("merge", "vocab")
         raise ValueError(f"--{given}-file is given without --{missing}-file; give both or none")
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tempo_megatron.data.tokenizer import GPT2Tokenizer
 from tempo_megatron.training.run_config import RunConfig
 
 _BLOCK = 1 << 16
 _BLOCKS = 64
 
 
-def identify_data(run: RunConfig, tokenizer: GPT2Tokenizer) -> dict[str, Any]:
+def identify_data(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
     """`data`: share and checksum of each data set in order; `tokenizer`: checksum. Rank 0 reads, all ranks call it."""
     identity: list[Any] = [None]
     if dist.get_rank() == 0:

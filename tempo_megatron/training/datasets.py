@@ -1,4 +1,4 @@
-"""Training and validation samples: megatron-core's GPTDataset, read in an order that does not depend on the layout."""
+"""Training and validation samples: a dataset of megatron-core, read in an order that does not depend on the layout."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import dataclasses
 import difflib
 import glob
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer, validate_dataset
-from tempo_megatron.data.tokenizer import GPT2Tokenizer, pad_vocab_size
+from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.training.run_config import RunConfig
+from tempo_megatron.training.task import Batch, Collate, Task
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
     """The tokenizer of a run's data, and the rows of the embedding."""
 
-    tokenizer: GPT2Tokenizer
+    tokenizer: Any
+    """A data.tokenizer_types.TextTokenizer, of one of the task's types."""
     size: int
     padded_size: int
     """`size`, rounded up to a multiple that tensor parallelism divides."""
@@ -42,17 +42,18 @@ class Vocabulary:
         }
 
 
-def load_vocabulary(run: RunConfig) -> Vocabulary:
+def load_vocabulary(run: RunConfig, task: Task) -> Vocabulary:
     """The tokenizer that all data sets of `--data-path` were made with, and the size of its vocabulary.
 
-    Raises ValueError where a data set is broken, has another tokenizer, or does not fit the vocabulary.
+    Raises ValueError where a data set is broken, has another tokenizer or one that the task does not take, or does not
+    fit the vocabulary.
     """
     prefixes = run.blend[0]
     for prefix in prefixes:
         _check_presence(prefix)
-    tokenizer = load_dataset_tokenizer(prefixes[0], run.vocab_file, run.merge_file)
+    tokenizer = load_dataset_tokenizer(prefixes[0], run.vocab_file, run.merge_file, task.tokenizer_types)
     for prefix in prefixes[1:]:
-        other = load_dataset_tokenizer(prefix, run.vocab_file, run.merge_file)
+        other = load_dataset_tokenizer(prefix, run.vocab_file, run.merge_file, task.tokenizer_types)
         if other.unique_identifiers != tokenizer.unique_identifiers:
             raise ValueError(
                 f"{prefix} was made with another tokenizer than {prefixes[0]}; prepare both with the same one"
@@ -71,7 +72,7 @@ def load_vocabulary(run: RunConfig) -> Vocabulary:
     files = _describe_tokenizer_files(run, tokenizer)
     for prefix in prefixes:
         validate_dataset(prefix, vocab_size)
-        _check_split(prefix, run)
+        task.check_split(prefix, _name_parts(run), run)
     return Vocabulary(tokenizer, vocab_size, padded, files)
 
 
@@ -90,22 +91,18 @@ def _check_presence(prefix: str) -> None:
     )
 
 
-def _check_split(prefix: str, run: RunConfig) -> None:
-    """Megatron splits by documents, each part of which must hold at least one sample."""
-    dataset = IndexedDataset(prefix)  # has to live as long as its lengths are read: it unmaps their memory
-    lengths = dataset.sequence_lengths
+def _name_parts(run: RunConfig) -> dict[str, tuple[float, float]]:
+    """The parts of a data set of which samples are asked for, with their borders as fractions."""
     train, valid, _ = run.split_weights
-    borders = [round(fraction * len(lengths)) for fraction in (0.0, train, train + valid)]
-    parts = [("training", borders[0], borders[1])]
+    parts = {"training": (0.0, train)}
     if run.eval_iters:
-        parts.append(("validation", borders[1], borders[2]))
-    for name, first, last in parts:
-        tokens = int(np.sum(lengths[first:last], dtype=np.int64))
-        if tokens < run.model.seq_length + 1:
-            raise ValueError(
-                f"{prefix}: --split {run.split} gives {name} {last - first} of {len(lengths)} documents with {tokens} "
-                f"tokens, fewer than one sample of {run.model.seq_length} + 1; change --split or prepare more data"
-            )
+        parts["validation"] = (train, train + valid)
+    return parts
+
+
+def describe_share(prefix: str, run: RunConfig, part: str, share: int, documents: int) -> str:
+    """The beginning of a sentence about a part of a data set that is too small."""
+    return f"{prefix}: --split {run.split} gives {part} {share} of {documents} documents"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +116,7 @@ class Datasets:
     """The samples asked for in each part of `train`: what a run that goes on needs for the same order."""
 
 
-def build_datasets(run: RunConfig, tokenizer: GPT2Tokenizer) -> Datasets:
+def build_datasets(run: RunConfig, task: Task, tokenizer: Any) -> Datasets:
     """The samples, built on rank 0 first, then read from its index files by the other ranks.
 
     Megatron shuffles the epochs of a run together, so that a data set built for more samples has another order from
@@ -130,36 +127,32 @@ def build_datasets(run: RunConfig, tokenizer: GPT2Tokenizer) -> Datasets:
     Raises ValueError where the folder for the index files cannot be written.
     """
     if int(os.environ["RANK"]) == 0:
-        _remove_cut_off_indices(run)
+        _remove_cut_off_indices(run, task)
     needed, valid_samples = run.train_iters * run.global_batch_size, run.eval_iters * run.global_batch_size
     sample_parts = run.sample_parts or (needed,)
-    first, valid = _build_part(run, tokenizer, run.seed, sample_parts[0], valid_samples)
+    first, valid = _build_part(run, task, tokenizer, run.seed, sample_parts[0], valid_samples)
     parts = [first]
     for number, samples in enumerate(sample_parts[1:], start=1):
-        parts.append(_build_part(run, tokenizer, run.seed + number, samples, 0)[0])
+        parts.append(_build_part(run, task, tokenizer, run.seed + number, samples, 0)[0])
     missing = needed - sum(len(part) for part in parts)
     if missing > 0:
-        parts.append(_build_part(run, tokenizer, run.seed + len(parts), missing, 0)[0])
+        parts.append(_build_part(run, task, tokenizer, run.seed + len(parts), missing, 0)[0])
         sample_parts = (*sample_parts, missing)
     train = first if len(parts) == 1 else torch.utils.data.ConcatDataset(parts)
     return Datasets(train, valid, sample_parts)
 
 
 def _build_part(
-    run: RunConfig, tokenizer: GPT2Tokenizer, seed: int, train_samples: int, valid_samples: int
+    run: RunConfig, task: Task, tokenizer: Any, seed: int, train_samples: int, valid_samples: int
 ) -> tuple[Any, Any]:
     prefixes, weights = run.blend
-    config = GPTDatasetConfig(
-        random_seed=seed % 2**32,  # what numpy takes
-        sequence_length=run.model.seq_length,
+    config = task.make_dataset_config(
+        run,
+        tokenizer,
+        seed,
         blend=(list(prefixes), None if weights is None else list(weights)),
         split=run.split,
         path_to_cache=run.data_cache_path,
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=run.eod_mask_loss,
-        create_attention_mask=False,
     )
     assert config.split_matrix is not None
     # No part is built for testing, nor one of which no sample is asked for; Megatron takes no such split as argument.
@@ -168,7 +161,7 @@ def _build_part(
         config.split_matrix[1] = None
     sizes = [train_samples, valid_samples, 0]
     try:
-        train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+        train, valid, _ = BlendedMegatronDatasetBuilder(task.dataset_class, sizes, lambda: True, config).build()
     except Exception as error:
         if isinstance(error.__cause__, OSError) or isinstance(error, OSError):
             cause = error.__cause__ or error
@@ -179,10 +172,10 @@ def _build_part(
     return train, valid
 
 
-def _remove_cut_off_indices(run: RunConfig) -> None:
+def _remove_cut_off_indices(run: RunConfig, task: Task) -> None:
     """Delete index files that a killed run wrote in part: megatron-core takes a file that exists for a whole one."""
     for prefix in run.blend[0]:
-        folder = run.data_cache_path or os.path.join(prefix, "cache", f"{GPTDataset.__name__}_indices")
+        folder = run.data_cache_path or os.path.join(prefix, "cache", f"{task.dataset_class.__name__}_indices")
         if not os.path.isdir(folder):
             continue
         for name in os.listdir(folder):
@@ -216,24 +209,14 @@ class ShardedBatchSampler:
         return len(self.starts)
 
 
-class Collate:
-    """Samples -> one batch of tokens, labels [b, s] int64 and loss_mask [b, s] float32.
-
-    Raises ValueError where a token has no row in the embedding: on a GPU that would be an assertion without a name.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-
-    def __call__(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        batch = {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")}
-        largest = int(torch.maximum(batch["tokens"].max(), batch["labels"].max()))
-        if largest >= self.vocab_size or int(batch["tokens"].min()) < 0:
-            raise ValueError(
-                f"the data holds token {largest} but the model's vocabulary ends at {self.vocab_size - 1}; "
-                "use the data's own tokenizer or raise --vocab-size"
-            )
-        return batch
+def check_token_range(tokens: Tensor, labels: Tensor, vocab_size: int) -> None:
+    """Raise ValueError where a token has no row in the embedding; a GPU would stop in an assertion without a name."""
+    largest = int(torch.maximum(tokens.max(), labels.max()))
+    if largest >= vocab_size or int(tokens.min()) < 0:
+        raise ValueError(
+            f"the data holds token {largest} but the model's vocabulary ends at {vocab_size - 1}; "
+            "use the data's own tokenizer or raise --vocab-size"
+        )
 
 
 class BatchStream:
@@ -242,7 +225,7 @@ class BatchStream:
     Args:
         dataset: what build_datasets gave.
         run: batch sizes and workers.
-        padded_vocab_size: rows of the embedding.
+        collate: of the task.
         consumed_samples: global samples already seen; the resumed run goes on after them.
         num_samples: global samples in all.
         rank, data_parallel_size: of the data-parallel group. Every rank of a tensor-parallel group reads the same.
@@ -252,7 +235,7 @@ class BatchStream:
         self,
         dataset: Any,
         run: RunConfig,
-        padded_vocab_size: int,
+        collate: Collate,
         device: torch.device,
         *,
         consumed_samples: int,
@@ -267,14 +250,14 @@ class BatchStream:
             dataset,
             batch_sampler=sampler,  # type: ignore[arg-type]
             num_workers=run.num_workers,
-            collate_fn=Collate(padded_vocab_size),
+            collate_fn=collate,
             pin_memory=device.type == "cuda",
             # A generator of its own: the loader draws from it, and the run's random states must not move.
             generator=torch.Generator(),
         )
         self._batches = iter(self._loader)
 
-    def take_next(self) -> dict[str, Tensor]:
+    def take_next(self) -> Batch:
         batch = next(self._batches)
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
@@ -283,7 +266,7 @@ class BatchStream:
         return consumed_samples + (micro_batch * self.data_parallel_size + self.rank) * self.micro_batch_size
 
 
-def _describe_tokenizer_files(run: RunConfig, tokenizer: GPT2Tokenizer) -> dict[str, dict[str, str]]:
+def _describe_tokenizer_files(run: RunConfig, tokenizer: Any) -> dict[str, dict[str, str]]:
     """Where its files are and what is in them, so that they can go along with exported weights."""
     prefix = run.blend[0][0]
     paths: tuple[str, ...] = tuple(path for path in (run.vocab_file, run.merge_file) if path is not None)

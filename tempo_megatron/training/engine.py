@@ -111,6 +111,17 @@ def extend_to_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Ten
     return initialize
 
 
+def zero_partitioned_biases(model: torch.nn.Module) -> None:
+    """Zero the biases of torch's linears that choose_construction_context has partitioned.
+
+    Megatron zeroes them (BERT's heads have such linears) after they exist, when there is nothing left to zero.
+    """
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and hasattr(module.bias, "ds_id"):
+            with deepspeed.zero.GatheredParameters([module.bias], modifier_rank=0), torch.no_grad():
+                module.bias.zero_()
+
+
 def sum_sequence_parallel_gradients(model: torch.nn.Module) -> int:
     """Let the gradients of parameters marked `sequence_parallel` be summed over the tensor-parallel group.
 

@@ -20,6 +20,7 @@ from tempo_megatron.training.plots import plot_losses
 from tempo_megatron.training.resume import describe_run
 from tempo_megatron.training.rng_state import seed_all
 from tempo_megatron.training.run_config import RunConfig
+from tempo_megatron.training.task import find_task
 
 
 class Job:
@@ -34,7 +35,8 @@ class Job:
     def __init__(self, run: RunConfig, saved: dict[str, Any] | None, launcher: str) -> None:
         self.run = run
         self.save_folder = checkpoint.claim_save_folder(run)
-        self.vocabulary = load_vocabulary(run)
+        self.task = find_task(run.model.family)
+        self.vocabulary = load_vocabulary(run, self.task)
         if not run.on_gpu:
             use_cpu()
         self.device = engine.initialize_distributed(run)
@@ -48,15 +50,16 @@ class Job:
         self.run = run = dataclasses.replace(run, tempo=self.choices.config)
         transformer_config = dataclasses.replace(
             transformer_config,
+            init_method=engine.extend_to_partitioned(transformer_config.init_method),
             embedding_init_method=engine.extend_to_partitioned(transformer_config.embedding_init_method),
         )
         with engine.choose_construction_context(run):
             built = build_model(run.model, transformer_config, run.tempo, self.vocabulary.padded_size)
-        self.datasets = build_datasets(run, self.vocabulary.tokenizer)
+        engine.zero_partitioned_biases(built)
+        self.datasets = build_datasets(run, self.task, self.vocabulary.tokenizer)
         self.tempo_report = report_on(built, self.choices)
         self.parameters = count_parameters(built, run.tensor_model_parallel_size)
         self.engine = engine.Engine(built, run)
-        self.forward_step = model.ForwardStep(run, self.device)
         self.description = describe_run(
             run,
             self.vocabulary,
@@ -114,9 +117,9 @@ class Job:
         trainer = Trainer(
             run,
             self.engine,
-            self.forward_step,
+            self.task.make_forward_step(run, self.device),
             self.datasets,
-            self.vocabulary.padded_size,
+            self.task.make_collate(self.vocabulary),
             self.progress,
             self.checkpoints,
             self.report,

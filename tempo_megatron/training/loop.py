@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from tempo_megatron.training.checkpoint import Checkpoints, Progress
 from tempo_megatron.training.datasets import BatchStream, Datasets
 from tempo_megatron.training.engine import REMEDY, Engine
 from tempo_megatron.training.metrics import Report, StepTimer, average_over, measure_peak_memory
-from tempo_megatron.training.model import ForwardStep
 from tempo_megatron.training.run_config import RunConfig
 from tempo_megatron.training.stop_signal import StopSignal
+from tempo_megatron.training.task import LOSS, Batch, Collate, ForwardStep
 
 
 class Trainer:
@@ -29,7 +29,7 @@ class Trainer:
         run: its settings.
         engine, forward_step: what is trained.
         datasets: of build_datasets.
-        padded_vocab_size: rows of the embedding.
+        collate: of the task whose forward_step it is.
         progress: 0, or where the checkpoint was.
         checkpoints: used where --save is given.
         report: what the user sees.
@@ -42,7 +42,7 @@ class Trainer:
         engine: Engine,
         forward_step: ForwardStep,
         datasets: Datasets,
-        padded_vocab_size: int,
+        collate: Collate,
         progress: Progress,
         checkpoints: Checkpoints,
         report: Report,
@@ -50,12 +50,12 @@ class Trainer:
     ) -> None:
         self.run, self.engine, self.forward_step = run, engine, forward_step
         self.progress, self.checkpoints, self.report, self.device = progress, checkpoints, report, device
-        self.valid_dataset, self.padded_vocab_size = datasets.valid, padded_vocab_size
+        self.valid_dataset, self.collate = datasets.valid, collate
         self.stream = self._open_stream(datasets.train, progress.consumed_samples, run.train_iters)
         self.group = parallel_state.get_data_parallel_group()
         self._pending: list[dict[str, Any]] = []
-        self._losses: list[Tensor] = []
-        self._last_batch: dict[str, Tensor] | None = None
+        self._losses: list[dict[str, Tensor]] = []
+        self._last_batch: Batch | None = None
         self._last_is_finite = True
 
     def train(self) -> str:
@@ -92,7 +92,7 @@ class Trainer:
         return BatchStream(
             dataset,
             self.run,
-            self.padded_vocab_size,
+            self.collate,
             self.device,
             consumed_samples=consumed_samples,
             num_samples=iterations * self.run.global_batch_size,
@@ -103,17 +103,17 @@ class Trainer:
     def _step(self) -> None:
         run, engine, progress = self.run, self.engine, self.progress
         learning_rate, skipped_before = engine.learning_rate, engine.skipped_steps
-        total = torch.zeros((), dtype=torch.float32, device=self.device)
+        totals: dict[str, Tensor] = {}
         for micro_batch in range(run.num_micro_batches):
             batch = self.stream.take_next()
             set_micro_batch(run.seed, self.stream.find_first_sample(progress.consumed_samples, micro_batch))
             self._last_batch = batch
-            loss = self.forward_step(engine.deepspeed, batch)
-            engine.backward_and_step(loss)
-            total += loss.detach()
+            losses = self.forward_step(engine.deepspeed, batch)
+            engine.backward_and_step(losses[LOSS])
+            _add(totals, losses)
         progress.iteration += 1
         progress.consumed_samples += run.global_batch_size
-        self._losses.append(total / run.num_micro_batches)
+        self._losses.append({name: total / run.num_micro_batches for name, total in totals.items()})
         self._pending.append(
             {
                 "iteration": progress.iteration,
@@ -131,7 +131,7 @@ class Trainer:
         losses = average_over(self._losses, self.group, self.device)
         seconds = self.timer.end_interval() / len(losses)
         for step, loss in zip(self._pending, losses, strict=True):
-            step["loss"] = loss
+            step |= loss
             step["grad_norm"] = None if step["grad_norm"] is None else float(step["grad_norm"])
         self.report.report_steps(
             self._pending,
@@ -143,7 +143,7 @@ class Trainer:
             },
         )
         diverged = [step["iteration"] for step in self._pending if self._has_diverged(step)]
-        self._last_is_finite = math.isfinite(losses[-1])
+        self._last_is_finite = math.isfinite(losses[-1][LOSS])
         self._pending, self._losses = [], []
         raise_on_all_ranks(
             f"the loss of step {diverged[0]} or its gradient is not a finite number; {REMEDY}" if diverged else None
@@ -161,22 +161,24 @@ class Trainer:
         start = time.perf_counter()
         stream = self._open_stream(self.valid_dataset, 0, self.run.eval_iters)
         batches = self.run.eval_iters * self.run.num_micro_batches
-        mean = self._compute_loss_without_dropout(stream.take_next() for _ in range(batches))
+        mean = self._compute_losses_without_dropout(stream.take_next() for _ in range(batches))
         self.report.report_validation(self.progress.iteration, self.progress.consumed_samples, mean)
         if not self.engine.scales_dynamically:
-            self._raise_unless_finite(mean)
+            self._raise_unless_finite(mean[LOSS])
         self.timer.exclude_since(start)
 
     @torch.no_grad()
-    def _compute_loss_without_dropout(self, batches: Iterable[dict[str, Tensor]]) -> float:
+    def _compute_losses_without_dropout(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Mean over the micro batches of all data-parallel ranks."""
         self.engine.deepspeed.eval()
-        total, count = torch.zeros((), dtype=torch.float32, device=self.device), 0
+        totals: dict[str, Tensor] = {}
+        count = 0
         for batch in batches:
-            total += self.forward_step(self.engine.deepspeed, batch)
+            _add(totals, self.forward_step(self.engine.deepspeed, batch))
             count += 1
         self.engine.deepspeed.train()
-        return average_over([total / count], self.group, self.device)[0]
+        means = {name: total / count for name, total in totals.items()}
+        return average_over([means], self.group, self.device)[0]
 
     def _raise_unless_finite(self, loss: float) -> None:
         raise_on_all_ranks(
@@ -196,8 +198,14 @@ class Trainer:
             self.report.say(f"the loss of step {step} is not a finite number and fp16 skipped it; it is not saved")
             return
         if self._last_batch is not None:
-            self._raise_unless_finite(self._compute_loss_without_dropout([self._last_batch]))
+            self._raise_unless_finite(self._compute_losses_without_dropout([self._last_batch])[LOSS])
         self.checkpoints.save(self.progress)
         seconds = time.perf_counter() - start
         self.report.say(f"saved the checkpoint of step {step} to {self.run.save} in {seconds:.1f} s")
         self.timer.exclude_since(start)
+
+
+def _add(totals: dict[str, Tensor], losses: Mapping[str, Tensor]) -> None:
+    for name, loss in losses.items():
+        value = loss.detach()
+        totals[name] = totals[name] + value if name in totals else value

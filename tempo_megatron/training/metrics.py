@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,12 +32,14 @@ def measure_peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def average_over(values: list[Tensor], group: Any, device: torch.device) -> list[float]:
-    """Element-wise mean of scalars over a process group, summed in rank order so that it never depends on timing."""
-    local = torch.stack(values).to(device, torch.float32)
+def average_over(values: list[dict[str, Tensor]], group: Any, device: torch.device) -> list[dict[str, float]]:
+    """Mean of named scalars over a process group, summed in rank order so that it never depends on timing."""
+    names = list(values[0])
+    local = torch.stack([scalars[name] for scalars in values for name in names]).to(device, torch.float32)
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, local, group=group)
-    return torch.stack(gathered).double().mean(0).tolist()
+    means = torch.stack(gathered).double().mean(0).view(len(values), len(names)).tolist()
+    return [dict(zip(names, row, strict=True)) for row in means]
 
 
 class MetricsFile:
@@ -140,28 +143,35 @@ class Report:
         """The steps of a log interval, each with what is only known for the interval as a whole; one log line."""
         for step in steps:
             self.record("train", **step, loss_hex=float(step["loss"]).hex(), **interval)
-        last, losses = steps[-1], [step["loss"] for step in steps]
+        last = steps[-1]
         norm = "" if last["grad_norm"] is None else f" | grad norm {last['grad_norm']:.3f}"
         scale = f" | loss scale {interval['loss_scale']:g}" if interval.get("loss_scale") else ""
         self.say(
             f"step {last['iteration']:>{len(str(self.run.train_iters))}}/{self.run.train_iters}"
-            f" | loss {sum(losses) / len(losses):.6f} | lr {last['learning_rate']:.3e}{norm}{scale}"
+            f" | {_format_losses(steps)} | lr {last['learning_rate']:.3e}{norm}{scale}"
             f" | {interval['tokens_per_s']:,.0f} tokens/s | {interval['step_ms']:.1f} ms/step"
             f" | peak {interval['peak_memory_bytes'] / 2**20:,.0f} MiB"
         )
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{last['loss']:.4f}", refresh=False)
 
-    def report_validation(self, iteration: int, consumed_samples: int, loss: float) -> None:
-        perplexity = math.exp(min(loss, 700.0))
+    def report_validation(self, iteration: int, consumed_samples: int, losses: dict[str, float]) -> None:
+        """`losses` as of a forward step; perplexity is that of the tokens, so of lm_loss where that is one of them."""
+        perplexity = math.exp(min(losses.get("lm_loss", losses["loss"]), 700.0))
         position = {"iteration": iteration, "consumed_samples": consumed_samples}
-        self.record("validation", **position, loss=loss, loss_hex=loss.hex(), perplexity=perplexity)
-        self.say(f"validation after step {iteration} | loss {loss:.6f} | perplexity {perplexity:.3f}")
+        self.record("validation", **position, **losses, loss_hex=losses["loss"].hex(), perplexity=perplexity)
+        self.say(f"validation after step {iteration} | {_format_losses([losses])} | perplexity {perplexity:.3f}")
 
     def close(self) -> None:
         for open_thing in (self._bar, self._file, self._board):
             if open_thing is not None:
                 open_thing.close()
+
+
+def _format_losses(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The mean of every loss over the steps: `loss 9.1 | lm loss 8.4 | sop loss 0.7`."""
+    means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0] if name.endswith("loss")}
+    return " | ".join(f"{name.replace('_', ' ')} {mean:.6f}" for name, mean in means.items())
 
 
 class StepTimer:

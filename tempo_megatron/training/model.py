@@ -1,14 +1,10 @@
-"""The model of a run: its TransformerConfig, and what a forward pass of the trainer gives it."""
+"""The model of a run: its TransformerConfig, and what its activation is called."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from typing import Any
 
-import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from tempo_megatron.models import build as models
 from tempo_megatron.models.shape import ModelShape
@@ -58,33 +54,3 @@ def describe_activation(shape: ModelShape, gelu_form: str | None) -> str:
     """For people: `erf GELU`, `swiglu`."""
     name = {"gelu": "GELU", "geglu": "GEGLU"}.get(shape.activation, shape.activation)
     return f"{gelu_form} {name}" if gelu_form else name
-
-
-class ForwardStep:
-    """Micro batch -> mean loss of its tokens, with what does not change between micro batches made once.
-
-    Args:
-        run: with Tempo's attention no mask is needed. Its `tempo` holds values only, no "auto".
-        device: where the model is.
-    """
-
-    def __init__(self, run: RunConfig, device: torch.device) -> None:
-        seq_length = run.model.seq_length
-        self.position_ids = torch.arange(seq_length, dtype=torch.int64, device=device).unsqueeze(0)
-        self.attention_mask: Tensor | None = None
-        if "off" in run.tempo.values_of("attention") and device.type == "cpu":
-            # Megatron's own causal mask is made on the literal device "cuda". True = hidden.
-            hidden = torch.ones(seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
-            self.attention_mask = hidden.view(1, 1, seq_length, seq_length)
-
-    def __call__(self, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss, float32, averaged over the tokens that count; 0 where none does."""
-        tokens, mask = batch["tokens"], batch["loss_mask"]
-        losses = model(
-            input_ids=tokens,
-            position_ids=self.position_ids.expand_as(tokens),
-            attention_mask=self.attention_mask,
-            labels=batch["labels"],
-            loss_mask=mask,
-        )
-        return torch.sum(losses.float() * mask) / mask.sum().clamp(min=1.0)

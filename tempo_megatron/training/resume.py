@@ -9,6 +9,7 @@ How the weights lie on the ranks is the run's own business, and another one is n
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,13 +65,14 @@ _REMEDIES = {
     "global_batch_size": "--global-batch-size",
     "seed": "--seed",
     "split": "--split",
+    "masking": "--mask-prob, --short-seq-prob and --masking",
     "tokenizer": "--vocab-file and --merge-file",
     "data": "--data-path",
 }
 # How weights and moments lie on the ranks. A run goes on in another layout: see resharding.py.
 _LAYOUT = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage", "optimizer", "offload_device")
 # What decides which sample comes when: another value and the resumed run would see other data.
-_DATA_FIELDS = ("seq_length", "global_batch_size", "seed", "split")
+_DATA_FIELDS = ("seq_length", "global_batch_size", "seed", "split", "masking")
 
 
 def read_saved_run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -166,7 +168,7 @@ def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], loa
     """Raise ValueError for the first field of describe_run in which the checkpoint is of another run."""
     where = f"--load {load}/{saved['checkpoint']}"
     for name, remedy in _REMEDIES.items():
-        ours, theirs = description[name], saved.get(name)
+        ours, theirs = description.get(name), saved.get(name)
         if ours == theirs:
             continue
         if name in ("data", "tokenizer"):
@@ -197,6 +199,10 @@ def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[st
     described = {name: getattr(run, name) for name in (*_REMEDIES, *_LAYOUT) if hasattr(run, name)}
     described |= {"offload_device": read_offload_device(run.deepspeed), "vocab_padding_tp": run.vocab_padding_tp}
     described |= run.model.describe() | vocabulary.describe()
+    if run.masking is None:  # a run for GPT has none, and says nothing of it
+        del described["masking"]
+    else:
+        described["masking"] = dataclasses.asdict(run.masking)
     return {**described, "format": FORMAT, "data_path": list(run.data_path), **more}
 
 

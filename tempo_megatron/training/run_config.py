@@ -23,6 +23,7 @@ from tempo_megatron.training.deepspeed_config import (
     freeze_deepspeed_config,
     read_precision,
 )
+from tempo_megatron.training.masking import Masking
 from tempo_megatron.training.resume import find_vocab_padding_tp, take_from_checkpoint
 
 
@@ -70,6 +71,8 @@ class RunConfig:
     vocab_file: str | None
     merge_file: str | None
     eod_mask_loss: bool
+    masking: Masking | None
+    """Of BERT and RoBERTa only."""
     num_workers: int
     eval_interval: int
     eval_iters: int
@@ -137,6 +140,8 @@ def complete_run(
     data_parallel_size = divide_processes(world_size, args.tensor_model_parallel_size)
     values = {**vars(args), **(take_from_checkpoint(args, deepspeed_config, saved) if saved else {})}
     completed = complete_deepspeed_config(deepspeed_config, values, data_parallel_size)
+    values.setdefault("eod_mask_loss", False)
+    values.setdefault("masking", None)
     values |= {
         "micro_batch_size": completed["train_micro_batch_size_per_gpu"],
         "global_batch_size": completed["train_batch_size"],

@@ -1,0 +1,68 @@
+"""How tokens are masked for BERT and RoBERTa: Megatron-LM's arguments, and --masking, which its script lacks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from tempo_megatron.argument_types import parse_probability
+from tempo_megatron.models.shape import read_shape_file
+
+WORDS, TOKENS = "words", "tokens"
+SHORTEST_SAMPLE = 5
+"""[CLS], a token, [SEP], a token and [SEP]."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Masking:
+    """A field means what `--help` says of the argument of that name."""
+
+    mask_prob: float
+    short_seq_prob: float
+    masking: str
+
+
+def add_masking_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("masking")
+    group.add_argument(
+        "--mask-prob", type=parse_probability, default=0.15, help="share of the tokens to predict (default %(default)s)"
+    )
+    group.add_argument(
+        "--short-seq-prob",
+        type=parse_probability,
+        default=0.1,
+        help="share of the samples that are made shorter, 0 for none as in RoBERTa (default %(default)s)",
+    )
+    group.add_argument(
+        "--masking",
+        choices=(WORDS, TOKENS),
+        default=WORDS,
+        help="words: whole words, and up to three in a row, as Megatron-LM masks for BERT; tokens: each for itself, as "
+        "in RoBERTa (default %(default)s)",
+    )
+    group.add_argument(
+        "--bert-no-binary-head",
+        action="store_true",
+        help="no segments and no prediction of their order, as in RoBERTa (default: as --model says, else with both)",
+    )
+
+
+def take_masking(args: argparse.Namespace) -> dict[str, Any]:
+    """`masking` and the two fields of ModelShape that say whether there are segments: as typed, as --model, as BERT."""
+    in_file = read_shape_file(args.model) if args.model else {}
+    has_head = not args.bert_no_binary_head and in_file.get("add_binary_head", True)
+    kinds = 0 if args.bert_no_binary_head else in_file.get("num_tokentypes", 2 if has_head else 0)
+    masking = Masking(mask_prob=args.mask_prob, short_seq_prob=args.short_seq_prob, masking=args.masking)
+    return {"masking": masking, "add_binary_head": has_head, "num_tokentypes": kinds}
+
+
+def check_masking(masking: Masking, seq_length: int) -> None:
+    """Raise ValueError for what Megatron's masked dataset would stop in."""
+    if masking.mask_prob == 0:
+        raise ValueError("--mask-prob 0 leaves nothing to predict; expected a share above 0")
+    if seq_length < SHORTEST_SAMPLE:
+        raise ValueError(
+            f"--seq-length {seq_length} has no room for two segments and what is around them; expected at least "
+            f"{SHORTEST_SAMPLE}"
+        )
