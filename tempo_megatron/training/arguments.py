@@ -203,7 +203,13 @@ def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--save", metavar="DIR", help="where checkpoints go; every node must see the same folder")
-    group.add_argument("--load", metavar="DIR", help="continue from the latest checkpoint in this folder")
+    group.add_argument(
+        "--load",
+        metavar="DIR",
+        help="continue from the latest checkpoint in this folder, which a run of another tensor parallel size, number "
+        "of processes or ZeRO stage may have saved, stock or Tempo; the model, the data, --global-batch-size and "
+        "--seed stay (docs/checkpoints.md)",
+    )
     group.add_argument(
         "--save-interval", type=parse_positive, help="steps between checkpoints (default: only at the end)"
     )
