@@ -43,12 +43,7 @@ class Layout:
 
 ONE_PROCESS = Layout()
 LAYOUTS = (
-    *(
-        Layout(tp, sequence_parallel, pp)
-        for pp in (1, 2)
-        for tp in (1, 2, 4)
-        for sequence_parallel in (False, True)
-    ),
+    *(Layout(tp, sequence_parallel, pp) for pp in (1, 2) for tp in (1, 2, 4) for sequence_parallel in (False, True)),
     Layout(1, False, 2, 2),
     Layout(2, True, 2, 2),
 )
@@ -71,10 +66,9 @@ class Case:
         return f"{self.family} | {self.layout} | {self.recompute} | {self.choice} | p {self.dropout:g} | {self.dtype}"
 
     @property
-    def values(self) -> dict[str, object]:
-        """Axis -> value, for pairs."""
-        layout = dataclasses.asdict(self.layout)
-        return {**layout, **{name: getattr(self, name) for name in ("family", "recompute", "choice", "dropout", "dtype")}}
+    def values(self) -> list[tuple[str, object]]:
+        """(axis, value), for pairs."""
+        return [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
 
     @property
     def tempo(self) -> TempoConfig:
@@ -157,7 +151,7 @@ def list_pairs(cases: Iterable[Case]) -> set[tuple[tuple[str, object], tuple[str
 
 
 def _pairs_of(case: Case) -> list[tuple[tuple[str, object], tuple[str, object]]]:
-    return list(itertools.combinations(sorted(case.values.items(), key=lambda item: item[0]), 2))
+    return list(itertools.combinations(case.values, 2))
 
 
 def choose_pairwise() -> list[Case]:
