@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import multiprocessing.connection
 import os
 import queue
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -106,8 +108,17 @@ def _merge(results: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def _end_with_parent() -> None:
+    """A parent that is killed ends nobody; this process then ends itself."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
 def _work(rank: int, folder: str, cases: list[Case], messages: Any) -> None:
     case: Case | None = None
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

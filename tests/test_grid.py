@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,41 @@ def test_results_outlast_a_killed_run(tmp_path: Path) -> None:
     Results(path).add(other, {"status": "failed", "message": "words"})
     assert read_results(path)[other.key] == {"status": "failed", "message": "words"}
     assert read_results(path)[CASE.key] == expected
+
+
+def children_of(process: int) -> set[int]:
+    """Also of its threads, which start the pools."""
+    texts = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/children")]
+    return {int(word) for text in texts for word in text.split()}
+
+
+def is_alive(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    with contextlib.suppress(OSError):
+        return stat.read_text().rpartition(") ")[2][0] != "Z"
+    return False
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
+    output = tmp_path / "grid.jsonl"
+    grid = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "grid.py"), "--full", "--output", str(output), "--only", "| TP 1 |"],
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 300
+    children: set[int] = set()
+    # The first result: every process of the pool runs.
+    while time.monotonic() < deadline and not (output.exists() and len(read_results(output)) > 0):
+        assert grid.poll() is None
+        children |= children_of(grid.pid)
+        time.sleep(0.5)
+    grid.kill()
+    grid.wait()
+    assert len(children) >= 4
+    while time.monotonic() < deadline and any(map(is_alive, children)):
+        time.sleep(0.1)
+    assert not any(map(is_alive, children))
 
 
 def test_results_of_other_versions_are_not_added_to(tmp_path: Path) -> None:
