@@ -102,7 +102,7 @@ def measure_and_count(layer: Layer) -> dict[str, tuple[int, int]]:
 
 
 def count_stack(family: str, stack: str, config: Any, chosen: TempoConfig, sizes: Sizes) -> int:
-    """What the formula says of one stack on this rank, whose number of layers is the configuration's."""
+    """What the formula says of one stack of one chunk of the model on this rank."""
     activation = name_activation(config)
     assert activation is not None
     shape = LayerShape.from_config(
@@ -113,5 +113,6 @@ def count_stack(family: str, stack: str, config: Any, chosen: TempoConfig, sizes
         rotary=family == "Llama",
         encoder_length=sizes.seq_length if (family, stack) == ("T5", "decoder") else None,
     )
-    num_layers = config.num_layers // config.pipeline_model_parallel_size
+    num_chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    num_layers = config.num_layers // num_chunks
     return num_layers * count_layer_bytes(shape, chosen) + count_stack_bytes(shape, chosen)

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
@@ -68,6 +69,7 @@ def build_config(
             "num_attention_heads": 8,
             "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
             "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+            "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
             "pipeline_dtype": dtype,
             "params_dtype": dtype,
             "bf16": dtype == torch.bfloat16,
@@ -85,9 +87,12 @@ def build_config(
 
 
 def build_model(
-    family: str, config: TransformerConfig, tempo_config: TempoConfig, sizes: Sizes, vp_stage: int | None = None
+    family: str, config: TransformerConfig, tempo_config: TempoConfig | None, sizes: Sizes, vp_stage: int | None = None
 ) -> Any:
-    """This rank's part of the model, in training mode, without weights: `fill_weights` sets them."""
+    """This rank's part of the model, in training mode, without weights: `fill_weights` sets them.
+
+    tempo_config: None for Megatron's own specs, untouched; with `TempoConfig.off()` torch's norms stand in them that
+        honour sequence parallelism, which Megatron's refuse without Apex."""
     stages = {
         "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
@@ -97,7 +102,7 @@ def build_model(
         position = {"position_embedding_type": "rope"} if family == "Llama" else {}
         model = GPTModel(
             config,
-            tempo_block_spec(config, tempo_config, vp_stage=vp_stage),
+            _make_gpt_spec(config, tempo_config, vp_stage),
             sizes.vocab_size,
             sizes.seq_length,
             share_embeddings_and_output_weights=family == "GPT",
@@ -106,20 +111,32 @@ def build_model(
             **stages,
         )
     elif family == "BERT":
-        spec = tempoize(bert_layer_local_spec, config, tempo_config)
+        spec = _replace(bert_layer_local_spec, config, tempo_config, vp_stage)
         model = BertModel(
             config, 0, spec, sizes.vocab_size, sizes.seq_length, share_embeddings_and_output_weights=True,
-            add_binary_head=False, **stages,
+            add_binary_head=False, vp_stage=vp_stage, **stages,
         )  # fmt: skip
     else:
         specs = (encoder_model_with_local_spec(), decoder_model_with_local_spec())
-        replaced = [tempoize(spec, config, tempo_config) for spec in specs]
+        replaced = [_replace(spec, config, tempo_config) for spec in specs]
         model = T5Model(
             config, config, *replaced, sizes.vocab_size, sizes.seq_length, share_embeddings_and_output_weights=True
         )
-    tempoize_embedding(model, tempo_config)
-    tempoize_loss(model, tempo_config)
+    if tempo_config is not None:
+        tempoize_embedding(model, tempo_config)
+        tempoize_loss(model, tempo_config)
     return model.to(config.params_dtype).train()
+
+
+def _make_gpt_spec(config: Any, tempo_config: TempoConfig | None, vp_stage: int | None) -> Any:
+    if tempo_config is not None:
+        return tempo_block_spec(config, tempo_config, vp_stage=vp_stage)
+    norms = {"normalization": config.normalization}
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, **norms)
+
+
+def _replace(spec: Any, config: Any, tempo_config: TempoConfig | None, vp_stage: int | None = None) -> Any:
+    return spec if tempo_config is None else tempoize(spec, config, tempo_config, vp_stage=vp_stage)
 
 
 def draw_tokens(first_sample: int, sizes: Sizes) -> Tensor:
