@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tempo_megatron.slots.dropout_rng import set_micro_batch
     from tempo_megatron.slots.embedding import tempoize_embedding
     from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
+    from tempo_megatron.slots.log_probs import log_probs
     from tempo_megatron.slots.loss import TempoGPTModel, fused_gpt_class, tempoize_loss
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "add_tempo_arguments",
     "fused_gpt_class",
+    "log_probs",
     "set_micro_batch",
     "tempo_block_spec",
     "tempoize",
@@ -41,6 +43,7 @@ _HOMES = {
     "TempoGPTModel": "slots.loss",
     "add_tempo_arguments": "arguments",
     "fused_gpt_class": "slots.loss",
+    "log_probs": "slots.log_probs",
     "set_micro_batch": "slots.dropout_rng",
     "tempo_block_spec": "slots.layer_spec",
     "tempoize": "slots.layer_spec",
