@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tempo_megatron.slots.dropout_rng import set_micro_batch
     from tempo_megatron.slots.embedding import tempoize_embedding
     from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
+    from tempo_megatron.slots.log_probs import log_probs
     from tempo_megatron.slots.loss import (
         TempoBertModel,
         TempoGPTModel,
@@ -37,6 +38,7 @@ __all__ = [
     "add_tempo_arguments",
     "fused_bert_class",
     "fused_gpt_class",
+    "log_probs",
     "report_on",
     "set_micro_batch",
     "tempo_block_spec",
@@ -55,6 +57,7 @@ _HOMES = {
     "add_tempo_arguments": "arguments",
     "fused_bert_class": "slots.loss",
     "fused_gpt_class": "slots.loss",
+    "log_probs": "slots.log_probs",
     "report_on": "slots.report",
     "set_micro_batch": "slots.dropout_rng",
     "tempo_block_spec": "slots.layer_spec",

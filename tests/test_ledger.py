@@ -154,9 +154,8 @@ MIXED = TempoConfig(activation="inplace", layers=LAYERS)
 def test_each_kind_of_layer_is_measured_and_the_model_is_their_sum():
     cpu.use_cpu()
     with simulate_layout(1):
-        config = build_transformer_config(
-            {**SMALL, "num_layers": 6}, sequence_parallel=False, dtype=torch.bfloat16, dropout=0.1, recompute=()
-        )
+        shape = make_shape(**{**SMALL, "num_layers": 6}, seq_length=64, attention_dropout=0.1, hidden_dropout=0.1)
+        config = build_ledger_config(shape, sequence_parallel=False, dtype=torch.bfloat16, recompute=())
         found = measure_model(config, MIXED, vocab_size=512, seq_length=64)
     alone = [ledger(SMALL, MIXED.for_layer(layer)).layer_bytes for layer in range(6)]
     kinds = [(kind.layers, kind.num_layers, kind.layer_bytes) for kind in found.layer_kinds]

@@ -1,6 +1,6 @@
 """The fused loss head in Megatron's GPTModel and BertModel: labels in, losses out, and no logits of all tokens.
 
-Both compute logits in its output layer and hands them to compute_language_model_loss. With labels at hand the
+Both models compute logits in their output layer and hand them to compute_language_model_loss. With labels at hand the
 output layer gives the losses at once, inside its own forward, so that whatever hooks gather or release its weight
 (ZeRO-3's) do so around it; the second step then has nothing to do. Without labels all is as in Megatron.
 """
@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.slots.late_check import LateCheck
 from tempo_megatron.slots.refusals import find_refusal
@@ -48,11 +48,15 @@ class LossHead:
 
     loss_mask: Tensor | None = None
 
+    log_prob: Mapping[str, Any] | None = None
+    """What linear_log_prob is told, where log-probabilities are asked for in place of losses."""
+
 
 def forward_output_layer(
     layer: Any, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> Any:
-    """The forward of an output layer that has a LossHead: losses of the labels that it is told, without them logits.
+    """The forward of an output layer that has a LossHead: losses or log-probabilities of the labels that it is told,
+    without them logits.
 
     Args:
         layer: the ColumnParallelLinear.
@@ -60,7 +64,8 @@ def forward_output_layer(
             parallelism [s/p, b, h].
 
     Returns:
-        (losses [b, s] in float32, None), or what ColumnParallelLinear returns.
+        (losses [b, s] in float32, None), or ([1 or 2, b, s], None), log-probabilities and, where asked for, entropies,
+        or what ColumnParallelLinear returns.
     """
     _IS_MULTIPLE.raise_if_noted()
     head: LossHead = layer.loss_head
@@ -78,18 +83,19 @@ def forward_output_layer(
     token_weights = None
     if head.loss_mask is not None and torch.is_grad_enabled():
         token_weights = head.loss_mask.view_as(head.labels).float()
-    found = linear_cross_entropy(
-        input_,
-        weight,
-        head.labels.masked_fill(is_outside, _IGNORED),
-        bias=bias,
-        ignore_index=_IGNORED,
-        vocab_start=get_pg_rank(layer.tp_group) * num_rows,
-        group=layer.tp_group,
-        sequence_parallel=layer.sequence_parallel,
-        gradient_accumulation_fusion=layer.gradient_accumulation_fusion,
-        token_weights=token_weights,
-    )
+    labels = head.labels.masked_fill(is_outside, _IGNORED)
+    shared = {
+        "bias": bias,
+        "ignore_index": _IGNORED,
+        "vocab_start": get_pg_rank(layer.tp_group) * num_rows,
+        "group": layer.tp_group,
+        "sequence_parallel": layer.sequence_parallel,
+        "gradient_accumulation_fusion": layer.gradient_accumulation_fusion,
+    }
+    if head.log_prob is not None:
+        found = linear_log_prob(input_, weight, labels, **shared, **head.log_prob)
+        return torch.stack(found if isinstance(found, tuple) else (found,)), None
+    found = linear_cross_entropy(input_, weight, labels, **shared, token_weights=token_weights)
     return (found if token_weights is None else _LossesOfTotal.apply(*found, token_weights)), None
 
 
@@ -198,7 +204,7 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     Raises ValueError where `tempo_config.loss` is "fused" and the model or its configuration has what the fused head
     cannot do; "auto" leaves such a model as it is.
     """
-    if choose_loss(model, tempo_config)[0] == "off" or not model.post_process or _find_head(model) is not None:
+    if choose_loss(model, tempo_config)[0] == "off" or not model.post_process or find_loss_head(model) is not None:
         return
     _fuse_output_layer(model)
     cls: Any = type(model)
@@ -221,7 +227,7 @@ def _fuse_output_layer(model: Any) -> None:
 @contextlib.contextmanager
 def _telling_head(model: Any, labels: Tensor | None, loss_mask: Tensor | None) -> Iterator[None]:
     """Within, the output layer knows the labels of the forward that is running."""
-    head = _find_head(model)
+    head = find_loss_head(model)
     if head is None:
         yield
         return
@@ -232,17 +238,13 @@ def _telling_head(model: Any, labels: Tensor | None, loss_mask: Tensor | None) -
         head.labels = head.loss_mask = None
 
 
-def _find_head(model: Any) -> LossHead | None:
+def find_loss_head(model: Any) -> LossHead | None:
+    """The head that a built model's output layer is told labels by; None where it has none."""
     return getattr(getattr(model, "output_layer", None), "loss_head", None)
 
 
-def has_fused_head(model: Any) -> bool:
-    """Whether a model's output layer gives losses, by `tempoize_loss` or by the model's class."""
-    return _find_head(model) is not None
-
-
 def _is_told_labels(model: Any) -> bool:
-    head = _find_head(model)
+    head = find_loss_head(model)
     return head is not None and head.labels is not None
 
 
@@ -268,7 +270,7 @@ def _find_obstacle(model: Any) -> str | None:
     refusal = find_refusal("loss", "fused", model.config)
     if refusal is not None:
         return refusal.reason
-    if not model.post_process or _find_head(model) is not None:
+    if not model.post_process or find_loss_head(model) is not None:
         return None
     layer = model.output_layer
     if type(layer) is not ColumnParallelLinear:

@@ -19,7 +19,7 @@ from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.block_slots import Slot, TempoBlockSubmodules, list_layer_slots, list_slots
 from tempo_megatron.slots.choices import Choices
 from tempo_megatron.slots.embedding import TempoEmbeddingDropout
-from tempo_megatron.slots.loss import choose_loss, has_fused_head
+from tempo_megatron.slots.loss import choose_loss, find_loss_head
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 
 _NOT_REPLACED = "the slot was filled without Tempo"
@@ -195,7 +195,7 @@ def _report_loss(model: Any, choices: Choices) -> Iterator[ReportedSlot]:
     if not getattr(model, "post_process", False):
         return
     left = None
-    if not has_fused_head(model):
+    if find_loss_head(model) is None:
         _, obstacle = choose_loss(model, TempoConfig())
         left = "off" if choices.written.loss == "off" else f"auto: {obstacle}" if obstacle else _NOT_REPLACED
     slot = "lm_head" if isinstance(model, BertModel) else "output_layer"
