@@ -143,7 +143,6 @@ STAGES = [(L(1, 2, 0), L(1, 2, 1)), (L(1, 2, 1), L(1, 2, 3)), (L(1, 2, 3), L(1, 
 def test_another_stage_alone(data: Data, sources: Sources, tmp_path: Path, source: L, target: L) -> None:
     folder, whole = sources.get(source, DROPOUT)
     resumed = successful(go(data, tmp_path, target, *DROPOUT, "--load", str(folder / "save")))
-    print("HEX", source, target, resumed.losses_hex == whole.losses_hex[SAVED:])
     assert_same_losses(resumed.losses, whole.losses[SAVED:])
 
 
