@@ -34,6 +34,12 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def _make_window_mask(sq: int, skv: int, window_size: tuple[int, int]) -> torch.Tensor:
+    """Megatron's mask of a sliding window, [sq, skv], True = hidden; its own is made on the literal device "cuda"."""
+    distance = torch.arange(skv) - torch.arange(skv - sq, skv).unsqueeze(1)
+    return (distance < -window_size[0]) | (distance > window_size[1])
+
+
 class _DropCpuStateWarning(logging.Filter):
     """Drops a warning: here the CPU generator is the device's, and fork() is there to let that one move."""
 
@@ -46,7 +52,8 @@ def use_cpu() -> None:
 
     After it `torch.cuda.current_device()` answers `torch.device("cpu")`, and `torch.cuda.manual_seed`,
     `torch.cuda.get_rng_state` and Megatron's tracker work on the CPU generator, with its separate states for
-    tensor-parallel and replicated regions. TransformerConfig needs `use_cpu_initialization=True`.
+    tensor-parallel and replicated regions. Sliding windows make their masks on the CPU too. TransformerConfig needs
+    `use_cpu_initialization=True`.
     A second call changes nothing. Do not use CUDA in a process that has called it.
 
     Raises MissingExtraError with the command that installs Megatron-core where it is missing.
@@ -54,6 +61,7 @@ def use_cpu() -> None:
     if is_used():
         return
     check_installed("use_cpu()", "megatron", "megatron.core")
+    from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import random as megatron_random
 
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
@@ -61,6 +69,8 @@ def use_cpu() -> None:
     torch.cuda.manual_seed = _manual_seed
     megatron_random._get_cuda_rng_state = _get_rng_state
     megatron_random._set_cuda_rng_state = _set_rng_state
+    if hasattr(fused_softmax, "get_sliding_window_causal_mask"):  # since 0.15
+        fused_softmax.get_sliding_window_causal_mask = _make_window_mask
     logging.getLogger(megatron_random.__name__).addFilter(_DropCpuStateWarning())
 
 

@@ -17,7 +17,6 @@ from typing import Any, NoReturn, cast
 
 from tempo_megatron.operations import CHOICES, OPERATIONS, RENAMED
 
-STACKS = ("encoder", "decoder")
 LAYER_OPERATIONS = tuple(operation.name for operation in OPERATIONS.values() if operation.slots)
 """What is a layer's; the loss head is the model's."""
 
@@ -33,7 +32,7 @@ class LayerRange:
     """None is the last layer of the stack."""
 
     stack: str | None
-    """One of STACKS; None holds for each."""
+    """"encoder" or "decoder"; None holds for each."""
 
     def holds(self, layer: int, stack: str) -> bool:
         """Whether a layer, counted from 0, belongs to the range."""

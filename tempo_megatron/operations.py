@@ -40,14 +40,17 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LedgerRow:
-    """One row of the ledger: what a module of a GPT with one layer is the first to save."""
+    """One row of the ledger: what a module of a model with one layer in each stack is the first to save."""
 
     title: str
     module: str
-    """Qualified name in the GPTModel. A module without a row counts for the nearest one around it that has a row."""
+    """Qualified name in the model. A module without a row counts for the nearest one around it that has a row."""
 
     operation: str | None = None
     """The switch that decides what is kept here, if one does."""
+
+    stack: str = ""
+    """encoder or decoder; empty of what a model has once."""
 
     is_scores: bool = False
     """Whether the row holds the module's tensors of [..., s, s] only."""
@@ -107,30 +110,65 @@ CHOICES = {name: operation.choices for name, operation in OPERATIONS.items()}
 RENAMED = {"gelu": "activation"}
 """Former names of switches, which are refused with the new one."""
 
-LAYER = "decoder.layers.0"
+STACKS = ("encoder", "decoder")
 ACTIVATION = "activation"
 """Stands in LEDGER_ROWS for the name of the activation that was measured: gelu, swiglu, ..."""
-SCORES = "core_attention (s*s)"
+MASK = "attention mask"
+"""The module of a row that no module is for: masks that a model makes and all of its layers share."""
 
-# In the order of the table.
+
+def _list_rows_of_stack(stack: str) -> tuple[LedgerRow, ...]:
+    """In the order of the table."""
+    layer = f"{stack}.layers.0"
+
+    def row(title: str, module: str, operation: str | None = None, **kinds: bool) -> LedgerRow:
+        return LedgerRow(title=title, module=f"{layer}.{module}", operation=operation, stack=stack, **kinds)
+
+    def list_attention(name: str, *projections: str) -> tuple[LedgerRow, ...]:
+        prefix = "cross " if name == "cross_attention" else ""
+        return (
+            *(row(prefix + projection, f"{name}.{projection}") for projection in projections),
+            row(f"{prefix}q_layernorm", f"{name}.q_layernorm", "norm"),
+            row(f"{prefix}k_layernorm", f"{name}.k_layernorm", "norm"),
+            row(f"{name} (q, k, v)", name),
+            row(f"{prefix}core_attention", f"{name}.core_attention", "attention"),
+            row(f"{prefix}core_attention (s*s)", f"{name}.core_attention", "attention", is_scores=True),
+            row(f"{prefix}linear_proj", f"{name}.linear_proj"),
+        )
+
+    return (
+        LedgerRow(title="checkpoint (layer input)", module=stack, stack=stack),
+        row("input_layernorm", "input_layernorm", "norm"),
+        *list_attention("self_attention", "linear_qkv"),
+        row("self_attn_bda", "self_attn_bda", "dropout"),
+        row("pre_cross_attn_layernorm", "pre_cross_attn_layernorm", "norm"),
+        *list_attention("cross_attention", "linear_q", "linear_kv"),
+        row("cross_attn_bda", "cross_attn_bda", "dropout"),
+        row("pre_mlp_layernorm", "pre_mlp_layernorm", "norm"),
+        row("linear_fc1", "mlp.linear_fc1"),
+        # The activation is no module: it runs in the MLP's own forward, between its linears.
+        row(ACTIVATION, "mlp", "activation"),
+        row("linear_fc2", "mlp.linear_fc2"),
+        row("mlp_bda", "mlp_bda", "dropout"),
+        LedgerRow(title="transformer layer", module=layer, stack=stack),
+        LedgerRow(
+            title="final_layernorm",
+            module=f"{stack}.final_layernorm",
+            operation="norm",
+            stack=stack,
+            is_in_layer=False,
+        ),
+    )
+
+
 LEDGER_ROWS = (
-    LedgerRow(title="checkpoint (layer input)", module="decoder"),
-    LedgerRow(title="input_layernorm", module=f"{LAYER}.input_layernorm", operation="norm"),
-    LedgerRow(title="linear_qkv", module=f"{LAYER}.self_attention.linear_qkv"),
-    LedgerRow(title="self_attention (q, k, v)", module=f"{LAYER}.self_attention"),
-    LedgerRow(title="core_attention", module=f"{LAYER}.self_attention.core_attention", operation="attention"),
-    LedgerRow(title=SCORES, module=f"{LAYER}.self_attention.core_attention", operation="attention", is_scores=True),
-    LedgerRow(title="linear_proj", module=f"{LAYER}.self_attention.linear_proj"),
-    LedgerRow(title="self_attn_bda", module=f"{LAYER}.self_attn_bda", operation="dropout"),
-    LedgerRow(title="pre_mlp_layernorm", module=f"{LAYER}.pre_mlp_layernorm", operation="norm"),
-    LedgerRow(title="linear_fc1", module=f"{LAYER}.mlp.linear_fc1"),
-    # The activation is no module: it runs in the MLP's own forward, between its linears.
-    LedgerRow(title=ACTIVATION, module=f"{LAYER}.mlp", operation="activation"),
-    LedgerRow(title="linear_fc2", module=f"{LAYER}.mlp.linear_fc2"),
-    LedgerRow(title="mlp_bda", module=f"{LAYER}.mlp_bda", operation="dropout"),
-    LedgerRow(title="transformer layer", module=LAYER),
+    *(row for stack in STACKS for row in _list_rows_of_stack(stack)),
     LedgerRow(title="embedding", module="embedding", operation="dropout", is_in_layer=False),
-    LedgerRow(title="final_layernorm", module="decoder.final_layernorm", operation="norm", is_in_layer=False),
+    LedgerRow(title="rotary positions", module="rotary_pos_emb", is_in_layer=False),
+    LedgerRow(title=MASK, module=MASK, is_in_layer=False),
+    LedgerRow(title="lm_head", module="lm_head", is_in_layer=False),
+    LedgerRow(title="pooler", module="pooler", is_in_layer=False),
+    LedgerRow(title="binary_head", module="binary_head", is_in_layer=False),
     LedgerRow(title="output_layer", module="output_layer", operation="loss", is_in_layer=False),
     LedgerRow(title="loss", module="", operation="loss", is_in_layer=False),
 )

@@ -216,6 +216,8 @@ def damage(folder: Path, how: str) -> None:
         run_json.write_text(json.dumps({"model": "bert", "layers": 2}))
     elif how == "another model":
         run_json.write_text(json.dumps({**content, "num_layers": 3}))
+    elif how == "Llama":
+        run_json.write_text(json.dumps({**content, "activation": "swiglu"}))
     elif how == "another width":
         run_json.write_text(json.dumps({**content, "ffn_hidden_size": 512}))
     else:
@@ -238,6 +240,7 @@ class RunsCode:
         ("code", "holds posix.mkdir where a checkpoint has only tensors and numbers; nothing of it was executed"),
         ("a list", "is not a checkpoint of tempo-pretrain-gpt (run.json holds a list, expected an object)"),
         ("BERT", "is not a checkpoint of tempo-pretrain-gpt, whose run.json describes a GPT"),
+        ("Llama", "its activation is swiglu, but what can be exported is a GPT-2, whose activation is gelu"),
         ("another model", "the model has decoder.layers.2.input_layernorm.bias, the checkpoint"),
         ("another width", "has the shape [256, 64], expected [512, 64] after run.json"),
         ("old", "run.json does not say vocab_size: it is of an older version"),

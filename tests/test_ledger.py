@@ -17,7 +17,8 @@ from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import Ledger, Row, build_ledger_config, measure
 from tempo_megatron.memory.ledger_command import format_table
 from tempo_megatron.models.shape import make_shape
-from tempo_megatron.operations import SCORES
+
+SCORES = "core_attention (s*s)"
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GPT2 = json.loads((CONFIGS / "model" / "gpt2_124m.json").read_text(encoding="utf-8"))

@@ -167,3 +167,15 @@ def test_what_an_older_description_does_not_say_is_as_in_gpt2() -> None:
 def test_shipped_files_say_their_family(path: Path) -> None:
     values = read_shape_file(path)
     assert make_shape(**values).family == values["family"]
+
+
+def test_on_a_cpu_a_window_hides_what_megatrons_mask_hides() -> None:
+    import torch
+
+    from tempo_megatron.cpu import _make_window_mask
+
+    for sq, skv, left, right in ((5, 5, 2, 0), (3, 7, 1, 0), (6, 6, 0, 2), (4, 4, 9, 0)):
+        # As megatron.core.transformer.utils.get_sliding_window_causal_mask, which needs a CUDA device.
+        everything = torch.ones(sq, skv, dtype=torch.bool)
+        seen = torch.tril(torch.triu(everything, diagonal=skv - sq - left), diagonal=skv - sq + right)
+        assert torch.equal(_make_window_mask(sq, skv, (left, right)), ~seen)

@@ -151,6 +151,7 @@ def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
     from tempo_megatron import cpu
     from tempo_megatron.memory.layer_kinds import measure_model
     from tempo_megatron.memory.layout import simulate_layout
+    from tempo_megatron.memory.ledger import extrapolate
 
     cpu.use_cpu()
     tp = order["config"].get("tensor_model_parallel_size", 1)
@@ -170,16 +171,8 @@ def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
                 ).mean_layer_bytes
                 for s in lengths
             ]
-            found[name] = _extrapolate(lengths, kept, order["seq_length"])
+            found[name] = extrapolate(lengths, kept, order["seq_length"])
     return KeptBytes(stock=found["stock"], tempo=found["tempo"])
-
-
-def _extrapolate(lengths: list[int], kept: list[float], length: int) -> int:
-    """The value at `length` of the parabola through three equidistant points."""
-    step = lengths[1] - lengths[0]
-    first, second = kept[1] - kept[0], kept[2] - 2 * kept[1] + kept[0]
-    n = (length - lengths[0]) / step
-    return round(kept[0] + n * first + n * (n - 1) / 2 * second)
 
 
 def main() -> None:

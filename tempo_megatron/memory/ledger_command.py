@@ -20,6 +20,8 @@ from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.checks import check_layout
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 
+_WIDTH = 34
+
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tempo-megatron ledger`."""
@@ -87,20 +89,23 @@ def measure_ledger(shape: ModelShape, tempo_config: TempoConfig, args: argparse.
         return measure_model(
             config,
             tempo_config,
+            shape=shape,
             vocab_size=pad_vocab_size(shape.vocab_size, shape.make_vocab_size_divisible_by, args.tp),
-            seq_length=shape.seq_length,
             micro_batch_size=args.micro_batch_size,
         )
 
 
 def format_table(stock: Ledger, tempo: Ledger) -> str:
     """Operations down, stock and Tempo across, in bytes and sbh, with the layer's and the model's totals."""
-    lines = [f"{'kept for backward by':<28}{'stock':>26}{'Tempo':>26}", f"{'':<28}" + f"{'bytes':>17}{'sbh':>9}" * 2]
+    lines = [
+        f"{'kept for backward by':<{_WIDTH}}{'stock':>26}{'Tempo':>26}",
+        f"{'':<{_WIDTH}}" + f"{'bytes':>17}{'sbh':>9}" * 2,
+    ]
     rule = "-" * len(lines[0])
     by_operation = [{row.operation: row for row in ledger.rows} for ledger in (stock, tempo)]
 
     def format_line(name: str, stock_bytes: int, tempo_bytes: int) -> str:
-        return f"{name:<28}" + "".join(
+        return f"{name:<{_WIDTH}}" + "".join(
             f"{num_bytes:>17,}{ledger.convert_to_sbh(num_bytes):>9.3f}"
             for ledger, num_bytes in ((stock, stock_bytes), (tempo, tempo_bytes))
         )
@@ -124,9 +129,9 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
     lines += [rule, *format_rows("outside_rows"), rule]
     lines.append(format_line(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes))
     lines.append(
-        f"{'Tempo / stock':<28}{'layer':>26}{tempo.layer_bytes / stock.layer_bytes:>9.3f}",
+        f"{'Tempo / stock':<{_WIDTH}}{'layer':>26}{tempo.layer_bytes / stock.layer_bytes:>9.3f}",
     )
-    lines.append(f"{'':<28}{'model':>26}{tempo.model_bytes / stock.model_bytes:>9.3f}")
+    lines.append(f"{'':<{_WIDTH}}{'model':>26}{tempo.model_bytes / stock.model_bytes:>9.3f}")
     return "\n".join(lines)
 
 

@@ -48,6 +48,7 @@ class Recorder:
         self._handles: list[weakref.ref[_Handle]] = []
         known = (*model.parameters(), *model.buffers(), *exclude)
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._owners: dict[int, str] = {}
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
@@ -75,6 +76,10 @@ class Recorder:
 
         return run
 
+    def claim(self, tensor: Tensor, operation: str) -> None:
+        """Record what is saved of this tensor's storage under `operation`, whoever saves it first."""
+        self._owners[tensor.untyped_storage()._cdata] = operation
+
     def list_saved(self) -> list[SavedStorage]:
         """The distinct storages that autograd still holds, in the order in which they were saved."""
         storages: dict[int, SavedStorage] = {}
@@ -86,7 +91,10 @@ class Recorder:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known and storage._cdata not in storages:
                 storages[storage._cdata] = SavedStorage(
-                    handle.operation, storage.nbytes(), tensor.dtype, tuple(tensor.shape)
+                    self._owners.get(storage._cdata, handle.operation),
+                    storage.nbytes(),
+                    tensor.dtype,
+                    tuple(tensor.shape),
                 )
         return list(storages.values())
 

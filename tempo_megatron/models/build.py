@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.slots.block_slots import TempoBlockSubmodules
 from tempo_megatron.slots.choices import Choices, choose, leave_to_stock
 from tempo_megatron.slots.embedding import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
@@ -106,12 +107,27 @@ def choose_for_model(shape: ModelShape, config: TransformerConfig, tempo_config:
 
     Raises ValueError where a value that is not "auto" cannot be had.
     """
-    reasons: dict[str, str] = {}
+    written, reasons = tempo_config, dict[str, str]()
     if shape.family == "t5":
         obstacle = "the model is a T5Model, and the fused loss is for a GPTModel or a BertModel only"
         tempo_config, reasons = leave_to_stock(tempo_config, {"loss": obstacle}, "train a GPT or a BERT")
     choices = choose(config, tempo_config)
-    return dataclasses.replace(choices, reasons={**choices.reasons, **reasons})
+    return dataclasses.replace(choices, written=written, reasons={**choices.reasons, **reasons})
+
+
+def make_specs(
+    shape: ModelShape, config: TransformerConfig, tempo_config: TempoConfig, *, vp_stage: int | None = None
+) -> dict[str, TempoBlockSubmodules]:
+    """Stack, "encoder" or "decoder" -> its block's spec, with Tempo's modules.
+
+    Raises ValueError where a value that is not "auto" cannot be had.
+    """
+    if shape.family == "gpt":
+        return {"decoder": tempo_block_spec(config, tempo_config, vp_stage=vp_stage)}
+    stock = {"encoder": bert_layer_local_spec}
+    if shape.family == "t5":
+        stock = {"encoder": encoder_model_with_local_spec(), "decoder": decoder_model_with_local_spec()}
+    return {stack: tempoize(spec, config, tempo_config, vp_stage=vp_stage) for stack, spec in stock.items()}
 
 
 def build_model(
@@ -146,11 +162,12 @@ def build_model(
         "position_embedding_type": shape.position_embedding_type,
         "rotary_percent": shape.rotary_percent,
     }
-    model = _BUILDERS[shape.family](shape, config, tempo_config, common, vp_stage)
+    specs = make_specs(shape, config, tempo_config, vp_stage=vp_stage)
+    model = _BUILDERS[shape.family](shape, config, specs, tempo_config.loss == "fused", common, vp_stage)
     tempoize_embedding(model, tempo_config)
     if config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ()):
-        for stack in ("encoder", "decoder"):
-            for layer in getattr(getattr(model, stack, None), "layers", ()):
+        for stack in specs:
+            for layer in getattr(model, stack).layers:
                 layer.mlp.linear_fc2.register_forward_hook(_hand_out_a_view_of_the_bias)
     return model
 
@@ -158,15 +175,16 @@ def build_model(
 def _build_gpt(
     shape: ModelShape,
     config: TransformerConfig,
-    tempo_config: TempoConfig,
+    specs: dict[str, TempoBlockSubmodules],
+    fuses_loss: bool,
     common: dict[str, Any],
     vp_stage: int | None,
 ) -> Any:
     # The class is ours to choose: nothing built has to change.
-    model_class = TempoGPTModel if tempo_config.loss == "fused" else GPTModel
+    model_class = TempoGPTModel if fuses_loss else GPTModel
     return model_class(
         config=config,
-        transformer_layer_spec=tempo_block_spec(config, tempo_config, vp_stage=vp_stage),
+        transformer_layer_spec=specs["decoder"],
         rotary_base=shape.rotary_base,
         rope_scaling=shape.use_rope_scaling,
         rope_scaling_factor=shape.rope_scaling_factor,
@@ -178,16 +196,17 @@ def _build_gpt(
 def _build_bert(
     shape: ModelShape,
     config: TransformerConfig,
-    tempo_config: TempoConfig,
+    specs: dict[str, TempoBlockSubmodules],
+    fuses_loss: bool,
     common: dict[str, Any],
     vp_stage: int | None,
 ) -> Any:
-    model_class = TempoBertModel if tempo_config.loss == "fused" else BertModel
+    model_class = TempoBertModel if fuses_loss else BertModel
     with _norm_of_the_head():
         return model_class(
             config=config,
             num_tokentypes=shape.num_tokentypes,
-            transformer_layer_spec=tempoize(bert_layer_local_spec, config, tempo_config, vp_stage=vp_stage),
+            transformer_layer_spec=specs["encoder"],
             add_binary_head=shape.add_binary_head,
             vp_stage=vp_stage,
             **common,
@@ -197,23 +216,21 @@ def _build_bert(
 def _build_t5(
     shape: ModelShape,
     config: TransformerConfig,
-    tempo_config: TempoConfig,
+    specs: dict[str, TempoBlockSubmodules],
+    fuses_loss: bool,
     common: dict[str, Any],
     vp_stage: int | None,
 ) -> Any:
-    specs = (encoder_model_with_local_spec(), decoder_model_with_local_spec())
-    encoder, decoder = (tempoize(spec, config, tempo_config, vp_stage=vp_stage) for spec in specs)
     return T5Model(
         config=config,
         encoder_config=config,
-        transformer_encoder_layer_spec=encoder,
-        transformer_decoder_layer_spec=decoder,
+        transformer_encoder_layer_spec=specs["encoder"],
+        transformer_decoder_layer_spec=specs["decoder"],
         **common,
     )
 
 
 _BUILDERS = {"gpt": _build_gpt, "bert": _build_bert, "t5": _build_t5}
-_MODEL_NAMES = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
 
 
 @contextlib.contextmanager

@@ -17,7 +17,13 @@ from tempo_megatron.disk import flush_to_disk
 from tempo_megatron.extras import check_installed
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_checkpoint
 from tempo_megatron.training.resume import RUN_FILE, read_description
-from tempo_megatron.training.weight_names import build_gpt2_config, convert_to_gpt2, join_ranks, list_weight_shapes
+from tempo_megatron.training.weight_names import (
+    build_gpt2_config,
+    convert_to_gpt2,
+    find_export_obstacle,
+    join_ranks,
+    list_weight_shapes,
+)
 from tempo_megatron.training.zero_files import read_rank
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -119,13 +125,21 @@ def _find_checkpoint(load: str, iteration: int | None) -> Path:
 
 def _read_run(checkpoint: Path, form: str) -> dict[str, Any]:
     run = read_description(checkpoint)
+    if run.get("family", "gpt") != "gpt":
+        raise ValueError(
+            f"{checkpoint} holds the weights of a {run['family'].upper()}, and only those of a GPT can be exported; "
+            "give another --load"
+        )
     try:
+        obstacle = find_export_obstacle(run)
         shapes, missing = list_weight_shapes(run), [name for name in _LAYOUT_FIELDS if name not in run]
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt, whose {RUN_FILE} describes a GPT "
             f"({type(error).__name__}: {error}); give another --load"
         ) from error
+    if obstacle is not None:
+        raise ValueError(f"{checkpoint}: {obstacle}; load it with the trainer instead")
     if form == "huggingface":
         missing += [name for name in _GPT2_FIELDS if name not in run]
     if missing or not shapes:

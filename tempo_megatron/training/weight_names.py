@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_megatron.models.shape import complete_description
+
 # Module -> the dimension of its weight that tensor parallelism divides; its bias is divided where that is 0.
 _DIVIDED = {
     "word_embeddings": 0,
@@ -27,6 +29,29 @@ _GPT2_LAYER = {
     "mlp.linear_fc2": "mlp.c_proj",
 }
 _GPT2_NORMS = ("ln_1", "ln_2")
+
+
+# What `list_weight_shapes` knows: a GPT-2's parts. Other models train and resume, and cannot be exported yet.
+_GPT2_PARTS = {
+    "family": "gpt",
+    "activation": "gelu",
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "qk_layernorm": False,
+    "add_bias_linear": True,
+    "window_size": None,
+}
+
+
+def find_export_obstacle(run: Mapping[str, Any]) -> str | None:
+    """One sentence, what of the model that run.json describes no export is for; None where it is a GPT-2."""
+    described = complete_description(run)
+    parts = {**_GPT2_PARTS, "num_query_groups": run["num_attention_heads"]}
+    parts["kv_channels"] = run["hidden_size"] // run["num_attention_heads"]
+    for name, expected in parts.items():
+        if described[name] != expected:
+            return f"its {name} is {described[name]}, but what can be exported is a GPT-2, whose {name} is {expected}"
+    return None
 
 
 def list_weight_shapes(run: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -106,7 +131,7 @@ def build_gpt2_config(run: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         "n_head": run["num_attention_heads"],
         "n_inner": run["ffn_hidden_size"],
         "activation_function": {"tanh": "gelu_new", "erf": "gelu"}[run["gelu_form"]],
-        "layer_norm_epsilon": 1e-5,
+        "layer_norm_epsilon": run.get("norm_epsilon", 1e-5),
         "attn_pdrop": run["attention_dropout"],
         "embd_pdrop": run["hidden_dropout"],
         "resid_pdrop": run["hidden_dropout"],
