@@ -15,12 +15,12 @@ from distributed import run_ranks
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main as tempo_megatron
 from tempo_megatron.megatron_lm import run, versions
-from tempo_megatron.megatron_lm.kept_bytes import _extrapolate
 from tempo_megatron.megatron_lm.options import read_options
 from tempo_megatron.megatron_lm.patches import _leave_replayed_masks
 from tempo_megatron.megatron_lm.report import Report
 from tempo_megatron.megatron_lm.samples import MicroBatches, find_first_sample
 from tempo_megatron.megatron_lm.versions import LaunchError
+from tempo_megatron.memory.ledger import extrapolate
 
 ROOT = Path(__file__).parent.parent
 
@@ -170,7 +170,7 @@ def test_bytes_of_three_short_lengths_give_those_of_any(length: int) -> None:
         return 24 * s * 7 + 5 * s * s + 96
 
     lengths = [64, 128, 192]
-    assert _extrapolate(lengths, [kept(s) for s in lengths], length) == kept(length)
+    assert extrapolate(lengths, [kept(s) for s in lengths], length) == kept(length)
 
 
 @pytest.mark.slow
