@@ -4,7 +4,7 @@
     python tests/grid.py --full          # all that can be: about an hour on 4 cores; goes on where it was ended
     python tests/grid.py --write-docs    # docs/compatibility.md from the results
 
-What a case must meet stands in grid_run.py, what cannot be and why in grid_cases.py. Each result is a line of
+What a case must meet stands in grid_judge.py, what cannot be and why in grid_cases.py. Each result is a line of
 benchmarks/results/grid.jsonl as soon as it is known. A line of versions comes first: results of others are not added
 to.
 """

@@ -124,7 +124,7 @@ def _work(rank: int, folder: str, cases: list[Case], messages: Any) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         import megatron_cpu
         import torch
-        from grid_run import Judge, list_references, save_reference
+        from grid_judge import Judge, list_references, save_reference
         from megatron.core import parallel_state
 
         torch.set_num_threads(1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import grid_judge
 import grid_run
 import megatron_cpu
 import pytest
@@ -45,9 +46,9 @@ def judge(case: Case, changes: list[str]) -> list[dict[str, Any]]:
     megatron_cpu.install()
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for reference in grid_run.list_references([case]):
-            grid_run.save_reference(reference, Path(folder))
-        judge = grid_run.Judge(Path(folder))
+        for reference in grid_judge.list_references([case]):
+            grid_judge.save_reference(reference, Path(folder))
+        judge = grid_judge.Judge(Path(folder))
         for name in ["nothing", *changes]:
             if CHANGES[name] is None:
                 found.append(judge.judge(case))
