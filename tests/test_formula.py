@@ -12,8 +12,9 @@ from grid_models import LLAMA, Sizes
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.formula import LayerShape, count_layer_bytes, list_layer_rows
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import build_transformer_config, measure
+from tempo_megatron.memory.ledger import build_ledger_config, measure
 from tempo_megatron.memory.peak_formula import list_rows_at_peak
+from tempo_megatron.models.shape import make_shape
 
 OFF = TempoConfig.off()
 INPLACE = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="off")
@@ -116,11 +117,9 @@ def test_every_part_is_divided_by_the_ranks_with_sequence_parallelism(
 
 def measured_rows(tempo: TempoConfig) -> tuple[dict[str, int], dict[str, int]]:
     use_cpu()
-    sizes = {"num_layers": 1, "hidden_size": 128, "ffn_hidden_size": 512, "num_attention_heads": 2, "vocab_size": 256}
+    model = make_shape(num_layers=1, hidden_size=128, num_attention_heads=2, seq_length=48)
     with simulate_layout(2):
-        config = build_transformer_config(
-            sizes, sequence_parallel=True, dtype=torch.bfloat16, dropout=0.1, recompute=()
-        )
+        config = build_ledger_config(model, sequence_parallel=True, dtype=torch.bfloat16, recompute=())
         ledger = measure(config, tempo, vocab_size=512, seq_length=48)
         shape = LayerShape.from_config(config, seq_length=48, micro_batch_size=1, activation="gelu")
     found: dict[str, int] = {}

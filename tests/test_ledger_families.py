@@ -12,7 +12,7 @@ import torch
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import Ledger, build_ledger_config, measure, measure_model
+from tempo_megatron.memory.ledger import Ledger, build_ledger_config, measure, measure_at_its_length
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
 FOLDER = Path(__file__).parent.parent / "configs" / "model"
@@ -46,7 +46,7 @@ def ledgers(
         sizes = {"vocab_size": 512, "micro_batch_size": 2}
         return [
             measure(config, tempo_config, shape=shape, seq_length=shape.seq_length, **sizes),
-            measure_model(shape, config, tempo_config, **sizes),
+            measure_at_its_length(shape, config, tempo_config, **sizes),
         ]
 
 
@@ -94,7 +94,7 @@ def test_a_large_model_takes_little_time_and_memory(name: str) -> None:
     shape = make_shape(**read_shape_file(FOLDER / f"{name}.json"))
     with simulate_layout(8):
         config = build_ledger_config(shape, sequence_parallel=True, dtype=torch.bfloat16, recompute=())
-        kept = measure_model(shape, config, TempoConfig(), vocab_size=51200)
+        kept = measure_at_its_length(shape, config, TempoConfig(), vocab_size=51200)
     assert kept.layer_sbh == pytest.approx(20.6 / 8, rel=0.01)
     assert time.process_time() - start < 120
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 12 * 2**20  # KiB
