@@ -125,11 +125,6 @@ def _find_checkpoint(load: str, iteration: int | None) -> Path:
 
 def _read_run(checkpoint: Path, form: str) -> dict[str, Any]:
     run = read_description(checkpoint)
-    if run.get("family", "gpt") != "gpt":
-        raise ValueError(
-            f"{checkpoint} holds the weights of a {run['family'].upper()}, and only those of a GPT can be exported; "
-            "give another --load"
-        )
     try:
         obstacle = find_export_obstacle(run)
         shapes, missing = list_weight_shapes(run), [name for name in _LAYOUT_FIELDS if name not in run]
