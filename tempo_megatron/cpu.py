@@ -36,7 +36,8 @@ def _manual_seed(seed: int) -> None:
 
 def _make_window_mask(sq: int, skv: int, window_size: tuple[int, int]) -> torch.Tensor:
     """Megatron's mask of a sliding window, [sq, skv], True = hidden; its own is made on the literal device "cuda"."""
-    distance = torch.arange(skv) - torch.arange(skv - sq, skv).unsqueeze(1)
+    keys, queries = (torch.arange(first, skv, dtype=torch.int64) for first in (0, skv - sq))
+    distance = keys - queries.unsqueeze(1)
     return (distance < -window_size[0]) | (distance > window_size[1])
 
 

@@ -38,7 +38,7 @@ def options(data: Data, vocab_size: int | None = None, **changes: object) -> arg
     values = {
         "model": model,
         "blend": ([data.prefix], None), "vocab_file": data.vocab_file, "merge_file": data.merge_file,
-        "tensor_model_parallel_size": 1,
+        "tensor_model_parallel_size": 1, "vocab_padding_tp": 1,
         "split": "10,2", "split_weights": (10 / 12, 2 / 12, 0.0), "eval_iters": 2, "train_iters": 10,
         "global_batch_size": 4, "seed": 1234, "data_cache_path": None, "eod_mask_loss": False,
         "sample_parts": (),
@@ -96,7 +96,7 @@ def test_several_data_sets_are_blended_by_weight(data: Data, tmp_path: Path) -> 
 
 
 def test_the_vocabulary_is_padded_for_the_tensor_parallel_size(data: Data) -> None:
-    args = options(data, tensor_model_parallel_size=3)
+    args = options(data, tensor_model_parallel_size=3, vocab_padding_tp=3)
     assert vocabulary(args).padded_size == 768
     assert vocabulary(options(data, vocab_size=50257)).padded_size == 50304
 

@@ -134,6 +134,6 @@ def test_single_layers_train_and_are_said_in_the_banner_and_the_metrics(data: Da
     assert tempo.losses != stock.losses and tempo.losses == pytest.approx(stock.losses, rel=1e-4)
     assert "layers 0: norm=off attention=off" in tempo.output
     assert "norm in decoder.layers.0 (input_layernorm, pre_mlp_layernorm): off for layer 0" in tempo.output
-    assert 'block: layers={"0": {"norm": "off", "attention": "off"}}' in tempo.output
+    assert 'block: layers={"0": {"attention": "off", "norm": "off"}}' in tempo.output
     refused = run(data, tmp_path / "refused", *short, config={"tempo": {"layers": {"7-8": {"norm": "off"}}}})
     assert set(refused.exit_codes) != {0} and 'tempo.layers["7-8"] goes beyond the decoder' in refused.output

@@ -26,7 +26,7 @@ def make_inputs(
     tokens = torch.randint(vocab_size, (micro_batch_size, s), dtype=torch.int64)
     if shape.family == "bert":
         segments = {"tokentype_ids": torch.zeros_like(tokens)} if shape.num_tokentypes else {}
-        padding = torch.ones(micro_batch_size, s)
+        padding = torch.ones(micro_batch_size, s, dtype=torch.float32)
         return {"input_ids": tokens, "attention_mask": padding, "lm_labels": tokens, **segments}
     if shape.family == "t5":
         d = min(s, shape.decoder_seq_length or s)

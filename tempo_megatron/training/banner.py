@@ -121,4 +121,4 @@ def _describe_tempo(run: RunConfig, choices: Choices) -> str:
 
 
 def _write_value(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, dict) else str(value).lower()
+    return json.dumps(value, default=dict) if isinstance(value, Mapping) else str(value).lower()
