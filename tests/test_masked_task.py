@@ -49,7 +49,8 @@ def options(data: MaskedData, has_head: bool, **changes: Any) -> argparse.Namesp
     masking = Masking(mask_prob=0.15, short_seq_prob=0.1, masking="words" if has_head else "tokens")
     values = {
         "model": model, "masking": masking, "blend": ([data.prefix], None), "vocab_file": None, "merge_file": None,
-        "tensor_model_parallel_size": 1, "vocab_padding_tp": 1, "split": "10,2", "split_weights": (10 / 12, 2 / 12, 0.0), "eval_iters": 2,
+        "tensor_model_parallel_size": 1, "vocab_padding_tp": 1,
+        "split": "10,2", "split_weights": (10 / 12, 2 / 12, 0.0), "eval_iters": 2,
         "train_iters": 10, "global_batch_size": 4, "micro_batch_size": 2, "seed": 1234, "data_cache_path": None,
         "sample_parts": (), "num_workers": 0,
     }  # fmt: skip
