@@ -8,6 +8,9 @@ tokens and of each parameter's gradient, every one put together from the parts t
 - dropout 0.1: exact is Tempo in float64 on one process without recomputation, the witness the larger of two: the same
   choice and dtype on one process, and, for what a layout alone rounds, stock in the same layout at dropout 0. Every
   mask is, bit for bit, that of the one process. Stock draws masks that depend on the layout: it is only run.
+- Models are small, and the largest error of a few numbers is a matter of luck, on both sides. A case that is over its
+  limit with one draw of the weights is run with DRAWS of them, and the sum of its errors is held to the sum of the
+  limits, in the case's layout only.
 - In place GELU has its floor, by which it misses GELU's derivative at most: that times the largest exact value.
 - A norm in place differentiates from the normalised x that y, rounded, carries, which is off by half an ulp (see
   tempo_kernels.norm): in float32, whose bound is that fine, the gradient of its weight, a sum of dy * x over tokens,
@@ -30,6 +33,9 @@ from witness import ulp
 # The largest error of GELU' in place, as tempo_kernels.gelu states it.
 GELU_FLOOR = {"fp32": 5.1e-5, "bf16": 1.6e-2}
 LIMIT_OF_BYTES = 0.01
+DRAWS = 16
+Errors = dict[str, tuple[float, float]]
+"""Gradient or losses -> (error, limit)."""
 
 
 def name_exact(case: Case) -> Case:
@@ -76,8 +82,11 @@ class Judge:
             values = [*found.gradients.values(), *([] if found.losses is None else [found.losses])]
             complaints += [] if all(map(_is_finite, values)) else ["a loss or a gradient is not finite"]
         else:
-            ratio, worst = self._compare(case, found)
+            ratio, worst = _find_worst(self._compare(case, found))
             result.update(ratio=ratio, worst=worst)
+            if _is_true_somewhere(ratio > 1):
+                ratio, worst = _find_worst(self._compare_draws(case))
+                result.update(ratio=ratio, worst=worst, draws=DRAWS)
             complaints += [] if ratio <= 1 else [f"the error of {worst} is {ratio:.2f} of its limit"]
         if case.dropout > 0 and case.choice != "off":
             complaints += self._compare_masks(case, found.masks)
@@ -87,25 +96,28 @@ class Judge:
             result.update(status="failed", message="; ".join(complaints))
         return result
 
-    def _compare(self, case: Case, found: Found) -> tuple[float, str]:
-        """(the largest error as a part of its limit, of what)."""
+    def _compare(self, case: Case, found: Found) -> Errors:
         exact = self._load(name_exact(case))
         witnesses = [self._run_stock(case)]
         if case.dropout > 0:
             witnesses.append((exact, self._load(name_one_process(case))))
-        is_in_place = case.choice in ("inplace", "auto")
-        floor = GELU_FLOOR[case.dtype] if is_in_place and case.family != "Llama" else 0.0
-        sums = exact.norm_sums if is_in_place and case.dtype == "fp32" else {}
-        ratios = {}
-        for name, ours in _list_values(found).items():
-            true = _list_values(exact)[name]
-            allowed = max(_find_error(_list_values(w)[name], _list_values(e)[name]) for e, w in witnesses)
-            largest = true.abs().max()
-            limit = 2 * allowed + ulp(largest, ours.dtype).item() + floor * largest.item()
-            limit += torch.finfo(torch.float32).eps / 2 * sums.get(name, 0.0)
-            ratios[name] = _find_error(ours, true) / limit
-        worst = max(ratios, key=lambda name: ratios[name] if math.isfinite(ratios[name]) else math.inf)
-        return ratios[worst], worst
+        return _measure_errors(case, found, exact, witnesses)
+
+    def _compare_draws(self, case: Case) -> Errors:
+        """The sums over several draws of the weights; what is exact runs in the case's layout too."""
+        plain = dataclasses.replace(case, recompute="none", choice="off", dropout=0.0)
+        witness, true = plain, dataclasses.replace(plain, dtype="fp64")
+        exact_case = dataclasses.replace(case, recompute="none", choice="recompute", dtype="fp64")
+        sums: dict[str, list[float]] = {}
+        for draw in range(DRAWS):
+            stock = run_model(true, is_stock=True, records=False, draw=draw)
+            witnesses = [(stock, run_model(witness, is_stock=True, records=False, draw=draw))]
+            exact = stock if case.dropout == 0 else run_model(exact_case, records=False, draw=draw)
+            found = run_model(case, records=False, draw=draw)
+            for name, pair in _measure_errors(case, found, exact, witnesses).items():
+                total = sums.setdefault(name, [0.0, 0.0])
+                total[0], total[1] = total[0] + pair[0], total[1] + pair[1]
+        return {name: (error, limit) for name, (error, limit) in sums.items()}
 
     def _list_changes(self, case: Case, found: Found) -> list[str]:
         """What Megatron's recomputation changed on one process, where it may change nothing, not one bit."""
@@ -139,6 +151,36 @@ class Judge:
         if not drawn.all():
             complaints.append(f"{int((drawn == 0).sum())} of {len(expected)} rows of masks are drawn by no rank")
         return complaints
+
+
+def _measure_errors(case: Case, found: Found, exact: Found, witnesses: list[tuple[Found, Found]]) -> Errors:
+    """witnesses: pairs of what is exact and what the witness found."""
+    is_in_place = case.choice in ("inplace", "auto")
+    floor = GELU_FLOOR[case.dtype] if is_in_place and case.family != "Llama" else 0.0
+    sums = exact.norm_sums if is_in_place and case.dtype == "fp32" else {}
+    errors = {}
+    for name, ours in _list_values(found).items():
+        true = _list_values(exact)[name]
+        allowed = max(_find_error(_list_values(w)[name], _list_values(e)[name]) for e, w in witnesses)
+        largest = true.abs().max()
+        limit = 2 * allowed + ulp(largest, ours.dtype).item() + floor * largest.item()
+        limit += torch.finfo(torch.float32).eps / 2 * sums.get(name, 0.0)
+        errors[name] = _find_error(ours, true), limit
+    return errors
+
+
+def _find_worst(errors: Errors) -> tuple[float, str]:
+    """(the largest error as a part of its limit, of what)."""
+    ratios = {name: error / limit for name, (error, limit) in errors.items()}
+    worst = max(ratios, key=lambda name: ratios[name] if math.isfinite(ratios[name]) else math.inf)
+    return ratios[worst], worst
+
+
+def _is_true_somewhere(here: bool) -> bool:
+    """Whether a rank of the model has True: what they do next, they do together."""
+    flag = torch.tensor([int(here)], dtype=torch.int64)
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=parallel_state.get_model_parallel_group())
+    return bool(flag.item())
 
 
 def _judge_refusal(case: Case) -> dict[str, Any]:

@@ -182,12 +182,13 @@ def name_globally(model: Any, name: str) -> str:
     return f"{block}.layers.{layer.layer_number - 1}.{rest}"
 
 
-def fill_weights(model: Any) -> None:
-    """Weights that depend on a parameter's global name, element by element, whatever part of it this rank holds."""
+def fill_weights(model: Any, draw: int = 0) -> None:
+    """Weights that depend on a parameter's global name, element by element, whatever part of it this rank holds; of
+    another draw other ones."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in model.named_parameters():
         key = name_globally(model, name)
-        generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(key.encode()) + draw)
         full = torch.randn(_full_shape(parameter), generator=generator, dtype=torch.float64)
         full = full * (0.1 if parameter.dim() == 1 else 0.7 * full.size(-1) ** -0.5)
         if "norm" in key and key.endswith("weight"):

@@ -55,10 +55,14 @@ class Found:
     """Weight of a norm -> the largest channel's sum over tokens of abs(dy * normalised x); of a reference."""
 
 
-def run_model(case: Case, *, is_stock: bool = False, records: bool = True) -> Found:
+def run_model(case: Case, *, is_stock: bool = False, records: bool = True, draw: int = 0) -> Found:
     """The schedule's forwards and backwards of one global batch, in the layout that is initialised.
 
-    is_stock: Megatron's own specs instead of the case's choice, where Megatron's norms can do the layout.
+    Args:
+        case: what runs.
+        is_stock: Megatron's own specs instead of the case's choice, where Megatron's norms can do the layout.
+        records: whether to measure what is kept.
+        draw: of the weights.
     """
     layout = case.layout
     settings = dict(LLAMA) if case.family == "Llama" else {}
@@ -80,7 +84,7 @@ def run_model(case: Case, *, is_stock: bool = False, records: bool = True) -> Fo
     stages = range(layout.virtual) if layout.virtual > 1 else [None]
     chunks = [build_model(case.family, config, tempo, SIZES, stage) for stage in stages]
     for chunk in chunks:
-        fill_weights(chunk)
+        fill_weights(chunk, draw)
     run = _Run(case, config, chosen, records)
     masks: Masks = {}
     norm_sums: dict[str, torch.Tensor] = {}
@@ -103,6 +107,10 @@ def run_model(case: Case, *, is_stock: bool = False, records: bool = True) -> Fo
         gradients[key] = gradients[key] + gradient if key in gradients else gradient
     _sum_tied(chunks[0], gradients)
     losses = torch.cat([result["losses"] for result in results]) if results else None
+    if layout.sequence_parallel:
+        # Each rank has a part of the tokens.
+        for total in norm_sums.values():
+            torch.distributed.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
     sums = {name: total.max().item() for name, total in norm_sums.items()}
     return Found(losses, gradients, masks, run.kept, sums)
 

@@ -23,21 +23,28 @@ PLAIN = dataclasses.replace(DROPPED, dropout=0.0)
 STOCK = dataclasses.replace(DROPPED, choice="off")
 REFUSED = Case("Llama", Layout(), "none", "inplace", 0.0, "fp32")
 
-_gather, _count, _set = grid_run.gather_gradients, grid_run.count_stack, dropout_rng.set_micro_batch
+_run, _count, _set = grid_run.run_model, grid_run.count_stack, dropout_rng.set_micro_batch
 
 
-def _gather_wrongly(model: Any, part: float) -> Any:
-    for name, gradient in _gather(model):
-        yield name, gradient * (1 + part) if name == "decoder.final_layernorm.weight" else gradient
+def _run_wrongly(part: float) -> Any:
+    """run_model in which a gradient of the case, and of no witness, is off by `part` of it."""
+
+    def run(case: Case, *, is_stock: bool = False, **settings: Any) -> Any:
+        found = _run(case, is_stock=is_stock, **settings)
+        if not is_stock and case.dtype != "fp64":
+            found.gradients["decoder.final_layernorm.weight"] *= 1 + part
+        return found
+
+    return run
 
 
 CHANGES: dict[str, Any] = {
     "nothing": None,
-    "a gradient": ("grid_run.gather_gradients", lambda model: _gather_wrongly(model, 1e-3)),
-    "a gradient's last bits": ("grid_run.gather_gradients", lambda model: _gather_wrongly(model, 2e-7)),
+    "a gradient": ("grid_judge.run_model", _run_wrongly(1e-3)),
+    "a gradient's last bits": ("grid_judge.run_model", _run_wrongly(2e-7)),
     "kept bytes": ("grid_run.count_stack", lambda *args: round(1.02 * _count(*args))),
     "the sample": ("grid_run.dropout_rng.set_micro_batch", lambda seed, first: _set(seed, first + 1)),
-    "a gradient that is none": ("grid_run.gather_gradients", lambda model: _gather_wrongly(model, float("nan"))),
+    "a gradient that is none": ("grid_judge.run_model", _run_wrongly(float("nan"))),
 }
 
 
