@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grid_cases import CHOICES, LAYOUTS, RULES, Case, find_rule, list_cases, list_product
+from grid_judge import DRAWS
 from grid_models import FAMILIES, RECOMPUTE
 
 _HEAD = """<!-- Written by `python tests/grid.py --write-docs`; not to be edited. -->
@@ -23,7 +24,9 @@ small, the modules Megatron's own, and the processes gloo's on a CPU, 1, 2 or 4;
   recomputation, and the witness is the same choice and dtype on one process, or, for what only a layout rounds, stock
   in that layout at dropout 0. GELU in place has its floor beside that: 5.1e-5 (float32) or 1.6e-2 (bfloat16) of the
   largest exact value; and the weight of a norm in place, in float32, half of its round-off times the sum over tokens of
-  abs(dy * normalised x), because the x that y carries is off by as much.
+  abs(dy * normalised x), because the x that y carries is off by as much. The models are so small that the largest error
+  is a matter of luck: a case that is over its limit with one draw of the weights is held to the rule over {draws} draws,
+  the sum of its errors to the sum of their limits.
 - Every row of every dropout mask is, bit for bit, that of one process.
 - What the layers keep for backward is within 1 % of the formula of `tempo_megatron/memory/formula.py`.
 
@@ -40,7 +43,7 @@ def write_docs(path: Path, results: dict[str, dict[str, Any]], versions: dict[st
 
 def format_docs(results: dict[str, dict[str, Any]], versions: dict[str, str]) -> str:
     """The whole text."""
-    lines = [_HEAD, *_summarise(results, versions), "", *_explain()]
+    lines = [_HEAD.format(draws=DRAWS), *_summarise(results, versions), "", *_explain()]
     for family in FAMILIES:
         lines += ["", f"## {family}", "", *_format_table(family, results)]
     failed = {key: result for key, result in results.items() if result["status"] == "failed"}
@@ -74,6 +77,7 @@ def _summarise(results: dict[str, dict[str, Any]], versions: dict[str, str]) -> 
             f"The largest error is {worst['ratio']:.2f} of its limit ({worst['worst']}); kept bytes and formula differ "
             f"by {100 * off:.2g} % at most."
         )
+        lines.append(f"{sum('draws' in result for result in passed)} cases were judged by {DRAWS} draws.")
     return lines
 
 

@@ -147,9 +147,7 @@ def test_the_document_in_the_tree_is_that_of_the_results_in_the_tree() -> None:
     results = {record.pop("case"): record for record in records}
     text = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
     assert text == format_docs(results, json.loads(header)["versions"])
-    # What fails stands under a heading of its own.
-    failed = [key for key, result in results.items() if result["status"] == "failed"]
-    assert all(f"- {key}: " in text for key in failed) and ("## Failed" in text) == bool(failed)
+    assert {result["status"] for result in results.values()} == {"passed", "refused"}
 
 
 def test_help_says_how_to_run_it() -> None:
