@@ -6,9 +6,9 @@ python benchmarks/gpu_suite.py --profile gelu         # the kernels of one opera
 
 First the kernels' own tests. Then, for each operation, forward and backward at 8192 tokens and h 4096 in bfloat16:
 milliseconds beside the device's own copy of the fewest bytes that the pass must move, beside torch eager, torch.compile
-and Liger's kernel, and the bytes kept for backward. Then attention beside torch's, the loss head, the wall-clock time
-of small calls, and, in what time is left, torch.compile's max-autotune. Exit code: 0 where every goal is met, 1 where
-one is not or a test fails, 2 without a GPU.
+and Liger's kernel, and the bytes kept for backward. Then attention beside torch's, the loss head, the log-probabilities
+of labels, the wall-clock time of small calls, and, in what time is left, torch.compile's max-autotune. Exit code: 0
+where every goal is met, 1 where one is not or a test fails, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ from measurements import RESULTS, ROOT, add_output_argument
 
 # The steps in the order of their importance, and seconds for the first of each; a later one is taken for as long as
 # the longest so far.
-FIRST_GUESS_S = {"time": 40.0, "attention": 15.0, "loss head": 25.0, "host": 20.0, "autotune": 40.0}
+FIRST_GUESS_S = {"time": 40.0, "attention": 15.0, "loss head": 25.0, "log prob": 20.0, "host": 20.0, "autotune": 40.0}
 OPTIONAL = ("autotune",)
-WHOLE = {"attention": (attention.measure, attention.SHAPES), "loss head": (loss_head.measure, loss_head.SHAPES)}
+WHOLE = {
+    "attention": (attention.measure, attention.SHAPES),
+    "loss head": (loss_head.measure, loss_head.SHAPES),
+    "log prob": (loss_head.measure_log_prob, loss_head.LOG_PROB_SHAPES),
+}
 
 
 def steps(suite: Suite, operations: Sequence[Operation], whole: Sequence[str]) -> Iterator[tuple[str, str, Any]]:

@@ -1,10 +1,12 @@
 """The loss head on the CPU, Megatron's beside the fused one: forward, backward and peak memory of the head alone.
 
 python benchmarks/loss_head.py             # gpt2_124m, 8 x 512 tokens: appends to benchmarks/results/loss_head.jsonl
+python benchmarks/loss_head.py --log-prob --softcap 30 --entropy     # log-probabilities and entropies of the labels
 
-Stock is ColumnParallelLinear and vocab_parallel_cross_entropy; the fused head runs in both of its forms. All live in
-one process and alternate; ratios of medians are the result. Peak memory is what tensors made inside hold at most,
-gradients included, in a run of its own.
+Stock is ColumnParallelLinear and vocab_parallel_cross_entropy; the fused head runs in both of its forms. With
+--log-prob linear_log_prob runs beside the full computation, log_softmax of all logits in float32. All live in one
+process and alternate; ratios of medians are the result. Peak memory is what tensors made inside hold at most, gradients
+included, in a run of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from measurements import DTYPES, RESULTS, add_model_arguments, describe_cpu_run,
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_megatron import cpu
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.models.build import build_transformer_config
@@ -53,7 +56,10 @@ class PeakBytes(TorchDispatchMode):
 
 
 class Heads:
-    """The three heads on one problem: `hidden` [s, b, h], `weight` [v, h], `labels` [b, s] and a loss mask of ones."""
+    """All heads on one problem: `hidden` [s, b, h], `weight` [v, h], `labels` [b, s] and a loss mask of ones.
+
+    The first of `forms` is what the others are held against.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         shape = make_shape(**read_shape_file(args.model))
@@ -70,9 +76,12 @@ class Heads:
         self.labels = torch.randint(args.vocab_size, (b, s))
         self.mask = torch.ones(b, s)
         self.chunk_tokens = args.chunk_tokens
+        self.scaling = args.temperature, args.softcap, args.entropy
         self.forms: dict[str, Callable[[], Tensor]] = {
             "stock": self.stock, "recomputed": self.recomputed, "in_forward": self.in_forward
         }  # fmt: skip
+        if args.log_prob:
+            self.forms = {"full": self.full_log_prob, "recomputed": self.recomputed_log_prob}
 
     def stock(self) -> Tensor:
         logits, _ = self.layer(self.hidden)
@@ -88,6 +97,25 @@ class Heads:
             self.hidden, self.weight, self.labels, chunk_tokens=self.chunk_tokens, token_weights=self.mask
         )
         return total / self.mask.sum()
+
+    def full_log_prob(self) -> Tensor:
+        temperature, softcap, has_entropy = self.scaling
+        logits = F.linear(self.hidden, self.weight).float()
+        if softcap is not None:
+            logits = (logits / softcap).tanh() * softcap
+        log_probs = F.log_softmax(logits / temperature, -1)
+        log_prob = log_probs.gather(-1, self.labels.t().unsqueeze(-1)).squeeze(-1).t()
+        entropy = -(log_probs.exp() * log_probs).sum(-1).t() if has_entropy else None
+        return self.policy_loss(log_prob, entropy)
+
+    def recomputed_log_prob(self) -> Tensor:
+        found = linear_log_prob(self.hidden, self.weight, self.labels, *self.scaling, chunk_tokens=self.chunk_tokens)
+        return self.policy_loss(*(found if self.scaling[2] else (found, None)))
+
+    def policy_loss(self, log_prob: Tensor, entropy: Tensor | None) -> Tensor:
+        """What a policy minimises, with a bonus for entropy."""
+        losses = -log_prob if entropy is None else -log_prob - 0.01 * entropy
+        return (losses * self.mask).sum() / self.mask.sum()
 
     def step(self, form: str) -> tuple[float, float, float]:
         """Seconds of forward and backward, those of this process's processors, and the loss."""
@@ -119,18 +147,24 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 seconds[form].append(took)
                 cpu_seconds[form].append(cpu_took)
     medians, cpu_medians = ({f: statistics.median(t) for f, t in s.items()} for s in (seconds, cpu_seconds))
+    first = next(iter(heads.forms))
     gradient_bytes = (heads.weight.numel() + heads.hidden.numel()) * heads.dtype.itemsize
     return {
         "model": Path(args.model).stem,
         "shape": {"s": args.seq_length, "b": args.micro_batch_size, "h": heads.hidden.size(2), "v": args.vocab_size},
         "dtype": args.dtype,
         "chunk_tokens": args.chunk_tokens,
+        **(
+            {"log_prob": {"temperature": args.temperature, "softcap": args.softcap, "entropy": args.entropy}}
+            if args.log_prob
+            else {}
+        ),
         "ms": {form: round(1e3 * median, 1) for form, median in medians.items()},
         "ms_of_rounds": {form: [round(1e3 * s, 1) for s in took] for form, took in seconds.items()},
-        "over_stock": {form: round(median / medians["stock"], 3) for form, median in medians.items()},
-        "cpu_over_stock": {form: round(median / cpu_medians["stock"], 3) for form, median in cpu_medians.items()},
+        f"over_{first}": {form: round(median / medians[first], 3) for form, median in medians.items()},
+        f"cpu_over_{first}": {form: round(median / cpu_medians[first], 3) for form, median in cpu_medians.items()},
         "peak_bytes": peaks,
-        "stock_over_peak": {form: round(peaks["stock"] / peak, 2) for form, peak in peaks.items()},
+        f"{first}_over_peak": {form: round(peaks[first] / peak, 2) for form, peak in peaks.items()},
         "gradient_bytes": gradient_bytes,
         "loss": losses,
         "rounds": args.rounds,
@@ -143,6 +177,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_model_arguments(parser, micro_batch_size=8)
     parser.add_argument("--chunk-tokens", type=int, help="default the operation's own")
+    parser.add_argument("--log-prob", action="store_true", help="measure linear_log_prob, not the losses")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of --log-prob; default %(default)s")
+    parser.add_argument("--softcap", type=float, help="of --log-prob; default none")
+    parser.add_argument("--entropy", action="store_true", help="of --log-prob: the entropies too")
     parser.add_argument("--shared", action="store_true", help="note that other work ran on the machine")
     record_measurement(parser, measure, RESULTS / "loss_head.jsonl", rounds=3)
 

@@ -18,14 +18,13 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from grid_cases import Case, choose_pairwise, list_cases
-from grid_docs import write_docs
-from grid_pool import run_cases
-from megatron.core import __version__ as megatron_version
 from tqdm import tqdm
+
+# What imports torch and Megatron waits until the command line is read: --help comes at once and without warnings.
+if TYPE_CHECKING:
+    from grid_cases import Case
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "grid.jsonl"
@@ -34,6 +33,9 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 def describe_versions() -> dict[str, str]:
     """What the results depend on, beside this tree."""
+    import torch
+    from megatron.core import __version__ as megatron_version
+
     return {"torch": torch.__version__.partition("+")[0], "megatron-core": megatron_version}
 
 
@@ -115,6 +117,8 @@ class _Progress:
 
 def run(cases: list[Case], path: Path, jobs: int) -> dict[str, dict[str, Any]]:
     """Run the cases that have not passed yet, `jobs` pools of four processes beside each other; all their results."""
+    from grid_pool import run_cases
+
     results = Results(path)
     done = {key for key, result in results.known.items() if result["status"] != "failed"}
     waiting = [case for case in cases if case.key not in done]
@@ -155,6 +159,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.jobs < 1:
         parser.error(f"--jobs is {args.jobs}; expected 1 or more")
+    from grid_cases import choose_pairwise, list_cases
+    from grid_docs import write_docs
+
     if args.write_docs:
         write_docs(ROOT / "docs" / "compatibility.md", read_results(args.output), describe_versions())
         return 0

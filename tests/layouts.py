@@ -81,13 +81,17 @@ def dump(engine: Any, folder: Path) -> None:
 
 
 def join(folder: Path, is_gated: bool = False) -> dict[str, torch.Tensor]:
-    """Name and key -> whole tensor of what dump wrote. A gated fc1 has its gates first, then its values."""
+    """Name and key -> whole tensor of what dump wrote. A gated fc1 has its gates first, then its values.
+
+    What tensor-parallel ranks each hold whole is the same on all of them.
+    """
     ranks = [torch.load(path) for path in sorted(folder.glob("*.pt"))]
     whole = {}
     for name, (dimension, _) in ranks[0].items():
         for number, key in enumerate(KEYS):
             parts = [rank[name][1][number] for rank in ranks]
             if dimension is None:
+                assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs between ranks"
                 whole[f"{name} {key}"] = parts[0]
             elif is_gated and "linear_fc1" in name:
                 halves = [part.chunk(2) for part in parts]

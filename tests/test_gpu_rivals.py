@@ -57,11 +57,28 @@ def test_the_rivals_of_the_loss_head_agree_and_both_forms_are_recorded(results, 
     assert all("liger" in record["left_out"] for record in results.records)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_rivals_of_the_log_probabilities_agree_and_are_recorded(results, monkeypatch, softcap, entropy):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    shape = loss_head.LogProbShape(16, 2, 32, 96, softcap, entropy)
+    steps = {one.name: one.step() for one in loss_head._rivals_of_log_prob(shape, "cpu")}
+    exact = [t.float() for t in steps.pop("eager")]
+    for name, found in steps.items():
+        for ours, expected in zip(found, exact, strict=True):
+            assert (ours.float() - expected).norm() <= 0.02 * expected.norm(), name
+    loss_head.measure_log_prob(results, timing.HostClock(), "cpu", shape)
+    [record] = results.records
+    assert record["operation"] == "linear_log_prob" and record["shape"] == shape._asdict()
+    assert set(record["others"]) == {"eager", "compile"} and "time_of_the_fastest" in record["goals"]
+
+
 def test_they_are_steps_of_the_suite_and_can_be_chosen():
     class Nothing:
         results = clock = device = None
 
     found = [(kind, name) for kind, name, _ in gpu_suite.steps(Nothing(), [], list(gpu_suite.WHOLE))]
-    assert len(found) == len(attention.SHAPES) + len(loss_head.SHAPES)
+    assert len(found) == len(attention.SHAPES) + len(loss_head.SHAPES) + len(loss_head.LOG_PROB_SHAPES)
     assert ("attention", "s 1024 b 16 a 32 d 64") in found and ("loss head", "s 4096 b 4 h 4096 v 50304") in found
+    assert ("log prob", "s 4096 b 2 h 4096 v 128256 softcap 30.0 entropy True") in found
     assert gpu_suite.parsed(["--only", "attention", "loss_head"]).only == ["attention", "loss_head"]

@@ -156,3 +156,4 @@ def test_help_says_how_to_run_it() -> None:
     )
     for word in ("--full", "--pairwise", "--write-docs", "--jobs", "docs/compatibility.md"):
         assert word in done.stdout
+    assert done.stderr == ""

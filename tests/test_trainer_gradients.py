@@ -14,7 +14,7 @@ def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     """Gradients by name of every parameter marked sequence_parallel, on this rank."""
     from tempo_megatron.models.build import build_model
     from tempo_megatron.training.arguments import parse_arguments
-    from tempo_megatron.training.engine import compute_gradient_norm, sum_sequence_parallel_gradients
+    from tempo_megatron.training.engine import compute_gradient_norm, sum_partial_gradients
     from tempo_megatron.training.model import build_transformer_config
     from tempo_megatron.training.next_token_task import PredictNextToken
     from tempo_megatron.training.run_config import complete_run
@@ -40,7 +40,7 @@ def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     model = build_model(run.model, config, run.tempo, padded_vocab_size=128)
     if summed:
-        sum_sequence_parallel_gradients(model)
+        sum_partial_gradients(model)
     # The names are those of a model on one device, where nothing is marked.
     marked = ("layernorm.weight", "layernorm.bias", "linear_proj.bias", "linear_fc2.bias")
     tokens = torch.randint(128, (2, 17), generator=torch.Generator().manual_seed(2))

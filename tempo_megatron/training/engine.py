@@ -122,11 +122,13 @@ def zero_partitioned_biases(model: torch.nn.Module) -> None:
                 module.bias.zero_()
 
 
-def sum_sequence_parallel_gradients(model: torch.nn.Module) -> int:
-    """Let the gradients of parameters marked `sequence_parallel` be summed over the tensor-parallel group.
+def sum_partial_gradients(model: torch.nn.Module) -> int:
+    """Let the gradients of which each tensor-parallel rank has a part only be summed over the group.
 
-    Each rank of the group sees its part of the tokens only, and neither DeepSpeed nor autograd knows. The sum happens
-    as the gradient appears, so that every ZeRO stage reduces complete gradients. Returns how many parameters.
+    Those are the parameters marked `sequence_parallel`, whose rank sees its part of the tokens, and the norms of
+    queries and keys, whose rank sees its heads, with sequence parallelism or without. Neither DeepSpeed nor autograd
+    knows. The sum happens as the gradient appears, so that every ZeRO stage reduces complete gradients. Returns how
+    many.
     """
     group = parallel_state.get_tensor_model_parallel_group()
 
@@ -135,7 +137,11 @@ def sum_sequence_parallel_gradients(model: torch.nn.Module) -> int:
         dist.all_reduce(total, group=group)
         return total.to(grad.dtype)
 
-    marked = [parameter for parameter in model.parameters() if getattr(parameter, "sequence_parallel", False)]
+    marked = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if getattr(parameter, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name
+    ]
     for parameter in marked:
         parameter.register_hook(sum_over_ranks)
     return len(marked)
@@ -201,7 +207,7 @@ class Engine:
         self._samples_per_step = run.global_batch_size
         self._computes_norm = self.zero_stage == 0 and run.precision == "fp32"
         self._grad_norm: Tensor | None = None
-        self.sequence_parallel_parameters = sum_sequence_parallel_gradients(model) if run.sequence_parallel else 0
+        self.summed_parameters = sum_partial_gradients(model) if run.tensor_model_parallel_size > 1 else 0
         # Its bf16 optimizer prints a page about memory whatever the log level says.
         quiet = (
             contextlib.nullcontext() if config.get("memory_breakdown") else contextlib.redirect_stdout(io.StringIO())
