@@ -24,9 +24,9 @@ small, the modules Megatron's own, and the processes gloo's on a CPU, 1, 2 or 4;
   recomputation, and the witness is the same choice and dtype on one process, or, for what only a layout rounds, stock
   in that layout at dropout 0. GELU in place has its floor beside that: 5.1e-5 (float32) or 1.6e-2 (bfloat16) of the
   largest exact value; and the weight of a norm in place, in float32, half of its round-off times the sum over tokens of
-  abs(dy * normalised x), because the x that y carries is off by as much. The models are so small that the largest error
-  is a matter of luck: a case that is over its limit with one draw of the weights is held to the rule over {draws} draws,
-  the sum of its errors to the sum of their limits.
+  abs(dy * normalised x), because the x that y carries is off by as much. The models are so small that the largest
+  error is a matter of luck: a case that is over its limit with one draw of the weights is held to the rule over
+  {draws} draws, the sum of its errors to the sum of their limits.
 - Every row of every dropout mask is, bit for bit, that of one process.
 - What the layers keep for backward is within 1 % of the formula of `tempo_megatron/memory/formula.py`.
 
