@@ -27,7 +27,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--exhaustive"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     # One of its tests takes minutes: if it came late, one process would work and the others wait.
     items.sort(key=lambda item: item.path.name != "test_readme.py")
     if torch.cuda.is_available():
@@ -38,6 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive: minutes more")
     parser.addoption("--megatron-root", metavar="DIR", help="a Megatron-LM checkout (default: MEGATRON_LM_ROOT)")
 
 

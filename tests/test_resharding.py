@@ -104,7 +104,16 @@ PAIRS = [
     (L(2, 1, 1, sp=True), L(2, 1, 1, sp=True), TEMPO, STOCK),
 ]
 QUICK = (2, 15)
+# Of the others these have each stage and each tensor parallel size on both sides.
+SLOW = (0, 4, 7, 9, 10, 13, 16, 17)
 WORDS = {STOCK: "stock", TEMPO: "Tempo", DROPOUT: "Tempo p 0.1"}
+
+
+def find_marks(number: int) -> list[pytest.MarkDecorator]:
+    """Of a pair of PAIRS."""
+    if number in QUICK:
+        return []
+    return [pytest.mark.slow] if number in SLOW else [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +122,7 @@ WORDS = {STOCK: "stock", TEMPO: "Tempo", DROPOUT: "Tempo p 0.1"}
         pytest.param(
             *pair,
             id=f"{pair[0]} {WORDS[pair[2]]} - {pair[1]} {WORDS[pair[3]]}",
-            marks=() if number in QUICK else pytest.mark.slow,
+            marks=find_marks(number),
         )
         for number, pair in enumerate(PAIRS)
     ],
