@@ -18,7 +18,7 @@ def run_example(name: str) -> str:
     environ = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     environ.pop("DS_ACCELERATOR", None)
     done = subprocess.run(
-        [sys.executable, f"examples/{name}.py"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120
+        [sys.executable, f"examples/{name}.py"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
