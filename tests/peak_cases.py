@@ -92,6 +92,9 @@ def measure_step(step: Step) -> int:
     """Bytes of weights, micro batch and everything that forward and backward make, at most."""
     shape = step.shape
     make_gelu_tables()
+    # Megatron's memory for what sequence parallelism gathers grows and stays: a step before may have left more.
+    parallel_state.destroy_global_memory_buffer()
+    parallel_state._set_global_memory_buffer()
     config = build_ledger_config(shape, sequence_parallel=step.sp, dtype=step.dtype, recompute=step.recompute)
     chosen = choose_for_model(shape, config, step.tempo).config
     assert shape.vocab_size is not None
@@ -116,12 +119,6 @@ def measure_step(step: Step) -> int:
     return seen.peak + sum(storage.nbytes() for storage in list_storages(there))
 
 
-def measure_on_ranks(step: Step) -> int:
-    """`measure_step` in a process of a real group."""
-    assert parallel_state.get_tensor_model_parallel_world_size() == step.tp
-    return measure_step(step)
-
-
 def estimate_step(step: Step) -> int:
     """What the estimate says of it."""
     layout = RankLayout(
@@ -131,6 +128,7 @@ def estimate_step(step: Step) -> int:
         num_micro_batches=1,
         dtype=step.dtype,
         recompute=step.recompute,
+        stock="cpu",
     )
     (rank,) = estimate_ranks(step.shape, layout, step.tempo, optimizer=OptimizerSettings(kind="none"))
     return rank.peak_bytes

@@ -37,15 +37,12 @@ ONE_PROCESS = [
     for recompute in (("full",), ("core_attn",))
 ]  # fmt: skip
 TENSOR_PARALLEL = [
-    Step(family, is_wide, tempo, tp=2, sp=sp, recompute=recompute)
-    for family, sp in (("gpt", False), ("gpt", True), ("llama", True), ("bert", True))
-    for is_wide, tempo, recompute in (
-        (False, OFF, ()),
-        (False, AUTO, ()),
-        (False, OFF, ("full",)),
-        (False, RECOMPUTE, ("core_attn",)),
-        (True, AUTO, ()),
-    )
+    Step("gpt", False, OFF, tp=2),
+    Step("gpt", False, AUTO, tp=2, sp=True),
+    Step("llama", False, OFF, tp=2, sp=True),
+    Step("bert", True, AUTO, tp=2, sp=True),
+    Step("gpt", False, OFF, tp=2, sp=True, recompute=("full",)),
+    Step("llama", False, RECOMPUTE, tp=2, sp=True, recompute=("core_attn",)),
 ]
 
 

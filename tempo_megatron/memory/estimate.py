@@ -44,6 +44,9 @@ class RankLayout:
     recompute: tuple[str, ...] = ()
     """Nothing, ("full",), or any of "core_attn" and "mlp"."""
 
+    stock: str = "local"
+    """Whose modules stock ones are: "local" (Megatron's, on a GPU), "transformer_engine", or "cpu"."""
+
     @property
     def world_size(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
@@ -179,6 +182,7 @@ def _list_chunks(
             sequence_parallel=layout.sequence_parallel,
             dtype=layout.dtype,
             recompute=layout.recompute,
+            stock=layout.stock,
             pre_process=stage == chunk == 0,
             post_process=stage == stages - 1 and chunk == num_chunks - 1,
             has_gradients=has_gradients,

@@ -1,8 +1,16 @@
 """A chunk's forward and backward on fake tensors: the real modules at their real size, without memory or arithmetic.
 
 The modules are those of `tempo_megatron.models.build`, as rank 0 of a tensor-parallel group whose collectives do
-nothing. Of many layers alike a few run and stand for the others. Tempo's operations run the functions that a CPU runs,
-block by block, so that what they make inside themselves counts.
+nothing. Of many layers alike a few run and stand for the others. Three stacks of stock modules are known:
+
+- "cpu", Megatron's local modules on a CPU. Tempo's operations run the functions that a CPU runs, block by block, so
+  that what they make inside themselves counts. This is exact, but for what Inductor's code makes where it runs.
+- "local", the same modules on a GPU: dropout keeps a byte per element, and Tempo's operations are kernels that make
+  nothing inside, but for the loss head, whose chunks are a GPU's.
+- "transformer_engine", on a GPU too: attention besides keeps q, k, v, its output and a logsumexp.
+
+Not seen: that Tempo's in-place norm keeps more of channels whose gamma is nearly 0, and what kernels of torch and
+Transformer Engine take and give back inside themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +19,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -35,6 +44,9 @@ from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.operations import STACKS
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.late_check import LateCheck
+
+STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
+_HEAD_CHUNKS = "tempo_kernels.linear_cross_entropy.checks.CHUNK_BYTES"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +72,9 @@ class ChunkSettings:
 
     pre_process: bool = True
     post_process: bool = True
+    stock: str = "local"
+    """Whose modules stock ones are: one of STACKS_OF_MODULES."""
+
     has_gradients: bool = False
     """Whether the gradients' memory is there before the micro batch; else backward makes it."""
 
@@ -71,6 +86,8 @@ def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
     Raises ValueError for a T5, where torch.distributed is already initialised, and for values that the model cannot
     have.
     """
+    if settings.stock not in STACKS_OF_MODULES:
+        raise ValueError(f"stock is {settings.stock!r}; expected one of {', '.join(STACKS_OF_MODULES)}")
     if settings.shape.family == "t5":
         raise ValueError("the model is a T5, which the estimate does not know; expected a GPT or a BERT")
     cpu.use_cpu()
@@ -78,7 +95,7 @@ def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
     with simulate_layout(settings.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
-        with FakeTensorMode(allow_non_fake_inputs=True), _without_values():
+        with FakeTensorMode(allow_non_fake_inputs=True), _without_values(), _on_device(settings.stock):
             return _Run(settings).measure()
 
 
@@ -95,11 +112,51 @@ def _without_values() -> Iterator[None]:
     with (
         mock.patch.object(tracker, "fork", lambda *_, **__: contextlib.nullcontext()),
         mock.patch.object(LateCheck, "note", lambda *_: None),
-        # The function that a CPU runs, with all that it makes inside.
-        mock.patch.object(Opaque, "__call__", Opaque.call),
         mock.patch.object(Tensor, "nonzero", _find_nothing),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _on_device(stock: str) -> Iterator[None]:
+    """What the CPU's modules do as those of `stock` would."""
+    if stock == "cpu":
+        with mock.patch.object(Opaque, "__call__", Opaque.call):
+            yield
+        return
+    chunk_bytes = pkgutil.resolve_name(_HEAD_CHUNKS)
+    with (
+        mock.patch.object(Opaque, "__call__", _call_on_gpu),
+        mock.patch.dict(chunk_bytes, cpu=chunk_bytes["cuda"]),
+        mock.patch.object(torch.nn.functional, "dropout", _drop_on_gpu),
+    ):
+        yield
+
+
+_call_operator = Opaque.__call__
+
+
+def _call_on_gpu(operation: Opaque, first: Tensor, *others: Any) -> Sequence[Tensor]:
+    """Only the loss head is more than one kernel."""
+    return (operation.call if "linear_cross_entropy" in operation.name else _call_operator.__get__(operation))(
+        first, *others
+    )
+
+
+def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """torch's dropout with the mask that a GPU keeps, a byte per element."""
+    assert not inplace
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+
+def _fuse_attention(config: TempoConfig) -> TempoConfig:
+    """`config` with Tempo's attention where it is stock: it keeps what Transformer Engine's does."""
+
+    def fuse(block: Mapping[str, str]) -> dict[str, str]:
+        return {name: "flash" if (name, value) == ("attention", "off") else value for name, value in block.items()}
+
+    layers = {key: fuse(values) for key, values in config.layers.items()}
+    return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
 
 
 def _find_nothing(t: Tensor) -> Tensor:
@@ -120,6 +177,8 @@ class _Run:
             recompute=settings.recompute,
         )
         chosen = choose_for_model(settings.shape, config, settings.tempo_config).config
+        if settings.stock == "transformer_engine":
+            chosen = _fuse_attention(chosen)
         stack = "decoder" if shape.family == "gpt" else "encoder"
         kinds = [chosen.for_layer(layer, stack) for layer in settings.layers]
         self._rows = compress(kinds)
