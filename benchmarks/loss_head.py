@@ -22,37 +22,15 @@ import torch
 from measurements import DTYPES, RESULTS, add_model_arguments, describe_cpu_run, record_measurement
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_megatron import cpu
 from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.peak_bytes import PeakBytes
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import make_shape, read_shape_file
-
-
-class PeakBytes(TorchDispatchMode):
-    """How many bytes of the tensors made inside are alive at most; not those of `known`."""
-
-    def __init__(self, *known: Tensor) -> None:
-        super().__init__()
-        self.peak = 0
-        self._known = {t.untyped_storage()._cdata for t in known}
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self._known:
-                storage = t.untyped_storage()
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-        return out
 
 
 class Heads:

@@ -63,6 +63,11 @@ def _run(argv: list[str]) -> int:
         help="measure every tensor that a GPT keeps for backward, stock beside Tempo",
         description="Run one layer of the real model forward, stock and with Tempo, and list what autograd keeps.",
     )
+    estimate = commands.add_parser(
+        "estimate",
+        help="estimate the memory of a training run on every kind of rank, without hardware",
+        description="Follow one training step of the real model on tensors without memory, for any number of devices.",
+    )
     commands.add_parser("prepare-data", help="tokenize text into Megatron's .bin/.idx", add_help=False)
     commands.add_parser("run", help="run a training script of a Megatron-LM checkout with --use-tempo", add_help=False)
     export = commands.add_parser(
@@ -88,6 +93,12 @@ def _run(argv: list[str]) -> int:
 
         add_ledger_arguments(ledger)
         return run_ledger(parser.parse_args(argv))
+    if command == "estimate":
+        check_installed("it", "megatron", "megatron.core")
+        from tempo_megatron.memory.estimate_command import add_estimate_arguments, run_estimate
+
+        add_estimate_arguments(estimate)
+        return run_estimate(parser.parse_args(argv))
     if command == "export":
         from tempo_megatron.training.export import add_export_arguments, run_export
 

@@ -30,6 +30,7 @@ class Opaque:
         def call(*args: Any) -> list[Tensor]:
             return list(self.call(*args))
 
+        self.name = name
         self._function = function
         self._operator = torch.library.custom_op(
             f"tempo_kernels::{name}", call, mutates_args=(), schema=f"({signature}"

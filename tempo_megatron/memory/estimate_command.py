@@ -1,0 +1,224 @@
+"""The estimate command: its arguments and its table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron.argument_types import parse_fraction, parse_positive
+from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.memory.estimate import PART_NAMES, RankEstimate, RankLayout, estimate_ranks
+from tempo_megatron.memory.memory_size import format_bytes, parse_memory
+from tempo_megatron.memory.model_states import OptimizerSettings
+from tempo_megatron.memory.simulation import STACKS_OF_MODULES
+from tempo_megatron.models.build import DTYPES
+from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
+
+_WIDTH = 34
+
+
+def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tempo-megatron estimate`."""
+    parser.add_argument("--model", required=True, metavar="JSON", help="a model, such as configs/model/gpt3_175b.json")
+    _add_layout(parser)
+    _add_step(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("--gpu-memory", type=parse_memory, metavar="SIZE", help="say whether it fits, such as 80GiB")
+    group.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    group.add_argument("--plot", metavar="PNG", help="also draw stacked bars, stock beside Tempo, to PNG")
+    add_tempo_arguments(parser)
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("layout")
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+        group.add_argument(
+            f"--{name}", type=parse_positive, default=1, metavar="N", help=f"{what} parallel size (default 1)"
+        )
+    group.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
+    group.add_argument(
+        "--num-layers-per-virtual-pipeline-stage",
+        type=parse_positive,
+        metavar="N",
+        help="interleave chunks of N layers",
+    )
+    group.add_argument("--micro-batch-size", type=parse_positive, default=1, metavar="B", help="samples (default 1)")
+    group.add_argument(
+        "--num-micro-batches",
+        type=parse_positive,
+        metavar="M",
+        help="of a step, per data-parallel rank (default: twice the pipeline size)",
+    )
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training step")
+    group.add_argument("--seq-length", type=parse_positive, metavar="S", help="tokens per sample (default the model's)")
+    group.add_argument(
+        "--vocab-size", type=parse_positive, metavar="V", help="tokens (default the model's, else 50257)"
+    )
+    group.add_argument("--dtype", choices=DTYPES, default="bf16", help="default %(default)s")
+    group.add_argument("--dropout", type=parse_fraction, metavar="P", help="hidden and attention (default the model's)")
+    group.add_argument(
+        "--recompute",
+        nargs="+",
+        choices=("full", "core_attn", "mlp"),
+        default=[],
+        metavar="WHAT",
+        help="Megatron's recomputation: full, or any of core_attn and mlp",
+    )
+    group.add_argument(
+        "--stock",
+        choices=STACKS_OF_MODULES,
+        default="local",
+        help="whose modules stock ones are: Megatron's local ones on a GPU, as in our trainer (default), Transformer "
+        "Engine's, or local ones on a CPU",
+    )
+    group.add_argument(
+        "--optimizer",
+        choices=("megatron", "deepspeed", "none"),
+        help="default: megatron's distributed one, or deepspeed where --deepspeed_config or --zero is given",
+    )
+    group.add_argument(
+        "--no-distributed-optimizer", action="store_true", help="Megatron's states whole on every data-parallel rank"
+    )
+    group.add_argument("--deepspeed_config", metavar="JSON", help='its ZeRO stage, and its "tempo" block')
+    group.add_argument("--zero", type=int, choices=range(4), help="ZeRO stage of DeepSpeed, in place of a file's")
+
+
+def run_estimate(args: argparse.Namespace) -> int:
+    """Estimate stock and, where it is on, Tempo, and print one table. The exit status is 1 where the last does not fit.
+
+    Raises ValueError for what cannot be estimated.
+    """
+    block = _read_json(args.deepspeed_config) if args.deepspeed_config else {}
+    shape, layout, optimizer = _read_shape(args), _read_layout(args), _read_optimizer(args, block)
+    tempo_config = tempo_config_from(args, block)
+    columns = {"stock": TempoConfig.off()} | ({} if tempo_config.is_off else {"Tempo": tempo_config})
+    found = {}
+    for name, config in columns.items():
+        if sys.stderr.isatty():
+            print(f"estimating {name} ...", end="\r", file=sys.stderr)
+        found[name] = estimate_ranks(shape, layout, config, optimizer=optimizer)
+    print(
+        f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, TP {args.tp}"
+        f"{' + SP' if args.sequence_parallel else ''}, PP {args.pp}, DP {args.dp}: {layout.world_size:,} ranks, "
+        f"{_describe_optimizer(optimizer)}, {args.stock}"
+        f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}"
+    )
+    print(format_estimates(found))
+    fits = True
+    if args.gpu_memory is not None:
+        fits = [_print_fit(name, ranks, args.gpu_memory) for name, ranks in found.items()][-1]
+    if args.json:
+        figures = {name: [_list_figures(rank) for rank in ranks] for name, ranks in found.items()}
+        Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
+    if args.plot:
+        from tempo_megatron.memory.estimate_plot import plot_estimates
+
+        plot_estimates({name: choose_ranks(ranks) for name, ranks in found.items()}, args.plot, args.gpu_memory)
+    return 0 if fits else 1
+
+
+def choose_ranks(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:
+    """The kinds of ranks: the first stage, the largest of those in the middle, the last one."""
+    middle = max(ranks[1:-1], key=lambda rank: rank.peak_bytes, default=None)
+    return [ranks[0], *([middle] if middle else []), *(ranks[-1:] if len(ranks) > 1 else [])]
+
+
+def format_estimates(found: dict[str, tuple[RankEstimate, ...]]) -> str:
+    """Parts down; kinds of ranks, and within each stock and Tempo, across."""
+    chosen = {name: choose_ranks(ranks) for name, ranks in found.items()}
+    columns = [
+        (f"{ranks[i].name}", name, ranks[i]) for i in range(len(chosen["stock"])) for name, ranks in chosen.items()
+    ]
+    lines = [f"{'GiB at the peak':<{_WIDTH}}" + "".join(f"{rank:>16}" for rank, _, _ in columns)]
+    lines.append(" " * _WIDTH + "".join(f"{name:>16}" for _, name, _ in columns))
+    rule = "-" * len(lines[0])
+    lines.append(rule)
+    for part in PART_NAMES:
+        values = [rank.parts[part] for *_, rank in columns]
+        if any(values):
+            lines.append(f"{part:<{_WIDTH}}" + "".join(f"{value / 2**30:>16.3f}" for value in values))
+    lines += [rule, f"{'peak':<{_WIDTH}}" + "".join(f"{rank.peak_bytes / 2**30:>16.3f}" for *_, rank in columns)]
+    lines.append(f"{'parameters':<{_WIDTH}}" + "".join(f"{rank.num_parameters:>16,}" for *_, rank in columns))
+    lines += [f"{name}, {rank.name}: the peak is in the {rank.moment}" for _, name, rank in columns]
+    return "\n".join(lines)
+
+
+def _print_fit(name: str, ranks: Sequence[RankEstimate], memory: int) -> bool:
+    largest = max(ranks, key=lambda rank: rank.peak_bytes)
+    spare = memory - largest.peak_bytes
+    if spare >= 0:
+        print(f"{name} fits {format_bytes(memory)} with {format_bytes(spare)} to spare ({largest.name})")
+    else:
+        print(f"{name} does not fit {format_bytes(memory)}: {largest.name} needs {format_bytes(-spare)} more")
+    return spare >= 0
+
+
+def _read_shape(args: argparse.Namespace) -> ModelShape:
+    values = read_shape_file(args.model)
+    values.setdefault("vocab_size", 50257)
+    dropout = {"attention_dropout": args.dropout, "hidden_dropout": args.dropout}
+    given = {"seq_length": args.seq_length, "vocab_size": args.vocab_size, **dropout}
+    values |= {name: value for name, value in given.items() if value is not None}
+    if "full" in args.recompute and len(args.recompute) > 1:
+        raise ValueError("--recompute full already recomputes everything; give it alone")
+    if values.get("max_position_embeddings", 0) < values.get("seq_length", 0):
+        values["max_position_embeddings"] = values["seq_length"]
+    return make_shape(**values)
+
+
+def _read_layout(args: argparse.Namespace) -> RankLayout:
+    return RankLayout(
+        tensor_parallel=args.tp,
+        pipeline_parallel=args.pp,
+        data_parallel=args.dp,
+        sequence_parallel=args.sequence_parallel,
+        layers_per_virtual_stage=args.num_layers_per_virtual_pipeline_stage,
+        micro_batch_size=args.micro_batch_size,
+        num_micro_batches=args.num_micro_batches,
+        dtype=DTYPES[args.dtype],
+        recompute=tuple(args.recompute),
+        stock=args.stock,
+    )
+
+
+def _read_optimizer(args: argparse.Namespace, block: dict[str, Any]) -> OptimizerSettings:
+    is_deepspeed = args.deepspeed_config is not None or args.zero is not None
+    kind = args.optimizer or ("deepspeed" if is_deepspeed else "megatron")
+    if kind != "deepspeed":
+        if args.zero is not None:
+            raise ValueError(f"--zero {args.zero} is given with --optimizer {kind}; ZeRO is DeepSpeed's: leave one out")
+        return OptimizerSettings(kind=kind, distributed=not args.no_distributed_optimizer)
+    if args.no_distributed_optimizer:
+        raise ValueError("--no-distributed-optimizer is Megatron's; give --zero 0 for DeepSpeed's")
+    settings = OptimizerSettings.from_deepspeed(block)
+    return settings if args.zero is None else dataclasses.replace(settings, zero_stage=args.zero)
+
+
+def _describe_optimizer(optimizer: OptimizerSettings) -> str:
+    if optimizer.kind == "deepspeed":
+        return f"DeepSpeed ZeRO {optimizer.zero_stage}"
+    distributed = "distributed optimizer" if optimizer.distributed else "optimizer"
+    return f"Megatron's {distributed}" if optimizer.kind == "megatron" else "no optimizer"
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--deepspeed_config {path} is not valid JSON ({error}); correct it") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--deepspeed_config {path} holds a {type(found).__name__}; expected a JSON object")
+    return found
+
+
+def _list_figures(rank: RankEstimate) -> dict[str, Any]:
+    return {**dataclasses.asdict(rank), "peak_bytes": rank.peak_bytes}

@@ -1,0 +1,164 @@
+"""The estimate: parameters, pipeline schedules, model states, GPUs' modules, the published memory, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.cli import main
+from tempo_megatron.memory.chunk_memory import LAYERS, compress
+from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.formula import LayerShape, count_layer_bytes
+from tempo_megatron.memory.memory_size import parse_memory
+from tempo_megatron.memory.model_states import OptimizerSettings, count_model_states
+from tempo_megatron.memory.schedule import list_events
+from tempo_megatron.memory.simulation import ChunkSettings, simulate_chunk
+from tempo_megatron.models.shape import make_shape, read_shape_file
+
+OFF = TempoConfig.off()
+# arXiv 2205.05198, table 3: heads, hidden size, layers, micro batch; s 2048, v 51,200, t 8.
+PAPER = {"22B": (64, 6144, 48, 4), "175B": (96, 12288, 96, 1), "530B": (128, 20480, 105, 1), "1T": (160, 25600, 128, 1)}
+SMALL: dict[str, Any] = {
+    "num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 500
+}  # fmt: skip
+
+
+def simulate(values: dict[str, Any], tempo_config: TempoConfig = OFF, **settings: Any) -> Any:
+    shape = make_shape(**values)
+    chosen = {"micro_batch_size": 1, "padded_vocab_size": 1024, "layers": tuple(range(shape.num_layers)), **settings}
+    return simulate_chunk(ChunkSettings(shape=shape, tempo_config=tempo_config, **chosen))
+
+
+def keep_of_middle_layer(memory: Any) -> int:
+    layers = [phase for phase in memory.forward if phase.part == LAYERS]
+    return int(layers[len(layers) // 2].growth)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("recompute", [(), ("core_attn",), ("full",)], ids=str)
+@pytest.mark.parametrize("name", PAPER)
+def test_a_layer_keeps_what_the_paper_publishes(name: str, recompute: tuple[str, ...], sequence_parallel: bool) -> None:
+    """Equations 1 to 6 of arXiv 2205.05198: 16 bits, a byte per dropped element, unfused attention."""
+    a, h, _, b = PAPER[name]
+    s, t = 2048, 8
+    sizes = {"num_layers": 4, "hidden_size": h, "num_attention_heads": a, "seq_length": s}
+    kept = keep_of_middle_layer(
+        simulate(sizes, tensor_parallel=t, sequence_parallel=sequence_parallel, recompute=recompute, micro_batch_size=b)
+    )
+    scores = 0.0 if recompute else 5 * a * s / (h * t)
+    published = s * b * h * ((34 / t if sequence_parallel else 10 + 24 / t) + scores)
+    if recompute == ("full",):
+        published = 2 * s * b * h / (t if sequence_parallel else 1)
+    # Megatron's plain softmax of 16-bit scores is computed, and kept, in float32: 2 bytes more of each score.
+    if not recompute:
+        published += 2 * a * s * s * b / t
+    assert kept == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize("tempo_config", [OFF, TempoConfig(), TempoConfig(activation="recompute", norm="recompute")])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_transformer_engines_layer_keeps_what_the_formula_says(
+    tempo_config: TempoConfig, sequence_parallel: bool
+) -> None:
+    sizes = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 512}
+    memory = simulate(sizes, tempo_config, tensor_parallel=2, sequence_parallel=sequence_parallel,
+                      stock="transformer_engine")  # fmt: skip
+    layer = LayerShape(
+        seq_length=512, micro_batch_size=1, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16,
+        num_query_groups=16, kv_channels=64, tensor_parallel=2, sequence_parallel=sequence_parallel,
+        hidden_dropout=0.1, attention_dropout=0.1,
+    )  # fmt: skip
+    in_place = {
+        "activation": "inplace",
+        "norm": "inplace",
+        "dropout": "recompute",
+        "attention": "flash",
+        "loss": "fused",
+    }
+    filled = tempo_config.fill_auto(in_place)
+    assert keep_of_middle_layer(memory) == pytest.approx(
+        count_layer_bytes(layer, filled, stock="transformer_engine"), rel=0.001
+    )
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_layers_that_stand_for_others_give_the_memory_of_all(family: str) -> None:
+    """Seven layers of which one in the middle has another value, beside the same as seven single ones."""
+    values = {**SMALL, "num_layers": 7, "family": family}
+    odd = TempoConfig(layers={"3": {"attention": "off"}})
+    every = dataclasses.replace(odd, layers={str(i): {"attention": "off" if i == 3 else "flash"} for i in range(7)})
+    assert simulate(values, odd, stock="cpu") == simulate(values, every, stock="cpu")
+    assert compress("aaaabaa") == [(0, 1), (1, 2), (3, 1), (4, 1), (5, 1), (6, 1)]
+
+
+def test_parameters_of_all_stages_are_those_of_the_model() -> None:
+    shape = make_shape(**{"vocab_size": 50257, **read_shape_file("configs/model/gpt3_175b.json")})
+    layout = RankLayout(tensor_parallel=8, pipeline_parallel=8, sequence_parallel=True)
+    ranks = estimate_ranks(shape, layout, OFF)
+    h, v = 12288, 51200  # 50,257 padded to a multiple of 128 * 8
+    split = 96 * 12 * h * h // 8 + 96 * (3 * h + 4 * h) // 8 + v * h // 8
+    whole = 96 * (4 * h + 2 * h) + 2048 * h + 2 * h
+    # The last stage has a copy of the embedding's weight.
+    assert sum(rank.num_parameters for rank in ranks) == split + whole + v * h // 8
+    assert [rank.name for rank in ranks][:2] == ["first stage", "stage 1"]
+
+
+@pytest.mark.parametrize(("stage", "chunks", "in_flight"), [(0, 1, 4), (3, 1, 1), (0, 2, 11), (3, 2, 5), (0, 3, 15)])
+def test_the_schedule_has_megatrons_micro_batches_in_flight(stage: int, chunks: int, in_flight: int) -> None:
+    """In chunks; of the first stage p m + p - 1, the paper's 1 + (p - 1) / (p m) of a whole model."""
+    level, most, seen = 0, 0, set()
+    for event in list_events(stage, 4, chunks, 12):
+        assert ((True, event.micro_batch, event.chunk) in seen) is not event.is_forward
+        seen.add((event.is_forward, event.micro_batch, event.chunk))
+        level += 1 if event.is_forward else -1
+        most = max(most, level)
+    assert (level, most, len(seen)) == (0, in_flight, 2 * 12 * chunks)
+
+
+def test_model_states_are_divided_as_their_owner_does() -> None:
+    def total(data_parallel: int = 8, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> int:
+        states = count_model_states(8000, dtype, OptimizerSettings(**settings), data_parallel=data_parallel)
+        return states.weights + states.gradients + states.optimizer_states
+
+    assert total(kind="megatron") == 8000 * (2 + 4) + 1000 * 12
+    assert total(kind="megatron", distributed=False) == 8000 * 18
+    assert total(kind="megatron", dtype=torch.float32) == 8000 * 8 + 1000 * 8
+    deepspeed = [total(kind="deepspeed", zero_stage=stage) for stage in range(4)]
+    assert deepspeed == [8000 * 8 + 1000 * 12, 8000 * 4 + 1000 * 12, 8000 * 2 + 1000 * 14, 1000 * 16]
+    assert total(kind="none") == 16000
+
+
+def test_memory_is_read_as_people_write_it() -> None:
+    assert [parse_memory(text) for text in ("80GiB", "80 GB", "1.5m", "7")] == [80 * 2**30, 80 * 10**9, 3 * 2**19, 7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pp", "7"], "12 layers are not a multiple of --pp 7; change one of them"),
+        (["--zero", "1", "--optimizer", "megatron"], "ZeRO is DeepSpeed's: leave one out"),
+        (["--sequence-parallel"], "--sequence-parallel needs --tp of at least 2"),
+        (["--pp", "2", "--num-layers-per-virtual-pipeline-stage", "4"], "expected a divisor of the 6 layers"),
+        (["--recompute", "full", "mlp"], "give it alone"),
+        (["--tempo-norm", "off"], "Tempo is off"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", "--model", "configs/model/gpt2_124m.json", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_says_what_fits_and_what_does_not(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    command = ["estimate", "--model", "configs/model/gpt2_124m.json", "--micro-batch-size", "8", "--use-tempo"]
+    plot, figures = tmp_path / "estimate.png", tmp_path / "estimate.json"
+    assert main([*command, "--gpu-memory", "6GiB", "--plot", str(plot), "--json", str(figures)]) == 0
+    out = capsys.readouterr().out
+    assert "stock does not fit 6.00 GiB: all ranks needs" in out and "Tempo fits 6.00 GiB with" in out
+    assert plot.read_bytes()[:4] == b"\x89PNG" and '"peak_bytes"' in figures.read_text()
+    assert main([*command, "--gpu-memory", "1GiB"]) == 1
