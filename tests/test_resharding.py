@@ -33,10 +33,9 @@ LLAMA = (
     "--swiglu", "--normalization", "RMSNorm", "--group-query-attention", "--num-query-groups", "2", "--qk-layernorm",
     "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights", "--ffn-hidden-size", "96",
 )  # fmt: skip
-# Of float32 sums in another order, relative to the loss, an ulp of which is 8e-8: before the first update, when both
-# have the same weights, and after it. AdamW divides by the root of its second moment, which in the first steps makes
-# large of small differences; two runs that start in two layouts differ as much.
-FIRST, LATER = 5e-7, 1e-5
+# Of float32 sums in another order, relative to the loss, an ulp of which is 8e-8. Whole runs of the same weights in two
+# layouts differ by that one ulp in six steps.
+LIMIT = 5e-7
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +76,7 @@ def assert_same_states(first: Path, second: Path, is_gated: bool = False) -> Non
 
 
 def assert_same_losses(resumed: list[float], whole: list[float]) -> None:
-    assert resumed[0] == pytest.approx(whole[0], rel=FIRST)
-    assert resumed == pytest.approx(whole, rel=LATER)
+    assert resumed == pytest.approx(whole, rel=LIMIT)
 
 
 # Every stage to every stage; every tensor parallel size to every other, with sequence parallelism and without.
