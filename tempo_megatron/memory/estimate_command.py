@@ -16,9 +16,9 @@ from tempo_megatron.config import TempoConfig
 from tempo_megatron.memory.estimate import PART_NAMES, RankEstimate, RankLayout, estimate_ranks
 from tempo_megatron.memory.memory_size import format_bytes, parse_memory
 from tempo_megatron.memory.model_states import OptimizerSettings
+from tempo_megatron.memory.requested_shape import add_shape_arguments, read_requested_shape
 from tempo_megatron.memory.simulation import STACKS_OF_MODULES
 from tempo_megatron.models.build import DTYPES
-from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 
 _WIDTH = 34
 
@@ -48,7 +48,6 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="interleave chunks of N layers",
     )
-    group.add_argument("--micro-batch-size", type=parse_positive, default=1, metavar="B", help="samples (default 1)")
     group.add_argument(
         "--num-micro-batches",
         type=parse_positive,
@@ -59,20 +58,8 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training step")
-    group.add_argument("--seq-length", type=parse_positive, metavar="S", help="tokens per sample (default the model's)")
-    group.add_argument(
-        "--vocab-size", type=parse_positive, metavar="V", help="tokens (default the model's, else 50257)"
-    )
-    group.add_argument("--dtype", choices=DTYPES, default="bf16", help="default %(default)s")
+    add_shape_arguments(group)
     group.add_argument("--dropout", type=parse_fraction, metavar="P", help="hidden and attention (default the model's)")
-    group.add_argument(
-        "--recompute",
-        nargs="+",
-        choices=("full", "core_attn", "mlp"),
-        default=[],
-        metavar="WHAT",
-        help="Megatron's recomputation: full, or any of core_attn and mlp",
-    )
     group.add_argument(
         "--stock",
         choices=STACKS_OF_MODULES,
@@ -98,7 +85,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     Raises ValueError for what cannot be estimated.
     """
     block = _read_json(args.deepspeed_config) if args.deepspeed_config else {}
-    shape, layout, optimizer = _read_shape(args), _read_layout(args), _read_optimizer(args, block)
+    shape, layout, optimizer = read_requested_shape(args), _read_layout(args), _read_optimizer(args, block)
     tempo_config = tempo_config_from(args, block)
     columns = {"stock": TempoConfig.off()} | ({} if tempo_config.is_off else {"Tempo": tempo_config})
     found = {}
@@ -160,19 +147,6 @@ def _print_fit(name: str, ranks: Sequence[RankEstimate], memory: int) -> bool:
     else:
         print(f"{name} does not fit {format_bytes(memory)}: {largest.name} needs {format_bytes(-spare)} more")
     return spare >= 0
-
-
-def _read_shape(args: argparse.Namespace) -> ModelShape:
-    values = read_shape_file(args.model)
-    values.setdefault("vocab_size", 50257)
-    dropout = {"attention_dropout": args.dropout, "hidden_dropout": args.dropout}
-    given = {"seq_length": args.seq_length, "vocab_size": args.vocab_size, **dropout}
-    values |= {name: value for name, value in given.items() if value is not None}
-    if "full" in args.recompute and len(args.recompute) > 1:
-        raise ValueError("--recompute full already recomputes everything; give it alone")
-    if values.get("max_position_embeddings", 0) < values.get("seq_length", 0):
-        values["max_position_embeddings"] = values["seq_length"]
-    return make_shape(**values)
 
 
 def _read_layout(args: argparse.Namespace) -> RankLayout:

@@ -16,9 +16,10 @@ from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.memory.layer_kinds import measure_model
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import Ledger, Row, build_ledger_config
+from tempo_megatron.memory.requested_shape import add_shape_arguments, read_requested_shape
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.checks import check_layout
-from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
+from tempo_megatron.models.shape import ModelShape
 
 _WIDTH = 34
 
@@ -28,22 +29,7 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="JSON", help="a model, such as configs/model/gpt2_124m.json")
     parser.add_argument("--tp", type=parse_positive, default=1, metavar="N", help="tensor parallel size (default 1)")
     parser.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
-    parser.add_argument(
-        "--recompute",
-        nargs="+",
-        choices=("full", "core_attn", "mlp"),
-        default=[],
-        metavar="WHAT",
-        help="Megatron's recomputation: full, or any of core_attn and mlp",
-    )
-    parser.add_argument(
-        "--seq-length", type=parse_positive, metavar="S", help="tokens per sample (default the model's)"
-    )
-    parser.add_argument("--micro-batch-size", type=parse_positive, default=1, metavar="B", help="samples (default 1)")
-    parser.add_argument(
-        "--vocab-size", type=parse_positive, metavar="V", help="tokens (default the model's, else 50257)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default %(default)s")
+    add_shape_arguments(parser)
     parser.add_argument("--dropout", type=float, default=0.1, metavar="P", help="hidden and attention (default 0.1)")
     parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
@@ -152,16 +138,10 @@ def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
 
 
 def _read_shape(args: argparse.Namespace) -> ModelShape:
-    values = read_shape_file(args.model)
-    values.setdefault("vocab_size", 50257)
     if not 0 <= args.dropout < 1:
         raise ValueError(f"--dropout is {args.dropout}; expected a probability in [0, 1)")
-    given = {"seq_length": args.seq_length, "vocab_size": args.vocab_size}
-    values |= {name: value for name, value in given.items() if value is not None}
-    shape = make_shape(**{**values, "attention_dropout": args.dropout, "hidden_dropout": args.dropout})
+    shape = read_requested_shape(args)
     check_layout(shape, args.tp, args.sequence_parallel, option="--tp")
-    if "full" in args.recompute and len(args.recompute) > 1:
-        raise ValueError("--recompute full already recomputes everything; give it alone")
     return shape
 
 

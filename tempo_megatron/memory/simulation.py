@@ -270,7 +270,7 @@ class _Run:
         for name in ("labels", "lm_labels"):
             if name in batch:
                 batch[name] = tokens.clone()
-        batch["loss_mask"] = torch.ones(tokens.shape)
+        batch["loss_mask"] = torch.ones(tokens.shape, dtype=torch.float32)
         return batch
 
     def _add_marks(self) -> None:

@@ -163,7 +163,9 @@ def build_model(
         "rotary_percent": shape.rotary_percent,
     }
     specs = make_specs(shape, config, tempo_config, vp_stage=vp_stage)
-    model = _BUILDERS[shape.family](shape, config, specs, tempo_config.loss == "fused", common, vp_stage)
+    model_class = _CLASSES[shape.family][tempo_config.loss == "fused"]
+    with _norm_of_the_head():
+        model = model_class(config=config, **_list_own_arguments(shape, config, specs, vp_stage), **common)
     tempoize_embedding(model, tempo_config)
     if config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ()):
         for stack in specs:
@@ -172,65 +174,34 @@ def build_model(
     return model
 
 
-def _build_gpt(
-    shape: ModelShape,
-    config: TransformerConfig,
-    specs: dict[str, TempoBlockSubmodules],
-    fuses_loss: bool,
-    common: dict[str, Any],
-    vp_stage: int | None,
-) -> Any:
-    # The class is ours to choose: nothing built has to change.
-    model_class = TempoGPTModel if fuses_loss else GPTModel
-    return model_class(
-        config=config,
-        transformer_layer_spec=specs["decoder"],
-        rotary_base=shape.rotary_base,
-        rope_scaling=shape.use_rope_scaling,
-        rope_scaling_factor=shape.rope_scaling_factor,
-        vp_stage=vp_stage,
-        **common,
-    )
+def _list_own_arguments(
+    shape: ModelShape, config: TransformerConfig, specs: dict[str, TempoBlockSubmodules], vp_stage: int | None
+) -> dict[str, Any]:
+    """What the class of a family takes beside what all take."""
+    if shape.family == "gpt":
+        return {
+            "transformer_layer_spec": specs["decoder"],
+            "rotary_base": shape.rotary_base,
+            "rope_scaling": shape.use_rope_scaling,
+            "rope_scaling_factor": shape.rope_scaling_factor,
+            "vp_stage": vp_stage,
+        }
+    if shape.family == "bert":
+        return {
+            "transformer_layer_spec": specs["encoder"],
+            "num_tokentypes": shape.num_tokentypes,
+            "add_binary_head": shape.add_binary_head,
+            "vp_stage": vp_stage,
+        }
+    return {
+        "encoder_config": config,
+        "transformer_encoder_layer_spec": specs["encoder"],
+        "transformer_decoder_layer_spec": specs["decoder"],
+    }
 
 
-def _build_bert(
-    shape: ModelShape,
-    config: TransformerConfig,
-    specs: dict[str, TempoBlockSubmodules],
-    fuses_loss: bool,
-    common: dict[str, Any],
-    vp_stage: int | None,
-) -> Any:
-    model_class = TempoBertModel if fuses_loss else BertModel
-    with _norm_of_the_head():
-        return model_class(
-            config=config,
-            num_tokentypes=shape.num_tokentypes,
-            transformer_layer_spec=specs["encoder"],
-            add_binary_head=shape.add_binary_head,
-            vp_stage=vp_stage,
-            **common,
-        )
-
-
-def _build_t5(
-    shape: ModelShape,
-    config: TransformerConfig,
-    specs: dict[str, TempoBlockSubmodules],
-    fuses_loss: bool,
-    common: dict[str, Any],
-    vp_stage: int | None,
-) -> Any:
-    return T5Model(
-        config=config,
-        encoder_config=config,
-        transformer_encoder_layer_spec=specs["encoder"],
-        transformer_decoder_layer_spec=specs["decoder"],
-        **common,
-    )
-
-
-_BUILDERS = {"gpt": _build_gpt, "bert": _build_bert, "t5": _build_t5}
+# Megatron's class, and the one with the fused loss: a class is ours to choose, and nothing built has to change.
+_CLASSES = {"gpt": (GPTModel, TempoGPTModel), "bert": (BertModel, TempoBertModel), "t5": (T5Model, T5Model)}
 
 
 @contextlib.contextmanager
