@@ -60,7 +60,7 @@ def test_mpirun_starts_two_ranks(data: Data, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_users_error_is_one_sentence_and_a_code(data: Data, tmp_path: Path) -> None:
-    result = start("deepspeed", data, tmp_path, "--num-attention-heads", "3")
+    result = start("deepspeed", data, tmp_path, "--num-attention-heads", "3", "--hidden-size", "48")
     assert result.exit_codes == [1]
     errors = [line for line in result.output.splitlines() if line.startswith("error")]
     assert errors == [
