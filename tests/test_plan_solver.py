@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tempo_megatron.memory.plan_solver import Kind, Mode, Solution, Stage, count_peak, find_smallest, solve
+from tempo_megatron.memory.plan_solver import Kind, Mode, Solution, Solver, Stage, count_peak
 
 
 def draw_problem(seed: int) -> tuple[list[Mode[str]], list[Stage], int]:
@@ -65,7 +65,7 @@ def test_the_solution_is_that_of_trying_everything(first: int) -> None:
     num_solved = 0
     for seed in range(first, first + 100):
         modes, stages, budget = draw_problem(seed)
-        found, expected = solve(modes, stages, budget), try_everything(modes, stages, budget)
+        found, expected = Solver(modes, stages).solve(budget), try_everything(modes, stages, budget)
         assert (found and weigh(found)) == expected, seed
         if found is not None:
             num_solved += 1
@@ -77,25 +77,25 @@ def test_the_solution_is_that_of_trying_everything(first: int) -> None:
 def test_the_smallest_solution_fits_its_own_size_and_nothing_fits_a_byte_less() -> None:
     for seed in range(200):
         modes, stages, _ = draw_problem(seed)
-        smallest = find_smallest(modes, stages)
-        assert solve(modes, stages, smallest.peak_bytes) is not None
-        assert solve(modes, stages, smallest.peak_bytes - 1) is None
+        smallest = Solver(modes, stages).find_smallest()
+        assert Solver(modes, stages).solve(smallest.peak_bytes) is not None
+        assert Solver(modes, stages).solve(smallest.peak_bytes - 1) is None
         assert try_everything(modes, stages, smallest.peak_bytes - 1) is None
 
 
 def test_a_larger_budget_costs_no_more() -> None:
     for seed in range(50):
         modes, stages, _ = draw_problem(seed)
-        smallest = find_smallest(modes, stages).peak_bytes
-        costs = [weigh(found) for more in range(40) if (found := solve(modes, stages, smallest + 3 * more))]
+        smallest = Solver(modes, stages).find_smallest().peak_bytes
+        costs = [weigh(found) for more in range(40) if (found := Solver(modes, stages).solve(smallest + 3 * more))]
         assert len(costs) == 40 and costs == sorted(costs, reverse=True)
 
 
 def test_the_same_problem_has_the_same_answer_and_of_equal_kinds_the_first() -> None:
     modes, stages, budget = draw_problem(1)
-    assert solve(modes, stages, budget) == solve(list(modes), list(stages), budget)
+    assert Solver(modes, stages).solve(budget) == Solver(list(modes), list(stages)).solve(budget)
     one, other = Kind("first", 5, 5), Kind("second", 5, 5)
-    found = solve([Mode((one, other))], [Stage(2, 1, 0)], 100)
+    found = Solver([Mode((one, other))], [Stage(2, 1, 0)]).solve(100)
     assert found is not None and found.stages[0].names == ("first", "first")
 
 
@@ -111,8 +111,8 @@ def test_128_layers_on_each_of_64_stages_take_less_than_a_second() -> None:
 
     modes = [Mode(draw_kinds(5)), Mode(draw_kinds(4)), Mode(draw_kinds(4)), Mode(draw_kinds(4), draw_kinds(3))]
     stages = [Stage(128, 64 - index, 10**9 * (index + 1), 10**12) for index in range(64)]
-    smallest = find_smallest(modes, stages).peak_bytes
+    smallest = Solver(modes, stages).find_smallest().peak_bytes
     start = time.process_time()
-    found = solve(modes, stages, smallest * 11 // 10)
+    found = Solver(modes, stages).solve(smallest * 11 // 10)
     assert time.process_time() - start < 1
     assert found is not None

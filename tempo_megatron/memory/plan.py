@@ -25,7 +25,7 @@ from tempo_megatron.memory.plan_cost import (
     count_moved_bytes,
     count_recomputed_flops,
 )
-from tempo_megatron.memory.plan_solver import Kind, Mode, Solution, Stage, find_smallest, prune, solve
+from tempo_megatron.memory.plan_solver import Kind, Mode, Solution, Solver, Stage, prune
 
 RECOMPUTE_MODES = ((), ("core_attn",), ("mlp",), ("core_attn", "mlp"), ("full",))
 _FEMTO = 1e15
@@ -137,10 +137,10 @@ def make_plan(request: PlanRequest, budget: int) -> Plan:
     Raises ValueError, which says by how much it misses and names the nearest plan that fits, where none does.
     """
     planner = _Planner(request)
-    solution = solve(planner.modes, planner.stages, budget)
+    solution = planner.solver.solve(budget)
     if solution is not None:
         return planner.describe(solution)
-    smallest = make_smallest_plan(request)
+    smallest = planner.make_smallest()
     words = " ".join(smallest.megatron_arguments) or "no recomputation by Megatron"
     raise ValueError(
         f"{write_size(budget)} a GPU are given, and the least that fits is {write_size(smallest.peak_bytes)}, "
@@ -151,11 +151,21 @@ def make_plan(request: PlanRequest, budget: int) -> Plan:
 
 def make_smallest_plan(request: PlanRequest) -> Plan:
     """The shortest step of those that need least."""
+    return _Planner(request).make_smallest()
+
+
+def list_plans(request: PlanRequest, num_budgets: int) -> list[Plan]:
+    """The plans of budgets from the least that fits to what stock needs, each plan once."""
     planner = _Planner(request)
-    least = find_smallest(planner.modes, planner.stages).peak_bytes
-    solution = solve(planner.modes, planner.stages, least)
-    assert solution is not None
-    return planner.describe(solution)
+    least, most = planner.make_smallest().peak_bytes, list_switches(request)["stock"].peak_bytes
+    plans: list[Plan] = []
+    for index in range(num_budgets):
+        solution = planner.solver.solve(least + (most - least) * index // (num_budgets - 1))
+        assert solution is not None
+        plan = planner.describe(solution)
+        if not plans or plan.seconds < plans[-1].seconds:
+            plans.append(plan)
+    return plans
 
 
 def list_switches(request: PlanRequest) -> dict[str, Plan]:
@@ -187,8 +197,7 @@ def _plan_one(request: PlanRequest, values: Mapping[str, Sequence[str]], modules
     values = {**request.values, **values}
     only = _Planner(dataclasses.replace(request, values=values, recompute=frozenset(modules)), [tuple(modules)])
     # Of full recomputation: of all layers.
-    solution = find_smallest(only.modes, only.stages)
-    return only.describe(solution)
+    return only.describe(only.solver.find_smallest())
 
 
 class _Planner:
@@ -200,6 +209,13 @@ class _Planner:
         last = request.pipeline_parallel - 1
         self._loss = min(request.values["loss"], key=lambda form: request.count_fixed_bytes(last, form))
         self.stages = [self._make_stage(index) for index in range(request.pipeline_parallel)]
+        self.solver = Solver(self.modes, self.stages)
+
+    def make_smallest(self) -> Plan:
+        """The shortest step of those that need least."""
+        solution = self.solver.solve(self.solver.find_smallest().peak_bytes)
+        assert solution is not None
+        return self.describe(solution)
 
     def describe(self, solution: Solution[LayerChoice]) -> Plan:
         """The plan that a solution is."""

@@ -83,32 +83,6 @@ class Solution(Generic[Name]):
         return max(stage.cost for stage in self.stages)
 
 
-def solve(modes: Sequence[Mode[Name]], stages: Sequence[Stage], budget: int) -> Solution[Name] | None:
-    """The solution of least cost of which every stage fits; None where none fits.
-
-    Of equal costs of the slowest stage, the one whose stages cost least together; then the one that needs least; then
-    the earlier mode.
-    """
-    return _take_best(
-        modes,
-        stages,
-        lambda table, stage, num_full: table.find_cheapest(stage, num_full, budget),
-        _weigh,
-    )
-
-
-def find_smallest(modes: Sequence[Mode[Name]], stages: Sequence[Stage]) -> Solution[Name]:
-    """The solution whose fullest stage needs least; every stage of it needs as little as its mode allows."""
-    found = _take_best(
-        modes,
-        stages,
-        lambda table, stage, num_full: table.find_smallest(stage, num_full),
-        lambda points: (_weigh(points)[2], *_weigh(points)[:2]),
-    )
-    assert found is not None
-    return found
-
-
 def prune(kinds: Sequence[Kind[Name]]) -> tuple[Kind[Name], ...]:
     """Without kinds that another is as good as in bytes, replay and cost; of equal ones the first stays."""
 
@@ -142,29 +116,6 @@ def _weigh(points: Sequence[_Point]) -> tuple[int, int, int]:
     """Cost of the slowest stage, of all together, and bytes of the fullest."""
     costs = [point.cost for point in points]
     return max(costs), sum(costs), max(point.peak_bytes for point in points)
-
-
-def _take_best(
-    modes: Sequence[Mode[Name]],
-    stages: Sequence[Stage],
-    find: Callable[[_Table[Name], Stage, int], _Point | None],
-    weigh: Callable[[list[_Point]], tuple[int, ...]],
-) -> Solution[Name] | None:
-    """The solution of the least weight among those of which `find` has a point for every stage; the first of equals."""
-    best: tuple[tuple[int, ...], int, int, _Table[Name], list[_Point]] | None = None
-    for index, mode in enumerate(modes):
-        table = _Table(mode, max(stage.num_layers for stage in stages))
-        for num_full in table.list_numbers_of_full():
-            # Stages that are alike have one answer.
-            found = {stage: find(table, stage, num_full) for stage in dict.fromkeys(stages)}
-            points = [point for stage in stages if (point := found[stage]) is not None]
-            if len(points) == len(stages) and (best is None or weigh(points) < best[0]):
-                best = weigh(points), index, num_full, table, points
-    if best is None:
-        return None
-    _, index, num_full, table, points = best
-    choices = (table.describe(stage, num_full, point) for stage, point in zip(stages, points, strict=True))
-    return Solution(index, num_full, tuple(choices))
 
 
 class _Front:
@@ -269,6 +220,52 @@ class _Table(Generic[Name]):
             cost += num_full * full.cost
             peak = max(peak + m * of_full, (m - 1) * kept + m * of_full + full.replay_bytes)
         return _Point(cost, stage.fixed_bytes + m * self._mode.stack_bytes + peak, full, front, index)
+
+
+class Solver(Generic[Name]):
+    """The best choices of a problem, for any budget."""
+
+    def __init__(self, modes: Sequence[Mode[Name]], stages: Sequence[Stage]) -> None:
+        self._stages = tuple(stages)
+        self._tables = [_Table(mode, max(stage.num_layers for stage in stages)) for mode in modes]
+
+    def solve(self, budget: int) -> Solution[Name] | None:
+        """The solution of least cost of which every stage fits; None where none fits.
+
+        Of equal costs of the slowest stage, the one whose stages cost least together; then the one that needs least;
+        then the earlier mode.
+        """
+        return self._take_best(lambda table, stage, num_full: table.find_cheapest(stage, num_full, budget), _weigh)
+
+    def find_smallest(self) -> Solution[Name]:
+        """The solution whose fullest stage needs least; every stage of it needs as little as its mode allows."""
+        found = self._take_best(
+            lambda table, stage, num_full: table.find_smallest(stage, num_full),
+            lambda points: (_weigh(points)[2], *_weigh(points)[:2]),
+        )
+        assert found is not None
+        return found
+
+    def _take_best(
+        self,
+        find: Callable[[_Table[Name], Stage, int], _Point | None],
+        weigh: Callable[[list[_Point]], tuple[int, ...]],
+    ) -> Solution[Name] | None:
+        """The solution of the least weight of those with a point for every stage; the first of equals."""
+        best: tuple[tuple[int, ...], int, int, list[_Point]] | None = None
+        for index, table in enumerate(self._tables):
+            for num_full in table.list_numbers_of_full():
+                # Stages that are alike have one answer.
+                found = {stage: find(table, stage, num_full) for stage in dict.fromkeys(self._stages)}
+                points = [point for stage in self._stages if (point := found[stage]) is not None]
+                if len(points) == len(self._stages) and (best is None or weigh(points) < best[0]):
+                    best = weigh(points), index, num_full, points
+        if best is None:
+            return None
+        _, index, num_full, points = best
+        table = self._tables[index]
+        choices = (table.describe(stage, num_full, point) for stage, point in zip(self._stages, points, strict=True))
+        return Solution(index, num_full, tuple(choices))
 
 
 def count_peak(mode: Mode[Name], stage: Stage, kinds: Sequence[Kind[Name]], num_full: int) -> int:
