@@ -153,7 +153,7 @@ def measure(
     model_parallel_cuda_manual_seed(1234)
     dropout_rng.set_micro_batch(1234, 0)
     model = build_model(shape, one_layer, choices.config, vocab_size)
-    _convert_parameters(model, one_layer.params_dtype)
+    convert_parameters(model, one_layer.params_dtype)
     model.train()
     # The one mask of a GPT's layers is the micro batch's own tensor; stock needs it given on a CPU.
     gives_mask = cpu.is_used() and any(choices.config.for_layer(0, stack).attention == "off" for stack in STACKS)
@@ -248,7 +248,7 @@ def build_ledger_config(
     )
 
 
-def _convert_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def convert_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """model.to(dtype) of the parameters, which fake tensors refuse."""
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,0 +1,105 @@
+"""What one micro batch does to the memory of one pipeline chunk, phase after phase of its forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+EMBEDDING, LAYERS, HEAD = "embedding", "layers", "loss head"
+PARTS = (EMBEDDING, LAYERS, HEAD)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A stretch of the forward or the backward, in bytes relative to its beginning."""
+
+    part: str
+    """EMBEDDING, LAYERS or HEAD: whose operations run."""
+
+    rise: int
+    """What is alive at most, beyond what was at the beginning."""
+
+    growth: int
+    """What is alive at the end, beyond what was at the beginning; negative where more is freed than made."""
+
+    gradient_growth: int = 0
+    """The part of `growth` that is gradients of parameters which had none before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkMemory:
+    """A chunk of the model: what it is made of, and what one micro batch adds to that."""
+
+    num_parameters: int
+    parameter_bytes: int
+    micro_batch_bytes: int
+    """The micro batch's own tensors: tokens, labels, positions, masks."""
+
+    largest_layer_parameters: int
+    """Parameters of its largest layer, embedding or output layer: what ZeRO-3 gathers at once at least."""
+
+    forward: tuple[Phase, ...]
+    backward: tuple[Phase, ...]
+
+    @property
+    def kept_bytes(self) -> int:
+        """What a micro batch whose forward is over and whose backward is yet to come keeps alive."""
+        return sum(phase.growth for phase in self.forward)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """What a micro batch between forward and backward takes, its own tensors included."""
+        return self.kept_bytes + self.micro_batch_bytes
+
+    def list_moments(self, *, in_backward: bool) -> Iterator[Moment]:
+        """The highest moment of each phase of the forward, or of the backward."""
+        standing = dict.fromkeys(PARTS, 0)
+        gradients = 0
+        for phases, is_asked in ((self.forward, not in_backward), (self.backward, in_backward)):
+            for phase in phases:
+                if is_asked:
+                    name = f"{'backward' if in_backward else 'forward'} of the {phase.part}"
+                    yield Moment(name, phase.part, phase.rise, gradients, dict(standing))
+                standing[phase.part] += phase.growth - phase.gradient_growth
+                gradients += phase.gradient_growth
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What one micro batch has alive at the highest point of one phase."""
+
+    name: str
+    part: str
+    rise: int
+    """Beyond what stood when the phase began."""
+
+    gradient_bytes: int
+    standing: dict[str, int]
+    """Part -> what of it stood when the phase began."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rise + self.gradient_bytes + sum(self.standing.values())
+
+
+def compress(kinds: Iterable[object], longest: int = 3) -> list[tuple[int, int]]:
+    """(index, how often) of the layers that stand for all: of more than `longest` alike in a row the first, one of the
+    middle, and the last.
+
+    The first and the last of a row have other neighbours; those of the middle are alike in all they do.
+    """
+    rows: list[list[int]] = []
+    previous: object = None
+    for index, kind in enumerate(kinds):
+        if rows and kind == previous:
+            rows[-1].append(index)
+        else:
+            rows.append([index])
+        previous = kind
+    found = []
+    for row in rows:
+        if len(row) > longest:
+            found += [(row[0], 1), (row[1], len(row) - 2), (row[-1], 1)]
+        else:
+            found += [(index, 1) for index in row]
+    return found

@@ -1,0 +1,237 @@
+"""The memory of a training run on every kind of rank, without hardware, for any number of devices.
+
+A step is followed phase by phase: embedding, every layer, loss head, forward and backward, in the order of the
+pipeline's schedule, and then the optimizer's step. The estimate is the highest moment of all. What a phase adds comes
+from the real modules on fake tensors (`tempo_megatron.memory.simulation`); nothing in the sum is fitted.
+
+Not in it: memory that an operation takes and gives back inside itself (but for Tempo's on a CPU), what an allocator
+rounds up or keeps, contexts and workspaces of CUDA, cuBLAS and NCCL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.data.tokenizer import pad_vocab_size
+from tempo_megatron.memory.chunk_memory import ChunkMemory
+from tempo_megatron.memory.model_states import ModelStates, OptimizerSettings, count_model_states
+from tempo_megatron.memory.schedule import Event, list_events
+from tempo_megatron.memory.simulation import ChunkSettings, simulate_chunk
+from tempo_megatron.models.checks import check_layout
+from tempo_megatron.models.shape import ModelShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankLayout:
+    """How a model lies over devices, and what runs on it."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    sequence_parallel: bool = False
+    layers_per_virtual_stage: int | None = None
+    """Megatron's --num-layers-per-virtual-pipeline-stage; None is 1F1B without interleaving."""
+
+    micro_batch_size: int = 1
+    num_micro_batches: int | None = None
+    """Of a step, per data-parallel rank; None is enough to fill the pipeline twice."""
+
+    dtype: torch.dtype = torch.bfloat16
+    recompute: tuple[str, ...] = ()
+    """Nothing, ("full",), or any of "core_attn" and "mlp"."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+
+@dataclasses.dataclass(frozen=True)
+class RankEstimate:
+    """The ranks of one pipeline stage, or of several alike, at the highest moment of a step."""
+
+    name: str
+    """`all ranks`, or `first stage`, `stage 1`, `last stage`."""
+
+    num_parameters: int
+    """On one rank."""
+
+    moment: str
+    """When the peak is: `forward of the loss head`, `optimizer step`."""
+
+    parts: dict[str, int]
+    """What stands at the peak -> bytes; see PART_NAMES."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+PART_NAMES = (
+    "weights",
+    "gradients",
+    "optimizer states",
+    "communication buffers",
+    "micro batches",
+    "other micro batches' activations",
+    "embedding",
+    "layers",
+    "loss head",
+    "transients",
+)
+
+
+def estimate_ranks(
+    shape: ModelShape,
+    layout: RankLayout,
+    tempo_config: TempoConfig,
+    *,
+    optimizer: OptimizerSettings | None = None,
+) -> tuple[RankEstimate, ...]:
+    """The peak of the ranks of every pipeline stage, from the first to the last; those of one stage are alike.
+
+    Args:
+        shape: the model, with a vocab_size.
+        layout: sizes of the parallel groups, and what a micro batch is.
+        tempo_config: perhaps with "auto" and `layers`; `TempoConfig.off()` is stock.
+        optimizer: who holds gradients and states (default: Megatron's distributed optimizer).
+
+    Raises ValueError where the model cannot lie so, and for a T5.
+    """
+    optimizer = optimizer or OptimizerSettings()
+    num_chunks = count_chunks(shape, layout)
+    num_micro_batches = layout.num_micro_batches or (
+        1 if layout.pipeline_parallel == 1 and optimizer.kind == "none" else 2 * layout.pipeline_parallel
+    )
+    found: list[RankEstimate] = []
+    for stage in range(layout.pipeline_parallel):
+        has_gradients = optimizer.kind != "none" or num_micro_batches > 1
+        chunks = [
+            simulate_chunk(settings)
+            for settings in _list_chunks(shape, layout, tempo_config, stage, num_chunks, has_gradients)
+        ]
+        states = count_model_states(
+            sum(chunk.num_parameters for chunk in chunks),
+            layout.dtype,
+            optimizer,
+            data_parallel=layout.data_parallel,
+            largest_layer_parameters=max(chunk.largest_layer_parameters for chunk in chunks),
+        )
+        if optimizer.kind == "none" and has_gradients:
+            states = dataclasses.replace(states, gradients=states.weights)
+        events = list_events(stage, layout.pipeline_parallel, num_chunks, num_micro_batches)
+        found.append(_estimate_rank(_name(stage, layout.pipeline_parallel), chunks, states, events))
+    return tuple(found)
+
+
+def count_chunks(shape: ModelShape, layout: RankLayout) -> int:
+    """Chunks of layers per stage.
+
+    Raises ValueError where the model cannot be cut so.
+    """
+    check_layout(shape, layout.tensor_parallel, layout.sequence_parallel, option="--tp")
+    if shape.vocab_size is None:
+        raise ValueError("the model has no vocab_size; give --vocab-size")
+    stages = layout.pipeline_parallel
+    if shape.num_layers % stages:
+        raise ValueError(f"{shape.num_layers} layers are not a multiple of --pp {stages}; change one of them")
+    per_stage, per_chunk = shape.num_layers // stages, layout.layers_per_virtual_stage
+    if per_chunk is None:
+        return 1
+    if stages == 1 or per_stage % per_chunk:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {per_stage} layers of "
+            "one of at least 2 stages; change it or leave it out"
+        )
+    if (layout.num_micro_batches or 0) % stages:
+        raise ValueError(
+            f"{layout.num_micro_batches} micro batches are not a multiple of --pp {stages}, as interleaving needs"
+        )
+    return per_stage // per_chunk
+
+
+def _list_chunks(
+    shape: ModelShape,
+    layout: RankLayout,
+    tempo_config: TempoConfig,
+    stage: int,
+    num_chunks: int,
+    has_gradients: bool,
+) -> Iterator[ChunkSettings]:
+    assert shape.vocab_size is not None
+    stages = layout.pipeline_parallel
+    num_layers = shape.num_layers // stages // num_chunks
+    for chunk in range(num_chunks):
+        first = (chunk * stages + stage) * num_layers
+        yield ChunkSettings(
+            shape=shape,
+            # Where all layers are alike, chunks of equally many are.
+            layers=tuple(range(first, first + num_layers)) if tempo_config.layers else tuple(range(num_layers)),
+            tempo_config=tempo_config,
+            padded_vocab_size=pad_vocab_size(
+                shape.vocab_size, shape.make_vocab_size_divisible_by, layout.tensor_parallel
+            ),
+            micro_batch_size=layout.micro_batch_size,
+            tensor_parallel=layout.tensor_parallel,
+            sequence_parallel=layout.sequence_parallel,
+            dtype=layout.dtype,
+            recompute=layout.recompute,
+            pre_process=stage == chunk == 0,
+            post_process=stage == stages - 1 and chunk == num_chunks - 1,
+            has_gradients=has_gradients,
+        )
+
+
+def _name(stage: int, num_stages: int) -> str:
+    if num_stages == 1:
+        return "all ranks"
+    return {0: "first stage", num_stages - 1: "last stage"}.get(stage, f"stage {stage}")
+
+
+def _estimate_rank(
+    name: str, chunks: Sequence[ChunkMemory], states: ModelStates, events: Iterable[Event]
+) -> RankEstimate:
+    """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward."""
+    highest = {
+        (chunk, is_forward): max(memory.list_moments(in_backward=not is_forward), key=lambda each: each.num_bytes)
+        for chunk, memory in enumerate(chunks)
+        for is_forward in (True, False)
+    }
+    waiting = [0] * len(chunks)
+    candidates: dict[tuple[tuple[int, ...], int, bool], int] = {}
+    for event in events:
+        waiting[event.chunk] -= 0 if event.is_forward else 1
+        key = (tuple(waiting), event.chunk, event.is_forward)
+        if key not in candidates:
+            in_flight = sum(n * memory.bytes_in_flight for n, memory in zip(waiting, chunks, strict=True))
+            own = chunks[event.chunk].micro_batch_bytes + highest[key[1:]].num_bytes
+            candidates[key] = in_flight + own
+        waiting[event.chunk] += 1 if event.is_forward else 0
+    others, chunk, is_forward = max(candidates, key=lambda key: candidates[key])
+    moment = highest[chunk, is_forward]
+    parts = _list_parts(states) | {
+        "micro batches": sum(n * each.micro_batch_bytes for n, each in zip(others, chunks, strict=True))
+        + chunks[chunk].micro_batch_bytes,
+        "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True)),
+        **moment.standing,
+        "transients": moment.rise,
+    }
+    parts["gradients"] += moment.gradient_bytes
+    num_parameters = sum(memory.num_parameters for memory in chunks)
+    at_step = _list_parts(states) | {"transients": states.step_transient}
+    if sum(at_step.values()) > sum(parts.values()):
+        return RankEstimate(name, num_parameters, "optimizer step", at_step)
+    return RankEstimate(name, num_parameters, moment.name, parts)
+
+
+def _list_parts(states: ModelStates) -> dict[str, int]:
+    return {
+        **dict.fromkeys(PART_NAMES, 0),
+        "weights": states.weights,
+        "gradients": states.gradients,
+        "optimizer states": states.optimizer_states,
+        "communication buffers": states.communication_buffers,
+    }

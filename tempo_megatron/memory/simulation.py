@@ -1,0 +1,262 @@
+"""A chunk's forward and backward on fake tensors: the real modules at their real size, without memory or arithmetic.
+
+The modules are those of `tempo_megatron.models.build`, as rank 0 of a tensor-parallel group whose collectives do
+nothing. Of many layers alike a few run and stand for the others. What Tempo's operations take inside themselves, which
+fake tensors do not show, is counted in tempo_megatron/memory/inside.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tempo_megatron import cpu
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.layer_values import LAYER_OPERATIONS
+from tempo_megatron.memory.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
+from tempo_megatron.memory.inside import count_inside
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
+from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
+from tempo_megatron.models.build import build_model, choose_for_model
+from tempo_megatron.models.inputs import make_inputs
+from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.operations import STACKS
+from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.late_check import LateCheck
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkSettings:
+    """Everything on which the memory of a chunk depends."""
+
+    shape: ModelShape
+    """Of the whole model."""
+
+    layers: tuple[int, ...]
+    """The chunk's, counted from 0 over the whole model."""
+
+    tempo_config: TempoConfig
+    """Perhaps with "auto", and with values of single layers."""
+
+    padded_vocab_size: int
+    micro_batch_size: int
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    recompute: tuple[str, ...] = ()
+    """Nothing, "full", or any of "core_attn" and "mlp"."""
+
+    pre_process: bool = True
+    post_process: bool = True
+    has_gradients: bool = False
+    """Whether the gradients' memory is there before the micro batch; else backward makes it."""
+
+
+@functools.lru_cache(maxsize=256)
+def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
+    """Run one micro batch forward and backward.
+
+    Raises ValueError for a T5, where torch.distributed is already initialised, and for values that the model cannot
+    have.
+    """
+    if settings.shape.family == "t5":
+        raise ValueError("the model is a T5, which the estimate does not know; expected a GPT or a BERT")
+    cpu.use_cpu()
+    with simulate_layout(settings.tensor_parallel):
+        model_parallel_cuda_manual_seed(1234)
+        dropout_rng.set_micro_batch(1234, 0)
+        with FakeTensorMode(allow_non_fake_inputs=True), _without_values():
+            return _Run(settings).measure()
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """No random states are swapped, and no flag is read: fake tensors have no values."""
+    tracker = get_cuda_rng_tracker()
+    with (
+        mock.patch.object(tracker, "fork", lambda *_, **__: contextlib.nullcontext()),
+        mock.patch.object(LateCheck, "note", lambda *_: None),
+    ):
+        yield
+
+
+class _Run:
+    """One chunk, built of the layers that stand for all, and the phases of its micro batch."""
+
+    def __init__(self, settings: ChunkSettings) -> None:
+        self._settings = settings
+        shape = dataclasses.replace(settings.shape, num_layers=max(1, len(settings.layers)))
+        config = build_ledger_config(
+            settings.shape,
+            sequence_parallel=settings.sequence_parallel,
+            dtype=settings.dtype,
+            recompute=settings.recompute,
+        )
+        chosen = choose_for_model(settings.shape, config, settings.tempo_config).config
+        stack = "decoder" if shape.family == "gpt" else "encoder"
+        kinds = [chosen.for_layer(layer, stack) for layer in settings.layers]
+        self._rows = compress(kinds)
+        values = {
+            str(place): {name: getattr(kinds[index], name) for name in LAYER_OPERATIONS}
+            for place, (index, _) in enumerate(self._rows)
+        }
+        self._tempo = dataclasses.replace(chosen, layers=values if chosen.layers else {})
+        self._shape = dataclasses.replace(shape, num_layers=len(self._rows))
+        self._model = build_model(
+            self._shape,
+            dataclasses.replace(config, num_layers=len(self._rows)),
+            self._tempo,
+            settings.padded_vocab_size,
+            pre_process=settings.pre_process,
+            post_process=settings.post_process,
+        ).train()
+        convert_parameters(self._model, settings.dtype)
+        self._stack = getattr(self._model, stack)
+        self._is_backward = False
+        self._phase: tuple[str, int | None, bool] | None = None
+        self._levels: list[tuple[tuple[str, int | None, bool], int, int, int]] = []
+
+    def measure(self) -> ChunkMemory:
+        batch = self._make_batch()
+        if self._settings.has_gradients:
+            for parameter in self._model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        known = [*self._model.parameters(), *self._model.buffers(), *batch.values(), *gradients]
+        self._seen = PeakBytes(*(t for t in known if isinstance(t, Tensor)), count_inside=count_inside)
+        self._add_marks()
+        with self._seen:
+            self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
+            self._run_micro_batch(batch)
+        phases = [phase for is_backward in (False, True) for phase in self._list_phases(is_backward)]
+        num_forward = sum(not key[2] for key, *_ in self._levels)
+        times = [1 if key[1] is None else self._rows[key[1]][1] for key, *_ in self._levels]
+        expanded = [[phase] * n for phase, n in zip(phases, times, strict=True)]
+        forward, backward = (
+            tuple(phase for repeated in part for phase in repeated)
+            for part in (expanded[:num_forward], expanded[num_forward:])
+        )
+        storages = list_storages(value for value in batch.values() if isinstance(value, Tensor))
+        return ChunkMemory(
+            *self._count_parameters(), sum(s.nbytes() for s in storages), self._count_largest(), forward, backward
+        )
+
+    def _list_phases(self, is_backward: bool) -> Iterator[Phase]:
+        for key, rise, growth, gradient_growth in self._levels:
+            if key[2] == is_backward:
+                yield Phase(key[0], rise, growth, gradient_growth)
+
+    def _run_micro_batch(self, batch: dict[str, Any]) -> None:
+        settings, model = self._settings, self._model
+        self._mark(EMBEDDING if settings.pre_process else LAYERS, None if settings.pre_process else 0)
+        hidden_size = (
+            settings.shape.seq_length // (settings.tensor_parallel if settings.sequence_parallel else 1),
+            settings.micro_batch_size,
+            settings.shape.hidden_size,
+        )
+        if not settings.pre_process:
+            model.set_input_tensor(torch.empty(hidden_size, dtype=settings.dtype, requires_grad=True))
+        loss_mask = batch.pop("loss_mask")
+        takes_mask = settings.post_process and (settings.shape.family == "gpt" or self._tempo.loss == "fused")
+        output = model(**batch, **({"loss_mask": loss_mask} if takes_mask else {}))
+        batch["loss_mask"] = loss_mask
+        if settings.post_process:
+            output = output[0] if isinstance(output, tuple) else output
+            output = (output.float() * loss_mask).sum() / loss_mask.sum()
+        # As Megatron's schedule does, which sends the output on and frees it.
+        edge, output = torch.autograd.graph.get_gradient_edge(output), None
+        self._is_backward = True
+        self._mark(HEAD if settings.post_process else LAYERS, None if settings.post_process else len(self._rows) - 1)
+        gradient = None if settings.post_process else torch.empty(hidden_size, dtype=settings.dtype)
+        torch.autograd.backward([edge], None if gradient is None else [gradient])
+        del edge, gradient
+        self._close()
+
+    def _make_batch(self) -> dict[str, Any]:
+        settings = self._settings
+        gives_mask = any(
+            self._tempo.for_layer(i, stack).attention == "off" for i in range(len(self._rows)) for stack in STACKS
+        )
+        batch = make_inputs(
+            settings.shape, settings.padded_vocab_size, settings.micro_batch_size, causal_mask=gives_mask
+        )
+        tokens = next(value for name, value in batch.items() if name in ("input_ids",))
+        for name in ("labels", "lm_labels"):
+            if name in batch:
+                batch[name] = tokens.clone()
+        batch["loss_mask"] = torch.ones(tokens.shape)
+        return batch
+
+    def _add_marks(self) -> None:
+        """Begin a phase where a layer begins, forward and backward, and where the head does."""
+        if self._settings.pre_process:
+            self._model.embedding.register_forward_hook(lambda _, __, output: self._watch(output, EMBEDDING, None))
+        for place, layer in enumerate(self._stack.layers):
+            layer.register_forward_pre_hook(lambda *_, place=place: self._mark(LAYERS, place), with_kwargs=True)
+            layer.register_forward_hook(
+                lambda _, __, output, place=place: self._watch(
+                    output[0] if isinstance(output, tuple) else output, LAYERS, place
+                )
+            )
+        if self._settings.post_process:
+            # The stack's own end has the final norm in GPT and BERT.
+            norm = self._stack.final_layernorm
+            norm.register_forward_pre_hook(lambda *_: self._mark(HEAD, None))
+
+    def _watch(self, output: Tensor, part: str, place: int | None) -> None:
+        """Begin the phase of `part` in backward where the gradient of its output is there."""
+        if output.requires_grad:
+            output.register_hook(lambda _: self._mark(part, place))
+
+    def _mark(self, part: str, place: int | None) -> None:
+        key = (part, place, self._is_backward)
+        if key != self._phase:
+            self._close()
+            self._phase = key
+
+    def _close(self) -> None:
+        if self._phase is not None:
+            peak = self._seen.peak
+            level, gradients = self._seen.begin_phase(), self._count_gradients()
+            growth = level - self._start
+            self._levels.append(
+                (self._phase, max(peak - self._start, growth), growth, gradients - self._start_gradients)
+            )
+            self._start, self._start_gradients = level, gradients
+        else:
+            self._start = self._seen.begin_phase()
+
+    def _count_gradients(self) -> int:
+        if self._settings.has_gradients:
+            return 0
+        found = [p.grad for p in self._model.parameters() if p.grad is not None]
+        return sum(storage.nbytes() for storage in list_storages(found))
+
+    def _count_parameters(self) -> tuple[int, int]:
+        """Parameters of the whole chunk, and their bytes."""
+        total = [_count(self._model.parameters(), in_bytes) for in_bytes in (False, True)]
+        for layer, (_, times) in zip(self._stack.layers, self._rows, strict=True):
+            for place, in_bytes in enumerate((False, True)):
+                total[place] += (times - 1) * _count(layer.parameters(), in_bytes)
+        return total[0], total[1]
+
+    def _count_largest(self) -> int:
+        parts: Sequence[Any] = [
+            *self._stack.layers,
+            *(getattr(self._model, n, None) for n in ("embedding", "output_layer")),
+        ]
+        return max(_count(part.parameters(), False) for part in parts if part is not None)
+
+
+def _count(parameters: Any, in_bytes: bool) -> int:
+    return sum(p.numel() * (p.element_size() if in_bytes else 1) for p in parameters)

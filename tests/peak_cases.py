@@ -1,0 +1,133 @@
+"""Whole training steps of small models on the CPU, and the peak of each by PeakBytes, beside the estimate's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.ledger import build_ledger_config
+from tempo_megatron.memory.model_states import OptimizerSettings
+from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
+from tempo_megatron.models.build import build_model, choose_for_model
+from tempo_megatron.models.inputs import make_inputs
+from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.slots import dropout_rng
+
+OFF, AUTO = TempoConfig.off(), TempoConfig()
+RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
+INPLACE_STOCK_HEAD = dataclasses.replace(AUTO, loss="off")
+FUSED_ONLY = dataclasses.replace(OFF, loss="fused")
+
+# Many tokens or many weights: what a layer keeps is then several times what it weighs, or the other way round.
+TOKENS: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "seq_length": 256,
+    "vocab_size": 1000,
+}
+WEIGHTS: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "seq_length": 32,
+    "vocab_size": 8000,
+}
+LLAMA: dict[str, Any] = {
+    "activation": "swiglu",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+BERT: dict[str, Any] = {"family": "bert", "num_tokentypes": 2, "add_binary_head": True}
+FAMILIES = {"gpt": {}, "llama": LLAMA, "bert": BERT}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One configuration."""
+
+    family: str
+    is_wide: bool
+    """Whether weights dominate, not tokens."""
+    tempo: TempoConfig
+    dtype: torch.dtype = torch.bfloat16
+    tp: int = 1
+    sp: bool = False
+    recompute: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        tempo = {
+            OFF: "off",
+            AUTO: "auto",
+            RECOMPUTE: "recompute",
+            INPLACE_STOCK_HEAD: "stock-head",
+            FUSED_ONLY: "fused",
+        }
+        words = [self.family, "weights" if self.is_wide else "tokens", tempo[self.tempo], str(self.dtype)[6:]]
+        words += [f"tp{self.tp}{'sp' if self.sp else ''}", *self.recompute]
+        return "-".join(words)
+
+    @property
+    def shape(self) -> ModelShape:
+        return make_shape(**{**(WEIGHTS if self.is_wide else TOKENS), **FAMILIES[self.family]})
+
+    @property
+    def micro_batch_size(self) -> int:
+        return 1 if self.is_wide else 2
+
+
+def measure_step(step: Step) -> int:
+    """Bytes of weights, micro batch and everything that forward and backward make, at most."""
+    shape = step.shape
+    config = build_ledger_config(shape, sequence_parallel=step.sp, dtype=step.dtype, recompute=step.recompute)
+    chosen = choose_for_model(shape, config, step.tempo).config
+    assert shape.vocab_size is not None
+    vocab_size = -(-shape.vocab_size // (128 * step.tp)) * 128 * step.tp
+    dropout_rng.set_micro_batch(5, 0)
+    model = build_model(shape, config, step.tempo, vocab_size).to(step.dtype).train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    inputs = make_inputs(shape, vocab_size, step.micro_batch_size, causal_mask=chosen.attention == "off")
+    labels = "lm_labels" if shape.family == "bert" else "labels"
+    inputs[labels] = inputs["input_ids"].clone()
+    mask = torch.ones(inputs["input_ids"].shape)
+    there: list[Tensor] = [*model.parameters(), *(t for t in inputs.values() if t is not None), mask]
+    takes_mask = shape.family == "gpt" or chosen.loss == "fused"
+    with PeakBytes(*there, *model.buffers()) as seen:
+        losses = model(**inputs, **({"loss_mask": mask} if takes_mask else {}))
+        losses = losses[0] if isinstance(losses, tuple) else losses
+        loss = (losses.float() * mask).sum() / mask.sum()
+        del losses
+        loss.backward()
+    return seen.peak + sum(storage.nbytes() for storage in list_storages(there))
+
+
+def measure_on_ranks(step: Step) -> int:
+    """`measure_step` in a process of a real group."""
+    assert parallel_state.get_tensor_model_parallel_world_size() == step.tp
+    return measure_step(step)
+
+
+def estimate_step(step: Step) -> int:
+    """What the estimate says of it."""
+    layout = RankLayout(
+        tensor_parallel=step.tp,
+        sequence_parallel=step.sp,
+        micro_batch_size=step.micro_batch_size,
+        num_micro_batches=1,
+        dtype=step.dtype,
+        recompute=step.recompute,
+    )
+    (rank,) = estimate_ranks(step.shape, layout, step.tempo, optimizer=OptimizerSettings(kind="none"))
+    return rank.peak_bytes
