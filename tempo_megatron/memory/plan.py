@@ -35,8 +35,8 @@ class CountFixedBytes(Protocol):
     """What a rank of a pipeline stage holds at its peak whatever its layers keep: weights, gradients, optimizer
     states, buffers, embedding and head."""
 
-    def __call__(self, stage: int, loss: str) -> int:
-        """Bytes of `stage`, with the loss head "off" or "fused"."""
+    def __call__(self, stage: int, loss: str, recompute: frozenset[str]) -> int:
+        """Bytes of `stage`, with the loss head "off" or "fused", and what Megatron recomputes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,11 +205,10 @@ class _Planner:
 
     def __init__(self, request: PlanRequest, modes: Sequence[tuple[str, ...]] = RECOMPUTE_MODES) -> None:
         self._request, self._flops = request, request.flops
-        self.modes = [self._make_mode(modules) for modules in modes if request.recompute.issuperset(modules)]
-        last = request.pipeline_parallel - 1
-        self._loss = min(request.values["loss"], key=lambda form: request.count_fixed_bytes(last, form))
-        self.stages = [self._make_stage(index) for index in range(request.pipeline_parallel)]
-        self.solver = Solver(self.modes, self.stages)
+        last, nothing = request.pipeline_parallel - 1, frozenset[str]()
+        self._loss = min(request.values["loss"], key=lambda form: request.count_fixed_bytes(last, form, nothing))
+        self.modes = [self._make_mode(frozenset(each)) for each in modes if request.recompute.issuperset(each)]
+        self.solver = Solver(self.modes)
 
     def make_smallest(self) -> Plan:
         """The shortest step of those that need least."""
@@ -235,40 +234,44 @@ class _Planner:
     def _describe_stages(self, solution: Solution[LayerChoice]) -> Iterator[StagePlan]:
         mode = self.modes[solution.mode]
         kept = {kind.name: kind.kept_bytes for kind in (*mode.kinds, *mode.full_kinds)}
-        for index, (stage, found) in enumerate(zip(self.stages, solution.stages, strict=True)):
+        recompute = frozenset(("full",)) if mode.full_kinds else mode.kinds[0].name.recompute
+        of_stack = self._count_stack_bytes(recompute)
+        for index, (stage, found) in enumerate(zip(mode.stages, solution.stages, strict=True)):
             yield StagePlan(
                 layers=range(index * stage.num_layers, (index + 1) * stage.num_layers),
                 choices=found.names,
                 in_flight=stage.in_flight,
                 peak_bytes=found.peak_bytes,
-                kept_bytes=mode.stack_bytes + sum(kept[choice] for choice in found.names),
+                kept_bytes=of_stack + sum(kept[choice] for choice in found.names),
                 recomputed_flops=sum(count_recomputed_flops(self._flops, each.recompute) for each in found.names),
                 seconds=found.cost / _FEMTO,
                 added_seconds=(found.cost - stage.base_cost) / _FEMTO,
             )
 
-    def _make_stage(self, index: int) -> Stage:
+    def _make_mode(self, recompute: frozenset[str]) -> Mode[LayerChoice]:
+        stages = tuple(self._make_stage(index, recompute) for index in range(self._request.pipeline_parallel))
+        if "full" in recompute:
+            return Mode(self._list_kinds(frozenset()), stages, self._list_kinds(recompute))
+        return Mode(self._list_kinds(recompute), stages)
+
+    def _make_stage(self, index: int, recompute: frozenset[str]) -> Stage:
         request = self._request
         num_layers, num_stages = request.num_layers // request.pipeline_parallel, request.pipeline_parallel
         # Backward computes two products for each of forward's.
         flops = 3 * (num_layers * self._flops.total + (request.head_flops if index == num_stages - 1 else 0))
+        # 1F1B: a stage is as many micro batches ahead as there are stages behind it.
+        in_flight = min(num_stages - index, request.num_microbatches or num_stages)
+        fixed = request.count_fixed_bytes(index, self._loss, recompute)
         return Stage(
             num_layers=num_layers,
-            # 1F1B: a stage is as many micro batches ahead as there are stages behind it.
-            in_flight=min(num_stages - index, request.num_microbatches or num_stages),
-            fixed_bytes=request.count_fixed_bytes(index, self._loss),
+            in_flight=in_flight,
+            fixed_bytes=fixed + in_flight * self._count_stack_bytes(recompute),
             base_cost=convert_to_femtoseconds(request.gpu, request.shape.dtype, flops=flops),
         )
 
-    def _make_mode(self, modules: tuple[str, ...]) -> Mode[LayerChoice]:
-        if modules != ("full",):
-            return Mode(self._list_kinds(frozenset(modules)))
-        shape = dataclasses.replace(self._request.shape, recompute=frozenset(modules))
-        return Mode(
-            self._list_kinds(frozenset()),
-            self._list_kinds(frozenset(modules)),
-            count_stack_bytes(shape, TempoConfig.off()),
-        )
+    def _count_stack_bytes(self, recompute: frozenset[str]) -> int:
+        """What the layers of a stage keep together."""
+        return count_stack_bytes(dataclasses.replace(self._request.shape, recompute=recompute), TempoConfig.off())
 
     def _list_kinds(self, recompute: frozenset[str]) -> tuple[Kind[LayerChoice], ...]:
         values = (self._request.values[name] for name in LAYER_OPERATIONS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,13 @@ from tempo_megatron.argument_types import parse_fraction, parse_positive
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.extras import check_installed
+from tempo_megatron.memory.estimate import RankLayout
 from tempo_megatron.memory.formula import LayerShape
 from tempo_megatron.memory.gpu import Gpu, parse_size, read_gpu, write_size
 from tempo_megatron.memory.ledger_command import format_layout
+from tempo_megatron.memory.model_states import OptimizerSettings
 from tempo_megatron.memory.plan import CountFixedBytes, Plan, PlanRequest, StagePlan, make_plan
+from tempo_megatron.memory.plan_fixed import EstimatedFixedBytes
 from tempo_megatron.models.build import DTYPES, build_transformer_config
 from tempo_megatron.models.checks import check_layout
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
@@ -43,13 +46,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--fixed-memory",
         type=parse_size,
         nargs="+",
-        required=True,
         metavar="SIZE",
         help="of it, what each GPU holds whatever its layers keep: weights, gradients, optimizer states, buffers, "
-        "embedding and head; one size, or one for each pipeline stage",
+        "embedding and head; one size, or one for each pipeline stage (default: estimated)",
+    )
+    parser.add_argument(
+        "--deepspeed_config",
+        metavar="JSON",
+        help="estimate what DeepSpeed holds with this file (default: what Megatron's distributed optimizer does)",
     )
     parser.add_argument("--tp", type=parse_positive, default=1, metavar="N", help="tensor parallel size (default 1)")
     parser.add_argument("--pp", type=parse_positive, default=1, metavar="N", help="pipeline stages (default 1)")
+    parser.add_argument("--dp", type=parse_positive, default=1, metavar="N", help="data parallel size (default 1)")
     parser.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
     parser.add_argument("--micro-batch-size", type=parse_positive, default=1, metavar="B", help="samples (default 1)")
     parser.add_argument(
@@ -172,6 +180,10 @@ def make_request(shape: ModelShape, gpu: Gpu, args: argparse.Namespace) -> PlanR
         normalization=shape.normalization,
         rotary=shape.position_embedding_type == "rope",
     )
+    if args.fixed_memory:
+        count_fixed_bytes = read_fixed_bytes(args.fixed_memory, args.pp)
+    else:
+        count_fixed_bytes = estimate_fixed_bytes(shape, layer, values, args)
     assert shape.vocab_size is not None
     vocab_size = pad_vocab_size(shape.vocab_size, shape.make_vocab_size_divisible_by, args.tp)
     return PlanRequest(
@@ -180,7 +192,7 @@ def make_request(shape: ModelShape, gpu: Gpu, args: argparse.Namespace) -> PlanR
         pipeline_parallel=args.pp,
         num_microbatches=args.num_micro_batches,
         gpu=gpu,
-        count_fixed_bytes=read_fixed_bytes(args.fixed_memory, args.pp),
+        count_fixed_bytes=count_fixed_bytes,
         values=values,
         recompute=frozenset(args.recompute_allowed),
         is_causal=shape.family == "gpt",
@@ -197,10 +209,31 @@ def read_fixed_bytes(sizes: Sequence[int], pipeline_parallel: int) -> CountFixed
             f"--fixed-memory has {len(sizes)} sizes; expected one, or one for each of --pp {pipeline_parallel}"
         )
 
-    def count_fixed_bytes(stage: int, loss: str) -> int:
+    def count_fixed_bytes(stage: int, loss: str, recompute: frozenset[str]) -> int:
         return sizes[stage if len(sizes) > 1 else 0]
 
     return count_fixed_bytes
+
+
+def estimate_fixed_bytes(
+    shape: ModelShape, layer: LayerShape, values: Mapping[str, Sequence[str]], args: argparse.Namespace
+) -> CountFixedBytes:
+    """What the estimate of a step says. Raises ValueError where the model cannot lie so."""
+    optimizer = OptimizerSettings()
+    if args.deepspeed_config:
+        optimizer = OptimizerSettings.from_deepspeed(
+            json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
+        )
+    layout = RankLayout(
+        tensor_parallel=args.tp,
+        pipeline_parallel=args.pp,
+        data_parallel=args.dp,
+        sequence_parallel=args.sequence_parallel,
+        micro_batch_size=args.micro_batch_size,
+        num_micro_batches=args.num_micro_batches,
+        dtype=layer.dtype,
+    )
+    return EstimatedFixedBytes(shape, layout, layer, values, optimizer)
 
 
 def format_plan(request: PlanRequest, plan: Plan) -> str:

@@ -32,17 +32,6 @@ class Kind(Generic[Name]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mode(Generic[Name]):
-    """What the whole model shares: Megatron's recomputation, and the kinds that its layers can be of."""
-
-    kinds: tuple[Kind[Name], ...]
-    full_kinds: tuple[Kind[Name], ...] = ()
-    """Not empty: the first layers of every stage, as many in each, are of one of these kinds; the same in a stage."""
-    stack_bytes: int = 0
-    """What the layers of a stage keep together, for each micro batch."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Stage:
     """One pipeline stage."""
 
@@ -50,9 +39,19 @@ class Stage:
     in_flight: int
     """Micro batches that are between their forward and their backward at most."""
     fixed_bytes: int
-    """All that does not depend on the choice."""
+    """All that does not depend on the kinds."""
     base_cost: int = 0
     """What one micro batch costs where nothing is saved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode(Generic[Name]):
+    """What the whole model shares: Megatron's recomputation, the kinds that its layers can be of, and its stages."""
+
+    kinds: tuple[Kind[Name], ...]
+    stages: tuple[Stage, ...]
+    full_kinds: tuple[Kind[Name], ...] = ()
+    """Not empty: the first layers of every stage, as many in each, are of one of these kinds; the same in a stage."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,11 +154,11 @@ class _Front:
 
 
 class _Table(Generic[Name]):
-    """What a mode offers to stages of up to `num_layers` layers."""
+    """What a mode offers to its stages."""
 
-    def __init__(self, mode: Mode[Name], num_layers: int) -> None:
-        kinds = prune(mode.kinds)
-        self._mode, self._num_layers, self._full_kinds = mode, num_layers, prune(mode.full_kinds)
+    def __init__(self, mode: Mode[Name]) -> None:
+        kinds, self._full_kinds, self.stages = prune(mode.kinds), prune(mode.full_kinds), mode.stages
+        self._num_layers = num_layers = max(stage.num_layers for stage in mode.stages)
         # What a recomputation has made again counts once, for the kind in which it is largest.
         limits = sorted({kind.replay_bytes for kind in kinds})
         allowed = ([kind for kind in kinds if kind.replay_bytes <= limit] for limit in limits)
@@ -172,7 +171,7 @@ class _Table(Generic[Name]):
     def find_cheapest(self, stage: Stage, num_full: int, budget: int) -> _Point | None:
         """The cheapest choice within the budget, and of equal costs one that needs least; None where there is none."""
         m, num_full = stage.in_flight, min(num_full, stage.num_layers)
-        rest = budget - stage.fixed_bytes - m * self._mode.stack_bytes
+        rest = budget - stage.fixed_bytes
         found = list[_Point]()
         for full in self._list_full(num_full):
             for limit, front in self._fronts:
@@ -202,7 +201,7 @@ class _Table(Generic[Name]):
         num_full = min(num_full, stage.num_layers)
         others = point.front.read(stage.num_layers - num_full, point.index)
         kinds = [point.full] * num_full + others if point.full else others
-        peak = count_peak(self._mode, stage, kinds, num_full)
+        peak = count_peak(stage, kinds, num_full)
         return StageChoice(tuple(kind.name for kind in kinds), peak, point.cost)
 
     def _list_full(self, num_full: int) -> Sequence[Kind[Name] | None]:
@@ -219,15 +218,14 @@ class _Table(Generic[Name]):
             of_full = num_full * full.kept_bytes
             cost += num_full * full.cost
             peak = max(peak + m * of_full, (m - 1) * kept + m * of_full + full.replay_bytes)
-        return _Point(cost, stage.fixed_bytes + m * self._mode.stack_bytes + peak, full, front, index)
+        return _Point(cost, stage.fixed_bytes + peak, full, front, index)
 
 
 class Solver(Generic[Name]):
     """The best choices of a problem, for any budget."""
 
-    def __init__(self, modes: Sequence[Mode[Name]], stages: Sequence[Stage]) -> None:
-        self._stages = tuple(stages)
-        self._tables = [_Table(mode, max(stage.num_layers for stage in stages)) for mode in modes]
+    def __init__(self, modes: Sequence[Mode[Name]]) -> None:
+        self._tables = [_Table(mode) for mode in modes]
 
     def solve(self, budget: int) -> Solution[Name] | None:
         """The solution of least cost of which every stage fits; None where none fits.
@@ -256,19 +254,19 @@ class Solver(Generic[Name]):
         for index, table in enumerate(self._tables):
             for num_full in table.list_numbers_of_full():
                 # Stages that are alike have one answer.
-                found = {stage: find(table, stage, num_full) for stage in dict.fromkeys(self._stages)}
-                points = [point for stage in self._stages if (point := found[stage]) is not None]
-                if len(points) == len(self._stages) and (best is None or weigh(points) < best[0]):
+                found = {stage: find(table, stage, num_full) for stage in dict.fromkeys(table.stages)}
+                points = [point for stage in table.stages if (point := found[stage]) is not None]
+                if len(points) == len(table.stages) and (best is None or weigh(points) < best[0]):
                     best = weigh(points), index, num_full, points
         if best is None:
             return None
         _, index, num_full, points = best
         table = self._tables[index]
-        choices = (table.describe(stage, num_full, point) for stage, point in zip(self._stages, points, strict=True))
+        choices = (table.describe(stage, num_full, point) for stage, point in zip(table.stages, points, strict=True))
         return Solution(index, num_full, tuple(choices))
 
 
-def count_peak(mode: Mode[Name], stage: Stage, kinds: Sequence[Kind[Name]], num_full: int) -> int:
+def count_peak(stage: Stage, kinds: Sequence[Kind[Name]], num_full: int) -> int:
     """Bytes of a stage at its fullest.
 
     That is when the last layer's backward begins, with what its recomputation makes again, if it has one; or when that
@@ -280,4 +278,4 @@ def count_peak(mode: Mode[Name], stage: Stage, kinds: Sequence[Kind[Name]], num_
     if num_full:
         of_full = sum(kind.kept_bytes for kind in kinds[:num_full])
         peak = max(peak, (m - 1) * kept + of_full + kinds[0].replay_bytes)
-    return stage.fixed_bytes + m * mode.stack_bytes + peak
+    return stage.fixed_bytes + peak
