@@ -14,6 +14,7 @@ from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
 from tempo_megatron.memory.ledger import build_ledger_config
 from tempo_megatron.memory.model_states import OptimizerSettings
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
+from tempo_megatron.memory.simulation import make_gelu_tables
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape
@@ -90,6 +91,7 @@ class Step:
 def measure_step(step: Step) -> int:
     """Bytes of weights, micro batch and everything that forward and backward make, at most."""
     shape = step.shape
+    make_gelu_tables()
     config = build_ledger_config(shape, sequence_parallel=step.sp, dtype=step.dtype, recompute=step.recompute)
     chosen = choose_for_model(shape, config, step.tempo).config
     assert shape.vocab_size is not None
@@ -97,7 +99,8 @@ def measure_step(step: Step) -> int:
     dropout_rng.set_micro_batch(5, 0)
     model = build_model(shape, config, step.tempo, vocab_size).to(step.dtype).train()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
+        if parameter.dim() > 1:  # norms begin with ones, biases with zeros
+            torch.nn.init.normal_(parameter, std=0.02)
     inputs = make_inputs(shape, vocab_size, step.micro_batch_size, causal_mask=chosen.attention == "off")
     labels = "lm_labels" if shape.family == "bert" else "labels"
     inputs[labels] = inputs["input_ids"].clone()

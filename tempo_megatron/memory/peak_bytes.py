@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,12 +25,10 @@ class PeakBytes(TorchDispatchMode):
 
     Args:
         known: tensors whose storages do not count, whoever returns them: parameters, a micro batch.
-        count_inside: (operation, its arguments) -> bytes that it has alive inside itself beside inputs and results.
     """
 
-    def __init__(self, *known: Tensor, count_inside: Callable[[Any, tuple[Any, ...]], int] | None = None) -> None:
-        super().__init__()
-        self._count_inside = count_inside
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         """The most bytes alive at once since the start, or since `begin_phase`."""
         self._known = {t.untyped_storage()._cdata for t in known}
@@ -52,8 +50,6 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._note(t for t in tree_leaves(out) if isinstance(t, Tensor))
-        if self._count_inside is not None and (inside := self._count_inside(func, args)):
-            self.peak = max(self.peak, self.count_alive() + inside)
         return out
 
     def _note(self, tensors: Iterable[Tensor]) -> None:

@@ -1,8 +1,8 @@
 """A chunk's forward and backward on fake tensors: the real modules at their real size, without memory or arithmetic.
 
 The modules are those of `tempo_megatron.models.build`, as rank 0 of a tensor-parallel group whose collectives do
-nothing. Of many layers alike a few run and stand for the others. What Tempo's operations take inside themselves, which
-fake tensors do not show, is counted in tempo_megatron/memory/inside.py.
+nothing. Of many layers alike a few run and stand for the others. Tempo's operations run the functions that a CPU runs,
+block by block, so that what they make inside themselves counts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -19,11 +20,12 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tempo_kernels.gelu import gelu
+from tempo_kernels.opaque import Opaque
 from tempo_megatron import cpu
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.layer_values import LAYER_OPERATIONS
 from tempo_megatron.memory.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
-from tempo_megatron.memory.inside import count_inside
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
@@ -72,11 +74,18 @@ def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
     if settings.shape.family == "t5":
         raise ValueError("the model is a T5, which the estimate does not know; expected a GPT or a BERT")
     cpu.use_cpu()
+    make_gelu_tables()
     with simulate_layout(settings.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
         with FakeTensorMode(allow_non_fake_inputs=True), _without_values():
             return _Run(settings).measure()
+
+
+def make_gelu_tables() -> None:
+    """Let the in-place GELU of 16 bits make the tables that it makes once in a process, and that outlive a step."""
+    for dtype, approximate in itertools.product((torch.bfloat16, torch.float16), ("none", "tanh")):
+        gelu(torch.zeros(1, dtype=dtype, requires_grad=True), approximate=approximate).sum().backward()
 
 
 @contextlib.contextmanager
@@ -86,8 +95,16 @@ def _without_values() -> Iterator[None]:
     with (
         mock.patch.object(tracker, "fork", lambda *_, **__: contextlib.nullcontext()),
         mock.patch.object(LateCheck, "note", lambda *_: None),
+        # The function that a CPU runs, with all that it makes inside.
+        mock.patch.object(Opaque, "__call__", Opaque.call),
+        mock.patch.object(Tensor, "nonzero", _find_nothing),
     ):
         yield
+
+
+def _find_nothing(t: Tensor) -> Tensor:
+    """torch.Tensor.nonzero where nothing is: how much there is, fake tensors cannot know."""
+    return t.new_empty((0, t.dim()), dtype=torch.int64)
 
 
 class _Run:
@@ -133,7 +150,7 @@ class _Run:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         known = [*self._model.parameters(), *self._model.buffers(), *batch.values(), *gradients]
-        self._seen = PeakBytes(*(t for t in known if isinstance(t, Tensor)), count_inside=count_inside)
+        self._seen = PeakBytes(*(t for t in known if isinstance(t, Tensor)))
         self._add_marks()
         with self._seen:
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
