@@ -68,6 +68,12 @@ def _run(argv: list[str]) -> int:
         help="estimate the memory of a training run on every kind of rank, without hardware",
         description="Follow one training step of the real model on tensors without memory, for any number of devices.",
     )
+    plan = commands.add_parser(
+        "plan",
+        help="choose what each layer keeps, so that a step is shortest within a GPU's memory",
+        description="Choose for each layer among stock, Tempo's forms and Megatron's recomputation, so that every "
+        'pipeline stage fits and a step is shortest; print it as a table, a "tempo" block and arguments.',
+    )
     commands.add_parser("prepare-data", help="tokenize text into Megatron's .bin/.idx", add_help=False)
     commands.add_parser("run", help="run a training script of a Megatron-LM checkout with --use-tempo", add_help=False)
     export = commands.add_parser(
@@ -99,6 +105,12 @@ def _run(argv: list[str]) -> int:
 
         add_estimate_arguments(estimate)
         return run_estimate(parser.parse_args(argv))
+    if command == "plan":
+        check_installed("it", "megatron", "megatron.core")
+        from tempo_megatron.memory.plan_command import add_plan_arguments, run_plan
+
+        add_plan_arguments(plan)
+        return run_plan(parser.parse_args(argv))
     if command == "export":
         from tempo_megatron.training.export import add_export_arguments, run_export
 

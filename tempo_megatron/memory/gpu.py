@@ -1,0 +1,90 @@
+"""How fast a GPU multiplies matrices and moves bytes: the files of configs/gpu, and sizes of memory as people write
+them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import re
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+FOLDERS = (
+    Path(__file__).parents[2] / "configs" / "gpu",
+    Path(sysconfig.get_path("data")) / "share" / "tempo-megatron" / "configs" / "gpu",
+)
+"""A checkout's, and what a wheel installs."""
+
+DTYPES = ("bf16", "fp16", "fp32")
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{form}": base ** (power + 1)
+    for power, prefix in enumerate("kmgt")
+    for form, base in (("b", 1000), ("ib", 1024))
+}
+_SIZE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?i?b|)", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Rates of one GPU. Those of a data sheet are peaks that no program reaches: `calibrated` is false for them."""
+
+    title: str
+    calibrated: bool
+    """Whether the rates were measured."""
+    source: str
+    matmul_flops_per_second: dict[str, float]
+    """bf16, fp16 and fp32 -> floating-point operations per second of dense products, two per multiplication and sum."""
+    bytes_per_second: float
+    """Of the GPU's memory."""
+
+
+def read_gpu(name: str) -> Gpu:
+    """The GPU of a file of configs/gpu, by its name (`h100`) or its path.
+
+    Raises ValueError, which names the nearest known GPU, where there is none, and where a file does not hold a GPU.
+    """
+    known = {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("*.json"))}
+    path = known.get(name.lower(), Path(name))
+    if not path.is_file():
+        nearest = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.0)
+        hint = f"; the nearest known one is {nearest[0]}" if nearest else ""
+        raise ValueError(f"--gpu {name} is unknown{hint}: give {', '.join(sorted(known))} or a file like theirs")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--gpu {path} is not valid JSON ({error}); correct it") from error
+    _check_content(path, content)
+    return Gpu(**content)
+
+
+def _check_content(path: Path, content: Any) -> None:
+    names = [field.name for field in dataclasses.fields(Gpu)]
+    if not isinstance(content, dict) or sorted(content) != sorted(names):
+        raise ValueError(f"--gpu {path} does not describe a GPU; expected an object of {', '.join(names)}")
+    rates = content["matmul_flops_per_second"]
+    if not isinstance(rates, dict) or sorted(rates) != sorted(DTYPES):
+        raise ValueError(f"--gpu {path}: matmul_flops_per_second is {rates!r}; expected rates of {', '.join(DTYPES)}")
+    for name, rate in {**rates, "bytes_per_second": content["bytes_per_second"]}.items():
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
+            raise ValueError(f"--gpu {path}: {name} is {rate!r}; expected a positive number")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `80GiB`, `80 GB`, `512MiB` or `72e9`, for argparse."""
+    match = _SIZE.fullmatch(text.strip())
+    try:
+        number = float(match[1]) if match else 0.0
+    except ValueError:
+        number = 0.0
+    unit = match[2].lower() if match else ""
+    if match is None or unit not in _UNITS or not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of memory; give one such as 80GiB, 80GB or 72e9")
+    return int(number * _UNITS[unit] + 0.5)
+
+
+def write_size(num_bytes: int) -> str:
+    """`79.41 GiB`, or MiB where that says more."""
+    return f"{num_bytes / 2**30:.2f} GiB" if abs(num_bytes) >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

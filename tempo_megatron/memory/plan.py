@@ -1,0 +1,313 @@
+"""The planner: for each layer of a model the choice with which every pipeline stage fits and a step is shortest.
+
+A layer may have any values of the operations that its model can have. Megatron's recomputation is the whole model's:
+none; `core_attn`, `mlp` or both in every layer; or the first N layers of every stage as a whole (`--recompute-method
+block`), N being one number. Within each of these the choice is exact (`plan_solver`). The loss head takes the form that
+needs less at the peak of the last stage: neither computes a product twice.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.layer_values import LAYER_OPERATIONS, write_layers
+from tempo_megatron.memory.formula import LayerShape, count_layer_bytes, count_stack_bytes
+from tempo_megatron.memory.gpu import Gpu, write_size
+from tempo_megatron.memory.plan_cost import (
+    LayerFlops,
+    convert_to_femtoseconds,
+    count_layer_flops,
+    count_moved_bytes,
+    count_recomputed_flops,
+)
+from tempo_megatron.memory.plan_solver import Kind, Mode, Solution, Solver, Stage, prune
+
+RECOMPUTE_MODES = ((), ("core_attn",), ("mlp",), ("core_attn", "mlp"), ("full",))
+_FEMTO = 1e15
+
+
+class CountFixedBytes(Protocol):
+    """What a rank of a pipeline stage holds at its peak whatever its layers keep: weights, gradients, optimizer
+    states, buffers, embedding and head."""
+
+    def __call__(self, stage: int, loss: str, recompute: frozenset[str]) -> int:
+        """Bytes of `stage`, with the loss head "off" or "fused", and what Megatron recomputes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerChoice:
+    """One way to run a layer."""
+
+    values: tuple[str, ...]
+    """Of LAYER_OPERATIONS."""
+    recompute: frozenset[str]
+    """Megatron's."""
+
+    def list_values(self) -> dict[str, str]:
+        return dict(zip(LAYER_OPERATIONS, self.values, strict=True))
+
+    def make_config(self) -> TempoConfig:
+        return TempoConfig.from_dict({**self.list_values(), "loss": "off"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A model, its layout, and what is allowed. Raises ValueError where stages cannot share the layers."""
+
+    shape: LayerShape
+    """A layer, without recomputation and without cross attention."""
+    num_layers: int
+    pipeline_parallel: int = 1
+    num_microbatches: int | None = None
+    """Of a step; None is as many as keep every stage busy."""
+    gpu: Gpu
+    count_fixed_bytes: CountFixedBytes
+    values: Mapping[str, Sequence[str]]
+    """Operation -> the values that the model can have, "off" first and the loss's too; without "auto"."""
+    recompute: frozenset[str] = frozenset(("core_attn", "mlp", "full"))
+    """What of Megatron's recomputation may be taken."""
+    is_causal: bool = True
+    stock: str = "transformer_engine"
+    stock_attention: str = "fused"
+    head_flops: int = 0
+    """Of the output layer's forward, on one rank."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers % self.pipeline_parallel:
+            raise ValueError(
+                f"--pp {self.pipeline_parallel} does not divide the model's {self.num_layers} layers; give a divisor"
+            )
+
+    @property
+    def flops(self) -> LayerFlops:
+        """Of one layer's forward."""
+        skips_masked = self.stock == "transformer_engine"
+        return count_layer_flops(self.shape, is_causal=self.is_causal, skips_masked=skips_masked)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One pipeline stage of a plan, of one micro batch where nothing else is said."""
+
+    layers: range
+    choices: tuple[LayerChoice, ...]
+    in_flight: int
+    """Micro batches whose kept bytes are there at the peak."""
+    peak_bytes: int
+    kept_bytes: int
+    """What the layers keep."""
+    recomputed_flops: int
+    seconds: float
+    """Products of forward and backward at the GPU's rate, and what the choices add."""
+    added_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to write into the JSON and on the command line, and what it comes to."""
+
+    block: dict[str, Any]
+    """The "tempo" block."""
+    megatron_arguments: tuple[str, ...]
+    """Words for the command line: Megatron's recomputation."""
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(stage.peak_bytes for stage in self.stages)
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest stage and one micro batch."""
+        return max(stage.seconds for stage in self.stages)
+
+    @property
+    def recomputed_flops(self) -> int:
+        return sum(stage.recomputed_flops for stage in self.stages)
+
+
+def make_plan(request: PlanRequest, budget: int) -> Plan:
+    """The plan of the shortest step in which each GPU holds at most `budget` bytes.
+
+    Raises ValueError, which says by how much it misses and names the nearest plan that fits, where none does.
+    """
+    planner = _Planner(request)
+    solution = planner.solver.solve(budget)
+    if solution is not None:
+        return planner.describe(solution)
+    smallest = planner.make_smallest()
+    words = " ".join(smallest.megatron_arguments) or "no recomputation by Megatron"
+    raise ValueError(
+        f"{write_size(budget)} a GPU are given, and the least that fits is {write_size(smallest.peak_bytes)}, "
+        f"{write_size(smallest.peak_bytes - budget)} more: {TempoConfig.from_dict(smallest.block).describe()}, "
+        f"{words}; raise --gpu-memory, --tp or --pp, or lower --micro-batch-size"
+    )
+
+
+def make_smallest_plan(request: PlanRequest) -> Plan:
+    """The shortest step of those that need least."""
+    return _Planner(request).make_smallest()
+
+
+def list_plans(request: PlanRequest, num_budgets: int) -> list[Plan]:
+    """The plans of budgets from the least that fits to what stock needs, each plan once."""
+    planner = _Planner(request)
+    least, most = planner.make_smallest().peak_bytes, list_switches(request)["stock"].peak_bytes
+    plans: list[Plan] = []
+    for index in range(num_budgets):
+        solution = planner.solver.solve(least + (most - least) * index // (num_budgets - 1))
+        assert solution is not None
+        plan = planner.describe(solution)
+        if not plans or plan.seconds < plans[-1].seconds:
+            plans.append(plan)
+    return plans
+
+
+def list_switches(request: PlanRequest) -> dict[str, Plan]:
+    """What single switches come to, whatever the budget: stock, Tempo's two forms, and Megatron's recomputation."""
+    preferences = {
+        "stock": (),
+        "Tempo, in place": ("inplace", "flash", "recompute"),
+        "Tempo, recompute": ("recompute", "flash"),
+    }
+    plans = {}
+    for name, preference in preferences.items():
+        values = {
+            operation: (next((value for value in preference if value in allowed), "off"),)
+            for operation, allowed in request.values.items()
+            if operation != "loss"
+        }
+        # In place exists for some activations only; "recompute" is not what that switch means there.
+        if name == "Tempo, in place" and "inplace" not in request.values["activation"]:
+            values["activation"] = ("off",)
+        plans[name] = _plan_one(request, values, ())
+    off = dict.fromkeys(LAYER_OPERATIONS, ("off",))
+    for modules in RECOMPUTE_MODES[1:]:
+        if request.recompute.issuperset(modules):
+            plans[f"stock + {' '.join(modules)}"] = _plan_one(request, off, modules)
+    return plans
+
+
+def _plan_one(request: PlanRequest, values: Mapping[str, Sequence[str]], modules: Sequence[str]) -> Plan:
+    values = {**request.values, **values}
+    only = _Planner(dataclasses.replace(request, values=values, recompute=frozenset(modules)), [tuple(modules)])
+    # Of full recomputation: of all layers.
+    return only.describe(only.solver.find_smallest())
+
+
+class _Planner:
+    """A request in the solver's terms, and its solution in the request's."""
+
+    def __init__(self, request: PlanRequest, modes: Sequence[tuple[str, ...]] = RECOMPUTE_MODES) -> None:
+        self._request, self._flops = request, request.flops
+        last, nothing = request.pipeline_parallel - 1, frozenset[str]()
+        self._loss = min(request.values["loss"], key=lambda form: request.count_fixed_bytes(last, form, nothing))
+        self.modes = [self._make_mode(frozenset(each)) for each in modes if request.recompute.issuperset(each)]
+        self.solver = Solver(self.modes)
+
+    def make_smallest(self) -> Plan:
+        """The shortest step of those that need least."""
+        solution = self.solver.solve(self.solver.find_smallest().peak_bytes)
+        assert solution is not None
+        return self.describe(solution)
+
+    def describe(self, solution: Solution[LayerChoice]) -> Plan:
+        """The plan that a solution is."""
+        modules = self.modes[solution.mode].kinds[0].name.recompute
+        words: tuple[str, ...] = ()
+        if solution.num_full:
+            words = ("full", "--recompute-method", "block", "--recompute-num-layers", str(solution.num_full))
+        elif modules:
+            words = ("selective", "--recompute-modules", *sorted(modules))
+        layers = [choice for stage in solution.stages for choice in stage.names]
+        return Plan(
+            block=_write_block(layers, self._loss),
+            megatron_arguments=("--recompute-granularity", *words) if words else (),
+            stages=tuple(self._describe_stages(solution)),
+        )
+
+    def _describe_stages(self, solution: Solution[LayerChoice]) -> Iterator[StagePlan]:
+        mode = self.modes[solution.mode]
+        kept = {kind.name: kind.kept_bytes for kind in (*mode.kinds, *mode.full_kinds)}
+        recompute = frozenset(("full",)) if mode.full_kinds else mode.kinds[0].name.recompute
+        of_stack = self._count_stack_bytes(recompute)
+        for index, (stage, found) in enumerate(zip(mode.stages, solution.stages, strict=True)):
+            yield StagePlan(
+                layers=range(index * stage.num_layers, (index + 1) * stage.num_layers),
+                choices=found.names,
+                in_flight=stage.in_flight,
+                peak_bytes=found.peak_bytes,
+                kept_bytes=of_stack + sum(kept[choice] for choice in found.names),
+                recomputed_flops=sum(count_recomputed_flops(self._flops, each.recompute) for each in found.names),
+                seconds=found.cost / _FEMTO,
+                added_seconds=(found.cost - stage.base_cost) / _FEMTO,
+            )
+
+    def _make_mode(self, recompute: frozenset[str]) -> Mode[LayerChoice]:
+        stages = tuple(self._make_stage(index, recompute) for index in range(self._request.pipeline_parallel))
+        if "full" in recompute:
+            return Mode(self._list_kinds(frozenset()), stages, self._list_kinds(recompute))
+        return Mode(self._list_kinds(recompute), stages)
+
+    def _make_stage(self, index: int, recompute: frozenset[str]) -> Stage:
+        request = self._request
+        num_layers, num_stages = request.num_layers // request.pipeline_parallel, request.pipeline_parallel
+        # Backward computes two products for each of forward's.
+        flops = 3 * (num_layers * self._flops.total + (request.head_flops if index == num_stages - 1 else 0))
+        # 1F1B: a stage is as many micro batches ahead as there are stages behind it.
+        in_flight = min(num_stages - index, request.num_microbatches or num_stages)
+        fixed = request.count_fixed_bytes(index, self._loss, recompute)
+        return Stage(
+            num_layers=num_layers,
+            in_flight=in_flight,
+            fixed_bytes=fixed + in_flight * self._count_stack_bytes(recompute),
+            base_cost=convert_to_femtoseconds(request.gpu, request.shape.dtype, flops=flops),
+        )
+
+    def _count_stack_bytes(self, recompute: frozenset[str]) -> int:
+        """What the layers of a stage keep together."""
+        return count_stack_bytes(dataclasses.replace(self._request.shape, recompute=recompute), TempoConfig.off())
+
+    def _list_kinds(self, recompute: frozenset[str]) -> tuple[Kind[LayerChoice], ...]:
+        values = (self._request.values[name] for name in LAYER_OPERATIONS)
+        return prune([self._make_kind(LayerChoice(each, recompute)) for each in itertools.product(*values)])
+
+    def _make_kind(self, choice: LayerChoice) -> Kind[LayerChoice]:
+        request, config = self._request, choice.make_config()
+        kept, without = (
+            count_layer_bytes(
+                dataclasses.replace(request.shape, recompute=recompute),
+                config,
+                stock=request.stock,
+                stock_attention=request.stock_attention,
+            )
+            for recompute in (choice.recompute, frozenset[str]())
+        )
+        is_full = "full" in choice.recompute
+        cost = convert_to_femtoseconds(
+            request.gpu,
+            request.shape.dtype,
+            flops=count_recomputed_flops(self._flops, choice.recompute),
+            moved_bytes=count_moved_bytes(request.shape, config, choice.recompute),
+        )
+        return Kind(choice, kept, cost, without if is_full else max(0, without - kept))
+
+
+def _write_block(layers: Sequence[LayerChoice], loss: str) -> dict[str, Any]:
+    """The "tempo" block: what most layers that keep something have as its values, and ranges of the others."""
+    # The final norm and the embedding have these values too, and no recomputation drops what they keep.
+    kept = [choice for choice in layers if "full" not in choice.recompute] or layers
+    counts = collections.Counter(choice.values for choice in kept)
+    common = dict(zip(LAYER_OPERATIONS, counts.most_common(1)[0][0], strict=True))
+    block: dict[str, Any] = {**common, "loss": loss}
+    ranges = {}
+    for values, group in itertools.groupby(enumerate(layers), key=lambda each: each[1].list_values()):
+        others = {name: value for name, value in values.items() if value != common[name]}
+        if others:
+            ranges[write_layers([layer for layer, _ in group])] = others
+    return {**block, "layers": ranges} if ranges else block

@@ -1,0 +1,114 @@
+"""What a choice for a layer costs: the FLOPs it computes a second time, and the bytes that it moves beyond stock.
+
+FLOPs are those of matrix products, two for each multiplication and sum; where attention is causal and fused, half of
+its square. They are zero for each of Tempo's operations, which make elementwise results again, or read one tensor
+instead of another. Bytes are those that such work reads from and writes to the GPU's memory: it does nothing else that
+takes time. A choice that moves fewer bytes than stock is taken as costing nothing, never as a gain. Collectives that
+full recomputation and that of the MLP repeat under tensor parallelism are not in the sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.memory.formula import GATED, LayerShape
+from tempo_megatron.memory.gpu import Gpu
+
+RECOMPUTED_MODULES = ("core_attn", "mlp")
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_FEMTO = 10**15
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerFlops:
+    """Matrix products of one layer's forward on one rank."""
+
+    projections: int
+    """Queries, keys and values, and the projection behind attention."""
+    core_attention: int
+    mlp: int
+
+    @property
+    def total(self) -> int:
+        return self.projections + self.core_attention + self.mlp
+
+    @property
+    def linears(self) -> int:
+        return self.projections + self.mlp
+
+
+def count_layer_flops(shape: LayerShape, *, is_causal: bool, skips_masked: bool) -> LayerFlops:
+    """Forward of one layer without cross attention on one rank.
+
+    Args:
+        shape: the layer.
+        is_causal: whether a token attends to itself and those before it only.
+        skips_masked: whether the scores that a causal mask hides are not computed: fused attention's; unfused computes
+            them all.
+    """
+    s, b, t = shape.seq_length, shape.micro_batch_size, shape.tensor_parallel
+    heads, groups = shape.num_attention_heads // t, shape.num_query_groups // t
+    tokens = s * b
+    num_scores = s * (s + 1) // 2 if is_causal and skips_masked else s * s
+    widths = (heads + 2 * groups) + heads
+    factors = 3 if shape.activation in GATED else 2
+    return LayerFlops(
+        projections=2 * tokens * shape.hidden_size * widths * shape.kv_channels,
+        core_attention=2 * 2 * b * heads * num_scores * shape.kv_channels,
+        mlp=2 * tokens * shape.hidden_size * factors * shape.ffn_hidden_size // t,
+    )
+
+
+def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str]) -> int:
+    """What Megatron's recomputation of a layer computes a second time; Tempo's adds nothing to it."""
+    if "full" in recompute:
+        return flops.total
+    return flops.core_attention * ("core_attn" in recompute) + flops.mlp * ("mlp" in recompute)
+
+
+def count_moved_bytes(shape: LayerShape, config: TempoConfig, recompute: frozenset[str]) -> int:
+    """Bytes that elementwise work of one layer reads and writes beyond stock, per micro batch on one rank.
+
+    Args:
+        shape: the layer.
+        config: without "auto".
+        recompute: Megatron's.
+    """
+    hidden = shape.hidden_bytes
+    num_elements = shape.seq_length * shape.micro_batch_size * shape.ffn_hidden_size // shape.tensor_parallel
+    y = num_elements * shape.element_bytes
+    x = 2 * y if shape.activation in GATED else y
+    moved = 0
+    if config.activation == "recompute":
+        moved += x + y
+    elif config.activation == "inplace" and shape.activation == "gelu":
+        # A bit per element, written and read; the output is read instead of the input.
+        moved += 2 * (-(-num_elements // 8))
+    if config.norm == "recompute":
+        moved += 2 * (2 * hidden)
+    elif config.norm == "inplace":
+        num_statistics = 2 if shape.normalization == "LayerNorm" else 1
+        moved += 2 * (2 * 4 * num_statistics * shape.hidden_size)
+    if config.attention == "softmax":
+        # The softmax's output is read and its dropout written again.
+        heads = shape.num_attention_heads // shape.tensor_parallel
+        scores = shape.micro_batch_size * heads * shape.seq_length**2 * shape.element_bytes
+        moved += 2 * scores if shape.attention_dropout > 0 else 0
+    return moved + _count_replayed_bytes(hidden, x + y, recompute)
+
+
+def _count_replayed_bytes(hidden: int, activation: int, recompute: frozenset[str]) -> int:
+    """Elementwise work that runs again with the products around it."""
+    if "full" in recompute:
+        # Two norms, and two sums of an output and the residual.
+        return 2 * (2 * hidden) + 2 * (3 * hidden) + activation
+    return activation if "mlp" in recompute else 0
+
+
+def convert_to_femtoseconds(gpu: Gpu, dtype: torch.dtype, *, flops: int = 0, moved_bytes: int = 0) -> int:
+    """Time of products and of elementwise work, one after the other; whole, so that sums are exact."""
+    rate = gpu.matmul_flops_per_second[_DTYPE_NAMES[dtype]]
+    return round(flops / rate * _FEMTO) + round(moved_bytes / gpu.bytes_per_second * _FEMTO)

@@ -1,0 +1,122 @@
+"""The solver of the planner finds what trying everything finds, in a fraction of a second."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+
+from tempo_megatron.memory.plan_solver import Kind, Mode, Solution, Solver, Stage, count_peak
+
+
+def draw_problem(seed: int) -> tuple[list[Mode[str]], int]:
+    """A few stages of at most three layers, and a budget that some fit; byte and cost figures collide often."""
+    draw = random.Random(seed)
+    top = draw.choice((4, 30, 1000))
+
+    def draw_kinds(num: int, has_replay: bool) -> tuple[Kind[str], ...]:
+        return tuple(
+            Kind(f"k{index}", draw.randrange(top), draw.randrange(top), draw.randrange(top) if has_replay else 0)
+            for index in range(num)
+        )
+
+    def draw_stages() -> tuple[Stage, ...]:
+        return tuple(
+            Stage(num_layers, num_stages - index, draw.randrange(top), base_cost)
+            for index, (num_layers, base_cost) in enumerate(sizes)
+        )
+
+    num_stages = draw.randint(1, 3)
+    sizes = [(draw.randint(1, 3), draw.randrange(top)) for _ in range(num_stages)]
+    modes = [Mode(draw_kinds(draw.randint(1, 4), draw.random() < 0.5), draw_stages())]
+    modes.append(Mode(draw_kinds(draw.randint(1, 3), True), draw_stages()))
+    modes.append(Mode(draw_kinds(draw.randint(1, 3), False), draw_stages(), draw_kinds(draw.randint(1, 2), True)))
+    return modes, draw.randrange(1, 8 * top)
+
+
+def try_everything(modes: list[Mode[str]], budget: int) -> tuple[int, int] | None:
+    """Cost of the slowest stage and of all together, of the best of all assignments of kinds to layers."""
+    best = None
+    for mode in modes:
+        longest = max(stage.num_layers for stage in mode.stages)
+        for num_full in range(1, longest + 1) if mode.full_kinds else (0,):
+            costs = []
+            for stage in mode.stages:
+                n = min(num_full, stage.num_layers)
+                fitting = [
+                    stage.base_cost + sum(kind.cost for kind in kinds)
+                    for full in (mode.full_kinds if n else (None,))
+                    for others in itertools.product(mode.kinds, repeat=stage.num_layers - n)
+                    for kinds in [[full] * n + list(others)]
+                    if count_peak(stage, kinds, n) <= budget
+                ]
+                costs.append(min(fitting, default=None))
+            if None not in costs:
+                key = max(costs), sum(costs)
+                best = key if best is None else min(best, key)
+    return best
+
+
+def weigh(found: Solution[str]) -> tuple[int, int]:
+    return found.cost, sum(stage.cost for stage in found.stages)
+
+
+@pytest.mark.parametrize("first", range(0, 600, 100))
+def test_the_solution_is_that_of_trying_everything(first: int) -> None:
+    num_solved = 0
+    for seed in range(first, first + 100):
+        modes, budget = draw_problem(seed)
+        found, expected = Solver(modes).solve(budget), try_everything(modes, budget)
+        assert (found and weigh(found)) == expected, seed
+        if found is not None:
+            num_solved += 1
+            assert found.peak_bytes <= budget
+            assert [len(stage.names) for stage in found.stages] == [stage.num_layers for stage in modes[0].stages]
+    assert 30 < num_solved < 100
+
+
+def test_the_smallest_solution_fits_its_own_size_and_nothing_fits_a_byte_less() -> None:
+    for seed in range(200):
+        modes, _ = draw_problem(seed)
+        smallest = Solver(modes).find_smallest()
+        assert Solver(modes).solve(smallest.peak_bytes) is not None
+        assert Solver(modes).solve(smallest.peak_bytes - 1) is None
+        assert try_everything(modes, smallest.peak_bytes - 1) is None
+
+
+def test_a_larger_budget_costs_no_more() -> None:
+    for seed in range(50):
+        modes, _ = draw_problem(seed)
+        smallest = Solver(modes).find_smallest().peak_bytes
+        costs = [weigh(found) for more in range(40) if (found := Solver(modes).solve(smallest + 3 * more))]
+        assert len(costs) == 40 and costs == sorted(costs, reverse=True)
+
+
+def test_the_same_problem_has_the_same_answer_and_of_equal_kinds_the_first() -> None:
+    modes, budget = draw_problem(1)
+    assert Solver(modes).solve(budget) == Solver(list(modes)).solve(budget)
+    one, other = Kind("first", 5, 5), Kind("second", 5, 5)
+    found = Solver([Mode((one, other), (Stage(2, 1, 0),))]).solve(100)
+    assert found is not None and found.stages[0].names == ("first", "first")
+
+
+def test_128_layers_on_each_of_64_stages_take_less_than_a_second() -> None:
+    draw = random.Random(0)
+
+    def draw_kinds(num: int) -> tuple[Kind[str], ...]:
+        bytes_of = sorted((draw.randrange(10**7, 10**9) for _ in range(num)), reverse=True)
+        return tuple(
+            Kind(f"k{index}", kept, index * 10**9 + draw.randrange(10**9), 10**8 if index % 2 else 0)
+            for index, kept in enumerate(bytes_of)
+        )
+
+    stages = tuple(Stage(128, 64 - index, 10**9 * (index + 1), 10**12) for index in range(64))
+    modes = [Mode(draw_kinds(num), stages) for num in (5, 4, 4)]
+    modes.append(Mode(draw_kinds(4), stages, draw_kinds(3)))
+    smallest = Solver(modes).find_smallest().peak_bytes
+    start = time.process_time()
+    found = Solver(modes).solve(smallest * 11 // 10)
+    assert time.process_time() - start < 1
+    assert found is not None
