@@ -178,13 +178,15 @@ def test_hidden_states_weight_labels_and_eight_bytes_a_token_are_kept():
     assert sum(size for pointer, size in kept.items() if pointer not in known) == 8 * S * B
 
 
-def test_with_token_weights_the_two_gradients_are_kept_in_place_of_the_hidden_states():
+@pytest.mark.parametrize(("chunk_tokens", "weight_bytes"), [(None, 2), (4, 4)])
+def test_with_token_weights_the_two_gradients_are_kept_in_place_of_the_hidden_states(chunk_tokens, weight_bytes):
+    """The weight's in float32 where several chunks are summed."""
     hidden, weight, _ = (t if t is None else t.bfloat16().requires_grad_() for t in head_inputs(False))
     labels = random_labels()
-    weights = torch.ones(B, S)
-    kept = kept_storages(lambda h, w: linear_cross_entropy(h, w, labels, token_weights=weights)[0], hidden, weight)
+    keywords = {"token_weights": torch.ones(B, S), "chunk_tokens": chunk_tokens}
+    kept = kept_storages(lambda h, w: linear_cross_entropy(h, w, labels, **keywords)[0], hidden, weight)
     assert not {t.untyped_storage().data_ptr() for t in (hidden, weight, labels)} & kept.keys()
-    assert sum(kept.values()) == 2 * S * B * H + 4 * V * H + 4
+    assert sum(kept.values()) == 2 * S * B * H + weight_bytes * V * H + 4
 
 
 def test_a_second_derivative_raises():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tempo_kernels.linear_cross_entropy import cpu, linear_cross_entropy, linear_log_prob
+from tempo_kernels.linear_cross_entropy import checks, cpu, linear_cross_entropy, linear_log_prob
 
 
 class Allocations(TorchDispatchMode):
@@ -104,6 +104,73 @@ def test_the_recorder_of_allocations_sees_the_logits_of_the_unfused_head():
     with Allocations(hidden, weight) as seen:
         reference(hidden.requires_grad_(), weight, None, random_labels()).sum().backward()
     assert seen.largest_bytes >= S * B * V * 4 and seen.peak_bytes >= 2 * S * B * V * 4
+
+
+def measure_peak(run, *inputs):
+    for t in inputs:
+        t.grad = None
+    with Allocations(*inputs) as seen:
+        run().backward()
+    return seen.peak_bytes
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("tokens", [16, 64, 256, 1024])
+@pytest.mark.parametrize(("h", "v"), [(32, 500), (256, 500), (64, 2000)])
+def test_the_head_never_takes_more_than_the_logits_that_it_saves(h, v, tokens, has_weights, monkeypatch):
+    """Nor more than in chunks of the default size, whose sum in float32 costs more than the logits of few tokens."""
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", v)
+    monkeypatch.setitem(checks.CHUNK_BYTES, "cpu", 32 * v * 2)
+    hidden = torch.randn(tokens, 1, h).bfloat16().requires_grad_()
+    weight = (torch.randn(v, h) / h**0.5).bfloat16().requires_grad_()
+    labels = torch.randint(v, (1, tokens))
+    token_weights = torch.full((1, tokens), 1.0 / tokens)
+
+    def run(**keywords):
+        if has_weights:
+            return linear_cross_entropy(hidden, weight, labels, token_weights=token_weights, **keywords)[0]
+        return (linear_cross_entropy(hidden, weight, labels, **keywords) * token_weights).sum()
+
+    def run_stock():
+        logits = torch.matmul(hidden, weight.t()).float()
+        return torch.nn.functional.cross_entropy(logits.view(tokens, v), labels[0])
+
+    inputs = (hidden, weight, labels)
+    ours, chunked, stock = (measure_peak(each, *inputs) for each in (run, lambda: run(chunk_tokens=32), run_stock))
+    small = 64 * tokens * 8 + 3 * 4 * v + 16 * tokens * h
+    assert (ours <= chunked + small) and (ours <= stock + small), (ours, chunked, stock, small)
+    if tokens == 64 and h == 256:
+        assert ours < 0.6 * chunked
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [4, 1000])
+def test_a_factor_of_the_loss_is_not_rounded_to_16_bits(chunk_tokens, fused, device):
+    """A loss scale of any bits: a factor rounded to bf16 would be a relative error of every gradient alike."""
+    factor = 1.002
+    torch.manual_seed(0)
+    labels = random_labels().to(device)
+    hidden, weight, _ = (t.to(device).bfloat16().requires_grad_() for t in head_inputs())
+    found = []
+    for grad_total in (1.0, factor):
+        hidden.grad = weight.grad = None
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        total, _ = linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            token_weights=torch.ones(B, S, device=device),
+            chunk_tokens=chunk_tokens,
+            gradient_accumulation_fusion=fused,
+        )
+        (grad_total * total).backward()
+        found.append((hidden.grad, weight.main_grad if fused else weight.grad))
+    (grad_hidden, grad_weight), scaled = found
+    torch.testing.assert_close(scaled[0], (grad_hidden.double() * factor).bfloat16(), rtol=0, atol=0)
+    if fused or chunk_tokens > B * S:
+        expected = (grad_weight.double() * factor).to(grad_weight.dtype)
+        torch.testing.assert_close(scaled[1], expected, rtol=1e-6 if fused else 0, atol=0)
 
 
 def both_forms(token_weights, dtype, grad_total=1.0, **settings):

@@ -11,8 +11,9 @@ from torch import Tensor
 from tempo_kernels.linear_cross_entropy.settings import Settings
 from tempo_kernels.linear_cross_entropy.shards import Shards
 
-# The bytes of a chunk's logits. Each chunk reads and writes the weight's gradient once, so it must not be small. 28 MiB
-# are 144 tokens of GPT-2's vocabulary in float32. On a CPU they are about as fast as 256 tokens; 64 are a tenth slower.
+# The bytes of a chunk's logits, where there are several. Each chunk reads and writes the weight's gradient once, so it
+# must not be small. 28 MiB are 144 tokens of GPT-2's vocabulary in float32. On a CPU they are about as fast as 256
+# tokens; 64 are a tenth slower.
 CHUNK_BYTES = {"cpu": 28 << 20, "cuda": 512 << 20}
 
 
@@ -64,8 +65,13 @@ def make_settings(
     softcap: float | None = None,
     temperature: float = 1.0,
     has_entropy: bool = False,
+    *,
+    sums_weight: bool,
 ) -> Settings:
-    """The settings of these numbers; ValueError where they do not fit."""
+    """The settings of these numbers; ValueError where they do not fit.
+
+    sums_weight: whether several chunks need memory for the sum of their gradients of weight.
+    """
     num_rows = weight.size(0) * shards.size
     if vocab_size is not None and not 1 <= vocab_size <= num_rows:
         raise ValueError(
@@ -93,7 +99,7 @@ def make_settings(
         softcap=0.0 if softcap is None else float(softcap),
         temperature=float(temperature),
         has_entropy=has_entropy,
-        chunk_rows=_find_chunk_rows(chunk_tokens, hidden, weight, shards),
+        chunk_rows=_find_chunk_rows(chunk_tokens, hidden, weight, shards, sums_weight),
     )
 
 
@@ -121,11 +127,28 @@ def check_main_grad(weight: Tensor) -> bool:
     return True
 
 
-def _find_chunk_rows(chunk_tokens: int | None, hidden: Tensor, weight: Tensor, shards: Shards) -> int:
-    if chunk_tokens is None:
-        chunk_tokens = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (weight.size(0) * weight.element_size())
-        # Matrix products are fast for multiples of 16.
-        chunk_tokens = max(16, chunk_tokens // 16 * 16)
-    elif chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; expected at least 1, or None")
-    return max(1, chunk_tokens // shards.num_segments)
+def _find_chunk_rows(
+    chunk_tokens: int | None, hidden: Tensor, weight: Tensor, shards: Shards, sums_weight: bool
+) -> int:
+    """Rows of hidden per chunk: chunk_tokens / num_segments, and by default as many as need least memory.
+
+    Of 16 bits several chunks sum their gradients of weight in float32, which is copied to 16 bits in the end; one chunk
+    needs no sum. With few tokens the logits of all of them are less than that sum.
+    """
+    if chunk_tokens is not None:
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens is {chunk_tokens}; expected at least 1, or None")
+        return max(1, chunk_tokens // shards.num_segments)
+    num_rows, element_bytes = hidden.size(0) * hidden.size(1), weight.element_size()
+    logit_bytes, chunk_bytes = weight.size(0) * element_bytes, CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]
+    if sums_weight:
+        # Under sequence parallelism a chunk's tokens are gathered too, and the gradients of all of them made.
+        token_bytes = logit_bytes + (2 * hidden.size(2) * element_bytes if shards.num_segments > 1 else 0)
+        sum_bytes = torch.promote_types(weight.dtype, torch.float32).itemsize * weight.numel()
+        copy_bytes = element_bytes * weight.numel()
+        at_once = num_rows * shards.num_segments * token_bytes + copy_bytes
+        in_chunks = max(chunk_bytes + sum_bytes, sum_bytes + copy_bytes if sum_bytes != copy_bytes else 0)
+        if at_once <= in_chunks:
+            return max(1, num_rows)
+    # Matrix products are fast for multiples of 16.
+    return max(1, max(16, chunk_bytes // logit_bytes // 16 * 16) // shards.num_segments)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.linear_cross_entropy.settings import Rows, Settings
-from tempo_kernels.linear_cross_entropy.shards import Shards
 
 ROW_BLOCK_BYTES = 1 << 25
 # How many columns of the vocabulary a CPU's product takes at once, for the result of few tokens to stay in the cache.
@@ -73,7 +72,7 @@ def backward(
 ) -> Gradients:
     """Gradients of hidden, weight and bias from those of the losses and, where there is one, of the entropies [t, m];
     each chunk's logits are made again."""
-    gradients = Gradients(head, has_grads, total, settings.shards)
+    gradients = Gradients(head, has_grads, total, settings)
     for rows, tokens, logits in head.make_logits(settings):
         kept_of_chunk, labels, grad = (t[..., rows].flatten(-2) for t in (kept, head.labels, grads[0]))
         grad_entropy = None if grads[1] is None else grads[1][:, rows].flatten()
@@ -90,7 +89,7 @@ def forward_with_gradients(
     num_columns = head.weight.size(0)
     shares = settings.find_shares(num_columns)
     losses = torch.empty_like(token_weights)
-    gradients = Gradients(head, has_grads, None, settings.shards)
+    gradients = Gradients(head, has_grads, None, settings)
     for rows, tokens, logits in head.make_logits(settings):
         columns = head.find_columns(rows, settings)
         found = backend.find_statistics(logits, columns, shares)
@@ -153,23 +152,25 @@ def _write_gradient(
 
 
 class Gradients:
-    """The gradients of hidden [m, h] in its dtype, and of weight and bias in float32; None where there is none.
+    """The gradients of hidden [m, h] in its dtype, of weight as `settings.find_weight_dtype` says, and of bias in
+    float32; None where there is none.
 
     Args:
         head: the tensors whose gradients these are.
         has_grads: whether hidden, weight and bias get a gradient.
         total: the memory to add the weight's gradient to; None for new memory.
-        shards: the ranks whose parts are summed.
+        settings: of the ranks whose parts are summed.
     """
 
-    def __init__(self, head: Head, has_grads: tuple[bool, ...], total: Tensor | None, shards: Shards) -> None:
+    def __init__(self, head: Head, has_grads: tuple[bool, ...], total: Tensor | None, settings: Settings) -> None:
         compute_dtype = torch.promote_types(head.weight.dtype, torch.float32)
-        self._shards, self._head_weight = shards, head.weight
+        self._shards, self._head_weight = settings.shards, head.weight
         self._works: list[tuple[Any, Tensor]] = []
         self.hidden = torch.empty_like(head.hidden) if has_grads[0] else None
         self.weight = total
         if has_grads[1] and total is None:
-            self.weight = head.weight.new_empty(head.weight.shape, dtype=compute_dtype)
+            dtype = settings.find_weight_dtype(head.weight.dtype, head.hidden.size(0))
+            self.weight = head.weight.new_empty(head.weight.shape, dtype=dtype)
         self._weight_is_empty = total is None
         self.bias = head.weight.new_zeros(head.weight.size(0), dtype=compute_dtype) if has_grads[2] else None
 

@@ -21,6 +21,8 @@ from tempo_kernels.linear_cross_entropy.settings import Settings
 from tempo_kernels.linear_cross_entropy.shards import Shards
 from tempo_kernels.opaque import is_traced
 
+_SCALED_ELEMENTS = 1 << 22
+
 
 def linear_cross_entropy(
     hidden: Tensor,
@@ -53,7 +55,8 @@ def linear_cross_entropy(
         vocab_start: index of this rank's first row: its rank in the group times v/p.
         group: the ranks that share the vocabulary, each with v/p rows; None for one.
         sequence_parallel: hidden is split over the group too: gathered, and its gradient scattered, chunk by chunk.
-        chunk_tokens: tokens per chunk, at least one of each rank (default: as many as fill checks.CHUNK_BYTES).
+        chunk_tokens: tokens per chunk, at least one of each rank (default: as many as fill checks.CHUNK_BYTES; of 16
+            bits all, where their logits are less than what several chunks sum their gradients in).
         token_weights: [b, s]; the gradients are then made in forward, chunk by chunk, and no logits twice.
         gradient_accumulation_fusion: weight's gradient is added to `weight.main_grad`, as Megatron's linears do.
 
@@ -64,7 +67,8 @@ def linear_cross_entropy(
     Under autocast nothing is cast: the inputs' dtype is that of the products, in forward and in backward.
 
     Keeps for backward: hidden, weight and bias (which exist anyway), labels, and 8 bytes per token. With token_weights
-        instead of hidden its gradient, and the weight's in float32; backward scales both in place, once.
+        instead of hidden its gradient, and the weight's, of several chunks in float32; backward scales both in place,
+        once.
     Costs: a fourth matrix product beside three, since backward makes the logits again. With token_weights it does not,
         but the ranks of a group then wait for one another once per chunk instead of once.
     Error: at most twice that of the unfused torch computation in the same dtype plus one ulp of the largest value.
@@ -76,8 +80,9 @@ def linear_cross_entropy(
     shards = Shards(group if group is not None and group.size() > 1 else None, sequence_parallel)
     check_tensors(hidden, weight, bias, labels, token_weights, shards)
     numbers = (vocab_size, vocab_start, ignore_index, label_smoothing, z_loss, chunk_tokens)
-    settings = make_settings(hidden, weight, shards, *numbers)
     fused = gradient_accumulation_fusion and check_main_grad(weight)
+    sums_weight = _sums_weight(weight, fused and token_weights is None)
+    settings = make_settings(hidden, weight, shards, *numbers, sums_weight=sums_weight)
     if token_weights is None or not torch.is_grad_enabled():
         losses = _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, fused)
         return losses if token_weights is None else ((token_weights * losses).sum(), losses)
@@ -137,10 +142,19 @@ def linear_log_prob(
     check_tensors(hidden, weight, bias, labels, None, shards)
     check_scaling(temperature, softcap)
     numbers = (vocab_size, vocab_start, ignore_index, 0.0, 0.0, chunk_tokens, True, softcap, temperature)
-    settings = make_settings(hidden, weight, shards, *numbers, return_entropy)
     fused = gradient_accumulation_fusion and check_main_grad(weight)
+    sums_weight = _sums_weight(weight, fused)
+    settings = make_settings(hidden, weight, shards, *numbers, return_entropy, sums_weight=sums_weight)
     found = _LinearLogProb.apply(hidden, weight, bias, labels, settings, fused)
     return found if return_entropy else found[0]
+
+
+def _sums_weight(weight: Tensor, takes_main_grad: bool) -> bool:
+    """Whether several chunks need memory for the sum of their gradients of weight, main_grad not being that memory."""
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return False
+    sum_dtype = torch.promote_types(weight.dtype, torch.float32)
+    return not (takes_main_grad and weight.main_grad.dtype == sum_dtype)  # type: ignore[attr-defined]
 
 
 def _shape_losses(losses: Tensor, labels: Tensor) -> Tensor:
@@ -273,16 +287,29 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight, grad_bias, unit, _ = ctx.saved_tensors
         factor = unit * grad_total
         if ctx.parameter is not None:
-            ctx.parameter.main_grad.addcmul_(grad_weight, factor.to(grad_weight.dtype))
+            main_grad = ctx.parameter.main_grad
+            if main_grad.dtype == factor.dtype:
+                main_grad.addcmul_(grad_weight, factor)
+            else:
+                main_grad += _scale_(grad_weight, factor)
             grad_weight = _make_stand_in(ctx.parameter)
         elif grad_weight is not None:
-            grad_weight = grad_weight.mul_(factor).to(ctx.dtype)
+            grad_weight = _scale_(grad_weight, factor).to(ctx.dtype)
         return (
-            None if grad_hidden is None else grad_hidden.mul_(factor).view(ctx.shape),
+            None if grad_hidden is None else _scale_(grad_hidden, factor).view(ctx.shape),
             grad_weight,
             None if grad_bias is None else (grad_bias * factor).to(ctx.dtype),
             *[None] * 5,
         )
+
+
+def _scale_(t: Tensor, factor: Tensor) -> Tensor:
+    """t *= factor, which is float32. On a GPU torch would round it to the 16 bits of t first."""
+    if t.dtype == factor.dtype or not t.is_cuda or torch.compiler.is_compiling():
+        return t.mul_(factor)
+    for block in t.view(-1).split(_SCALED_ELEMENTS):
+        block.copy_(block.to(factor.dtype).mul_(factor))
+    return t
 
 
 def _make_stand_in(weight: Any) -> Tensor | None:

@@ -101,12 +101,11 @@ def find_losses(
 
 
 def _make_empty_gradients(grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, *operands: Any) -> list[Tensor]:
-    (hidden, weight, _, _), has_grads, _ = _read_problem(*operands)
-    dtype = torch.promote_types(weight.dtype, torch.float32)
+    (hidden, weight, _, _), has_grads, settings = _read_problem(*operands)
     gradients = [
         hidden.new_empty(hidden.shape),
-        weight.new_empty(weight.shape, dtype=dtype),
-        weight.new_empty(weight.shape[:1], dtype=dtype),
+        weight.new_empty(weight.shape, dtype=settings.find_weight_dtype(weight.dtype, hidden.size(0))),
+        weight.new_empty(weight.shape[:1], dtype=torch.promote_types(weight.dtype, torch.float32)),
     ]
     return [t for t, has_grad in zip(gradients, has_grads, strict=True) if has_grad]
 
@@ -119,7 +118,8 @@ def _make_empty_gradients(grad: Tensor, grad_entropy: Tensor | None, kept: Tenso
 def find_gradients(
     grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, *operands: Any, total: Tensor | None = None
 ) -> list[Tensor]:
-    """The gradients that are asked for, of hidden [m, h], and of weight and bias in float32.
+    """The gradients that are asked for, of hidden [m, h], of weight (`Settings.find_weight_dtype`), and of bias in
+    float32.
 
     grad [t, m] is that of the losses, grad_entropy that of the entropies. The weight's is added to `total` where that
     is given; it is no operand: only `find_gradients.call` takes it.

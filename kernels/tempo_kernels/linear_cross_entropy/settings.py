@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tempo_kernels.linear_cross_entropy.shards import Shards
@@ -74,6 +75,11 @@ class Settings:
     @property
     def target_share(self) -> float:
         return 1.0 - self.vocab_size * self.other_share
+
+    def find_weight_dtype(self, dtype: torch.dtype, num_rows: int) -> torch.dtype:
+        """The dtype in which the gradient of a weight of `dtype` is made, from num_rows of hidden: its own where one
+        chunk has them all, so that there is nothing to sum, else at least float32."""
+        return dtype if num_rows <= self.chunk_rows else torch.promote_types(dtype, torch.float32)
 
     def find_shares(self, num_columns: int) -> Shares:
         """The shares of this rank's shard, which has num_columns columns."""
