@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import logging
 import os
 import sys
@@ -14,6 +16,70 @@ from tempo_megatron.extras import MissingExtraError, check_installed
 
 # What a shell reports of a program that wrote to a pipe whose reader is gone.
 _DIED_OF_SIGPIPE = 128 + 13
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A subcommand. Its module is imported when it runs: a command needs what it imports, and the others do not."""
+
+    module: str
+    help: str
+    description: str = ""
+    """Of a command whose module has `add_NAME_arguments(parser)` and `run_NAME(args)`; the others have a `main` of
+    their own, which reads the command line itself."""
+
+    needs: str | None = None
+    """The extra with which megatron.core comes."""
+
+
+_COMMANDS = {
+    "ledger": Command(
+        module="tempo_megatron.memory.ledger_command",
+        help="measure every tensor that a GPT keeps for backward, stock beside Tempo",
+        description="Run one layer of the real model forward, stock and with Tempo, and list what autograd keeps.",
+        needs="megatron",
+    ),
+    "estimate": Command(
+        module="tempo_megatron.memory.estimate_command",
+        help="estimate the memory of a training run on every kind of rank, without hardware",
+        description="Follow one training step of the real model on tensors without memory, for any number of devices.",
+        needs="megatron",
+    ),
+    "plan": Command(
+        module="tempo_megatron.memory.plan_command",
+        help="choose what each layer keeps, so that a step is shortest within a GPU's memory",
+        description="Choose for each layer among stock, Tempo's forms and Megatron's recomputation, so that every "
+        'pipeline stage fits and a step is shortest; print it as a table, a "tempo" block and arguments.',
+        needs="megatron",
+    ),
+    "flops": Command(
+        module="tempo_megatron.memory.flops_command",
+        help="count the FLOPs of a step, and with its time the utilisation of the GPUs (MFU, HFU)",
+        description="Count the matrix products of one training step by equations 7 and 8 of arXiv 2205.05198, for any "
+        "model of configs/model.",
+        needs="megatron",
+    ),
+    "bench": Command(
+        module="tempo_megatron.memory.calibrate_command",
+        help="measure the rates of this machine's GPU that the planner reckons with",
+        description="Time matrix products and copies on the device, and write a file for `tempo-megatron plan --gpu`.",
+    ),
+    "prepare-data": Command(module="tempo_megatron.data.prepare_data", help="tokenize text into Megatron's .bin/.idx"),
+    "run": Command(
+        module="tempo_megatron.megatron_lm.run",
+        help="run a training script of a Megatron-LM checkout with --use-tempo",
+    ),
+    "export": Command(
+        module="tempo_megatron.training.export",
+        help="write a checkpoint's weights as one safetensors file",
+        description="Join the tensor-parallel and ZeRO parts of a checkpoint into one safetensors file.",
+    ),
+    "doctor": Command(
+        module="tempo_megatron.doctor",
+        help="say what is installed here and what a run would use",
+        description="Say what is installed here and what a run would use.",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,70 +123,22 @@ def _run(argv: list[str]) -> int:
         prog="tempo-megatron", description="Megatron and DeepSpeed training that keeps fewer bytes for backward."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    ledger = commands.add_parser(
-        "ledger",
-        help="measure every tensor that a GPT keeps for backward, stock beside Tempo",
-        description="Run one layer of the real model forward, stock and with Tempo, and list what autograd keeps.",
-    )
-    estimate = commands.add_parser(
-        "estimate",
-        help="estimate the memory of a training run on every kind of rank, without hardware",
-        description="Follow one training step of the real model on tensors without memory, for any number of devices.",
-    )
-    plan = commands.add_parser(
-        "plan",
-        help="choose what each layer keeps, so that a step is shortest within a GPU's memory",
-        description="Choose for each layer among stock, Tempo's forms and Megatron's recomputation, so that every "
-        'pipeline stage fits and a step is shortest; print it as a table, a "tempo" block and arguments.',
-    )
-    commands.add_parser("prepare-data", help="tokenize text into Megatron's .bin/.idx", add_help=False)
-    commands.add_parser("run", help="run a training script of a Megatron-LM checkout with --use-tempo", add_help=False)
-    export = commands.add_parser(
-        "export",
-        help="write a checkpoint's weights as one safetensors file",
-        description="Join the tensor-parallel and ZeRO parts of a checkpoint into one safetensors file.",
-    )
-    commands.add_parser("doctor", help="say what is installed here and what a run would use")
-    # A command imports what it needs, and its arguments are known only then.
-    command = argv[0] if argv else None
-    if command == "prepare-data":
-        from tempo_megatron.data.prepare_data import main as prepare_data
-
-        return prepare_data(argv[1:], prog="tempo-megatron prepare-data")
-    if command == "run":
-        from tempo_megatron.megatron_lm.run import main as run_script
-
-        return run_script(argv[1:], prog="tempo-megatron run")
-    _quiet_imports()
-    if command == "ledger":
-        check_installed("it", "megatron", "megatron.core")
-        from tempo_megatron.memory.ledger_command import add_ledger_arguments, run_ledger
-
-        add_ledger_arguments(ledger)
-        return run_ledger(parser.parse_args(argv))
-    if command == "estimate":
-        check_installed("it", "megatron", "megatron.core")
-        from tempo_megatron.memory.estimate_command import add_estimate_arguments, run_estimate
-
-        add_estimate_arguments(estimate)
-        return run_estimate(parser.parse_args(argv))
-    if command == "plan":
-        check_installed("it", "megatron", "megatron.core")
-        from tempo_megatron.memory.plan_command import add_plan_arguments, run_plan
-
-        add_plan_arguments(plan)
-        return run_plan(parser.parse_args(argv))
-    if command == "export":
-        from tempo_megatron.training.export import add_export_arguments, run_export
-
-        add_export_arguments(export)
-        return run_export(parser.parse_args(argv))
-    parser.parse_args(argv)
-    from tempo_megatron.doctor import describe_installation
-
-    print(describe_installation())
-    return 0
+    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in _COMMANDS.items():
+        of_command = parsers.add_parser(
+            name, help=command.help, description=command.description, add_help=bool(command.description)
+        )
+        if argv[:1] != [name]:
+            continue
+        if not command.description:
+            return int(importlib.import_module(command.module).main(argv[1:], prog=f"tempo-megatron {name}"))
+        _quiet_imports()
+        if command.needs:
+            check_installed("it", command.needs, "megatron.core")
+        module = importlib.import_module(command.module)
+        getattr(module, f"add_{name}_arguments")(of_command)
+    args = parser.parse_args(argv)
+    return int(getattr(module, f"run_{args.command}")(args))
 
 
 def _quiet_imports() -> None:

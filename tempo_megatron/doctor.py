@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -21,6 +22,16 @@ _PACKAGES = (
     ("transformer-engine", "transformer_engine"),
     ("mpi4py", "mpi4py"),
 )
+
+
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """`tempo-megatron doctor` has none."""
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Print what is installed."""
+    print(describe_installation())
+    return 0
 
 
 def describe_installation() -> str:
