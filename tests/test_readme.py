@@ -75,7 +75,7 @@ def test_the_table_is_written_from_the_results_file(kept_bytes: dict) -> None:
 def test_the_results_file_holds_what_is_measured_now(kept_bytes: dict) -> None:
     recorded = [json.loads(line) for line in kept_bytes["OUTPUT"].read_text(encoding="utf-8").splitlines()]
     for old, new in zip(recorded, kept_bytes["measure"](), strict=True):
-        for key in ("layout", "model", "shape", "dtype", "p", "stock", "tempo", "recompute"):
+        for key in ("layout", "model", "shape", "dtype", "p", "stock", "stock_on_gpu", "tempo", "recompute"):
             assert old[key] == new[key], f"{old['layout']}: {key}; run python benchmarks/kept_bytes.py"
 
 
