@@ -134,9 +134,10 @@ def test_a_damaged_or_missing_file_is_one_sentence(data: Data, saved: dict[int, 
         read_tensors(path)
     cut = resume(data, tmp_path, 1)
     assert cut.exit_codes == [1, 1] and "is damaged or not a file of torch.save" in cut.output
+    assert f"--load {tmp_path / 'save'} holds no checkpoint that is whole" in cut.output
     path.unlink()
     gone = resume(data, tmp_path, 1)
-    assert gone.exit_codes == [1, 1] and f"lacks {path.name}; give another checkpoint" in gone.output
+    assert gone.exit_codes == [1, 1] and f"lacks {path.name}; give another folder" in gone.output
     assert "Traceback" not in cut.output + gone.output
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from distributed import run_megatron_ranks
 from safetensors.torch import load_file
-from training_job import Data, make_data, run, successful
+from training_job import Data, make_data, run, successful, write_unsealed
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
@@ -155,7 +155,7 @@ def test_transformers_computes_the_same_logits(saved: Path, data: Data, tmp_path
         for path in (load / "iter_0000002").glob("*mp_rank_0*_states.pt"):
             drop_output_layer(path)
         run_json["untie_embeddings_and_output_weights"] = False
-        (load / "iter_0000002" / "run.json").write_text(json.dumps(run_json))
+        write_unsealed(load / "iter_0000002", untie_embeddings_and_output_weights=False)
     assert export(load, tmp_path / "megatron.safetensors") == 0
     assert export(load, tmp_path / "gpt2" / "model.safetensors", "--format", "huggingface") == 0
     tokens = torch.randint(run_json["vocab_size"], (3, 64))
@@ -189,6 +189,7 @@ def drop_output_layer(path: Path) -> None:
         for paddings in content["optimizer_state_dict"].get("param_alignment_paddings", [])[:1]:
             paddings.pop()
     torch.save(content, path)
+    write_unsealed(path.parent)
 
 
 def test_an_earlier_step_is_chosen_by_its_number(saved: Path, tmp_path: Path) -> None:
@@ -202,7 +203,6 @@ def damage(folder: Path, how: str) -> None:
     checkpoint = folder / "iter_0000002"
     optimizer = checkpoint / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
     run_json = checkpoint / "run.json"
-    content = json.loads(run_json.read_text())
     if how == "missing":
         optimizer.unlink()
     elif how == "cut off":
@@ -210,18 +210,24 @@ def damage(folder: Path, how: str) -> None:
     elif how == "code":
         state = torch.load(optimizer, weights_only=False)
         torch.save({**state, "more": RunsCode(folder / "executed")}, optimizer)
+    elif how == "a bit":
+        content = bytearray(optimizer.read_bytes())
+        content[len(content) // 2] ^= 1
+        optimizer.write_bytes(content)
+    elif how == "a digit":
+        run_json.write_text(run_json.read_text().replace('"num_layers": 2', '"num_layers": 3'))
     elif how == "a list":
         run_json.write_text("[2]")
     elif how == "BERT":
         run_json.write_text(json.dumps({"model": "bert", "layers": 2}))
     elif how == "another model":
-        run_json.write_text(json.dumps({**content, "num_layers": 3}))
+        write_unsealed(checkpoint, num_layers=3)
     elif how == "Llama":
-        run_json.write_text(json.dumps({**content, "activation": "swiglu"}))
+        write_unsealed(checkpoint, activation="swiglu")
     elif how == "another width":
-        run_json.write_text(json.dumps({**content, "ffn_hidden_size": 512}))
+        write_unsealed(checkpoint, ffn_hidden_size=512)
     else:
-        run_json.write_text(json.dumps({name: value for name, value in content.items() if name != "vocab_size"}))
+        write_unsealed(checkpoint, vocab_size=None)
 
 
 class RunsCode:
@@ -235,7 +241,12 @@ class RunsCode:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("missing", "zero_pp_rank_0_mp_rank_01_optim_states.pt is missing, so the checkpoint is not whole"),
+        (
+            "missing",
+            "iter_0000002 lacks zero_pp_rank_0_mp_rank_01_optim_states.pt; give --iteration of another checkpoint",
+        ),
+        ("a bit", "zero_pp_rank_0_mp_rank_01_optim_states.pt is damaged: its content is not what was saved"),
+        ("a digit", "run.json is not what the trainer wrote: its checksum differs"),
         ("cut off", "zero_pp_rank_0_mp_rank_01_optim_states.pt is damaged"),
         ("code", "holds posix.mkdir where a checkpoint has only tensors and numbers; nothing of it was executed"),
         ("a list", "is not a checkpoint of tempo-pretrain-gpt (run.json holds a list, expected an object)"),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import BF16, Layout, join, keep_states
-from training_job import Data, Run, arguments, launch, make_data, run, successful
+from training_job import Data, Run, arguments, launch, make_data, run, successful, write_unsealed
 
 from tempo_megatron.training.resharding import load_resharded
 
@@ -265,6 +265,7 @@ def strip(save: Path) -> None:
         state = torch.load(path, weights_only=False)
         del state["layout"]
         torch.save(state, path)
+    write_unsealed(save / f"iter_{SAVED:07d}")
 
 
 @pytest.mark.slow

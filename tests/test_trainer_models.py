@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import Data, Run, make_data, run, successful
+from training_job import Data, Run, make_data, run, successful, write_unsealed
 
 NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -99,15 +99,15 @@ def test_masks_of_a_llama_are_the_same_on_two_processes_and_it_resumes_bit_for_b
 def test_a_checkpoint_from_before_models_were_described_still_loads(data: Data, tmp_path: Path) -> None:
     words = ["--save", str(tmp_path / "save")]
     train(data, tmp_path / "first", *words, "--use-tempo", "--exit-interval", "2", config=stage(1))
-    path = tmp_path / "save" / "iter_0000002" / "run.json"
-    saved = json.loads(path.read_text())
+    checkpoint = tmp_path / "save" / "iter_0000002"
+    saved = json.loads((checkpoint / "run.json").read_text())
     older = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
     newer = {"family", "num_query_groups", "kv_channels", "activation", "normalization", "norm_epsilon", "qk_layernorm",
              "add_bias_linear", "add_qkv_bias", "position_embedding_type", "rotary_base", "rotary_percent",
              "use_rope_scaling", "rope_scaling_factor", "window_size", "num_tokentypes", "add_binary_head",
              "decoder_seq_length"}  # fmt: skip
     assert newer <= saved.keys() and saved.keys() >= set(older)
-    path.write_text(json.dumps({name: value for name, value in saved.items() if name not in newer}))
+    write_unsealed(checkpoint, **dict.fromkeys(newer))
     load = ["--load", str(tmp_path / "save"), "--use-tempo"]
     assert len(train(data, tmp_path / "second", *load, config=stage(1)).losses) == 2
     refused = run(data, tmp_path / "third", "--train-iters", "4", *load, "--swiglu", "--ffn-hidden-size", "256")

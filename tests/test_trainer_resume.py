@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_job import Data, Run, make_data, run, successful
+from training_job import Data, Run, make_data, run, successful, write_unsealed
 
 STAGES = {
     "ZeRO 0": {"zero_optimization": {"stage": 0}},
@@ -211,10 +211,9 @@ def test_another_tokenizer_of_the_same_size_is_refused(data: Data, saved: Path, 
 
 def test_a_checkpoint_of_another_format_is_refused(data: Data, saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "old")
-    path = tmp_path / "old" / "iter_0000003" / "run.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    write_unsealed(tmp_path / "old" / "iter_0000003", format=1)
     result = resume(data, tmp_path, tmp_path / "old")
-    assert result.exit_codes == [1] and "run.json has format 1, expected 2" in result.output
+    assert result.exit_codes == [1] and "run.json has format 1, expected 3" in result.output
 
 
 def test_the_metrics_of_an_earlier_run_are_set_aside(data: Data, tmp_path: Path) -> None:

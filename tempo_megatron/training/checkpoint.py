@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import secrets
 import time
@@ -12,26 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from tempo_megatron.disk import flush_all_to_disk
 from tempo_megatron.training.agreement import differs_between_ranks, is_true_on_any_rank, raise_on_all_ranks
 from tempo_megatron.training.checkpoint_files import (
-    find_fault_in_checkpoint,
     name_rank_file,
     read_tensors,
     try_to_write,
 )
-from tempo_megatron.training.checkpoint_folder import (
-    CheckpointFolder,
-    name_unfinished,
-    parse_iteration,
-)
+from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_unfinished, parse_iteration
+from tempo_megatron.training.checkpoint_integrity import describe_files, find_damage, write_description
 from tempo_megatron.training.engine import Engine
 from tempo_megatron.training.resharding import describe_rank, load_resharded
 from tempo_megatron.training.resume import (
-    RUN_FILE,
     check_same_run,
     describe_layout,
     has_other_layout,
@@ -80,10 +73,7 @@ class Checkpoints:
         self._raise_everywhere(progress, try_to_write(folder.begin, progress.iteration) if self.rank == 0 else None)
         unfinished = folder.path / name_unfinished(progress.iteration)
         self._raise_everywhere(progress, self._write(unfinished, progress))
-        if self.rank == 0:
-            self._raise_everywhere(progress, try_to_write(self._describe, unfinished, progress))
-        else:
-            self._raise_everywhere(progress, None)
+        self._raise_everywhere(progress, try_to_write(self._describe, unfinished, progress))
         flushes = int(os.environ["LOCAL_RANK"]) == 0
         self._raise_everywhere(progress, try_to_write(flush_all_to_disk, unfinished) if flushes else None)
         self._raise_everywhere(progress, try_to_write(folder.commit, progress.iteration) if self.rank == 0 else None)
@@ -107,32 +97,36 @@ class Checkpoints:
             raise
 
     def _write(self, unfinished: Path, progress: Progress) -> str | None:
+        self.engine.files.take_written()
         self.engine.deepspeed.save_checkpoint(str(unfinished.parent), tag=unfinished.name, save_latest=False)
         path = unfinished / name_rank_file(self.rank)
-        return self.engine.files.take_failure() or try_to_write(torch.save, self._collect_rank_state(progress), path)
+        self.engine.files.save(self._collect_rank_state(progress), str(path))
+        return self.engine.files.take_failure()
 
     def _describe(self, unfinished: Path, progress: Progress) -> None:
+        """Write what the checkpoint is, on rank 0, with the checksums of the files that every rank wrote."""
+        files: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(files, try_to_describe(unfinished, self.engine.files.take_written()))
+        if reasons := [found for found in files if isinstance(found, str)]:
+            raise OSError(reasons[0])
+        if self.rank != 0:
+            return
         content = {
             **self.description,
             **dataclasses.asdict(progress),
             "settings": select_settings(self.run),
             "sample_parts": self.sample_parts,
-            "files": sorted(path.relative_to(unfinished).as_posix() for path in unfinished.rglob("*.pt")),
         }
-        (unfinished / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_description(unfinished, content, {name: entry for found in files for name, entry in found.items()})
 
     def load(self, saved: Mapping[str, Any]) -> Progress:
         """Put everything back from the checkpoint that `saved` (read_saved_run) describes; returns how far it was.
 
-        Raises ValueError on every rank where the checkpoint belongs to another run, is damaged, or holds anything
-        that would have to be executed.
+        Call find_damage_on_any_rank first. Raises ValueError on every rank where the checkpoint belongs to another run.
         """
         assert self.run.load is not None
         check_same_run(saved, self.description, self.run.load)
         checkpoint = Path(self.run.load) / saved["checkpoint"]
-        missing = [name for name in saved["files"] if not (checkpoint / name).is_file()]
-        raise_on_all_ranks(f"{checkpoint} lacks {', '.join(missing)}; give another checkpoint" if missing else None)
-        raise_on_all_ranks(find_fault_in_checkpoint(checkpoint))
         other_layout = has_other_layout(saved, self.description) or self._is_divided_otherwise(checkpoint)
         state = self._reshard(checkpoint, saved) if other_layout else self._load_as_saved(checkpoint)
         self.engine.scheduler.load_state_dict(state["scheduler"])
@@ -186,6 +180,23 @@ class Checkpoints:
             "rng": get_rng_state(self.run.on_gpu),
             "layout": describe_rank(self.engine),
         }
+
+
+def try_to_describe(checkpoint: Path, written: list[str]) -> Any:
+    """describe_files, or what the disk had against reading one of them."""
+    try:
+        return describe_files(checkpoint, written)
+    except OSError as error:
+        return str(error)
+
+
+def find_damage_on_any_rank(saved: Mapping[str, Any], load: str) -> str | None:
+    """One sentence where a file of the checkpoint that `saved` describes is not what was saved, or holds anything that
+    would have to be executed; the same on every rank, each of which reads a share of the files."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    damage = find_damage(Path(load) / saved["checkpoint"], saved["files"], dist.get_rank(), len(found))
+    dist.all_gather_object(found, damage)
+    return next((each for each in found if each), None)
 
 
 def claim_save_folder(run: RunConfig) -> CheckpointFolder | None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -73,13 +72,6 @@ def find_fault(path: str | Path) -> str | None:
     )
 
 
-def find_fault_in_checkpoint(checkpoint: Path) -> str | None:
-    """The first find_fault of this rank's share of the files; all ranks together look at every one."""
-    files = sorted(checkpoint.rglob("*.pt"))
-    faults = (find_fault(path) for path in files[dist.get_rank() :: dist.get_world_size()])
-    return next((fault for fault in faults if fault), None)
-
-
 class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy DeepSpeed's class is Any
     """The checkpoint engine that DeepSpeed reads and writes its files through.
 
@@ -91,6 +83,12 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
         super().__init__()
         self.zipfile_serialization = True  # find_fault reads no other format
         self._failure: str | None = None
+        self._written: list[str] = []
+
+    def take_written(self) -> list[str]:
+        """The files that were written since the last call."""
+        written, self._written = self._written, []
+        return written
 
     def take_failure(self) -> str | None:
         """What the disk had against the first file that was not written since the last call; None where all were."""
@@ -102,6 +100,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
 
     def save(self, state_dict: Any, path: str) -> None:
         self._failure = self._failure or try_to_write(torch.save, state_dict, path)
+        self._written.append(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         self._failure = self._failure or try_to_write(os.makedirs, path, exist_ok=exist_ok)

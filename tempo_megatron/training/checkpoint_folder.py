@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from tempo_megatron.disk import flush_to_disk
@@ -37,7 +39,7 @@ class CheckpointFolder:
         Raises ValueError where `latest` names one that is not there: somebody moved or deleted it.
         """
         try:
-            name = (self.path / LATEST).read_text(encoding="utf-8").strip()
+            name = (self.path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
             return max(self._list_checkpoints(), key=parse_iteration, default=None)
         if not _NAME.fullmatch(name) or not (self.path / name).is_dir():
@@ -45,6 +47,26 @@ class CheckpointFolder:
             choice = f"write one of {', '.join(present)} into it" if present else "remove it to start anew"
             raise ValueError(f"{self.path / LATEST} names {name!r}, which is not a checkpoint there; {choice}")
         return name
+
+    def list_up_to(self, name: str) -> list[str]:
+        """The checkpoint `name` and those of earlier steps, the newest first."""
+        step = parse_iteration(name)
+        return [other for other in reversed(self._list_checkpoints()) if parse_iteration(other) <= step]
+
+    def set_aside(self, damaged: Iterable[str], name: str) -> list[str]:
+        """Rename damaged checkpoints, which stay for whoever wants to look at them, and make `name` the latest.
+
+        Returns their new names. Call it with the folder locked.
+        """
+        renamed = []
+        for other in damaged:
+            target = next(
+                path for i in itertools.count() if not (path := self.path / f"{other}.damaged{i or ''}").exists()
+            )
+            (self.path / other).rename(target)
+            renamed.append(target.name)
+        self._name_latest(name)
+        return renamed
 
     def is_named(self) -> bool:
         """Whether a file `latest` says which checkpoint is the newest."""
@@ -97,12 +119,15 @@ class CheckpointFolder:
             target.rename(replaced)
         (self.path / name_unfinished(iteration)).rename(target)
         flush_to_disk(self.path)
+        self._name_latest(name)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _name_latest(self, name: str) -> None:
         unfinished = self.path / f"{LATEST}.tmp"
         unfinished.write_text(f"{name}\n", encoding="utf-8")
         flush_to_disk(unfinished)
         unfinished.replace(self.path / LATEST)
         flush_to_disk(self.path)
-        shutil.rmtree(replaced, ignore_errors=True)
 
     def remove_older_than_newest(self, number: int) -> None:
         """Keep the newest `number` checkpoints up to the latest one and delete those before them.

@@ -16,7 +16,7 @@ from torch import Tensor
 from tempo_megatron.disk import flush_to_disk
 from tempo_megatron.extras import check_installed
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_checkpoint
-from tempo_megatron.training.resume import RUN_FILE, read_description
+from tempo_megatron.training.checkpoint_integrity import RUN_FILE, find_damage, find_missing, read_description
 from tempo_megatron.training.weight_names import (
     build_gpt2_config,
     convert_to_gpt2,
@@ -125,6 +125,9 @@ def _find_checkpoint(load: str, iteration: int | None) -> Path:
 
 def _read_run(checkpoint: Path, form: str) -> dict[str, Any]:
     run = read_description(checkpoint)
+    files = run.get("files", [])
+    if reason := find_missing(checkpoint, files) or find_damage(checkpoint, files, 0, 1):
+        raise ValueError(f"{reason}; give --iteration of another checkpoint")
     try:
         obstacle = find_export_obstacle(run)
         shapes, missing = list_weight_shapes(run), [name for name in _LAYOUT_FIELDS if name not in run]

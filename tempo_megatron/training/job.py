@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +25,8 @@ from tempo_megatron.training.rng_state import seed_all
 from tempo_megatron.training.run_config import RunConfig
 from tempo_megatron.training.task import find_task
 
+Decide = Callable[[Mapping[str, str]], tuple[RunConfig, dict[str, Any] | None]]
+
 
 class Job:
     """One training run, from its process groups to its plot.
@@ -30,10 +35,11 @@ class Job:
         run: checked.
         saved: the description of the checkpoint to go on from, None for a run that starts.
         launcher: for the banner.
+        decide_without: takes checkpoints that turned out to be damaged, by name, with the reason; returns the run that
+            goes on from the newest other one, and that one's description.
     """
 
-    def __init__(self, run: RunConfig, saved: dict[str, Any] | None, launcher: str) -> None:
-        self.run = run
+    def __init__(self, run: RunConfig, saved: dict[str, Any] | None, launcher: str, decide_without: Decide) -> None:
         self.save_folder = checkpoint.claim_save_folder(run)
         self.task = find_task(run.model.family)
         self.vocabulary = load_vocabulary(run, self.task)
@@ -43,6 +49,12 @@ class Job:
         if self.save_folder is not None:
             checkpoint.check_all_ranks_share(self.save_folder.path)
         checkpoint.check_all_ranks_load(saved, run.load)
+        while saved is not None:
+            assert run.load is not None
+            damage = checkpoint.find_damage_on_any_rank(saved, run.load)
+            if damage is None:
+                break
+            run, saved = decide_without({**saved["passed_over"], saved["checkpoint"]: damage})
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)
         self.choices = choose_for_model(run.model, transformer_config, run.tempo)
@@ -94,6 +106,8 @@ class Job:
         )
         self.report.say(banner)
         if saved is not None:
+            for damage in self._set_aside(saved):
+                self.report.say(damage)
             named = "" if saved["named"] else f", the newest checkpoint there: no file {LATEST} names one"
             self.report.say(f"going on after step {self.progress.iteration} of {run.load}{named}")
         elif run.load:
@@ -110,6 +124,18 @@ class Job:
             settings=self.engine.read_settings(),
             **self.description,
         )
+
+    def _set_aside(self, saved: dict[str, Any]) -> Iterator[str]:
+        """A sentence for each newer checkpoint that was not whole. Those where this run saves get another name."""
+        assert self.run.load is not None
+        passed_over, renamed = saved["passed_over"], []
+        folder = self.save_folder
+        saves_there = folder is not None and folder.path.resolve() == Path(self.run.load).resolve()
+        if passed_over and saves_there and dist.get_rank() == 0:
+            assert folder is not None
+            renamed = folder.set_aside(passed_over, saved["checkpoint"])
+        for name, (_, reason) in itertools.zip_longest(renamed, passed_over.items()):
+            yield f"{reason}{f'; it is called {name} now' if name else ''}; the checkpoint before it is taken"
 
     def train(self) -> None:
         """Train to the end or to a reason to stop; draw the losses, and leave the process group."""

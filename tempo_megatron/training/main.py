@@ -9,14 +9,15 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tempo_megatron.launch_env import set_rank_environment
 from tempo_megatron.training.arguments import parse_arguments
 from tempo_megatron.training.checks import check_run
 from tempo_megatron.training.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.resume import read_saved_run
-from tempo_megatron.training.run_config import complete_run
+from tempo_megatron.training.run_config import RunConfig, complete_run
 
 
 def train(argv: Sequence[str] | None, family: str) -> int:
@@ -33,12 +34,21 @@ def train(argv: Sequence[str] | None, family: str) -> int:
         launcher = set_rank_environment()
         on_gpu = _prepare_device()
         world_size = int(os.environ["WORLD_SIZE"])
-        run = complete_run(args, deepspeed_config, saved, world_size=world_size, on_gpu=on_gpu)
-        check_run(run)
+
+        def decide(saved: dict[str, Any] | None) -> RunConfig:
+            run = complete_run(args, deepspeed_config, saved, world_size=world_size, on_gpu=on_gpu)
+            check_run(run)
+            return run
+
+        def decide_without(damaged: Mapping[str, str]) -> tuple[RunConfig, dict[str, Any] | None]:
+            older = read_saved_run(args, damaged)
+            return decide(older), older
+
+        run = decide(saved)
         # It imports deepspeed and Megatron-core, which takes seconds and reads what _prepare_device has set.
         from tempo_megatron.training.job import Job
 
-        job = Job(run, saved, launcher)
+        job = Job(run, saved, launcher, decide_without)
         is_running = True
         job.train()
     except KeyboardInterrupt:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,19 @@ from typing import TYPE_CHECKING, Any
 from tempo_megatron.models.arguments import name_option
 from tempo_megatron.models.shape import complete_description
 from tempo_megatron.training.checkpoint_folder import CheckpointFolder
+from tempo_megatron.training.checkpoint_integrity import (
+    FORMAT,
+    RUN_FILE,
+    UNSEALED_FORMAT,
+    find_missing,
+    read_description,
+)
 from tempo_megatron.training.deepspeed_config import decides_batch_size, read_offload_device
 
 if TYPE_CHECKING:
     from tempo_megatron.training.datasets import Vocabulary
     from tempo_megatron.training.run_config import RunConfig
 
-RUN_FILE = "run.json"
-FORMAT = 2
 SCHEDULE = ("lr", "min_lr", "lr_warmup_iters", "lr_decay_style", "lr_decay_iters")
 OPTIMIZER = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 # What of a model changes its weights or what it computes from them.
@@ -75,13 +79,18 @@ _LAYOUT = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage", "op
 _DATA_FIELDS = ("seq_length", "global_batch_size", "seed", "split", "masking")
 
 
-def read_saved_run(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The description of the checkpoint in --load; None without --load.
+def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None = None) -> dict[str, Any] | None:
+    """The description of the newest checkpoint in --load that is whole; None without --load.
 
-    Added are "checkpoint", its name, and "named", whether a file says that it is the newest. None also where the
-    folder is --save itself and holds nothing yet.
+    Added are "checkpoint", its name, "named", whether a file says which is the newest, and "passed_over": the newer
+    ones that are not whole, by name, with the reason. None also where the folder is --save itself and holds nothing
+    yet. Contents of files are not looked at: `checkpoint_integrity.find_damage` does that.
 
-    Raises ValueError where there is no checkpoint, or it is not one of this trainer's format.
+    Args:
+        args: parsed.
+        damaged: checkpoints that are known not to be whole, and why.
+
+    Raises ValueError where no checkpoint is whole, or the newest whole one is not of this trainer's format.
     """
     if not args.load:
         return None
@@ -91,29 +100,27 @@ def read_saved_run(args: argparse.Namespace) -> dict[str, Any] | None:
         if args.save and Path(args.save).resolve() == folder.path.resolve():
             return None
         raise ValueError(f"--load {args.load} holds no checkpoint; give a folder with one, or leave --load out")
-    saved = read_description(folder.path / name)
-    if saved.get("format") != FORMAT:
-        raise ValueError(
-            f"--load {folder.path / name}: its {RUN_FILE} has format {saved.get('format')}, expected {FORMAT}; it is "
-            "of another version of this trainer, go on with that one"
-        )
-    return {**complete_description(saved), "checkpoint": name, "named": folder.is_named()}
-
-
-def read_description(checkpoint: Path) -> dict[str, Any]:
-    """The content of RUN_FILE of one checkpoint, of whatever version.
-
-    Raises ValueError where there is none, or it is not a JSON object.
-    """
-    try:
-        description = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
-        if not isinstance(description, dict):
-            raise ValueError(f"{RUN_FILE} holds a {type(description).__name__}, expected an object")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt ({error}); give another --load"
-        ) from error
-    return description
+    passed_over = dict(damaged or {})
+    for candidate in folder.list_up_to(name):
+        if candidate in passed_over:
+            continue
+        try:
+            saved = read_description(folder.path / candidate)
+        except ValueError as error:
+            passed_over[candidate] = str(error)
+            continue
+        if saved.get("format") not in (FORMAT, UNSEALED_FORMAT):
+            raise ValueError(
+                f"--load {folder.path / candidate}: its {RUN_FILE} has format {saved.get('format')}, expected "
+                f"{FORMAT}; it is of another version of this trainer, go on with that one"
+            )
+        if reason := find_missing(folder.path / candidate, saved["files"]):
+            passed_over[candidate] = reason
+            continue
+        found = {"checkpoint": candidate, "named": folder.is_named(), "passed_over": passed_over}
+        return {**complete_description(saved), **found}
+    reasons = "; ".join(passed_over.values())
+    raise ValueError(f"--load {args.load} holds no checkpoint that is whole: {reasons}; give another folder")
 
 
 def take_from_checkpoint(
