@@ -39,15 +39,38 @@ ONE_PROCESS = [
     for family in ("gpt", "llama", "bert")
     for tempo in (OFF, AUTO)
     for recompute in (("full",), ("core_attn",))
+] + [
+    Step("t5", False, tempo, dtype, recompute=recompute)
+    for tempo, dtype, recompute in (
+        (OFF, torch.bfloat16, ()),
+        (OFF, torch.float32, ("full",)),
+        (AUTO, torch.bfloat16, ()),
+        (AUTO, torch.float32, ()),
+        (RECOMPUTE, torch.bfloat16, ("core_attn",)),
+    )
 ]  # fmt: skip
-TENSOR_PARALLEL = [
-    Step("gpt", False, OFF, tp=2),
-    Step("gpt", False, AUTO, tp=2, sp=True),
-    Step("llama", False, OFF, tp=2, sp=True),
-    Step("bert", True, AUTO, tp=2, sp=True),
-    Step("gpt", False, OFF, tp=2, sp=True, recompute=("full",)),
-    Step("llama", False, RECOMPUTE, tp=2, sp=True, recompute=("core_attn",)),
-]
+TENSOR_PARALLEL = {
+    2: [
+        Step("gpt", False, OFF, tp=2),
+        Step("gpt", False, AUTO, tp=2),
+        Step("gpt", False, AUTO, tp=2, sp=True),
+        Step("gpt", False, FUSED_ONLY, torch.float32, tp=2, sp=True),
+        Step("llama", False, OFF, tp=2, sp=True),
+        Step("bert", True, AUTO, tp=2, sp=True),
+        Step("t5", False, AUTO, tp=2),
+        Step("t5", False, OFF, tp=2, sp=True),
+        Step("gpt", False, OFF, tp=2, sp=True, recompute=("full",)),
+        Step("llama", False, RECOMPUTE, tp=2, sp=True, recompute=("core_attn",)),
+    ],
+    4: [
+        Step("gpt", False, OFF, tp=4),
+        Step("gpt", False, AUTO, tp=4, sp=True),
+        Step("gqa", True, INPLACE_STOCK_HEAD, tp=4, sp=True),
+        Step("gqa", False, OFF, tp=4, sp=True),
+        Step("gqa", False, AUTO, tp=4),
+        Step("gqa", False, AUTO, torch.float32, tp=4, sp=True, recompute=("full",)),
+    ],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -100,10 +123,12 @@ def measure_all(steps: list[Step]) -> list[int]:
         return [measure_step(step) for step in steps]
 
 
-def test_the_peak_of_a_step_is_estimated_on_tensor_parallel_ranks() -> None:
-    measured: list[list[int]] = run_megatron_ranks(measure_all, 2, 2, TENSOR_PARALLEL)
+@pytest.mark.parametrize("tp", TENSOR_PARALLEL)
+def test_the_peak_of_a_step_is_estimated_on_tensor_parallel_ranks(tp: int) -> None:
+    steps = TENSOR_PARALLEL[tp]
+    measured: list[list[int]] = run_megatron_ranks(measure_all, tp, tp, steps)
     wrong: dict[str, Any] = {}
-    for step, *found in zip(TENSOR_PARALLEL, *measured, strict=True):
+    for step, *found in zip(steps, *measured, strict=True):
         estimated = estimate_step(step)
         if any(abs(estimated - each) > SCALARS_BYTES for each in found):
             wrong[str(step)] = estimated, found, [f"{estimated / each - 1:+.2%}" for each in found]
