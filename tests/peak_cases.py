@@ -14,7 +14,7 @@ from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
 from tempo_megatron.memory.ledger import build_ledger_config
 from tempo_megatron.memory.model_states import OptimizerSettings
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
-from tempo_megatron.memory.simulation import make_gelu_tables
+from tempo_megatron.memory.simulated_device import make_gelu_tables
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape
@@ -51,7 +51,9 @@ LLAMA: dict[str, Any] = {
     "hidden_dropout": 0.0,
 }
 BERT: dict[str, Any] = {"family": "bert", "num_tokentypes": 2, "add_binary_head": True}
-FAMILIES = {"gpt": {}, "llama": LLAMA, "bert": BERT}
+T5: dict[str, Any] = {"family": "t5", "decoder_seq_length": 64}
+GQA = {**LLAMA, "num_attention_heads": 8, "num_query_groups": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+FAMILIES = {"gpt": {}, "llama": LLAMA, "gqa": GQA, "bert": BERT, "t5": T5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +107,10 @@ def measure_step(step: Step) -> int:
         if parameter.dim() > 1:  # norms begin with ones, biases with zeros
             torch.nn.init.normal_(parameter, std=0.02)
     inputs = make_inputs(shape, vocab_size, step.micro_batch_size, causal_mask=chosen.attention == "off")
-    labels = "lm_labels" if shape.family == "bert" else "labels"
-    inputs[labels] = inputs["input_ids"].clone()
-    mask = torch.ones(inputs["input_ids"].shape)
+    labels = "labels" if shape.family == "gpt" else "lm_labels"
+    # Tokens and labels of a data set are tensors of their own.
+    inputs = {name: value if value is None else value.clone() for name, value in inputs.items()}
+    mask = torch.ones(inputs[labels].shape)
     there: list[Tensor] = [*model.parameters(), *(t for t in inputs.values() if t is not None), mask]
     takes_mask = shape.family == "gpt" or chosen.loss == "fused"
     with PeakBytes(*there, *model.buffers()) as seen:

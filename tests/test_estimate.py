@@ -85,7 +85,7 @@ def test_transformer_engines_layer_keeps_what_the_formula_says(
     )
 
 
-@pytest.mark.parametrize("family", ["gpt", "bert"])
+@pytest.mark.parametrize("family", ["gpt", "bert", "t5"])
 def test_layers_that_stand_for_others_give_the_memory_of_all(family: str) -> None:
     """Seven layers of which one in the middle has another value, beside the same as seven single ones."""
     values = {**SMALL, "num_layers": 7, "family": family}
@@ -134,6 +134,11 @@ def test_model_states_are_divided_as_their_owner_does() -> None:
 
 def test_memory_is_read_as_people_write_it() -> None:
     assert [parse_memory(text) for text in ("80GiB", "80 GB", "1.5m", "7")] == [80 * 2**30, 80 * 10**9, 3 * 2**19, 7]
+
+
+def test_a_t5_in_stages_is_refused() -> None:
+    with pytest.raises(ValueError, match="--pp is 2, but the model is a T5.*; expected --pp 1"):
+        estimate_ranks(make_shape(**SMALL, family="t5"), RankLayout(pipeline_parallel=2), OFF)
 
 
 @pytest.mark.parametrize(

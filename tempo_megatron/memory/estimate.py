@@ -102,7 +102,7 @@ def estimate_ranks(
         tempo_config: perhaps with "auto" and `layers`; `TempoConfig.off()` is stock.
         optimizer: who holds gradients and states (default: Megatron's distributed optimizer).
 
-    Raises ValueError where the model cannot lie so, and for a T5.
+    Raises ValueError where the model cannot lie so, and for a T5 in several pipeline stages.
     """
     optimizer = optimizer or OptimizerSettings()
     num_chunks = count_chunks(shape, layout)
@@ -139,6 +139,11 @@ def count_chunks(shape: ModelShape, layout: RankLayout) -> int:
     if shape.vocab_size is None:
         raise ValueError("the model has no vocab_size; give --vocab-size")
     stages = layout.pipeline_parallel
+    if shape.family == "t5" and stages > 1:
+        raise ValueError(
+            f"--pp is {stages}, but the model is a T5, whose encoder and decoder have stages of their own, which the "
+            "estimate does not know; expected --pp 1"
+        )
     if shape.num_layers % stages:
         raise ValueError(f"{shape.num_layers} layers are not a multiple of --pp {stages}; change one of them")
     per_stage, per_chunk = shape.num_layers // stages, layout.layers_per_virtual_stage

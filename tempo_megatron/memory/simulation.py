@@ -15,22 +15,16 @@ Transformer Engine take and give back inside themselves.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
-import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tempo_kernels.gelu import gelu
-from tempo_kernels.opaque import Opaque
 from tempo_megatron import cpu
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.layer_values import LAYER_OPERATIONS
@@ -38,15 +32,14 @@ from tempo_megatron.memory.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMem
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
+from tempo_megatron.memory.simulated_device import make_gelu_tables, on_device, tell_repeated_operations, without_values
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape
-from tempo_megatron.operations import STACKS
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.late_check import LateCheck
 
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
-_HEAD_CHUNKS = "tempo_kernels.linear_cross_entropy.checks.CHUNK_BYTES"
+STACKS_OF_FAMILIES = {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,70 +76,20 @@ class ChunkSettings:
 def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
     """Run one micro batch forward and backward.
 
-    Raises ValueError for a T5, where torch.distributed is already initialised, and for values that the model cannot
-    have.
+    Of a T5 `layers` are those of the encoder, and as many of the decoder.
+
+    Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
     if settings.stock not in STACKS_OF_MODULES:
         raise ValueError(f"stock is {settings.stock!r}; expected one of {', '.join(STACKS_OF_MODULES)}")
-    if settings.shape.family == "t5":
-        raise ValueError("the model is a T5, which the estimate does not know; expected a GPT or a BERT")
     cpu.use_cpu()
-    make_gelu_tables()
+    if settings.stock == "cpu":
+        make_gelu_tables()
     with simulate_layout(settings.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
-        with FakeTensorMode(allow_non_fake_inputs=True), _without_values(), _on_device(settings.stock):
+        with FakeTensorMode(allow_non_fake_inputs=True), without_values(), on_device(settings.stock):
             return _Run(settings).measure()
-
-
-def make_gelu_tables() -> None:
-    """Let the in-place GELU of 16 bits make the tables that it makes once in a process, and that outlive a step."""
-    for dtype, approximate in itertools.product((torch.bfloat16, torch.float16), ("none", "tanh")):
-        gelu(torch.zeros(1, dtype=dtype, requires_grad=True), approximate=approximate).sum().backward()
-
-
-@contextlib.contextmanager
-def _without_values() -> Iterator[None]:
-    """No random states are swapped, and no flag is read: fake tensors have no values."""
-    tracker = get_cuda_rng_tracker()
-    with (
-        mock.patch.object(tracker, "fork", lambda *_, **__: contextlib.nullcontext()),
-        mock.patch.object(LateCheck, "note", lambda *_: None),
-        mock.patch.object(Tensor, "nonzero", _find_nothing),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _on_device(stock: str) -> Iterator[None]:
-    """What the CPU's modules do as those of `stock` would."""
-    if stock == "cpu":
-        with mock.patch.object(Opaque, "__call__", Opaque.call):
-            yield
-        return
-    chunk_bytes = pkgutil.resolve_name(_HEAD_CHUNKS)
-    with (
-        mock.patch.object(Opaque, "__call__", _call_on_gpu),
-        mock.patch.dict(chunk_bytes, cpu=chunk_bytes["cuda"]),
-        mock.patch.object(torch.nn.functional, "dropout", _drop_on_gpu),
-    ):
-        yield
-
-
-_call_operator = Opaque.__call__
-
-
-def _call_on_gpu(operation: Opaque, first: Tensor, *others: Any) -> Sequence[Tensor]:
-    """Only the loss head is more than one kernel."""
-    return (operation.call if "linear_cross_entropy" in operation.name else _call_operator.__get__(operation))(
-        first, *others
-    )
-
-
-def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """torch's dropout with the mask that a GPU keeps, a byte per element."""
-    assert not inplace
-    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
 def _fuse_attention(config: TempoConfig) -> TempoConfig:
@@ -157,11 +100,6 @@ def _fuse_attention(config: TempoConfig) -> TempoConfig:
 
     layers = {key: fuse(values) for key, values in config.layers.items()}
     return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
-
-
-def _find_nothing(t: Tensor) -> Tensor:
-    """torch.Tensor.nonzero where nothing is: how much there is, fake tensors cannot know."""
-    return t.new_empty((0, t.dim()), dtype=torch.int64)
 
 
 class _Run:
@@ -179,25 +117,30 @@ class _Run:
         chosen = choose_for_model(settings.shape, config, settings.tempo_config).config
         if settings.stock == "transformer_engine":
             chosen = _fuse_attention(chosen)
-        stack = "decoder" if shape.family == "gpt" else "encoder"
-        kinds = [chosen.for_layer(layer, stack) for layer in settings.layers]
-        self._rows = compress(kinds)
+        stacks = STACKS_OF_FAMILIES[shape.family]
+        kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in settings.layers]
+        rows = compress(kinds)
         values = {
-            str(place): {name: getattr(kinds[index], name) for name in LAYER_OPERATIONS}
-            for place, (index, _) in enumerate(self._rows)
+            f"{stack} {place}": {name: getattr(kinds[index][stack], name) for name in LAYER_OPERATIONS}
+            for place, (index, _) in enumerate(rows)
+            for stack in stacks
         }
         self._tempo = dataclasses.replace(chosen, layers=values if chosen.layers else {})
-        self._shape = dataclasses.replace(shape, num_layers=len(self._rows))
+        self._shape = dataclasses.replace(shape, num_layers=len(rows))
         self._model = build_model(
             self._shape,
-            dataclasses.replace(config, num_layers=len(self._rows)),
+            dataclasses.replace(config, num_layers=len(rows)),
             self._tempo,
             settings.padded_vocab_size,
             pre_process=settings.pre_process,
             post_process=settings.post_process,
         ).train()
         convert_parameters(self._model, settings.dtype)
-        self._stack = getattr(self._model, stack)
+        self._stacks = [getattr(self._model, stack) for stack in stacks]
+        # (layer, how many it stands for) of one stack after the other; a layer's place is that in this list.
+        self._layers = [
+            (layer, times) for stack in self._stacks for layer, (_, times) in zip(stack.layers, rows, strict=True)
+        ]
         self._is_backward = False
         self._phase: tuple[str, int | None, bool] | None = None
         self._levels: list[tuple[tuple[str, int | None, bool], int, int, int]] = []
@@ -211,12 +154,12 @@ class _Run:
         known = [*self._model.parameters(), *self._model.buffers(), *batch.values(), *gradients]
         self._seen = PeakBytes(*(t for t in known if isinstance(t, Tensor)))
         self._add_marks()
-        with self._seen:
+        with self._seen, tell_repeated_operations(self._seen, self._settings.stock):
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
             self._run_micro_batch(batch)
         phases = [phase for is_backward in (False, True) for phase in self._list_phases(is_backward)]
         num_forward = sum(not key[2] for key, *_ in self._levels)
-        times = [1 if key[1] is None else self._rows[key[1]][1] for key, *_ in self._levels]
+        times = [1 if key[1] is None else self._layers[key[1]][1] for key, *_ in self._levels]
         expanded = [[phase] * n for phase, n in zip(phases, times, strict=True)]
         forward, backward = (
             tuple(phase for repeated in part for phase in repeated)
@@ -252,7 +195,7 @@ class _Run:
         # As Megatron's schedule does, which sends the output on and frees it.
         edge, output = torch.autograd.graph.get_gradient_edge(output), None
         self._is_backward = True
-        self._mark(HEAD if settings.post_process else LAYERS, None if settings.post_process else len(self._rows) - 1)
+        self._mark(HEAD if settings.post_process else LAYERS, None if settings.post_process else len(self._layers) - 1)
         gradient = None if settings.post_process else torch.empty(hidden_size, dtype=settings.dtype)
         torch.autograd.backward([edge], None if gradient is None else [gradient])
         del edge, gradient
@@ -261,23 +204,27 @@ class _Run:
     def _make_batch(self) -> dict[str, Any]:
         settings = self._settings
         gives_mask = any(
-            self._tempo.for_layer(i, stack).attention == "off" for i in range(len(self._rows)) for stack in STACKS
+            self._tempo.for_layer(i, stack).attention == "off"
+            for i in range(self._shape.num_layers)
+            for stack in STACKS_OF_FAMILIES[self._shape.family]
         )
         batch = make_inputs(
             settings.shape, settings.padded_vocab_size, settings.micro_batch_size, causal_mask=gives_mask
         )
-        tokens = next(value for name, value in batch.items() if name in ("input_ids",))
-        for name in ("labels", "lm_labels"):
-            if name in batch:
-                batch[name] = tokens.clone()
-        batch["loss_mask"] = torch.ones(tokens.shape, dtype=torch.float32)
+        (labels,) = batch.keys() & {"labels", "lm_labels"}
+        # Some of its tensors may be one; those of a data set are not.
+        batch = {name: value if value is None else value.clone() for name, value in batch.items()}
+        batch["loss_mask"] = torch.ones(batch[labels].shape, dtype=torch.float32)
         return batch
 
     def _add_marks(self) -> None:
         """Begin a phase where a layer begins, forward and backward, and where the head does."""
         if self._settings.pre_process:
-            self._model.embedding.register_forward_hook(lambda _, __, output: self._watch(output, EMBEDDING, None))
-        for place, layer in enumerate(self._stack.layers):
+            # A T5 embeds twice.
+            embedding = self._model.embedding
+            embedding.register_forward_pre_hook(lambda *_: self._mark(EMBEDDING, None), with_kwargs=True)
+            embedding.register_forward_hook(lambda _, __, output: self._watch(output, EMBEDDING, None))
+        for place, (layer, _) in enumerate(self._layers):
             layer.register_forward_pre_hook(lambda *_, place=place: self._mark(LAYERS, place), with_kwargs=True)
             layer.register_forward_hook(
                 lambda _, __, output, place=place: self._watch(
@@ -285,8 +232,8 @@ class _Run:
                 )
             )
         if self._settings.post_process:
-            # The stack's own end has the final norm in GPT and BERT.
-            norm = self._stack.final_layernorm
+            # The last stack's own end has the final norm.
+            norm = self._stacks[-1].final_layernorm
             norm.register_forward_pre_hook(lambda *_: self._mark(HEAD, None))
 
     def _watch(self, output: Tensor, part: str, place: int | None) -> None:
@@ -321,14 +268,14 @@ class _Run:
     def _count_parameters(self) -> tuple[int, int]:
         """Parameters of the whole chunk, and their bytes."""
         total = [_count(self._model.parameters(), in_bytes) for in_bytes in (False, True)]
-        for layer, (_, times) in zip(self._stack.layers, self._rows, strict=True):
+        for layer, times in self._layers:
             for place, in_bytes in enumerate((False, True)):
                 total[place] += (times - 1) * _count(layer.parameters(), in_bytes)
         return total[0], total[1]
 
     def _count_largest(self) -> int:
         parts: Sequence[Any] = [
-            *self._stack.layers,
+            *(layer for layer, _ in self._layers),
             *(getattr(self._model, n, None) for n in ("embedding", "output_layer")),
         ]
         return max(_count(part.parameters(), False) for part in parts if part is not None)
