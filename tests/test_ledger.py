@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.cli import main
+from tempo_megatron.memory.attribution import Row
 from tempo_megatron.memory.layer_kinds import measure_model
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import Ledger, Row, build_ledger_config, measure
+from tempo_megatron.memory.ledger import Ledger, build_ledger_config, measure
 from tempo_megatron.memory.ledger_command import format_table
 from tempo_megatron.models.shape import make_shape
 
@@ -49,6 +50,14 @@ def test_a_tempo_layer_keeps_at_most_its_share_of_20_7_sbh_and_no_scores(tp, seq
     tempo = ledger(GPT2, TempoConfig(), tp, sequence_parallel, seq_length=1024)
     assert tempo.scores_bytes == 0
     assert 20 / tp <= tempo.layer_sbh <= 20.7 / tp
+
+
+def test_the_loss_head_is_counted_in_the_form_that_training_runs() -> None:
+    """Which losses count is known in training, and the fused head makes the gradients of its weight, in float32, and of
+    the hidden states in its forward."""
+    s, h, v = 64, 128, 512
+    rows = {row.operation: row.num_bytes for row in ledger(SMALL, TempoConfig()).outside_rows}
+    assert rows["output_layer"] == 4 * v * h + 2 * s * h + 4
 
 
 RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")

@@ -13,9 +13,10 @@ from tempo_megatron.argument_types import parse_positive
 from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.data.tokenizer import pad_vocab_size
+from tempo_megatron.memory.attribution import Row
 from tempo_megatron.memory.layer_kinds import measure_model
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import Ledger, Row, build_ledger_config
+from tempo_megatron.memory.ledger import Ledger, build_ledger_config
 from tempo_megatron.memory.requested_shape import add_shape_arguments, read_requested_shape
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.checks import check_layout
@@ -84,15 +85,15 @@ def measure_ledger(shape: ModelShape, tempo_config: TempoConfig, args: argparse.
 def format_table(stock: Ledger, tempo: Ledger) -> str:
     """Operations down, stock and Tempo across, in bytes and sbh, with the layer's and the model's totals."""
     lines = [
-        f"{'kept for backward by':<{_WIDTH}}{'stock':>26}{'Tempo':>26}",
-        f"{'':<{_WIDTH}}" + f"{'bytes':>17}{'sbh':>9}" * 2,
+        f"{'kept for backward by':<{_WIDTH}}{'stock':>28}{'Tempo':>28}",
+        f"{'':<{_WIDTH}}" + f"{'bytes':>17}{'sbh':>11}" * 2,
     ]
     rule = "-" * len(lines[0])
     by_operation = [{row.operation: row for row in ledger.rows} for ledger in (stock, tempo)]
 
     def format_line(name: str, stock_bytes: int, tempo_bytes: int) -> str:
         return f"{name:<{_WIDTH}}" + "".join(
-            f"{num_bytes:>17,}{ledger.convert_to_sbh(num_bytes):>9.3f}"
+            f"{num_bytes:>17,}{ledger.convert_to_sbh(num_bytes):>11.3f}"
             for ledger, num_bytes in ((stock, stock_bytes), (tempo, tempo_bytes))
         )
 
@@ -115,9 +116,9 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
     lines += [rule, *format_rows("outside_rows"), rule]
     lines.append(format_line(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes))
     lines.append(
-        f"{'Tempo / stock':<{_WIDTH}}{'layer':>26}{tempo.layer_bytes / stock.layer_bytes:>9.3f}",
+        f"{'Tempo / stock':<{_WIDTH}}{'layer':>28}{tempo.layer_bytes / stock.layer_bytes:>11.3f}",
     )
-    lines.append(f"{'':<{_WIDTH}}{'model':>26}{tempo.model_bytes / stock.model_bytes:>9.3f}")
+    lines.append(f"{'':<{_WIDTH}}{'model':>28}{tempo.model_bytes / stock.model_bytes:>11.3f}")
     return "\n".join(lines)
 
 

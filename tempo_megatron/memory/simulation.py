@@ -25,9 +25,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tempo_kernels.gelu import gelu
 from tempo_kernels.opaque import Opaque
@@ -35,6 +34,7 @@ from tempo_megatron import cpu
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.layer_values import LAYER_OPERATIONS
 from tempo_megatron.memory.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
+from tempo_megatron.memory.fake_tensors import use_fake_tensors
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
@@ -43,7 +43,6 @@ from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.operations import STACKS
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.late_check import LateCheck
 
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
 _HEAD_CHUNKS = "tempo_kernels.linear_cross_entropy.checks.CHUNK_BYTES"
@@ -95,7 +94,7 @@ def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
     with simulate_layout(settings.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
-        with FakeTensorMode(allow_non_fake_inputs=True), _without_values(), _on_device(settings.stock):
+        with use_fake_tensors(), _on_device(settings.stock):
             return _Run(settings).measure()
 
 
@@ -103,18 +102,6 @@ def make_gelu_tables() -> None:
     """Let the in-place GELU of 16 bits make the tables that it makes once in a process, and that outlive a step."""
     for dtype, approximate in itertools.product((torch.bfloat16, torch.float16), ("none", "tanh")):
         gelu(torch.zeros(1, dtype=dtype, requires_grad=True), approximate=approximate).sum().backward()
-
-
-@contextlib.contextmanager
-def _without_values() -> Iterator[None]:
-    """No random states are swapped, and no flag is read: fake tensors have no values."""
-    tracker = get_cuda_rng_tracker()
-    with (
-        mock.patch.object(tracker, "fork", lambda *_, **__: contextlib.nullcontext()),
-        mock.patch.object(LateCheck, "note", lambda *_: None),
-        mock.patch.object(Tensor, "nonzero", _find_nothing),
-    ):
-        yield
 
 
 @contextlib.contextmanager
@@ -157,11 +144,6 @@ def _fuse_attention(config: TempoConfig) -> TempoConfig:
 
     layers = {key: fuse(values) for key, values in config.layers.items()}
     return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
-
-
-def _find_nothing(t: Tensor) -> Tensor:
-    """torch.Tensor.nonzero where nothing is: how much there is, fake tensors cannot know."""
-    return t.new_empty((0, t.dim()), dtype=torch.int64)
 
 
 class _Run:
