@@ -17,6 +17,7 @@ from tempo_megatron.memory.layer_kinds import measure_model
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import Ledger, build_ledger_config, measure
 from tempo_megatron.memory.ledger_command import format_table
+from tempo_megatron.memory.ledger_plot import Bar, choose_colours, make_panels
 from tempo_megatron.models.shape import make_shape
 
 SCORES = "core_attention (s*s)"
@@ -125,6 +126,22 @@ def test_the_command_prints_one_table_and_writes_the_same_figures(tmp_path, caps
     # What "auto" became.
     values = "activation=inplace norm=inplace dropout=recompute attention=flash loss=fused"
     assert f"tempo: {values}\n" in text and figures["tempo_config"] == values
+
+
+def test_the_command_draws_stock_beside_tempo(tmp_path, capsys):
+    model, png = tmp_path / "small.json", tmp_path / "plots" / "ledger.png"
+    model.write_text(json.dumps({**SMALL, "seq_length": 64}))
+    assert main(["ledger", "--model", str(model), "--plot", str(png)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000
+
+
+def test_each_operation_of_a_layer_has_a_colour_of_its_own():
+    rows = [ledger(SMALL, config).rows for config in (TempoConfig.off(), TempoConfig())]
+    bars = [Bar(str(place), tuple((row.operation, row.num_bytes) for row in each)) for place, each in enumerate(rows)]
+    colours = choose_colours(make_panels(bars, []))
+    assert len({*colours.values()}) == len(colours) >= 14
+    kinds = [panel.title for panel in make_panels(bars, bars)]
+    assert kinds == ["one layer", "one layer without s*s", "around the layers"]
 
 
 @pytest.mark.parametrize(

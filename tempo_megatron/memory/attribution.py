@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tempo_megatron.memory.recorder import Recorder, SavedStorage
+from tempo_megatron.memory.recorder import SavedStorage, Scopes
 from tempo_megatron.operations import ACTIVATION, LEDGER_ROWS, MASK, OPERATIONS, STACKS, LedgerRow
 
 _BDA = OPERATIONS["dropout"].slots
@@ -35,7 +35,7 @@ class Row:
 
 
 @contextlib.contextmanager
-def attribute_all(recorder: Recorder, model: Any) -> Iterator[None]:
+def attribute_all(recorder: Scopes, model: Any) -> Iterator[None]:
     """Name what no module is: the functions that layers add up with, and the masks that a stack is given."""
     with contextlib.ExitStack() as undo:
         for stack in STACKS:
@@ -54,13 +54,13 @@ def attribute_all(recorder: Recorder, model: Any) -> Iterator[None]:
         yield
 
 
-def _claim_masks(recorder: Recorder, keywords: dict[str, Any]) -> None:
+def _claim_masks(recorder: Scopes, keywords: dict[str, Any]) -> None:
     for name in ("attention_mask", "context_mask"):
         if (mask := keywords.get(name)) is not None:
             recorder.claim(mask, MASK)
 
 
-def _scope_bda(recorder: Recorder, operation: str, get_function: Any) -> Any:
+def _scope_bda(recorder: Scopes, operation: str, get_function: Any) -> Any:
     return lambda training, fused: recorder.scope(operation, get_function(training, fused))
 
 

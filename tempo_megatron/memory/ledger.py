@@ -64,7 +64,12 @@ class Ledger:
 
     def convert_to_sbh(self, num_bytes: int) -> float:
         """Bytes in units of s * b * h."""
-        return num_bytes / (self.seq_length * self.micro_batch_size * self.hidden_size)
+        return num_bytes / self.sbh_bytes
+
+    @property
+    def sbh_bytes(self) -> int:
+        """s * b * h."""
+        return self.seq_length * self.micro_batch_size * self.hidden_size
 
     @property
     def layer_rows(self) -> tuple[Row, ...]:
