@@ -21,6 +21,18 @@ class _RefuseRenamed(argparse.Action):
         raise argparse.ArgumentError(None, f"{old} is now {new}; write {new} instead of {old}")
 
 
+def add_ledger_argument(group: Any) -> None:
+    """`--tempo-ledger` of a run, to a parser or a group."""
+    group.add_argument(
+        "--tempo-ledger",
+        nargs="?",
+        const="tempo_ledger",
+        metavar="PREFIX",
+        help="measure what each operation keeps in the first step, and the second step's memory moment by moment; "
+        "print it and write PREFIX.stageN.json and .png (default PREFIX %(const)s)",
+    )
+
+
 def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--use-tempo`, `--no-use-tempo` and one `--tempo-<operation>` per operation to `parser`."""
     group = parser.add_argument_group("tempo", "activation memory; each argument wins over the DeepSpeed JSON's block")

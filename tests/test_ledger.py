@@ -12,10 +12,12 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.cli import main
+from tempo_megatron.memory.attribution import Row
 from tempo_megatron.memory.layer_kinds import measure_model
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import Ledger, Row, build_ledger_config, measure
+from tempo_megatron.memory.ledger import Ledger, build_ledger_config, measure
 from tempo_megatron.memory.ledger_command import format_table
+from tempo_megatron.memory.ledger_plot import Bar, choose_colours, make_panels
 from tempo_megatron.models.shape import make_shape
 
 SCORES = "core_attention (s*s)"
@@ -49,6 +51,14 @@ def test_a_tempo_layer_keeps_at_most_its_share_of_20_7_sbh_and_no_scores(tp, seq
     tempo = ledger(GPT2, TempoConfig(), tp, sequence_parallel, seq_length=1024)
     assert tempo.scores_bytes == 0
     assert 20 / tp <= tempo.layer_sbh <= 20.7 / tp
+
+
+def test_the_loss_head_is_counted_in_the_form_that_training_runs() -> None:
+    """Which losses count is known in training, and the fused head makes the gradients of its weight, in float32, and of
+    the hidden states in its forward."""
+    s, h, v = 64, 128, 512
+    rows = {row.operation: row.num_bytes for row in ledger(SMALL, TempoConfig()).outside_rows}
+    assert rows["output_layer"] == 4 * v * h + 2 * s * h + 4
 
 
 RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
@@ -116,6 +126,22 @@ def test_the_command_prints_one_table_and_writes_the_same_figures(tmp_path, caps
     # What "auto" became.
     values = "activation=inplace norm=inplace dropout=recompute attention=flash loss=fused"
     assert f"tempo: {values}\n" in text and figures["tempo_config"] == values
+
+
+def test_the_command_draws_stock_beside_tempo(tmp_path, capsys):
+    model, png = tmp_path / "small.json", tmp_path / "plots" / "ledger.png"
+    model.write_text(json.dumps({**SMALL, "seq_length": 64}))
+    assert main(["ledger", "--model", str(model), "--plot", str(png)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000
+
+
+def test_each_operation_of_a_layer_has_a_colour_of_its_own():
+    rows = [ledger(SMALL, config).rows for config in (TempoConfig.off(), TempoConfig())]
+    bars = [Bar(str(place), tuple((row.operation, row.num_bytes) for row in each)) for place, each in enumerate(rows)]
+    colours = choose_colours(make_panels(bars, []))
+    assert len({*colours.values()}) == len(colours) >= 14
+    kinds = [panel.title for panel in make_panels(bars, bars)]
+    assert kinds == ["one layer", "one layer without s*s", "around the layers"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import build_ledger_config, measure_at_its_length
+from tempo_megatron.memory.ledger import build_ledger_config, measure
 from tempo_megatron.models.shape import make_shape
 
 SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 3072, "num_attention_heads": 24, "seq_length": 2048}
@@ -29,7 +29,7 @@ def kept(values: dict[str, Any], tempo_config: TempoConfig, tp: int) -> float:
     shape = make_shape(**{**SIZES, **values})
     with simulate_layout(tp):
         config = build_ledger_config(shape, sequence_parallel=tp > 1, dtype=torch.bfloat16, recompute=())
-        ledger = measure_at_its_length(shape, config, tempo_config, vocab_size=1024)
+        ledger = measure(config, tempo_config, shape=shape, seq_length=2048, vocab_size=1024, on_fake_tensors=True)
     assert ledger.scores_bytes == 0
     return ledger.layer_sbh
 

@@ -20,7 +20,6 @@ from tempo_megatron.megatron_lm.patches import _leave_replayed_masks
 from tempo_megatron.megatron_lm.report import Report
 from tempo_megatron.megatron_lm.samples import MicroBatches, find_first_sample
 from tempo_megatron.megatron_lm.versions import LaunchError
-from tempo_megatron.memory.ledger import extrapolate
 
 ROOT = Path(__file__).parent.parent
 
@@ -162,15 +161,6 @@ def test_a_training_forward_that_no_schedule_announced_is_refused() -> None:
         model(torch.ones(1))
     model.eval()
     model(torch.ones(1))
-
-
-@pytest.mark.parametrize("length", [320, 1000])
-def test_bytes_of_three_short_lengths_give_those_of_any(length: int) -> None:
-    def kept(s: int) -> int:
-        return 24 * s * 7 + 5 * s * s + 96
-
-    lengths = [64, 128, 192]
-    assert extrapolate(lengths, [kept(s) for s in lengths], length) == kept(length)
 
 
 @pytest.mark.slow

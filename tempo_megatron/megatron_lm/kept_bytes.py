@@ -1,8 +1,7 @@
 """What one layer of a run keeps for backward, stock and Tempo, measured by the ledger beside the run.
 
 The ledger needs model parallelism of its own and draws random numbers, so that it runs in a process of its own, on the
-CPU, while the run's model is built. What is kept is a parabola of the sequence length: tokens count once, scores twice.
-Three short lengths therefore give the bytes of the run's length exactly, without its work.
+CPU, while the run's model is built.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from typing import Any
 from tempo_megatron.config import TempoConfig
 
 _SECONDS = 60
-# Each a multiple of what tensor parallelism divides and of what packed bits round to.
-_LENGTHS = (1, 2, 3)
-_TOKENS = 64
 
 # What a TransformerConfig says of the run and not of its layers, or what only a GPU can do.
 _OVERRIDES: dict[str, Any] = {
@@ -151,28 +147,18 @@ def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
     from tempo_megatron import cpu
     from tempo_megatron.memory.layer_kinds import measure_model
     from tempo_megatron.memory.layout import simulate_layout
-    from tempo_megatron.memory.ledger import extrapolate
 
     cpu.use_cpu()
     tp = order["config"].get("tensor_model_parallel_size", 1)
-    batch, found = order["micro_batch_size"], {}
+    sizes = {name: order[name] for name in ("num_layers", "seq_length", "micro_batch_size") if name in order}
     with simulate_layout(tp):
         config = TransformerConfig(**order["config"])
-        for name, choice in {"stock": TempoConfig.off(), "tempo": TempoConfig(**order["tempo"])}.items():
-            lengths = [_TOKENS * tp * n for n in _LENGTHS]
-            kept = [
-                measure_model(
-                    config,
-                    choice,
-                    num_layers=order.get("num_layers"),
-                    vocab_size=128 * tp,
-                    seq_length=s,
-                    micro_batch_size=batch,
-                ).mean_layer_bytes
-                for s in lengths
-            ]
-            found[name] = extrapolate(lengths, kept, order["seq_length"])
-    return KeptBytes(stock=found["stock"], tempo=found["tempo"])
+        choices = {"stock": TempoConfig.off(), "tempo": TempoConfig(**order["tempo"])}
+        found = {
+            name: measure_model(config, choice, vocab_size=128 * tp, **sizes).mean_layer_bytes
+            for name, choice in choices.items()
+        }
+    return KeptBytes(stock=round(found["stock"]), tempo=round(found["tempo"]))
 
 
 def main() -> None:

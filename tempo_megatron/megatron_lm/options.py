@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
+from tempo_megatron.arguments import add_ledger_argument, add_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig, check_block
 from tempo_megatron.megatron_lm.versions import LaunchError
 from tempo_megatron.operations import CHOICES
@@ -22,6 +22,7 @@ def add_tempo_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     group.add_argument(
         "--tempo-report", metavar="FILE", help="write what Tempo replaced, and what is kept, to FILE as JSON"
     )
+    add_ledger_argument(group)
     return parser
 
 
@@ -53,6 +54,13 @@ def read_options(argv: Sequence[str]) -> tuple[TempoConfig, str | None]:
     if args.tempo_report and config.is_off:
         raise LaunchError("--tempo-report is given but Tempo is off; add --use-tempo or leave --tempo-report out")
     return config, args.tempo_report
+
+
+def read_ledger_prefix(argv: Sequence[str]) -> str | None:
+    """What --tempo-ledger says; it works with Tempo on and off."""
+    parser = add_options(_Parser(allow_abbrev=False, add_help=False))
+    prefix: str | None = parser.parse_known_args(list(argv))[0].tempo_ledger
+    return prefix
 
 
 class _Parser(argparse.ArgumentParser):

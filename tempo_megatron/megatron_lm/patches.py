@@ -51,6 +51,30 @@ def patch_models(hooks: Hooks, version: str, tempo_config: TempoConfig, report: 
         cls.__init__ = _wrap_constructor(cls.__init__, model, hooks, tempo_config, get_args, micro_batches, report)
 
 
+def patch_steps(hooks: Hooks, version: str, prefix: str) -> None:
+    """Let the first two training steps be looked at, whatever the models are built of.
+
+    Raises LaunchError where the place is not there.
+    """
+    train_step, get_args = get_hook(hooks.train_step, version), get_hook(hooks.get_args, version)
+    signature = inspect.signature(train_step)
+    observers: list[Any] = []
+
+    @functools.wraps(train_step)
+    def observe(*args: Any, **kwargs: Any) -> Any:
+        from tempo_megatron.memory.run_ledger import RunSizes
+        from tempo_megatron.memory.run_observer import RunObserver
+
+        if not observers:
+            run = get_args()
+            sizes = RunSizes(run.seq_length, run.micro_batch_size, getattr(run, "decoder_seq_length", None))
+            observers.append(RunObserver(signature.bind(*args, **kwargs).arguments["model"], sizes, prefix))
+        with observers[0].step():
+            return train_step(*args, **kwargs)
+
+    replace_hook(hooks.train_step, observe)
+
+
 def _wrap_constructor(
     construct: Callable[..., None],
     model: Model,

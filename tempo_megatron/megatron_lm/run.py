@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tempo_megatron.extras import MissingExtraError
 from tempo_megatron.launch_env import set_rank_environment
-from tempo_megatron.megatron_lm.options import add_tempo_options, read_options
+from tempo_megatron.megatron_lm.options import add_tempo_options, read_ledger_prefix, read_options
 from tempo_megatron.megatron_lm.versions import LaunchError, find_hooks
 
 _SECONDS_FOR_RANK_0 = 3
@@ -63,6 +63,7 @@ def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
     """Replace what `--use-tempo` replaces; the script and its arguments."""
     root, script, arguments = _split(argv)
     tempo_config, report_file = read_options(arguments)
+    ledger = read_ledger_prefix(arguments)
     try:
         set_rank_environment()
     except ValueError as error:
@@ -73,6 +74,11 @@ def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
     if _is_megatron_deepspeed(root):
         from tempo_megatron.megatron_deepspeed import patch_scripts
 
+        if ledger is not None:
+            raise LaunchError(
+                f"--tempo-ledger looks at Megatron-LM's training steps, and {root} is Megatron-DeepSpeed; leave it out"
+            )
+
         patch_scripts(tempo_config, report_file, add_tempo_options)
         return script, arguments
     hooks, warning = find_hooks(version)
@@ -81,6 +87,8 @@ def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
     from tempo_megatron.megatron_lm.report import Report
 
     patches.patch_arguments(hooks, version)
+    if ledger is not None:
+        patches.patch_steps(hooks, version, ledger)
     if not tempo_config.is_off:
         if warning:
             warnings.warn(warning, stacklevel=1)

@@ -44,6 +44,9 @@ class Hooks:
     begin_micro_batch: str = "megatron.core.pipeline_parallel.schedules:set_current_microbatch"
     """(model chunk, index of the micro batch in the step), called before the forward of each micro batch."""
 
+    train_step: str = "megatron.training.training:train_step"
+    """(..., model, ...), with the model chunks of this rank; one step of training."""
+
     mask_argument: str = "create_attention_mask_in_dataloader"
     """Whether the data loader makes a [b, 1, s, s] mask."""
 

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.layer_values import LAYER_OPERATIONS, write_layers
-from tempo_megatron.memory.ledger import LayerKind, Ledger, make_gpt_shape, measure, measure_at_its_length
+from tempo_megatron.memory.ledger import LayerKind, Ledger, make_gpt_shape, measure
 from tempo_megatron.models.build import choose_for_model, make_specs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.slots.report import TempoReport, report_on
@@ -42,13 +42,10 @@ def measure_model(
     whole = dataclasses.replace(transformer_config, num_layers=num_layers)
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "micro_batch_size": micro_batch_size, "num_layers": num_layers}
 
-    def measure_one(config: TempoConfig) -> Ledger:
-        if shape is not None:
-            return measure_at_its_length(shape, transformer_config, config, **sizes)
-        assert seq_length is not None
-        return measure(transformer_config, config, seq_length=seq_length, **sizes)
-
-    one = shape or make_gpt_shape(whole, seq_length or 1)
+    length = shape.seq_length if seq_length is None and shape is not None else seq_length
+    assert length is not None
+    sizes["seq_length"] = length
+    one = shape or make_gpt_shape(whole, length)
     choices = choose_for_model(one, whole, tempo_config)
     specs = make_specs(one, whole, tempo_config)
     kinds: dict[tuple[TempoConfig, ...], list[int]] = {}
@@ -62,7 +59,7 @@ def measure_model(
             for stack, config in zip(specs, kind, strict=True)
         }
         config = dataclasses.replace(choices.config, layers=values if choices.config.layers else {})
-        measured.append((layers, measure_one(config)))
+        measured.append((layers, measure(transformer_config, config, shape=shape, on_fake_tensors=True, **sizes)))
     return dataclasses.replace(
         measured[0][1],
         choices=choices,

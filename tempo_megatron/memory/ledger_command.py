@@ -13,9 +13,11 @@ from tempo_megatron.argument_types import parse_positive
 from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.data.tokenizer import pad_vocab_size
+from tempo_megatron.memory.attribution import Row
 from tempo_megatron.memory.layer_kinds import measure_model
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import Ledger, Row, build_ledger_config
+from tempo_megatron.memory.ledger import Ledger, build_ledger_config
+from tempo_megatron.memory.ledger_plot import Bar, make_panels, plot_panels
 from tempo_megatron.memory.requested_shape import add_shape_arguments, read_requested_shape
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.checks import check_layout
@@ -33,6 +35,7 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dropout", type=float, default=0.1, metavar="P", help="hidden and attention (default 0.1)")
     parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--plot", metavar="PNG", help="also draw stacked bars, stock beside Tempo, to PNG")
     add_tempo_arguments(parser)
 
 
@@ -41,13 +44,18 @@ def run_ledger(args: argparse.Namespace) -> int:
     tempo_config = _read_tempo_config(args)
     shape = _read_shape(args)
     stock, tempo = (measure_ledger(shape, config, args) for config in (TempoConfig.off(), tempo_config))
-    print(f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, ", end="")
-    print(f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}", end="")
-    print(f", recompute {' '.join(args.recompute)}" if args.recompute else "")
+    title = (
+        f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, "
+        f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}"
+        f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}"
+    )
+    print(title)
     print(f"tempo: {tempo.choices.describe()}")
     assert tempo.report is not None
     print("".join(f"left: {line}\n" for line in tempo.report.describe_left()))
     print(format_table(stock, tempo))
+    if args.plot:
+        _plot(stock, tempo, args.plot, title)
     if args.json:
         figures = {
             "stock": _list_figures(stock),
@@ -56,6 +64,18 @@ def run_ledger(args: argparse.Namespace) -> int:
         }
         Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _plot(stock: Ledger, tempo: Ledger, png: str, title: str) -> None:
+    ledgers = {"stock": stock, "Tempo": tempo}
+    layers, outside = (
+        [
+            Bar(name, tuple((row.operation, row.num_bytes) for row in getattr(ledger, part)))
+            for name, ledger in ledgers.items()
+        ]
+        for part in ("layer_rows", "outside_rows")
+    )
+    plot_panels(make_panels(layers, outside), png, title, stock.sbh_bytes)
 
 
 def measure_ledger(shape: ModelShape, tempo_config: TempoConfig, args: argparse.Namespace) -> Ledger:
@@ -84,15 +104,15 @@ def measure_ledger(shape: ModelShape, tempo_config: TempoConfig, args: argparse.
 def format_table(stock: Ledger, tempo: Ledger) -> str:
     """Operations down, stock and Tempo across, in bytes and sbh, with the layer's and the model's totals."""
     lines = [
-        f"{'kept for backward by':<{_WIDTH}}{'stock':>26}{'Tempo':>26}",
-        f"{'':<{_WIDTH}}" + f"{'bytes':>17}{'sbh':>9}" * 2,
+        f"{'kept for backward by':<{_WIDTH}}{'stock':>28}{'Tempo':>28}",
+        f"{'':<{_WIDTH}}" + f"{'bytes':>17}{'sbh':>11}" * 2,
     ]
     rule = "-" * len(lines[0])
     by_operation = [{row.operation: row for row in ledger.rows} for ledger in (stock, tempo)]
 
     def format_line(name: str, stock_bytes: int, tempo_bytes: int) -> str:
         return f"{name:<{_WIDTH}}" + "".join(
-            f"{num_bytes:>17,}{ledger.convert_to_sbh(num_bytes):>9.3f}"
+            f"{num_bytes:>17,}{ledger.convert_to_sbh(num_bytes):>11.3f}"
             for ledger, num_bytes in ((stock, stock_bytes), (tempo, tempo_bytes))
         )
 
@@ -115,9 +135,9 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
     lines += [rule, *format_rows("outside_rows"), rule]
     lines.append(format_line(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes))
     lines.append(
-        f"{'Tempo / stock':<{_WIDTH}}{'layer':>26}{tempo.layer_bytes / stock.layer_bytes:>9.3f}",
+        f"{'Tempo / stock':<{_WIDTH}}{'layer':>28}{tempo.layer_bytes / stock.layer_bytes:>11.3f}",
     )
-    lines.append(f"{'':<{_WIDTH}}{'model':>26}{tempo.model_bytes / stock.model_bytes:>9.3f}")
+    lines.append(f"{'':<{_WIDTH}}{'model':>28}{tempo.model_bytes / stock.model_bytes:>11.3f}")
     return "\n".join(lines)
 
 

@@ -16,14 +16,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from tempo_kernels.gelu import gelu
 from tempo_kernels.opaque import Opaque
 from tempo_megatron.memory.peak_bytes import PeakBytes
 from tempo_megatron.memory.replay import Replay
-from tempo_megatron.slots.late_check import LateCheck
 
 philox = pkgutil.resolve_name("tempo_kernels.philox.eager")
 draw_bits = philox._keep_bits
@@ -39,18 +37,6 @@ def make_gelu_tables() -> None:
     """Let the in-place GELU of 16 bits make the tables that it makes once in a process, and that outlive a step."""
     for dtype, approximate in itertools.product((torch.bfloat16, torch.float16), ("none", "tanh")):
         gelu(torch.zeros(1, dtype=dtype, requires_grad=True), approximate=approximate).sum().backward()
-
-
-@contextlib.contextmanager
-def without_values() -> Iterator[None]:
-    """No random states are swapped, and no flag is read: fake tensors have no values."""
-    tracker = get_cuda_rng_tracker()
-    with (
-        mock.patch.object(tracker, "fork", lambda *_, **__: contextlib.nullcontext()),
-        mock.patch.object(LateCheck, "note", lambda *_: None),
-        mock.patch.object(Tensor, "nonzero", _find_nothing),
-    ):
-        yield
 
 
 @contextlib.contextmanager
@@ -135,8 +121,3 @@ def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     """torch's dropout with the mask that a GPU keeps, a byte per element."""
     assert not inplace
     return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
-
-
-def _find_nothing(t: Tensor) -> Tensor:
-    """torch.Tensor.nonzero where nothing is: how much there is, fake tensors cannot know."""
-    return t.new_empty((0, t.dim()), dtype=torch.int64)

@@ -23,16 +23,16 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tempo_megatron import cpu
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.layer_values import LAYER_OPERATIONS
 from tempo_megatron.memory.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
+from tempo_megatron.memory.fake_tensors import use_fake_tensors
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
-from tempo_megatron.memory.simulated_device import make_gelu_tables, on_device, tell_repeated_operations, without_values
+from tempo_megatron.memory.simulated_device import make_gelu_tables, on_device, tell_repeated_operations
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape
@@ -88,7 +88,7 @@ def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
     with simulate_layout(settings.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
-        with FakeTensorMode(allow_non_fake_inputs=True), without_values(), on_device(settings.stock):
+        with use_fake_tensors(), on_device(settings.stock):
             return _Run(settings).measure()
 
 

@@ -16,7 +16,7 @@ from tempo_megatron.argument_types import (
     parse_positive,
     parse_positive_float,
 )
-from tempo_megatron.arguments import add_tempo_arguments
+from tempo_megatron.arguments import add_ledger_argument, add_tempo_arguments
 from tempo_megatron.models.arguments import add_model_arguments, replace_model
 from tempo_megatron.training.masking import add_masking_arguments, take_masking
 
@@ -222,6 +222,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events there")
     group.add_argument("--metrics-file", metavar="JSONL", help="one JSON line per step (default DIR of --save)")
     group.add_argument("--loss-plot", metavar="PNG", help="loss curve drawn at the end (default DIR of --save)")
+    add_ledger_argument(group)
 
 
 def _add_distributed(parser: argparse.ArgumentParser) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from tempo_megatron.memory.run_ledger import RunSizes
+from tempo_megatron.memory.run_observer import RunObserver
 from tempo_megatron.slots.dropout_rng import set_micro_batch
 from tempo_megatron.training.agreement import raise_on_all_ranks
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
@@ -57,6 +60,10 @@ class Trainer:
         self._losses: list[dict[str, Tensor]] = []
         self._last_batch: Batch | None = None
         self._last_is_finite = True
+        self._observe: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if run.tempo_ledger:
+            sizes = RunSizes(run.model.seq_length, run.micro_batch_size)
+            self._observe = RunObserver([engine.deepspeed], sizes, run.tempo_ledger).step
 
     def train(self) -> str:
         """Run to --train-iters, or until a reason to stop; returns why it ended."""
@@ -67,7 +74,8 @@ class Trainer:
         reason = "finished"
         try:
             while progress.iteration < run.train_iters and reason == "finished":
-                self._step()
+                with self._observe():
+                    self._step()
                 self.report.advance()
                 iteration = progress.iteration
                 if iteration % run.log_interval == 0:

@@ -98,6 +98,7 @@ class RunConfig:
     tensorboard_dir: str | None
     metrics_file: str | None
     loss_plot: str | None
+    tempo_ledger: str | None
 
     # Distributed
     world_size: int

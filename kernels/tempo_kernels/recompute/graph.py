@@ -90,7 +90,7 @@ def drop(y: Tensor, *, after: Tensor | Sequence[Tensor]) -> None:
         )
     promise = _Promise(y)
     for node in _find_nodes_between(y.grad_fn, (after,) if isinstance(after, Tensor) else tuple(after)):
-        for saved, kept in _find_saved_tensors(node):
+        for saved, kept in find_saved_tensors(node):
             tensor = kept.tensor if isinstance(kept, Kept) else kept
             if tensor is None or (part := promise.find_part(tensor)) is None:
                 continue
@@ -182,7 +182,7 @@ def _find_nodes_between(producer: Any, outputs: tuple[Tensor, ...]) -> Iterator[
         pending.extend(parent for parent, _ in node.next_functions)
 
 
-def _find_saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor | Kept]]:
+def find_saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor | Kept]]:
     """(SavedTensor, what it holds) of a node, without those that other hooks keep."""
     is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
     for name in ("_raw_saved_tensors",) if is_python else _list_saved_names(cast(Any, type(node))):

@@ -1,0 +1,153 @@
+"""Stacked bars of what operations keep, stock beside Tempo or a run beside stock, in MiB and in sbh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron.extras import check_installed
+
+_INK, _GRID = "#333333", "#DDDDDD"
+# Okabe and Ito's colours, which colour-blind readers can tell apart, a hue for each kind of operation; operations of
+# one kind differ in lightness, and each is written beside the bars.
+_HUES = {
+    "layernorm": ("#0072B2", "#4D9CCB", "#99C6E0", "#CCE3F0"),
+    "linear": ("#009E73", "#4DBB9D", "#99D8C7", "#CCECE3"),
+    "s*s": ("#D55E00",),
+    "attention": ("#E69F00", "#F2CF80", "#F7E2B3"),
+    "bda": ("#CC79A7", "#E5BCD3"),
+    "mlp": ("#F0E442",),
+    "": ("#56B4E9", "#999999", "#BBBBBB", "#666666", "#333333"),
+}
+_NARROWEST_LABEL = 0.045  # of the axis: a part that is lower has no room for its name
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """One bar: operations and their bytes, from below."""
+
+    label: str
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Bars on one scale."""
+
+    title: str
+    bars: tuple[Bar, ...]
+
+
+def make_panels(layers: Sequence[Bar], outside: Sequence[Bar]) -> list[Panel]:
+    """Of one layer, whole and without its s*s tensors where it has some, and of what the model has once."""
+    panels = [Panel("one layer", tuple(layers))]
+    without = [Bar(bar.label, tuple(part for part in bar.parts if "s*s" not in part[0])) for bar in layers]
+    if any(short.num_bytes < bar.num_bytes for short, bar in zip(without, layers, strict=True)):
+        panels.append(Panel("one layer without s*s", tuple(without)))
+    if any(bar.num_bytes for bar in outside):
+        panels.append(Panel("around the layers", tuple(outside)))
+    return panels
+
+
+def plot_panels(panels: Sequence[Panel], png: str | Path, title: str, sbh_bytes: int) -> None:
+    """Write a PNG.
+
+    Args:
+        panels: side by side, each with its own scale.
+        png: the file.
+        title: model, dtype, s, b and layout.
+        sbh_bytes: s * b * h.
+
+    Raises MissingExtraError where matplotlib is missing.
+    """
+    check_installed("--plot", "plot", "matplotlib")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    widths = [1.2 + len(panel.bars) for panel in panels]
+    figure, all_axes = pyplot.subplots(
+        1,
+        len(panels),
+        figsize=(1.0 + 1.5 * sum(widths), 5.8),
+        width_ratios=widths,
+        layout="constrained",
+        squeeze=False,
+    )
+    colours = choose_colours(panels)
+    for axes, panel in zip(all_axes[0], panels, strict=True):
+        _draw_panel(axes, panel, colours, sbh_bytes)
+    figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=13, fontweight="bold")
+    Path(png).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, format="png", dpi=160)
+    pyplot.close(figure)
+
+
+def _draw_panel(axes: Any, panel: Panel, colours: dict[str, str], sbh_bytes: int) -> None:
+    highest = max(bar.num_bytes for bar in panel.bars) / 2**20
+    for place, bar in enumerate(panel.bars):
+        bottom = 0.0
+        for operation, num_bytes in bar.parts:
+            height = num_bytes / 2**20
+            axes.bar(
+                place, height, bottom=bottom, color=colours[operation], edgecolor="white", linewidth=0.8, width=0.9
+            )
+            if height > _NARROWEST_LABEL * highest:
+                axes.annotate(
+                    operation,
+                    (place, bottom + height / 2),
+                    ha="center",
+                    va="center",
+                    fontsize=7.5,
+                    color="white" if _is_dark(colours[operation]) else _INK,
+                )
+            bottom += height
+        mib = bar.num_bytes / 2**20
+        total = f"{mib:,.{1 if mib >= 10 else 3}f} MiB\n{bar.num_bytes / sbh_bytes:,.2f} sbh"
+        axes.annotate(total, (place, bottom), (0, 3), textcoords="offset points", ha="center", fontsize=9, color=_INK)
+    axes.set_ylim(0, 1.12 * highest)
+    axes.set_xlim(-0.6, len(panel.bars) - 0.4)
+    axes.set_xticks(range(len(panel.bars)), [bar.label for bar in panel.bars], color=_INK)
+    axes.set_title(panel.title, loc="left", color=_INK, fontsize=11)
+    axes.set_ylabel("MiB", color=_INK)
+    axes.tick_params(colors=_INK, length=0)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    sbh = axes.secondary_yaxis("right", functions=(lambda y: y * 2**20 / sbh_bytes, lambda y: y * sbh_bytes / 2**20))
+    sbh.set_ylabel("sbh", color=_INK)
+    sbh.tick_params(colors=_INK, length=0)
+    for spine in (*axes.spines.values(), *sbh.spines.values()):
+        spine.set_visible(False)
+
+
+def choose_colours(panels: Sequence[Panel]) -> dict[str, str]:
+    """Operation -> colour; of one kind the next lightness for each that comes."""
+    operations = dict.fromkeys(
+        operation for panel in panels for bar in panel.bars for operation, num_bytes in bar.parts if num_bytes
+    )
+    places: dict[str, int] = {}
+    colours = {}
+    for operation in operations:
+        kind = find_kind(operation)
+        place = places[kind] = places.get(kind, -1) + 1
+        colours[operation] = _HUES[kind][place % len(_HUES[kind])]
+    return colours
+
+
+def find_kind(operation: str) -> str:
+    """What kind of operation a row of the ledger is, as its colour says."""
+    if operation.split()[-1] in ("gelu", "swiglu", "geglu", "reglu", "silu", "squared_relu", "relu"):
+        return "mlp"
+    return next((kind for kind in _HUES if kind and kind in operation), "")
+
+
+def _is_dark(colour: str) -> bool:
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return 0.3 * red + 0.59 * green + 0.11 * blue < 128

@@ -1,0 +1,126 @@
+"""`--tempo-ledger` of the trainer: what a run keeps is what the ledger says of its shape; losses stay as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_job import Data, MaskedData, make_data, make_masked_data, run, successful
+
+from tempo_megatron.cli import main
+
+LLAMA = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2 "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights"
+).split()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def masked_data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
+    return make_masked_data(tmp_path_factory.mktemp("masked"), "BertWordPieceLowerCase")
+
+
+def observe(data: Any, folder: Path, *extra: str, **settings: Any) -> dict[str, Any]:
+    """The ledger of three steps, whose losses are bit for bit those of a run without it."""
+    steps = ("--train-iters", "3")
+    plain = successful(run(data, folder / "plain", *steps, *extra, **settings))
+    seen = successful(
+        run(data, folder / "seen", *steps, *extra, "--tempo-ledger", str(folder / "found" / "led"), **settings)
+    )
+    assert seen.losses_hex == plain.losses_hex and len(seen.losses_hex) == 3
+    assert (folder / "found" / "led.stage0.png").stat().st_size > 10_000
+    found: dict[str, Any] = json.loads((folder / "found" / "led.stage0.json").read_text())
+    assert f"{found['kept_bytes']:,}" in seen.output
+    return found
+
+
+def rows_of(found: dict[str, Any]) -> dict[str, int]:
+    (layers,) = found["layers"]
+    return {**layers["rows"], **found["outside"]}
+
+
+def predict(tmp_path: Path, sizes: dict[str, Any], *extra: str) -> dict[str, Any]:
+    model, out = tmp_path / "model.json", tmp_path / "predicted.json"
+    small = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512}
+    model.write_text(json.dumps({**small, "make_vocab_size_divisible_by": 64, **sizes}))
+    argv = ["ledger", "--model", str(model), "--micro-batch-size", "2", "--dtype", "fp32", "--json", str(out), *extra]
+    assert main(argv) == 0
+    predicted: dict[str, Any] = json.loads(out.read_text())
+    return predicted
+
+
+@pytest.mark.parametrize("column", ["stock", "tempo"])
+def test_a_gpt_keeps_in_training_what_the_ledger_says(data: Data, tmp_path: Path, column: str) -> None:
+    found = observe(data, tmp_path, *(["--use-tempo"] if column == "tempo" else []))
+    predicted = predict(tmp_path, {})
+    assert rows_of(found) == predicted[column]["rows"]
+    assert found["kept_bytes"] == predicted[column]["model_bytes"]
+    stock = {name: num_bytes for name, num_bytes in predicted["stock"]["rows"].items() if name in found["stock"]}
+    assert found["stock"] == stock
+
+
+@pytest.mark.slow
+def test_a_llama_in_which_layers_are_not_alike(data: Data, tmp_path: Path) -> None:
+    layers = ["--use-tempo", "--tempo-layers", '{"1": {"norm": "off", "attention": "off"}}']
+    found = observe(data, tmp_path, *LLAMA, *layers)
+    sizes = {
+        **{"activation": "swiglu", "normalization": "RMSNorm", "add_bias_linear": False, "num_query_groups": 2},
+        **{"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True},
+    }
+    predicted = predict(tmp_path, sizes, *layers)["tempo"]
+    kinds = [(kind["layers"], kind["num_bytes"]) for kind in found["layers"]]
+    assert kinds == [(kind["layers"], kind["layer_bytes"]) for kind in predicted["layer_kinds"]]
+    assert [layers for layers, _ in kinds] == ["0", "1"]
+
+
+@pytest.mark.slow
+def test_a_bert_keeps_in_training_what_the_ledger_says(masked_data: MaskedData, tmp_path: Path) -> None:
+    found = observe(masked_data, tmp_path, "--use-tempo")
+    sizes = {"family": "bert", "num_tokentypes": 2, "add_binary_head": True}
+    predicted = predict(tmp_path, sizes)["tempo"]["rows"]
+    rows = rows_of(found)
+    heads = ("lm_head", "output_layer", "loss", "pooler", "binary_head", "embedding", "attention mask")
+    assert {name: rows[name] for name in rows if name not in heads} == {
+        name: predicted[name] for name in predicted if name not in heads
+    }
+    assert {*rows} == {*predicted}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["full", "core_attn"])
+def test_recomputation(data: Data, tmp_path: Path, what: str) -> None:
+    how = {
+        "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "core_attn": "--recompute-granularity selective --recompute-modules core_attn",
+    }
+    found = observe(data, tmp_path, *how[what].split())
+    assert rows_of(found) == predict(tmp_path, {}, "--recompute", what)["stock"]["rows"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_and_data_parallelism(data: Data, tmp_path: Path, zero: int) -> None:
+    config = {"zero_optimization": {"stage": zero}, "bf16": {"enabled": True}}
+    found = observe(data, tmp_path, "--use-tempo", world_size=2, config=config)
+    predicted = predict(tmp_path, {}, "--dtype", "bf16")["tempo"]["rows"]
+    if zero < 3:
+        assert rows_of(found) == predicted
+    # Half of the float32 weights and of Adam's two states, on each of two ranks.
+    num_parameters = found["standing"]["weights"] // 2 * (2 if zero == 3 else 1)
+    assert found["standing"]["optimizer states"] == pytest.approx(12 * num_parameters / 2, rel=0.02)
+    assert found["standing"]["gradients"] > 0
+
+
+@pytest.mark.slow
+def test_tensor_and_sequence_parallelism(data: Data, tmp_path: Path) -> None:
+    layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-tempo")
+    found = observe(data, tmp_path, *layout, world_size=2)
+    assert rows_of(found) == predict(tmp_path, {}, "--tp", "2", "--sequence-parallel")["tempo"]["rows"]
+    assert not (tmp_path / "found" / "led.stage1.json").exists()
