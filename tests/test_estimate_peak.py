@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 import pytest
 import torch
 from distributed import run_megatron_ranks
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from peak_cases import AUTO, FUSED_ONLY, INPLACE_STOCK_HEAD, OFF, RECOMPUTE, Step, estimate_step, measure_step
+from peak_cases import AUTO, FUSED_ONLY, INPLACE_STOCK_HEAD, OFF, RECOMPUTE, TOKENS, Step, estimate_step, measure_step
 
 from tempo_megatron import use_cpu
+from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
 from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.peak_bytes import PeakBytes
+from tempo_megatron.models.shape import make_shape
 
 # The 0-dim tensors of the loss, which may or may not be there still when the peak is.
 SCALARS_BYTES = 16
@@ -59,6 +63,36 @@ def test_the_peak_of_a_step_is_estimated(step: Step) -> None:
         model_parallel_cuda_manual_seed(1)
         measured = measure_step(step)
     assert abs(estimate_step(step) - measured) <= SCALARS_BYTES
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_peak_of_a_head_of_many_chunks_and_blocks_is_estimated(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a loop the estimate runs three rounds; here 6 chunks (the last is smaller) of 4 or 5 blocks each."""
+    head = "tempo_kernels.linear_cross_entropy"
+    monkeypatch.setitem(pkgutil.resolve_name(f"{head}.checks.CHUNK_BYTES"), "cpu", 96 * 1024 * dtype.itemsize)
+    monkeypatch.setattr(f"{head}.cpu.BLOCK_ELEMENTS", 20 << 10)
+    monkeypatch.setattr(f"{head}.chunks.CPU_BLOCK_COLUMNS", 256)
+    test_the_peak_of_a_step_is_estimated(Step("gpt", False, AUTO, dtype))
+
+
+def test_an_estimate_runs_no_more_operations_for_more_tokens_and_a_larger_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = []
+    count_one = PeakBytes._note
+
+    def note(self: PeakBytes, tensors: Any) -> None:
+        counts[-1] += 1
+        count_one(self, tensors)
+
+    monkeypatch.setattr(PeakBytes, "_note", note)
+    for seq_length, vocab_size in ((256, 1000), (8192, 200_000)):
+        counts.append(0)
+        shape = make_shape(**{**TOKENS, "seq_length": seq_length, "vocab_size": vocab_size})
+        estimate_ranks(shape, RankLayout(micro_batch_size=4), AUTO)
+    assert counts[1] < 1.5 * counts[0] < 2500
 
 
 def measure_all(steps: list[Step]) -> list[int]:

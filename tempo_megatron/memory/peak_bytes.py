@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+_Result = TypeVar("_Result")
 
 
 class PeakBytes(TorchDispatchMode):
@@ -46,6 +48,18 @@ class PeakBytes(TorchDispatchMode):
         """Let `peak` begin anew at what is alive now, which is returned."""
         self.peak = self.count_alive()
         return self.peak
+
+    def measure(self, function: Callable[[], _Result]) -> tuple[_Result, int]:
+        """What `function` returns, and how many bytes more than before are alive while it runs; `peak` has them too."""
+        peak, start = self.peak, self.begin_phase()
+        result = function()
+        rise = self.peak - start
+        self.peak = max(self.peak, peak)
+        return result, rise
+
+    def raise_peak(self, num_bytes: int) -> None:
+        """Take it that `num_bytes` more than now were alive for a moment."""
+        self.peak = max(self.peak, self.count_alive() + num_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -15,22 +15,16 @@ Transformer Engine take and give back inside themselves.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
-import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tempo_kernels.gelu import gelu
-from tempo_kernels.opaque import Opaque
 from tempo_megatron import cpu
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.layer_values import LAYER_OPERATIONS
@@ -38,15 +32,14 @@ from tempo_megatron.memory.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMem
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
+from tempo_megatron.memory.simulated_device import make_gelu_tables, on_device, tell_repeated_operations, without_values
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.operations import STACKS
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.late_check import LateCheck
 
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
-_HEAD_CHUNKS = "tempo_kernels.linear_cross_entropy.checks.CHUNK_BYTES"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,62 +84,13 @@ def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
     if settings.shape.family == "t5":
         raise ValueError("the model is a T5, which the estimate does not know; expected a GPT or a BERT")
     cpu.use_cpu()
-    make_gelu_tables()
+    if settings.stock == "cpu":
+        make_gelu_tables()
     with simulate_layout(settings.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
-        with FakeTensorMode(allow_non_fake_inputs=True), _without_values(), _on_device(settings.stock):
+        with FakeTensorMode(allow_non_fake_inputs=True), without_values(), on_device(settings.stock):
             return _Run(settings).measure()
-
-
-def make_gelu_tables() -> None:
-    """Let the in-place GELU of 16 bits make the tables that it makes once in a process, and that outlive a step."""
-    for dtype, approximate in itertools.product((torch.bfloat16, torch.float16), ("none", "tanh")):
-        gelu(torch.zeros(1, dtype=dtype, requires_grad=True), approximate=approximate).sum().backward()
-
-
-@contextlib.contextmanager
-def _without_values() -> Iterator[None]:
-    """No random states are swapped, and no flag is read: fake tensors have no values."""
-    tracker = get_cuda_rng_tracker()
-    with (
-        mock.patch.object(tracker, "fork", lambda *_, **__: contextlib.nullcontext()),
-        mock.patch.object(LateCheck, "note", lambda *_: None),
-        mock.patch.object(Tensor, "nonzero", _find_nothing),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _on_device(stock: str) -> Iterator[None]:
-    """What the CPU's modules do as those of `stock` would."""
-    if stock == "cpu":
-        with mock.patch.object(Opaque, "__call__", Opaque.call):
-            yield
-        return
-    chunk_bytes = pkgutil.resolve_name(_HEAD_CHUNKS)
-    with (
-        mock.patch.object(Opaque, "__call__", _call_on_gpu),
-        mock.patch.dict(chunk_bytes, cpu=chunk_bytes["cuda"]),
-        mock.patch.object(torch.nn.functional, "dropout", _drop_on_gpu),
-    ):
-        yield
-
-
-_call_operator = Opaque.__call__
-
-
-def _call_on_gpu(operation: Opaque, first: Tensor, *others: Any) -> Sequence[Tensor]:
-    """Only the loss head is more than one kernel."""
-    return (operation.call if "linear_cross_entropy" in operation.name else _call_operator.__get__(operation))(
-        first, *others
-    )
-
-
-def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """torch's dropout with the mask that a GPU keeps, a byte per element."""
-    assert not inplace
-    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
 def _fuse_attention(config: TempoConfig) -> TempoConfig:
@@ -157,11 +101,6 @@ def _fuse_attention(config: TempoConfig) -> TempoConfig:
 
     layers = {key: fuse(values) for key, values in config.layers.items()}
     return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
-
-
-def _find_nothing(t: Tensor) -> Tensor:
-    """torch.Tensor.nonzero where nothing is: how much there is, fake tensors cannot know."""
-    return t.new_empty((0, t.dim()), dtype=torch.int64)
 
 
 class _Run:
@@ -211,7 +150,7 @@ class _Run:
         known = [*self._model.parameters(), *self._model.buffers(), *batch.values(), *gradients]
         self._seen = PeakBytes(*(t for t in known if isinstance(t, Tensor)))
         self._add_marks()
-        with self._seen:
+        with self._seen, tell_repeated_operations(self._seen, self._settings.stock):
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
             self._run_micro_batch(batch)
         phases = [phase for is_backward in (False, True) for phase in self._list_phases(is_backward)]

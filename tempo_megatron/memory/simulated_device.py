@@ -1,0 +1,142 @@
+"""What an operation of torch and of Tempo makes on a device that is not here, for a simulation on fake tensors.
+
+On a CPU Tempo's operations run block by block, and what they make inside themselves counts. A loop over blocks is cut
+short: its first round, the second, which those after it are like, and its last. On a GPU Tempo's operations are kernels
+that make nothing inside, but for the loss head's chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+
+from tempo_kernels.gelu import gelu
+from tempo_kernels.opaque import Opaque
+from tempo_megatron.memory.peak_bytes import PeakBytes
+from tempo_megatron.memory.replay import Replay
+from tempo_megatron.slots.late_check import LateCheck
+
+philox = pkgutil.resolve_name("tempo_kernels.philox.eager")
+draw_bits = philox._keep_bits
+# The loss head's own files: only here does it matter how it computes.
+head_checks, head_chunks, head_on_cpu, head_shards = (
+    pkgutil.resolve_name(f"tempo_kernels.linear_cross_entropy.{name}") for name in ("checks", "chunks", "cpu", "shards")
+)
+# Of a loop: the first round, one after another that is like it, and the last.
+_NUM_ROUNDS = 3
+
+
+def make_gelu_tables() -> None:
+    """Let the in-place GELU of 16 bits make the tables that it makes once in a process, and that outlive a step."""
+    for dtype, approximate in itertools.product((torch.bfloat16, torch.float16), ("none", "tanh")):
+        gelu(torch.zeros(1, dtype=dtype, requires_grad=True), approximate=approximate).sum().backward()
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """No random states are swapped, and no flag is read: fake tensors have no values."""
+    tracker = get_cuda_rng_tracker()
+    with (
+        mock.patch.object(tracker, "fork", lambda *_, **__: contextlib.nullcontext()),
+        mock.patch.object(LateCheck, "note", lambda *_: None),
+        mock.patch.object(Tensor, "nonzero", _find_nothing),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def on_device(stock: str) -> Iterator[None]:
+    """What the CPU's modules do as those of `stock` would."""
+    if stock == "cpu":
+        with (
+            mock.patch.object(head_shards.Shards, "gather", _gather_some_chunks),
+            mock.patch.object(head_on_cpu, "_cut_into_blocks", _cut_into_some_blocks),
+        ):
+            yield
+        return
+    with (
+        mock.patch.object(Opaque, "__call__", _call_on_gpu),
+        mock.patch.object(head_shards.Shards, "gather", _gather_some_chunks),
+        mock.patch.dict(head_checks.CHUNK_BYTES, cpu=head_checks.CHUNK_BYTES["cuda"]),
+        mock.patch.object(head_chunks, "CPU_BLOCK_COLUMNS", sys.maxsize),
+        mock.patch.multiple(head_on_cpu, find_statistics=_find_statistics_on_gpu, write_gradient_=lambda *_: None),
+        mock.patch.object(torch.nn.functional, "dropout", _drop_on_gpu),
+    ):
+        yield
+
+
+_call_operator = Opaque.__call__
+
+
+def _call_on_gpu(operation: Opaque, first: Tensor, *others: Any) -> Sequence[Tensor]:
+    """Only the loss head is more than one kernel."""
+    return (operation.call if "linear_cross_entropy" in operation.name else _call_operator.__get__(operation))(
+        first, *others
+    )
+
+
+@contextlib.contextmanager
+def tell_repeated_operations(seen: PeakBytes, stock: str) -> Iterator[None]:
+    """Where Tempo's operations run as on a CPU, each runs once for all calls of the same sizes."""
+    if stock != "cpu":
+        yield
+        return
+    replay = Replay(seen)
+
+    def call(operation: Opaque, *inputs: Any) -> Sequence[Tensor]:
+        return replay.call_operation(operation, *inputs)
+
+    def draw(*inputs: Any) -> Any:
+        return replay.call(("keep_bits", *inputs[:4]), lambda: draw_bits(*inputs))
+
+    with mock.patch.object(Opaque, "__call__", call), mock.patch.object(philox, "_keep_bits", draw):
+        yield
+
+
+def _find_statistics_on_gpu(logits: Tensor, _: Tensor, shares: Any) -> Tensor:
+    """The result of the loss head's kernel; that of its gradient has none."""
+    return logits.new_empty(shares.num_statistics, logits.size(0), dtype=torch.float32)
+
+
+_gather_chunks = head_shards.Shards.gather
+
+
+def _gather_some_chunks(shards: Any, hidden: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """The first two chunks and the last one; those between make and free what the second one does."""
+    num_rows = hidden.size(0)
+    skipped = (-(-num_rows // chunk_rows) - _NUM_ROUNDS) * chunk_rows
+    if skipped <= 0:
+        yield from _gather_chunks(shards, hidden, chunk_rows)
+        return
+    for rows, tokens in _gather_chunks(shards, hidden[: num_rows - skipped], chunk_rows):
+        shift = skipped if rows.start == (_NUM_ROUNDS - 1) * chunk_rows else 0
+        yield slice(rows.start + shift, rows.stop + shift), tokens
+
+
+_cut_into_blocks = head_on_cpu._cut_into_blocks
+
+
+def _cut_into_some_blocks(logits: Tensor, compute_dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """As of the chunks; the memory of all blocks is one."""
+    blocks = list(_cut_into_blocks(logits, compute_dtype))
+    yield from blocks if len(blocks) <= _NUM_ROUNDS else [*blocks[: _NUM_ROUNDS - 1], blocks[-1]]
+
+
+def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """torch's dropout with the mask that a GPU keeps, a byte per element."""
+    assert not inplace
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+
+def _find_nothing(t: Tensor) -> Tensor:
+    """torch.Tensor.nonzero where nothing is: how much there is, fake tensors cannot know."""
+    return t.new_empty((0, t.dim()), dtype=torch.int64)
