@@ -16,11 +16,11 @@ from tempo_megatron.memory.plan import (
     LayerChoice,
     Plan,
     PlanRequest,
-    list_switches,
     make_plan,
     make_smallest_plan,
 )
 from tempo_megatron.memory.plan_cost import count_layer_flops
+from tempo_megatron.memory.plan_switches import list_switches
 
 ALL_VALUES = {
     "activation": ("off", "inplace", "recompute"),

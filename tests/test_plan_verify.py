@@ -15,9 +15,10 @@ from tempo_megatron.memory.estimate import RankLayout
 from tempo_megatron.memory.gpu import read_gpu
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.memory.plan import Plan, PlanRequest, list_switches, make_plan, make_smallest_plan
+from tempo_megatron.memory.plan import Plan, PlanRequest, make_plan, make_smallest_plan
 from tempo_megatron.memory.plan_fixed import PlanEstimates
 from tempo_megatron.memory.plan_request import Question, make_plan_request
+from tempo_megatron.memory.plan_switches import list_switches
 from tempo_megatron.memory.plan_verify import make_verified_plan
 
 # The 0-dim tensors of the loss, which may or may not be there still when the peak is.

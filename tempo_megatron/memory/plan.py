@@ -167,7 +167,7 @@ def make_plan(request: PlanRequest, budget: int) -> Plan:
 
 def find_plan(request: PlanRequest, budget: int) -> Plan:
     """As `make_plan`; where nothing fits, the shortest step of those that need least."""
-    planner = _Planner(request)
+    planner = Planner(request)
     solution = planner.solver.solve(budget)
     return planner.make_smallest() if solution is None else planner.describe(solution)
 
@@ -184,55 +184,7 @@ def raise_impossible(request: PlanRequest, smallest: Plan, budget: int) -> NoRet
 
 def make_smallest_plan(request: PlanRequest) -> Plan:
     """The shortest step of those that need least."""
-    return _Planner(request).make_smallest()
-
-
-def list_plans(request: PlanRequest, num_budgets: int) -> list[Plan]:
-    """The plans of budgets from the least that fits to what stock needs, each plan once."""
-    planner = _Planner(request)
-    least, most = planner.make_smallest().peak_bytes, list_switches(request)["stock"].peak_bytes
-    plans: list[Plan] = []
-    for index in range(num_budgets):
-        solution = planner.solver.solve(least + (most - least) * index // (num_budgets - 1))
-        assert solution is not None
-        plan = planner.describe(solution)
-        if not plans or plan.seconds < plans[-1].seconds:
-            plans.append(plan)
-    return plans
-
-
-def list_switches(request: PlanRequest) -> dict[str, Plan]:
-    """What single switches come to, whatever the budget: stock, Tempo's two forms, and Megatron's recomputation."""
-    preferences = {
-        "stock": (),
-        "Tempo, in place": ("inplace", "flash", "recompute"),
-        "Tempo, recompute": ("recompute", "flash"),
-    }
-    plans = {}
-    for name, preference in preferences.items():
-        values = {
-            operation: (next((value for value in preference if value in allowed), "off"),)
-            for operation, allowed in request.values.items()
-            if operation != "loss"
-        }
-        # In place exists for some activations only; "recompute" is not what that switch means there.
-        if name == "Tempo, in place" and "inplace" not in request.values["activation"]:
-            values["activation"] = ("off",)
-        plans[name] = _plan_one(request, values, ())
-    off = dict.fromkeys(LAYER_OPERATIONS, ("off",))
-    for modules in RECOMPUTE_MODES[1:]:
-        if request.recompute.issuperset(modules):
-            plans[f"stock + {' '.join(modules)}"] = _plan_one(request, off, modules)
-    return plans
-
-
-def _plan_one(request: PlanRequest, values: Mapping[str, Sequence[str]], modules: Sequence[str]) -> Plan:
-    values = {**request.values, **values}
-    only = _Planner(
-        dataclasses.replace(request, values=values, recompute=frozenset(modules), keeps_recompute=True, num_full=None)
-    )
-    # Of full recomputation: of all layers.
-    return only.describe(only.solver.find_smallest())
+    return Planner(request).make_smallest()
 
 
 def _list_modes(request: PlanRequest) -> list[tuple[str, ...]]:
@@ -241,7 +193,7 @@ def _list_modes(request: PlanRequest) -> list[tuple[str, ...]]:
     return [each for each in RECOMPUTE_MODES if request.recompute.issuperset(each)]
 
 
-class _Planner:
+class Planner:
     """A request in the solver's terms, and its solution in the request's."""
 
     def __init__(self, request: PlanRequest) -> None:
