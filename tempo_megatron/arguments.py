@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from tempo_megatron.config import TempoConfig, check_block
+from tempo_megatron.config import BUDGET, TempoConfig, check_block
 from tempo_megatron.layer_values import freeze_layers
+from tempo_megatron.memory.memory_size import parse_memory
 from tempo_megatron.operations import CHOICES, OPERATIONS, RENAMED
 
 
@@ -50,6 +51,13 @@ def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         metavar="JSON",
         help='values of single layers, counted from 0, in place of the block\'s: \'{"0-11": {"attention": "off"}}\'',
     )
+    group.add_argument(
+        "--tempo-memory-budget",
+        type=parse_memory,
+        metavar="SIZE",
+        help="what a rank may hold, such as 72GiB: what is auto is planned so that a step is shortest within it "
+        "(training runs only; docs/plan.md)",
+    )
     for name in RENAMED:
         group.add_argument(
             f"--tempo-{name}", action=_RefuseRenamed, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS
@@ -64,6 +72,8 @@ def describe_tempo_arguments(args: argparse.Namespace) -> str:
     words = words + [f"--tempo-{name} {value}" for name, value in given.items() if value]
     if args.tempo_layers is not None:
         words.append(f"--tempo-layers '{json.dumps(args.tempo_layers)}'")
+    if args.tempo_memory_budget is not None:
+        words.append(f"--tempo-memory-budget {args.tempo_memory_budget}")
     return " ".join(words) or "none"
 
 
@@ -77,20 +87,42 @@ def _read_layers(text: str) -> Mapping[str, Any]:
 
 
 def tempo_config_from(args: argparse.Namespace, deepspeed_config: Mapping[str, Any] | None = None) -> TempoConfig:
-    """The TempoConfig of a run: the `"tempo"` block of `deepspeed_config`, with each given argument on top.
+    """The TempoConfig of `args`: the `"tempo"` block of `deepspeed_config`, with each given argument on top.
 
     Returns `TempoConfig.off()` where Tempo is not switched on.
-    Raises ValueError where an argument asks for an operation but Tempo is off, so that nothing typed is ignored.
+    Raises ValueError where an argument asks for an operation but Tempo is off, so that nothing typed is ignored, and
+    for a memory budget, by which only a run plans (`read_tempo_of_run`).
     """
+    config, budget = read_tempo_of_run(args, deepspeed_config)
+    if budget is not None:
+        raise ValueError(
+            "tempo.memory_budget or --tempo-memory-budget is given, and only a run that starts plans by it; leave it "
+            "out, or ask tempo-megatron plan"
+        )
+    return config
+
+
+def read_tempo_of_run(
+    args: argparse.Namespace, deepspeed_config: Mapping[str, Any] | None = None
+) -> tuple[TempoConfig, int | None]:
+    """As `tempo_config_from`, and the bytes that a rank of the run may hold, None where nothing says so."""
     block = check_block(deepspeed_config["tempo"]) if deepspeed_config and "tempo" in deepspeed_config else None
-    given = {name: value for name in (*CHOICES, "layers") if (value := getattr(args, f"tempo_{name}")) is not None}
+    names = (*CHOICES, "layers", BUDGET)
+    given = {name: value for name in names if (value := getattr(args, f"tempo_{name}")) is not None}
     enabled = args.use_tempo
     if enabled is None:
         enabled = block is not None and block.get("enabled", True)
     if not enabled:
         if given:
-            name = next(iter(given))
+            name = next(iter(given)).replace("_", "-")
             raise ValueError(f"--tempo-{name} is given but Tempo is off; add --use-tempo or leave --tempo-{name} out")
-        return TempoConfig.off()
-    fields = {name: value for name, value in (block or {}).items() if name != "enabled"}
-    return TempoConfig(**{**fields, **given})
+        return TempoConfig.off(), None
+    fields = {name: value for name, value in (block or {}).items() if name != "enabled"} | given
+    budget = fields.pop(BUDGET, None)
+    config = TempoConfig(**fields)
+    if budget is not None and config.layers:
+        raise ValueError(
+            "tempo.layers and tempo.memory_budget are both given, and a budget gives the layers their values; leave "
+            "one of them out"
+        )
+    return config, budget

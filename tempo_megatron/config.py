@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from tempo_megatron.layer_values import (
     read_range,
     write_key,
 )
+from tempo_megatron.memory.memory_size import parse_memory
 from tempo_megatron.operations import CHOICES, RENAMED
 
 
@@ -125,6 +127,11 @@ class TempoConfig:
         checked = check_block(block)
         if not checked.pop("enabled", True):
             return cls.off()
+        if BUDGET in checked:
+            raise ValueError(
+                f"tempo.{BUDGET} is given, and only a run that starts plans by it (tempo-pretrain-gpt, "
+                "tempo-pretrain-bert, run_megatron.py); leave it out, or ask tempo-megatron plan"
+            )
         return cls(**checked)
 
     @classmethod
@@ -159,7 +166,10 @@ class TempoConfig:
         return f"layers {', '.join(parts)}" if self.layers else ""
 
 
-_KEYS = ("enabled", *CHOICES, "layers")
+BUDGET = "memory_budget"
+"""The key of a block that says what a rank of a run may hold; the run plans its operations by it."""
+
+_KEYS = ("enabled", *CHOICES, "layers", BUDGET)
 
 
 def check_block(block: object) -> dict[str, Any]:
@@ -171,6 +181,19 @@ def check_block(block: object) -> dict[str, Any]:
         if key == "enabled" and not isinstance(value, bool):
             raise ValueError(f"tempo.enabled is {value!r}; it must be true or false")
     checked = dict(block)
+    if BUDGET in checked:
+        checked[BUDGET] = _read_budget(checked[BUDGET])
     if "layers" in checked:
         checked["layers"] = freeze_layers(checked["layers"])
     return checked
+
+
+def _read_budget(text: object) -> int:
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
+        return text
+    if not isinstance(text, str):
+        raise ValueError(f'tempo.{BUDGET} is {text!r}; expected a size such as "72GiB", or a number of bytes')
+    try:
+        return parse_memory(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"tempo.{BUDGET}: {error}") from error

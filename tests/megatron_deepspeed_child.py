@@ -38,7 +38,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     if request["is_launched"]:
         from tempo_megatron.megatron_lm.options import add_tempo_options, read_options
 
-        tempo_config, _ = read_options(request["arguments"])
+        tempo_config, *_ = read_options(request["arguments"])
         patch_scripts(tempo_config, report, add_tempo_options)
     args = parse_args()
     validate_args(args)

@@ -68,6 +68,8 @@ class Step:
     tp: int = 1
     sp: bool = False
     recompute: tuple[str, ...] = ()
+    num_full: int | None = None
+    """The first layers that full recomputation is for; None is all of them."""
 
     def __str__(self) -> str:
         tempo = {
@@ -98,6 +100,8 @@ def measure_step(step: Step) -> int:
     parallel_state.destroy_global_memory_buffer()
     parallel_state._set_global_memory_buffer()
     config = build_ledger_config(shape, sequence_parallel=step.sp, dtype=step.dtype, recompute=step.recompute)
+    if step.num_full is not None:
+        config = dataclasses.replace(config, recompute_method="block", recompute_num_layers=step.num_full)
     chosen = choose_for_model(shape, config, step.tempo).config
     assert shape.vocab_size is not None
     vocab_size = -(-shape.vocab_size // (128 * step.tp)) * 128 * step.tp

@@ -130,6 +130,20 @@ def test_model_states_are_divided_as_their_owner_does() -> None:
     deepspeed = [total(kind="deepspeed", zero_stage=stage) for stage in range(4)]
     assert deepspeed == [8000 * 8 + 1000 * 12, 8000 * 4 + 1000 * 12, 8000 * 2 + 1000 * 14, 1000 * 16]
     assert total(kind="none") == 16000
+    # ZeRO 1 and 2 clone float32 weights as well; ZeRO 1 accumulates in the JSON's dtype.
+    in_float32 = [total(kind="deepspeed", dtype=torch.float32, zero_stage=stage) for stage in range(4)]
+    assert in_float32 == [8000 * 16, 8000 * 8 + 1000 * 12, 8000 * 4 + 1000 * 16, 1000 * 16]
+    settings = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 50}, "data_types": {"grad_accum_dtype": "fp32"}}
+    accumulates = OptimizerSettings.from_deepspeed(settings)
+    states = count_model_states(8000, torch.float16, accumulates)
+    assert (states.gradients, states.communication_buffers) == (8000 * 4, 50 * 4)
+    # In bf16 that is its BF16_Optimizer, without a bucket.
+    states = count_model_states(8000, torch.bfloat16, accumulates)
+    assert (states.gradients, states.communication_buffers) == (8000 * 6, 0)
+    default = count_model_states(
+        8000, torch.bfloat16, OptimizerSettings.from_deepspeed({"zero_optimization": {"stage": 1}})
+    )
+    assert (default.gradients, default.communication_buffers) == (8000 * 2, 10**9)
 
 
 def test_memory_is_read_as_people_write_it() -> None:

@@ -26,11 +26,11 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize("argv", [[], ["--num-layers", "2", "--save", "x"], ["--no-use-tempo"]])
 def test_without_use_tempo_tempo_is_off(argv: list[str]) -> None:
-    assert read_options(argv) == (TempoConfig.off(), None)
+    assert read_options(argv) == (TempoConfig.off(), None, None)
 
 
 def test_use_tempo_alone_leaves_every_choice_to_the_model() -> None:
-    config, file = read_options(["--num-layers", "2", "--use-tempo", "--bf16", "--tempo-report", "r.json"])
+    config, _, file = read_options(["--num-layers", "2", "--use-tempo", "--bf16", "--tempo-report", "r.json"])
     assert (config, file) == (TempoConfig(), "r.json")
 
 
@@ -38,7 +38,7 @@ def test_use_tempo_alone_leaves_every_choice_to_the_model() -> None:
 def test_a_block_switches_tempo_on_and_arguments_win_over_it(tmp_path: Path, option: str) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"train_batch_size": 8, "tempo": {"norm": "off", "loss": "off"}}))
-    config, _ = read_options([option, str(file), "--tempo-norm", "inplace"])
+    config, *_ = read_options([option, str(file), "--tempo-norm", "inplace"])
     assert config == TempoConfig(norm="inplace", loss="off")
     assert read_options([option, str(file), "--no-use-tempo"])[0].is_off
 

@@ -12,14 +12,15 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.memory.formula import LayerShape, count_layer_bytes
 from tempo_megatron.memory.gpu import read_gpu
 from tempo_megatron.memory.plan import (
+    FixedBytes,
     LayerChoice,
     Plan,
     PlanRequest,
-    list_switches,
     make_plan,
     make_smallest_plan,
 )
 from tempo_megatron.memory.plan_cost import count_layer_flops
+from tempo_megatron.memory.plan_switches import list_switches
 
 ALL_VALUES = {
     "activation": ("off", "inplace", "recompute"),
@@ -55,7 +56,7 @@ def make_request(num_layers: int = 12, **settings: Any) -> PlanRequest:
             "shape": shape,
             "num_layers": num_layers,
             "gpu": read_gpu("h100"),
-            "count_fixed_bytes": lambda stage, loss, recompute: 10**9,
+            "count_fixed_bytes": lambda stage, loss: FixedBytes(10**9, 10**9),
             "values": ALL_VALUES,
             **settings,
         }
@@ -200,7 +201,7 @@ def test_below_that_whole_layers_pay_for_the_rest(sbh: float) -> None:
 def test_the_head_takes_the_form_that_needs_less_where_it_stands() -> None:
     sizes = {"off": 3 * 10**9, "fused": 2 * 10**9}
     request = make_request(
-        4, pipeline_parallel=2, count_fixed_bytes=lambda stage, loss, recompute: sizes[loss] * stage + 10**9
+        4, pipeline_parallel=2, count_fixed_bytes=lambda stage, loss: FixedBytes(10**9, sizes[loss] * stage + 10**9)
     )
     assert make_plan(request, 10**11).block["loss"] == "fused"
     sizes["fused"] = 3 * 10**9

@@ -24,7 +24,7 @@ def draw_problem(seed: int) -> tuple[list[Mode[str]], int]:
 
     def draw_stages() -> tuple[Stage, ...]:
         return tuple(
-            Stage(num_layers, num_stages - index, draw.randrange(top), base_cost)
+            Stage(num_layers, num_stages - index, draw.randrange(top), base_cost, draw.choice((0, draw.randrange(top))))
             for index, (num_layers, base_cost) in enumerate(sizes)
         )
 

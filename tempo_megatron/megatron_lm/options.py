@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.arguments import add_ledger_argument, add_tempo_arguments, tempo_config_from
-from tempo_megatron.config import TempoConfig, check_block
+from tempo_megatron.arguments import add_ledger_argument, add_tempo_arguments, read_tempo_of_run
+from tempo_megatron.config import BUDGET, TempoConfig, check_block
 from tempo_megatron.megatron_lm.versions import LaunchError
 from tempo_megatron.operations import CHOICES
 
@@ -40,20 +40,20 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def read_options(argv: Sequence[str]) -> tuple[TempoConfig, str | None]:
-    """The run's TempoConfig, off where Tempo is not switched on, and the file for the report.
+def read_options(argv: Sequence[str]) -> tuple[TempoConfig, int | None, str | None]:
+    """The run's TempoConfig, off where Tempo is not switched on, its memory budget, and the file for the report.
 
     Raises LaunchError for values that do not exist, files that cannot be read, and what would be ignored.
     """
     parser = add_options(_Parser(allow_abbrev=False, add_help=False))
     args, _ = parser.parse_known_args(list(argv))
     try:
-        config = tempo_config_from(args, _read_blocks(args))
+        config, budget = read_tempo_of_run(args, _read_blocks(args))
     except (ValueError, OSError) as error:
         raise LaunchError(str(error)) from error
     if args.tempo_report and config.is_off:
         raise LaunchError("--tempo-report is given but Tempo is off; add --use-tempo or leave --tempo-report out")
-    return config, args.tempo_report
+    return config, budget, args.tempo_report
 
 
 def read_ledger_prefix(argv: Sequence[str]) -> str | None:
@@ -88,6 +88,6 @@ def _read_block(file: str, *, may_be_bare: bool) -> dict[str, Any] | None:
         return check_block(content["tempo"])
     if not may_be_bare:
         return None
-    if isinstance(content, dict) and not set(content) & {*CHOICES, "enabled", "layers"}:
+    if isinstance(content, dict) and not set(content) & {*CHOICES, "enabled", "layers", BUDGET}:
         raise ValueError(f'{file} has no "tempo" block; add one, for example "tempo": {{"norm": "inplace"}}')
     return check_block(content)

@@ -14,6 +14,7 @@ from typing import Any
 
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.megatron_lm.options import add_options
+from tempo_megatron.megatron_lm.planning import Planning
 from tempo_megatron.megatron_lm.report import ModelReport, Report
 from tempo_megatron.megatron_lm.versions import Hooks, LaunchError, Model, get_hook, replace_hook
 
@@ -29,8 +30,12 @@ def patch_arguments(hooks: Hooks, version: str) -> None:
     replace_hook(hooks.add_arguments, add_all)
 
 
-def patch_models(hooks: Hooks, version: str, tempo_config: TempoConfig, report: Report) -> None:
+def patch_models(
+    hooks: Hooks, version: str, tempo_config: TempoConfig, report: Report, budget: int | None = None
+) -> None:
     """Let Megatron's models be built with Tempo's slots, and its schedules say which samples a micro batch holds.
+
+    budget: bytes that a rank may hold, by which what is "auto" is planned; None plans nothing.
 
     Raises LaunchError where a place is not there.
     """
@@ -46,9 +51,10 @@ def patch_models(hooks: Hooks, version: str, tempo_config: TempoConfig, report: 
         return begin_micro_batch(model, microbatch_id)
 
     replace_hook(hooks.begin_micro_batch, begin)
+    planning = Planning(tempo_config, budget, report)
     for model in hooks.models:
         cls = get_hook(model.place, version)
-        cls.__init__ = _wrap_constructor(cls.__init__, model, hooks, tempo_config, get_args, micro_batches, report)
+        cls.__init__ = _wrap_constructor(cls.__init__, model, hooks, planning, get_args, micro_batches, report)
 
 
 def patch_steps(hooks: Hooks, version: str, prefix: str) -> None:
@@ -79,7 +85,7 @@ def _wrap_constructor(
     construct: Callable[..., None],
     model: Model,
     hooks: Hooks,
-    tempo_config: TempoConfig,
+    planning: Planning,
     get_args: Callable[[], Any],
     micro_batches: Any,
     report: Report,
@@ -96,7 +102,9 @@ def _wrap_constructor(
     def construct_with_tempo(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
+        run = get_args()
         try:
+            tempo_config = planning.choose(model, given.arguments, run)
             found = _replace_specs(model, given.arguments, tempo_config)
             construct(*given.args, **given.kwargs)
             _finish_model(self, found, tempo_config)
@@ -104,7 +112,6 @@ def _wrap_constructor(
             raise LaunchError(f"--use-tempo: {error}") from error
         if found.draws_masks:
             self.register_forward_pre_hook(micro_batches.check)
-        run = get_args()
         if model.has_causal_mask and found.knows_its_mask:
             found.leaves_mask_out = _leave_mask_out(run, hooks.mask_argument)
         report.add(found, given.arguments["config"], run)

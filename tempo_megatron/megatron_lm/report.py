@@ -65,6 +65,8 @@ class Report:
         self._file = file
         self._models: list[ModelReport] = []
         self._is_published = False
+        self.plan: str | None = None
+        """What a memory budget has decided, in lines."""
         self._is_first_rank = int(os.environ.get("RANK", "0")) == 0
         self._kept_bytes = KeptBytes(unknown="no model is built")
 
@@ -100,6 +102,7 @@ class Report:
         return {
             "megatron_core": self.megatron_version,
             "megatron_root": str(self.megatron_root),
+            "plan": self.plan,
             "kept_bytes_per_layer": dataclasses.asdict(self._kept_bytes),
             "models": [
                 {
@@ -117,6 +120,7 @@ class Report:
     def describe(self) -> str:
         """The banner."""
         lines = [f"tempo: Megatron-core {self.megatron_version} at {self.megatron_root}"]
+        lines += [f"tempo: plan: {line}" for line in (self.plan or "").splitlines()]
         for model in self._models:
             lines.append(f"tempo: {model.name}, {model.tempo_config.describe()}")
             lines.append(f"tempo:   slots replaced: {model.report.describe_counts()}")

@@ -62,7 +62,7 @@ def _find_rank() -> int:
 def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
     """Replace what `--use-tempo` replaces; the script and its arguments."""
     root, script, arguments = _split(argv)
-    tempo_config, report_file = read_options(arguments)
+    tempo_config, budget, report_file = read_options(arguments)
     ledger = read_ledger_prefix(arguments)
     try:
         set_rank_environment()
@@ -79,6 +79,11 @@ def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
                 f"--tempo-ledger looks at Megatron-LM's training steps, and {root} is Megatron-DeepSpeed; leave it out"
             )
 
+        if budget is not None:
+            raise LaunchError(
+                "a memory budget is given, and it is planned for our trainer and Megatron-LM, not Megatron-DeepSpeed; "
+                "leave it out"
+            )
         patch_scripts(tempo_config, report_file, add_tempo_options)
         return script, arguments
     hooks, warning = find_hooks(version)
@@ -92,7 +97,7 @@ def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
     if not tempo_config.is_off:
         if warning:
             warnings.warn(warning, stacklevel=1)
-        patches.patch_models(hooks, version, tempo_config, Report(version, root, report_file))
+        patches.patch_models(hooks, version, tempo_config, Report(version, root, report_file), budget)
     return script, arguments
 
 

@@ -41,12 +41,17 @@ class Gpu:
     """Of the GPU's memory."""
 
 
+def list_gpus() -> dict[str, Path]:
+    """Name -> file of configs/gpu."""
+    return {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("*.json"))}
+
+
 def read_gpu(name: str) -> Gpu:
     """The GPU of a file of configs/gpu, by its name (`h100`) or its path.
 
     Raises ValueError, which names the nearest known GPU, where there is none, and where a file does not hold a GPU.
     """
-    known = {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("*.json"))}
+    known = list_gpus()
     path = known.get(name.lower(), Path(name))
     if not path.is_file():
         nearest = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.0)

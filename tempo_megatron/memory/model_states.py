@@ -6,10 +6,12 @@ P is the parameters of a rank, e the bytes of one, d the ranks that share optimi
 - "megatron": Megatron's DistributedDataParallel holds gradients in float32 buffers (of float16 in float16). Adam's
   moments are float32, and of 16-bit weights there is a float32 copy. With the distributed optimizer moments and copy
   are divided by d. Gathered weights and reduced gradients use the same buffers.
-- "deepspeed": Adam as above. ZeRO 0 in bf16 is DeepSpeed's BF16_Optimizer: gradients in bf16 and float32, and states
-  divided by d all the same. ZeRO 1 divides the states, and has a float32 copy of its part of 16-bit gradients in the
-  optimizer's step. ZeRO 2 divides gradients too, ZeRO 3 weights too, of which a layer is gathered at a time.
-  Gradients are reduced in buckets of "reduce_bucket_size" elements; with "overlap_comm" there are two.
+- "deepspeed": Adam as above. ZeRO 0 in bf16, and ZeRO 1 with gradients accumulated in float32, is DeepSpeed's
+  BF16_Optimizer: gradients in bf16 and float32, and states divided by d all the same. ZeRO 1 divides the states, among
+  them a copy of float32 weights too, has gradients in "grad_accum_dtype", and a float32 copy of its part of 16-bit
+  gradients in the optimizer's step. ZeRO 2 divides gradients too, ZeRO 3 weights too, of which a layer is gathered at a
+  time. Gradients are reduced in buckets of "reduce_bucket_size" elements, which ZeRO 1 and 2 make in full; with
+  "overlap_comm" there are two.
 """
 
 from __future__ import annotations
@@ -43,6 +45,9 @@ class OptimizerSettings:
     """DeepSpeed's."""
 
     reduce_bucket_elements: int = _BUCKET_ELEMENTS
+    gradient_bytes: int | None = None
+    """Of an element in which DeepSpeed accumulates, "grad_accum_dtype"; None is the weights'."""
+
     overlaps: bool = False
     """DeepSpeed's "overlap_comm"."""
 
@@ -69,6 +74,9 @@ class OptimizerSettings:
             kind="deepspeed",
             zero_stage=stage,
             reduce_bucket_elements=int(read("reduce_bucket_size", _BUCKET_ELEMENTS)),
+            gradient_bytes={"fp32": 4, "bf16": 2, "fp16": 2}.get(
+                (config.get("data_types") or {}).get("grad_accum_dtype") or ""
+            ),
             overlaps=bool(read("overlap_comm", stage == 3)),
             offloads=(read("offload_optimizer", None) or {}).get("device", "none") != "none",
         )
@@ -106,13 +114,23 @@ def count_model_states(
         gradients = (2 if dtype == torch.float16 else _FLOAT32) * p
         return ModelStates(e * p, gradients, _divide(states, d if optimizer.distributed else 1), 0, 0)
     stage = optimizer.zero_stage
+    accumulates_in_float32 = optimizer.gradient_bytes == _FLOAT32 and not optimizer.offloads
+    if stage == 1 and dtype == torch.bfloat16 and accumulates_in_float32:
+        # DeepSpeed then takes its BF16_Optimizer.
+        stage = 0
+    if stage in (1, 2) and not is_16_bit:
+        # They clone their part of the weights, whatever its dtype.
+        states += _FLOAT32 * p
     is_divided = stage > 0 or dtype == torch.bfloat16
-    gradients = _divide(e * p, d if stage >= 2 else 1)
+    of_gradient = (optimizer.gradient_bytes or e) if stage == 1 else e
+    gradients = _divide(of_gradient * p, d if stage >= 2 else 1)
     if stage == 0 and dtype == torch.bfloat16:
         gradients += _FLOAT32 * p
     buffers = 0
-    if stage and d > 1:
-        buffers = min(optimizer.reduce_bucket_elements, p) * e * (2 if optimizer.overlaps else 1)
+    if stage in (1, 2) or (stage and d > 1):
+        # Stages 1 and 2 make a whole bucket in each backward, whatever there is to reduce and with whom.
+        elements = optimizer.reduce_bucket_elements
+        buffers = (elements if stage < 3 else min(elements, p)) * of_gradient * (2 if optimizer.overlaps else 1)
     if stage == 3 and d > 1:
         buffers += largest_layer_parameters * e
     transient = 0

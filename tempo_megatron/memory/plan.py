@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.layer_values import LAYER_OPERATIONS, write_layers
@@ -31,12 +31,22 @@ RECOMPUTE_MODES = ((), ("core_attn",), ("mlp",), ("core_attn", "mlp"), ("full",)
 _FEMTO = 1e15
 
 
-class CountFixedBytes(Protocol):
-    """What a rank of a pipeline stage holds at its peak whatever its layers keep: weights, gradients, optimizer
-    states, buffers, embedding and head."""
+@dataclasses.dataclass(frozen=True)
+class FixedBytes:
+    """What a rank of a pipeline stage holds whatever its layers keep: weights, gradients, optimizer states, buffers,
+    embedding, and what runs at the moment makes for itself."""
 
-    def __call__(self, stage: int, loss: str, recompute: frozenset[str]) -> int:
-        """Bytes of `stage`, with the loss head "off" or "fused", and what Megatron recomputes."""
+    in_layers: int
+    """While a layer's backward runs, without what its recomputation makes again."""
+    at_head: int
+    """At the highest moment before any layer's backward."""
+
+
+class CountFixedBytes(Protocol):
+    """The FixedBytes of a request."""
+
+    def __call__(self, stage: int, loss: str) -> FixedBytes:
+        """Of `stage`, with the loss head "off" or "fused"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +81,19 @@ class PlanRequest:
     """Operation -> the values that the model can have, "off" first and the loss's too; without "auto"."""
     recompute: frozenset[str] = frozenset(("core_attn", "mlp", "full"))
     """What of Megatron's recomputation may be taken."""
+    keeps_recompute: bool = False
+    """Whether all of `recompute` is taken, not any of it."""
+    num_full: int | None = None
+    """Of full recomputation: how many layers of each stage; None is any number."""
     is_causal: bool = True
     stock: str = "transformer_engine"
     stock_attention: str = "fused"
     head_flops: int = 0
     """Of the output layer's forward, on one rank."""
+    remedy: str = "raise --gpu-memory, --tp or --pp, or lower --micro-batch-size"
+    """What a user can do where nothing fits."""
+    corrections: tuple[int, ...] = ()
+    """Bytes of each stage, on top of its FixedBytes; empty is none."""
 
     def __post_init__(self) -> None:
         if self.num_layers % self.pipeline_parallel:
@@ -111,6 +129,11 @@ class StagePlan:
 class Plan:
     """What to write into the JSON and on the command line, and what it comes to."""
 
+    recompute: frozenset[str]
+    """What Megatron recomputes: some modules of every layer, or "full", whole layers."""
+    num_full: int
+    """The first layers of every stage that are recomputed as a whole."""
+
     block: dict[str, Any]
     """The "tempo" block."""
     megatron_arguments: tuple[str, ...]
@@ -136,78 +159,48 @@ def make_plan(request: PlanRequest, budget: int) -> Plan:
 
     Raises ValueError, which says by how much it misses and names the nearest plan that fits, where none does.
     """
-    planner = _Planner(request)
+    plan = find_plan(request, budget)
+    if plan.peak_bytes > budget:
+        raise_impossible(request, plan, budget)
+    return plan
+
+
+def find_plan(request: PlanRequest, budget: int) -> Plan:
+    """As `make_plan`; where nothing fits, the shortest step of those that need least."""
+    planner = Planner(request)
     solution = planner.solver.solve(budget)
-    if solution is not None:
-        return planner.describe(solution)
-    smallest = planner.make_smallest()
+    return planner.make_smallest() if solution is None else planner.describe(solution)
+
+
+def raise_impossible(request: PlanRequest, smallest: Plan, budget: int) -> NoReturn:
+    """Raise ValueError: by how much the plan that needs least misses the budget, and what it is."""
     words = " ".join(smallest.megatron_arguments) or "no recomputation by Megatron"
     raise ValueError(
         f"{write_size(budget)} a GPU are given, and the least that fits is {write_size(smallest.peak_bytes)}, "
         f"{write_size(smallest.peak_bytes - budget)} more: {TempoConfig.from_dict(smallest.block).describe()}, "
-        f"{words}; raise --gpu-memory, --tp or --pp, or lower --micro-batch-size"
+        f"{words}; {request.remedy}"
     )
 
 
 def make_smallest_plan(request: PlanRequest) -> Plan:
     """The shortest step of those that need least."""
-    return _Planner(request).make_smallest()
+    return Planner(request).make_smallest()
 
 
-def list_plans(request: PlanRequest, num_budgets: int) -> list[Plan]:
-    """The plans of budgets from the least that fits to what stock needs, each plan once."""
-    planner = _Planner(request)
-    least, most = planner.make_smallest().peak_bytes, list_switches(request)["stock"].peak_bytes
-    plans: list[Plan] = []
-    for index in range(num_budgets):
-        solution = planner.solver.solve(least + (most - least) * index // (num_budgets - 1))
-        assert solution is not None
-        plan = planner.describe(solution)
-        if not plans or plan.seconds < plans[-1].seconds:
-            plans.append(plan)
-    return plans
+def _list_modes(request: PlanRequest) -> list[tuple[str, ...]]:
+    if request.keeps_recompute:
+        return [tuple(sorted(request.recompute))]
+    return [each for each in RECOMPUTE_MODES if request.recompute.issuperset(each)]
 
 
-def list_switches(request: PlanRequest) -> dict[str, Plan]:
-    """What single switches come to, whatever the budget: stock, Tempo's two forms, and Megatron's recomputation."""
-    preferences = {
-        "stock": (),
-        "Tempo, in place": ("inplace", "flash", "recompute"),
-        "Tempo, recompute": ("recompute", "flash"),
-    }
-    plans = {}
-    for name, preference in preferences.items():
-        values = {
-            operation: (next((value for value in preference if value in allowed), "off"),)
-            for operation, allowed in request.values.items()
-            if operation != "loss"
-        }
-        # In place exists for some activations only; "recompute" is not what that switch means there.
-        if name == "Tempo, in place" and "inplace" not in request.values["activation"]:
-            values["activation"] = ("off",)
-        plans[name] = _plan_one(request, values, ())
-    off = dict.fromkeys(LAYER_OPERATIONS, ("off",))
-    for modules in RECOMPUTE_MODES[1:]:
-        if request.recompute.issuperset(modules):
-            plans[f"stock + {' '.join(modules)}"] = _plan_one(request, off, modules)
-    return plans
-
-
-def _plan_one(request: PlanRequest, values: Mapping[str, Sequence[str]], modules: Sequence[str]) -> Plan:
-    values = {**request.values, **values}
-    only = _Planner(dataclasses.replace(request, values=values, recompute=frozenset(modules)), [tuple(modules)])
-    # Of full recomputation: of all layers.
-    return only.describe(only.solver.find_smallest())
-
-
-class _Planner:
+class Planner:
     """A request in the solver's terms, and its solution in the request's."""
 
-    def __init__(self, request: PlanRequest, modes: Sequence[tuple[str, ...]] = RECOMPUTE_MODES) -> None:
+    def __init__(self, request: PlanRequest) -> None:
         self._request, self._flops = request, request.flops
-        last, nothing = request.pipeline_parallel - 1, frozenset[str]()
-        self._loss = min(request.values["loss"], key=lambda form: request.count_fixed_bytes(last, form, nothing))
-        self.modes = [self._make_mode(frozenset(each)) for each in modes if request.recompute.issuperset(each)]
+        last = request.pipeline_parallel - 1
+        self._loss = min(request.values["loss"], key=lambda form: request.count_fixed_bytes(last, form).at_head)
+        self.modes = [self._make_mode(frozenset(each)) for each in _list_modes(request)]
         self.solver = Solver(self.modes)
 
     def make_smallest(self) -> Plan:
@@ -226,6 +219,8 @@ class _Planner:
             words = ("selective", "--recompute-modules", *sorted(modules))
         layers = [choice for stage in solution.stages for choice in stage.names]
         return Plan(
+            recompute=frozenset(("full",)) if solution.num_full else modules,
+            num_full=solution.num_full,
             block=_write_block(layers, self._loss),
             megatron_arguments=("--recompute-granularity", *words) if words else (),
             stages=tuple(self._describe_stages(solution)),
@@ -251,7 +246,7 @@ class _Planner:
     def _make_mode(self, recompute: frozenset[str]) -> Mode[LayerChoice]:
         stages = tuple(self._make_stage(index, recompute) for index in range(self._request.pipeline_parallel))
         if "full" in recompute:
-            return Mode(self._list_kinds(frozenset()), stages, self._list_kinds(recompute))
+            return Mode(self._list_kinds(frozenset()), stages, self._list_kinds(recompute), self._request.num_full)
         return Mode(self._list_kinds(recompute), stages)
 
     def _make_stage(self, index: int, recompute: frozenset[str]) -> Stage:
@@ -261,12 +256,14 @@ class _Planner:
         flops = 3 * (num_layers * self._flops.total + (request.head_flops if index == num_stages - 1 else 0))
         # 1F1B: a stage is as many micro batches ahead as there are stages behind it.
         in_flight = min(num_stages - index, request.num_microbatches or num_stages)
-        fixed = request.count_fixed_bytes(index, self._loss, recompute)
+        fixed = request.count_fixed_bytes(index, self._loss)
+        correction = request.corrections[index] if request.corrections else 0
         return Stage(
             num_layers=num_layers,
             in_flight=in_flight,
-            fixed_bytes=fixed + in_flight * self._count_stack_bytes(recompute),
+            fixed_bytes=fixed.in_layers + correction + in_flight * self._count_stack_bytes(recompute),
             base_cost=convert_to_femtoseconds(request.gpu, request.shape.dtype, flops=flops),
+            head_bytes=max(0, fixed.at_head - fixed.in_layers),
         )
 
     def _count_stack_bytes(self, recompute: frozenset[str]) -> int:

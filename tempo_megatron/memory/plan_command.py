@@ -5,26 +5,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tempo_megatron.argument_types import parse_fraction, parse_positive
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.estimate import RankLayout
-from tempo_megatron.memory.formula import LayerShape
 from tempo_megatron.memory.gpu import Gpu, parse_size, read_gpu, write_size
 from tempo_megatron.memory.ledger_command import format_layout
 from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.memory.plan import CountFixedBytes, Plan, PlanRequest, StagePlan, make_plan
-from tempo_megatron.memory.plan_fixed import EstimatedFixedBytes
-from tempo_megatron.models.build import DTYPES, build_transformer_config
+from tempo_megatron.memory.plan import Plan, PlanRequest, StagePlan, make_plan
+from tempo_megatron.memory.plan_request import Question, make_plan_request
+from tempo_megatron.memory.plan_verify import make_verified_plan
+from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.checks import check_layout
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
-from tempo_megatron.operations import CHOICES
-from tempo_megatron.slots.refusals import find_refusal
 
 _RECOMPUTE = ("core_attn", "mlp", "full")
 
@@ -102,8 +98,11 @@ def run_plan(args: argparse.Namespace) -> int:
     gpu = read_gpu(args.gpu)
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
-    request = make_request(read_model(args), gpu, args)
-    plan = make_plan(request, args.gpu_memory)
+    request, estimates = make_plan_request(make_question(read_model(args), gpu, args))
+    if estimates is None:
+        plan = make_plan(request, args.gpu_memory)
+    else:
+        plan, request = make_verified_plan(request, args.gpu_memory, estimates.estimate_plan)
     print(f"{Path(args.model).stem}, {args.dtype}, s {request.shape.seq_length}, b {args.micro_batch_size}, ", end="")
     print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {write_size(args.gpu_memory)} a GPU")
     print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates\n")
@@ -129,7 +128,7 @@ def run_plan(args: argparse.Namespace) -> int:
 def read_model(args: argparse.Namespace) -> ModelShape:
     """The model of the arguments.
 
-    Raises ValueError where it is none, does not lie on the GPUs so, or has what the bytes of a layer are not known of.
+    Raises ValueError where it is none, or does not lie on the GPUs so.
     """
     values = read_shape_file(args.model)
     values.setdefault("vocab_size", 50257)
@@ -141,84 +140,11 @@ def read_model(args: argparse.Namespace) -> ModelShape:
     }
     shape = make_shape(**{**values, **{name: value for name, value in given.items() if value is not None}})
     check_layout(shape, args.tp, args.sequence_parallel, option="--tp")
-    if shape.family == "t5":
-        raise ValueError(
-            f"--model {args.model} is a T5, whose two stacks the planner does not divide; give a GPT or BERT"
-        )
-    if shape.qk_layernorm:
-        raise ValueError(f"--model {args.model} has qk_layernorm, whose kept bytes have no formula; turn it off")
     return shape
 
 
-def make_request(shape: ModelShape, gpu: Gpu, args: argparse.Namespace) -> PlanRequest:
-    """What the planner is asked. Raises ValueError where the layout does not go with the model."""
-    dtype = DTYPES[args.dtype]
-    config = build_transformer_config(shape, dtype=dtype)
-    values = {
-        name: tuple(
-            value
-            # Stock first: of two that cost and keep the same it stays.
-            for value in sorted(choices, key=lambda value: value != "off")
-            if value != "auto" and find_refusal(name, value, config) is None
-        )
-        for name, choices in CHOICES.items()
-    }
-    layer = LayerShape(
-        seq_length=shape.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
-        dtype=dtype,
-        tensor_parallel=args.tp,
-        sequence_parallel=args.sequence_parallel,
-        hidden_dropout=shape.hidden_dropout,
-        attention_dropout=shape.attention_dropout,
-        activation=shape.activation,
-        normalization=shape.normalization,
-        rotary=shape.position_embedding_type == "rope",
-    )
-    if args.fixed_memory:
-        count_fixed_bytes = read_fixed_bytes(args.fixed_memory, args.pp)
-    else:
-        count_fixed_bytes = estimate_fixed_bytes(shape, layer, values, args)
-    assert shape.vocab_size is not None
-    vocab_size = pad_vocab_size(shape.vocab_size, shape.make_vocab_size_divisible_by, args.tp)
-    return PlanRequest(
-        shape=layer,
-        num_layers=shape.num_layers,
-        pipeline_parallel=args.pp,
-        num_microbatches=args.num_micro_batches,
-        gpu=gpu,
-        count_fixed_bytes=count_fixed_bytes,
-        values=values,
-        recompute=frozenset(args.recompute_allowed),
-        is_causal=shape.family == "gpt",
-        stock=args.stock,
-        stock_attention=args.stock_attention,
-        head_flops=2 * shape.seq_length * args.micro_batch_size * shape.hidden_size * vocab_size // args.tp,
-    )
-
-
-def read_fixed_bytes(sizes: Sequence[int], pipeline_parallel: int) -> CountFixedBytes:
-    """What --fixed-memory says. Raises ValueError unless there is one size, or one for each stage."""
-    if len(sizes) not in (1, pipeline_parallel):
-        raise ValueError(
-            f"--fixed-memory has {len(sizes)} sizes; expected one, or one for each of --pp {pipeline_parallel}"
-        )
-
-    def count_fixed_bytes(stage: int, loss: str, recompute: frozenset[str]) -> int:
-        return sizes[stage if len(sizes) > 1 else 0]
-
-    return count_fixed_bytes
-
-
-def estimate_fixed_bytes(
-    shape: ModelShape, layer: LayerShape, values: Mapping[str, Sequence[str]], args: argparse.Namespace
-) -> CountFixedBytes:
-    """What the estimate of a step says. Raises ValueError where the model cannot lie so."""
+def make_question(shape: ModelShape, gpu: Gpu, args: argparse.Namespace) -> Question:
+    """What the arguments ask. Raises ValueError where the DeepSpeed JSON is none."""
     optimizer = OptimizerSettings()
     if args.deepspeed_config:
         optimizer = OptimizerSettings.from_deepspeed(
@@ -231,9 +157,18 @@ def estimate_fixed_bytes(
         sequence_parallel=args.sequence_parallel,
         micro_batch_size=args.micro_batch_size,
         num_micro_batches=args.num_micro_batches,
-        dtype=layer.dtype,
+        dtype=DTYPES[args.dtype],
+        stock=args.stock,
     )
-    return EstimatedFixedBytes(shape, layout, layer, values, optimizer)
+    return Question(
+        shape=shape,
+        layout=layout,
+        optimizer=optimizer,
+        gpu=gpu,
+        recompute=frozenset(args.recompute_allowed),
+        stock_attention=args.stock_attention,
+        fixed_sizes=tuple(args.fixed_memory or ()),
+    )
 
 
 def format_plan(request: PlanRequest, plan: Plan) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tempo_megatron.memory.plan import Plan, PlanRequest, list_plans, list_switches
+from tempo_megatron.memory.plan import Plan, PlanRequest
+from tempo_megatron.memory.plan_switches import list_plans, list_switches
 
 _NUM_BUDGETS = 60
 

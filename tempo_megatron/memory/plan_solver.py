@@ -42,6 +42,8 @@ class Stage:
     """All that does not depend on the kinds."""
     base_cost: int = 0
     """What one micro batch costs where nothing is saved."""
+    head_bytes: int = 0
+    """What the loss head makes beside all kept bytes, before any recomputation begins."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Mode(Generic[Name]):
     stages: tuple[Stage, ...]
     full_kinds: tuple[Kind[Name], ...] = ()
     """Not empty: the first layers of every stage, as many in each, are of one of these kinds; the same in a stage."""
+    num_full: int | None = None
+    """How many; None is any number from 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +162,7 @@ class _Table(Generic[Name]):
 
     def __init__(self, mode: Mode[Name]) -> None:
         kinds, self._full_kinds, self.stages = prune(mode.kinds), prune(mode.full_kinds), mode.stages
+        self._num_full = mode.num_full
         self._num_layers = num_layers = max(stage.num_layers for stage in mode.stages)
         # What a recomputation has made again counts once, for the kind in which it is largest.
         limits = sorted({kind.replay_bytes for kind in kinds})
@@ -166,7 +171,9 @@ class _Table(Generic[Name]):
 
     def list_numbers_of_full(self) -> range:
         """How many layers of a stage may be recomputed as a whole."""
-        return range(1, self._num_layers + 1) if self._full_kinds else range(1)
+        if not self._full_kinds:
+            return range(1)
+        return range(1, self._num_layers + 1) if self._num_full is None else range(self._num_full, self._num_full + 1)
 
     def find_cheapest(self, stage: Stage, num_full: int, budget: int) -> _Point | None:
         """The cheapest choice within the budget, and of equal costs one that needs least; None where there is none."""
@@ -176,7 +183,7 @@ class _Table(Generic[Name]):
         for full in self._list_full(num_full):
             for limit, front in self._fronts:
                 left = rest - m * num_full * (full.kept_bytes if full else 0)
-                kept = (left - limit) // m
+                kept = (left - max(limit, stage.head_bytes)) // m
                 if full and m > 1:
                     kept = min(kept, (left - full.replay_bytes) // (m - 1))
                 elif full and left < full.replay_bytes:
@@ -213,7 +220,7 @@ class _Table(Generic[Name]):
         num_others = stage.num_layers - num_full
         m, kept = stage.in_flight, int(front.kept[num_others][index])
         cost = stage.base_cost + int(front.costs[num_others][index])
-        peak = m * kept + (limit if num_others else 0)
+        peak = m * kept + max(limit if num_others else 0, stage.head_bytes)
         if full:
             of_full = num_full * full.kept_bytes
             cost += num_full * full.cost
@@ -269,12 +276,13 @@ class Solver(Generic[Name]):
 def count_peak(stage: Stage, kinds: Sequence[Kind[Name]], num_full: int) -> int:
     """Bytes of a stage at its fullest.
 
-    That is when the last layer's backward begins, with what its recomputation makes again, if it has one; or when that
-    of the last layer that is recomputed as a whole does: then the layers behind it have given back what they kept of
-    this micro batch.
+    That is in the loss head; or when the last layer's backward begins, with what its recomputation makes again, if it
+    has one; or when that of the last layer that is recomputed as a whole does: then the layers behind it have given
+    back what they kept of this micro batch.
     """
     m, kept = stage.in_flight, sum(kind.kept_bytes for kind in kinds)
     peak = m * kept + max((kind.replay_bytes for kind in kinds[num_full:]), default=0)
+    peak = max(peak, m * kept + stage.head_bytes)
     if num_full:
         of_full = sum(kind.kept_bytes for kind in kinds[:num_full])
         peak = max(peak, (m - 1) * kept + of_full + kinds[0].replay_bytes)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tempo_megatron.doctor import describe_implementation
+from tempo_megatron.memory.plan_run import RunPlan
 from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots.choices import Choices
 from tempo_megatron.slots.report import TempoReport
@@ -47,6 +48,7 @@ def write_banner(
     optimizer_name: str,
     settings: Mapping[str, Any],
     activation: str,
+    plan: RunPlan | None = None,
 ) -> str:
     """One line per subject, from the packages to Tempo.
 
@@ -56,6 +58,7 @@ def write_banner(
         tempo_report: what became of the model's slots.
         settings: what the optimizer itself works with.
         activation: name and form of the MLP's activation.
+        plan: of the run's memory budget.
     """
     tp, dp = run.tensor_model_parallel_size, run.data_parallel_size
     parallel = f"TP {tp}{' + SP' if run.sequence_parallel else ''}, DP {dp}"
@@ -75,6 +78,8 @@ def write_banner(
         "data": " ".join(run.data_path),
         "tempo": _describe_tempo(run, choices),
     }
+    if plan is not None:
+        rows["plan"] = plan.describe()
     if not run.tempo.is_off or choices.reasons:
         rows["replaced"] = tempo_report.describe_counts()
         rows["left"] = "\n".join(tempo_report.describe_left()) or "nothing"

@@ -19,6 +19,7 @@ from tempo_megatron.training.checkpoint_folder import LATEST
 from tempo_megatron.training.data_identity import identify_data
 from tempo_megatron.training.datasets import build_datasets, load_vocabulary
 from tempo_megatron.training.loop import Trainer
+from tempo_megatron.training.planning import plan_memory
 from tempo_megatron.training.plots import plot_losses
 from tempo_megatron.training.resume import describe_run
 from tempo_megatron.training.rng_state import seed_all
@@ -55,6 +56,7 @@ class Job:
             if damage is None:
                 break
             run, saved = decide_without({**saved["passed_over"], saved["checkpoint"]: damage})
+        run, self.plan = plan_memory(run, self.vocabulary.padded_size)
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)
         self.choices = choose_for_model(run.model, transformer_config, run.tempo)
@@ -103,6 +105,7 @@ class Job:
             optimizer_name=self.engine.optimizer_name,
             settings=self.engine.read_settings(),
             activation=model.describe_activation(run.model, self.description["gelu_form"]),
+            plan=self.plan,
         )
         self.report.say(banner)
         if saved is not None:
@@ -120,6 +123,7 @@ class Job:
             world_size=run.world_size,
             parameters=self.parameters,
             tempo=dataclasses.asdict(run.tempo),
+            plan=self.plan and dataclasses.asdict(self.plan),
             slots=self.tempo_report.as_dict()["slots"],
             settings=self.engine.read_settings(),
             **self.description,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.arguments import describe_tempo_arguments, tempo_config_from
+from tempo_megatron.arguments import describe_tempo_arguments, read_tempo_of_run
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.training.argument_types import Blend, parse_blend, parse_split
@@ -115,6 +115,8 @@ class RunConfig:
 
     tempo: TempoConfig
     """As given; Job puts a value in place of each "auto" before anything reads it."""
+    memory_budget: int | None
+    """Bytes that a rank may hold, by which Job plans what is "auto"; None plans nothing."""
     tempo_arguments: str
     """What was typed about Tempo, for the banner."""
 
@@ -141,6 +143,7 @@ def complete_run(
     data_parallel_size = divide_processes(world_size, args.tensor_model_parallel_size)
     values = {**vars(args), **(take_from_checkpoint(args, deepspeed_config, saved) if saved else {})}
     completed = complete_deepspeed_config(deepspeed_config, values, data_parallel_size)
+    tempo, memory_budget = read_tempo_of_run(args, completed)
     values.setdefault("eod_mask_loss", False)
     values.setdefault("masking", None)
     values |= {
@@ -159,7 +162,8 @@ def complete_run(
         "data_parallel_size": data_parallel_size,
         "on_gpu": on_gpu,
         "deepspeed": freeze_deepspeed_config(completed),
-        "tempo": tempo_config_from(args, completed),
+        "tempo": tempo,
+        "memory_budget": memory_budget,
         "tempo_arguments": describe_tempo_arguments(args),
     }
     values |= _complete_schedule(values) | _complete_recomputation(args) | _complete_output(args)

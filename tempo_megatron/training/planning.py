@@ -1,0 +1,77 @@
+"""The memory budget of a run: what its layers keep is planned before its model is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tempo_megatron.memory.estimate import RankLayout
+from tempo_megatron.memory.model_states import OptimizerSettings
+from tempo_megatron.memory.plan_request import Question, read_written_recomputation
+from tempo_megatron.memory.plan_run import RunPlan, find_gpu, plan_beside
+from tempo_megatron.models.build import DTYPES
+from tempo_megatron.training.run_config import RunConfig
+
+_REMEDY = "raise the budget or --tensor-model-parallel-size, or lower --micro-batch-size"
+
+
+def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunPlan | None]:
+    """The run as its memory budget lets it be, and the plan; the run itself where it has none.
+
+    Rank 0 plans, and every rank gets its plan or its error. All ranks call it, once their process group is there.
+
+    Raises ValueError where nothing fits, or the planner does not know the model.
+    """
+    if run.memory_budget is None:
+        return run, None
+    found: list[RunPlan | str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [plan_beside(_make_question(run, padded_vocab_size), run.memory_budget, _REMEDY)]
+        except ValueError as error:
+            found = [f"memory budget: {error}"]
+    dist.broadcast_object_list(found, src=0)
+    (plan,) = found
+    if isinstance(plan, str):
+        raise ValueError(plan)
+    assert plan is not None
+    changes: dict[str, Any] = {"tempo": plan.tempo}
+    if run.recompute_granularity is None and plan.num_full:
+        changes |= {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": plan.num_full,
+        }
+    elif run.recompute_granularity is None and plan.recompute:
+        changes |= {"recompute_granularity": "selective", "recompute_modules": plan.recompute}
+    return dataclasses.replace(run, **changes), plan
+
+
+def _make_question(run: RunConfig, padded_vocab_size: int) -> Question:
+    written = read_written_recomputation(
+        run.recompute_granularity,
+        run.recompute_method,
+        run.recompute_num_layers,
+        run.recompute_modules,
+        run.model.num_layers,
+    )
+    return Question(
+        # The vocabulary as this run pads it.
+        shape=dataclasses.replace(run.model, vocab_size=padded_vocab_size, make_vocab_size_divisible_by=1),
+        layout=RankLayout(
+            tensor_parallel=run.tensor_model_parallel_size,
+            data_parallel=run.data_parallel_size,
+            sequence_parallel=run.sequence_parallel,
+            micro_batch_size=run.micro_batch_size,
+            num_micro_batches=run.num_micro_batches,
+            dtype=DTYPES[run.precision],
+            stock="local" if run.on_gpu else "cpu",
+        ),
+        optimizer=OptimizerSettings.from_deepspeed(run.deepspeed),
+        gpu=find_gpu(torch.cuda.get_device_name() if run.on_gpu else None),
+        tempo=run.tempo,
+        **written,
+    )

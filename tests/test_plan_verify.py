@@ -1,0 +1,113 @@
+"""Plans that fit by the estimate: none exceeds its budget in a real step, and no single switch is better."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from peak_cases import Step, measure_step
+
+from tempo_megatron import TempoConfig, use_cpu
+from tempo_megatron.memory.estimate import RankLayout
+from tempo_megatron.memory.gpu import read_gpu
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.model_states import OptimizerSettings
+from tempo_megatron.memory.plan import Plan, PlanRequest, make_plan, make_smallest_plan
+from tempo_megatron.memory.plan_fixed import PlanEstimates
+from tempo_megatron.memory.plan_request import Question, make_plan_request
+from tempo_megatron.memory.plan_switches import list_switches
+from tempo_megatron.memory.plan_verify import make_verified_plan
+
+# The 0-dim tensors of the loss, which may or may not be there still when the peak is.
+SCALARS_BYTES = 16
+NO_OPTIMIZER = OptimizerSettings(kind="none")
+
+
+def ask(step: Step, **layout: int) -> tuple[PlanRequest, PlanEstimates]:
+    request, estimates = make_plan_request(
+        Question(
+            shape=step.shape,
+            layout=RankLayout(
+                micro_batch_size=step.micro_batch_size,
+                dtype=step.dtype,
+                stock="cpu",
+                **{"num_micro_batches": 1, **layout},
+            ),
+            optimizer=NO_OPTIMIZER,
+            gpu=read_gpu("h100"),
+        )
+    )
+    assert estimates is not None
+    return request, estimates
+
+
+def list_budgets(request: PlanRequest, estimates: PlanEstimates, num: int) -> list[int]:
+    """From the least that fits to what the shortest step of all needs, by the estimate."""
+    with pytest.raises(ValueError, match="a GPU are given") as error:
+        make_verified_plan(request, 1, estimates.estimate_plan)
+    assert "the least that fits is" in str(error.value)
+    smallest = max(estimates.estimate_plan(make_smallest_plan(request)))
+    most = max(estimates.estimate_plan(make_plan(request, 10**15)))
+    return [smallest + (most - smallest) * index // (num - 1) for index in range(num)]
+
+
+def measure(step: Step, plan: Plan) -> int:
+    tempo = TempoConfig.from_dict(plan.block)
+    taken = dataclasses.replace(
+        step, tempo=tempo, recompute=tuple(sorted(plan.recompute)), num_full=plan.num_full or None
+    )
+    with torch.compiler.set_stance("force_eager"), simulate_layout(1):
+        model_parallel_cuda_manual_seed(1)
+        return measure_step(taken)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
+def test_no_real_step_exceeds_the_budget_of_its_plan(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What Inductor's own code makes, no dispatcher sees.
+    monkeypatch.setenv("CXX", "no-compiler")
+    use_cpu()
+    step = Step(family, False, TempoConfig.off())
+    request, estimates = ask(step)
+    plans, seconds = set(), []
+    for budget in list_budgets(request, estimates, 5):
+        plan, _ = make_verified_plan(request, budget, estimates.estimate_plan)
+        measured = measure(step, plan)
+        assert measured <= plan.peak_bytes + SCALARS_BYTES <= budget + SCALARS_BYTES
+        assert measured >= 0.9 * plan.peak_bytes
+        if not plan.num_full:
+            assert abs(measured - plan.peak_bytes) <= SCALARS_BYTES
+        plans.add((str(plan.block), plan.megatron_arguments))
+        seconds.append(plan.seconds)
+    assert len(plans) >= 3 and seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"pipeline_parallel": 2, "num_micro_batches": 4}], ids=["one stage", "2 stages"]
+)
+def test_no_single_switch_that_fits_by_the_estimate_beats_the_plan(layout: dict[str, int]) -> None:
+    request, estimates = ask(Step("gpt", False, TempoConfig.off()), **layout)
+    for name, switch in list_switches(request).items():
+        needed = max(estimates.estimate_plan(switch))
+        plan, corrected = make_verified_plan(request, needed, estimates.estimate_plan)
+        assert plan.peak_bytes <= needed and plan.seconds <= switch.seconds, name
+        assert [stage.peak_bytes for stage in plan.stages] == list(estimates.estimate_plan(plan))
+        assert make_plan(corrected, needed).seconds <= plan.seconds
+
+
+def test_what_the_estimate_finds_more_is_made_up_for() -> None:
+    """An estimate that is 5 % above the plan's own figures, and one that is 5 % below."""
+    request, estimates = ask(Step("gpt", False, TempoConfig.off()))
+    budget = int(0.9 * make_plan(request, 10**15).peak_bytes)
+
+    def judge(factor: float) -> Plan:
+        def estimate(plan: Plan) -> Sequence[int]:
+            return [int(factor * each) for each in estimates.estimate_plan(plan)]
+
+        return make_verified_plan(request, budget, estimate)[0]
+
+    strict, exact, loose = (judge(factor) for factor in (1.05, 1.0, 0.95))
+    assert max(plan.peak_bytes for plan in (strict, exact, loose)) <= budget
+    assert loose.seconds <= exact.seconds <= strict.seconds and loose.seconds < strict.seconds

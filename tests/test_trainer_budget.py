@@ -1,0 +1,159 @@
+"""A run with a memory budget: planned at its start, under it by a count of its storages, with the losses of stock."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_job import Data, Run, make_data, run, successful
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.model_states import OptimizerSettings
+from tempo_megatron.models.shape import make_shape
+
+# The quickstart's shape in one process, without dropout, so that stock has the same losses.
+QUICKSTART = [
+    *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "8", "--seq-length", "256"),
+    *("--micro-batch-size", "8", "--global-batch-size", "8", "--train-iters", "2"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
+]
+ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+def count_bytes() -> None:
+    """Let a rank count its storages while it trains, and say at the end how many bytes they were at most."""
+    from tempo_megatron.memory.peak_bytes import PeakBytes
+    from tempo_megatron.training.job import Job
+
+    # What Inductor's own code makes, no dispatcher sees.
+    os.environ["CXX"] = "no-compiler"
+    torch.compiler.set_stance("force_eager")
+    seen, build, train = PeakBytes(), Job.__init__, Job.train
+
+    def build_in_sight(self: Job, *args: Any) -> None:
+        with seen:
+            build(self, *args)
+
+    def train_in_sight(self: Job) -> None:
+        seen.begin_phase()
+        with seen:
+            train(self)
+        print(f"counted {seen.peak} bytes")
+
+    Job.__init__, Job.train = build_in_sight, train_in_sight  # type: ignore[method-assign]
+
+
+def read_count(result: Run) -> int:
+    found = re.search(r"counted (\d+) bytes", result.output)
+    assert found, result.output
+    return int(found[1])
+
+
+def estimate(tempo: TempoConfig, config: dict[str, Any], dtype: torch.dtype) -> int:
+    """The peak that the run's plan goes by."""
+    sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 512}
+    shape = make_shape(**sizes, attention_dropout=0.0, hidden_dropout=0.0)
+    layout = RankLayout(micro_batch_size=8, num_micro_batches=1, dtype=dtype, stock="cpu")
+    (rank,) = estimate_ranks(shape, layout, tempo, optimizer=OptimizerSettings.from_deepspeed(config))
+    return rank.peak_bytes
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
+    "ZeRO 1, fp32": ({"zero_optimization": {"stage": 1}}, torch.float32),
+    "ZeRO 1, bf16, gradients in fp32": (
+        {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        torch.bfloat16,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "dtype"), CONFIGS.values(), ids=CONFIGS)
+def test_budgets_between_tempo_and_stock_are_kept_and_change_no_loss(
+    data: Data, tmp_path: Path, config: dict[str, Any], dtype: torch.dtype
+) -> None:
+    tempo, stock = (estimate(each, config, dtype) for each in (TempoConfig(), TempoConfig.off()))
+    unplanned = successful(run(data, tmp_path / "stock", *QUICKSTART, config=config, before=count_bytes))
+    assert read_count(unplanned) > 0.97 * stock
+    plans = []
+    for share in (0.0, 0.2):
+        budget = int(tempo + share * (stock - tempo))
+        block = {"memory_budget": f"{budget}B", "norm": "inplace"}
+        planned = successful(
+            run(data, tmp_path / str(share), *QUICKSTART, config={**config, "tempo": block}, before=count_bytes)
+        )
+        (record,) = planned.of_kind("run")
+        plan = record["plan"]
+        assert read_count(planned) <= plan["peak_bytes"] <= budget < read_count(unplanned)
+        assert plan["budget"] == budget and plan["block"]["norm"] == "inplace"
+        assert record["tempo"] == {**plan["block"], "layers": plan["block"].get("layers", {})}
+        assert f"plan       budget {budget / 2**30:.2f} GiB, estimated peak " in planned.output
+        assert f"           {TempoConfig.from_dict(plan['block']).describe()}" in planned.output
+        assert planned.losses == pytest.approx(unplanned.losses, rel=1e-4 if dtype == torch.float32 else 2e-3)
+        plans.append((plan["block"], plan["recompute"], plan["num_full"]))
+    assert plans[0] != plans[1]
+
+
+@pytest.mark.slow
+def test_what_the_user_wrote_of_recomputation_stays_and_is_counted(data: Data, tmp_path: Path) -> None:
+    config, dtype = CONFIGS["ZeRO 1, fp32"]
+    budget = estimate(TempoConfig(), config, dtype)
+    written = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
+    planned = successful(
+        run(data, tmp_path, *QUICKSTART, *written, "--use-tempo", "--tempo-memory-budget", f"{budget}B", config=config)
+    )
+    assert (
+        "recompute  selective, mlp\n" in planned.output
+        and "recomputed by Megatron: mlp of every layer" in planned.output
+    )
+    (record,) = planned.of_kind("run")
+    assert record["plan"]["recompute"] == ["mlp"] and record["plan"]["peak_bytes"] <= budget
+
+
+@pytest.mark.slow
+def test_ranks_share_one_plan_and_resume_with_another(data: Data, tmp_path: Path) -> None:
+    """With dropout, on two ranks; the losses after --load are those of the run that was not interrupted."""
+    common = [
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+        "--micro-batch-size",
+        "4",
+        "--train-iters",
+        "4",
+    ]
+    budgets = [["--use-tempo", "--tempo-memory-budget", size] for size in ("2.5GB", "2.03GB")]
+    save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
+    whole = successful(run(data, tmp_path / "whole", *common, *budgets[0], world_size=2, config=ZERO1))
+    first = successful(
+        run(data, tmp_path / "first", *common, *budgets[0], *save, "--exit-interval", "2", world_size=2, config=ZERO1)
+    )
+    second = successful(run(data, tmp_path / "second", *common, *budgets[1], *save, world_size=2, config=ZERO1))
+    assert [*first.losses, *second.losses] == pytest.approx(whole.losses, rel=1e-4)
+
+
+def test_an_impossible_budget_is_one_sentence(data: Data, tmp_path: Path) -> None:
+    failed = run(data, tmp_path, *QUICKSTART, "--use-tempo", "--tempo-memory-budget", "50MiB", config=ZERO1)
+    assert failed.exit_codes == [1]
+    (line,) = [line for line in failed.output.splitlines() if line.startswith("error")]
+    assert re.fullmatch(
+        r"error: memory budget: 50.0 MiB a GPU are given, and the least that fits is \S+ GiB, \S+ GiB more: "
+        r"activation=.*; raise the budget or --tensor-model-parallel-size, or lower --micro-batch-size",
+        line,
+    )
+
+
+def test_layers_and_a_budget_are_not_given_together(data: Data, tmp_path: Path) -> None:
+    config = {"tempo": {"memory_budget": "8GiB", "layers": {"0": {"norm": "off"}}}}
+    failed = run(data, tmp_path, *QUICKSTART, config=config)
+    assert failed.exit_codes == [1] and "tempo.layers and tempo.memory_budget are both given" in failed.output
