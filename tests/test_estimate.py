@@ -128,7 +128,7 @@ def test_model_states_are_divided_as_their_owner_does() -> None:
     assert total(kind="megatron", distributed=False) == 8000 * 18
     assert total(kind="megatron", dtype=torch.float32) == 8000 * 8 + 1000 * 8
     deepspeed = [total(kind="deepspeed", zero_stage=stage) for stage in range(4)]
-    assert deepspeed == [8000 * 8 + 1000 * 12, 8000 * 4 + 1000 * 12, 8000 * 2 + 1000 * 14, 1000 * 16]
+    assert deepspeed == [8000 * 16, 8000 * 4 + 1000 * 12, 8000 * 2 + 1000 * 14, 1000 * 16]
     assert total(kind="none") == 16000
 
 

@@ -122,6 +122,7 @@ def estimate_ranks(
             optimizer,
             data_parallel=layout.data_parallel,
             largest_layer_parameters=max(chunk.largest_layer_parameters for chunk in chunks),
+            accumulates=num_micro_batches > 1,
         )
         if optimizer.kind == "none" and has_gradients:
             states = dataclasses.replace(states, gradients=states.weights)
@@ -217,7 +218,7 @@ def _estimate_rank(
         if key not in candidates:
             in_flight = sum(n * memory.bytes_in_flight for n, memory in zip(waiting, chunks, strict=True))
             own = chunks[event.chunk].micro_batch_bytes + highest[key[1:]].num_bytes
-            candidates[key] = in_flight + own
+            candidates[key] = in_flight + own + (0 if event.is_forward else states.backward_buffers)
         waiting[event.chunk] += 1 if event.is_forward else 0
     others, chunk, is_forward = max(candidates, key=lambda key: candidates[key])
     moment = highest[chunk, is_forward]
@@ -229,6 +230,7 @@ def _estimate_rank(
         "transients": moment.rise,
     }
     parts["gradients"] += moment.gradient_bytes
+    parts["communication buffers"] += 0 if is_forward else states.backward_buffers
     num_parameters = sum(memory.num_parameters for memory in chunks)
     at_step = _list_parts(states) | {"transients": states.step_transient}
     if sum(at_step.values()) > sum(parts.values()):
