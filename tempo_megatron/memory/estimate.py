@@ -36,6 +36,12 @@ class RankLayout:
     layers_per_virtual_stage: int | None = None
     """Megatron's --num-layers-per-virtual-pipeline-stage; None is 1F1B without interleaving."""
 
+    first_stage_layers: int | None = None
+    """Megatron's --decoder-first-pipeline-num-layers; None gives the first stage as many as those in the middle."""
+
+    last_stage_layers: int | None = None
+    """Megatron's --decoder-last-pipeline-num-layers."""
+
     micro_batch_size: int = 1
     num_micro_batches: int | None = None
     """Of a step, per data-parallel rank; None is enough to fill the pipeline twice."""
@@ -105,7 +111,7 @@ def estimate_ranks(
     Raises ValueError where the model cannot lie so, and for a T5 in several pipeline stages.
     """
     optimizer = optimizer or OptimizerSettings()
-    num_chunks = count_chunks(shape, layout)
+    num_chunks, layers = count_chunks(shape, layout), list_stage_layers(shape, layout)
     num_micro_batches = layout.num_micro_batches or (
         1 if layout.pipeline_parallel == 1 and optimizer.kind == "none" else 2 * layout.pipeline_parallel
     )
@@ -114,7 +120,7 @@ def estimate_ranks(
         has_gradients = optimizer.kind != "none" or num_micro_batches > 1
         chunks = [
             simulate_chunk(settings)
-            for settings in _list_chunks(shape, layout, tempo_config, stage, num_chunks, has_gradients)
+            for settings in _list_chunks(shape, layout, tempo_config, stage, num_chunks, layers, has_gradients)
         ]
         states = count_model_states(
             sum(chunk.num_parameters for chunk in chunks),
@@ -145,11 +151,15 @@ def count_chunks(shape: ModelShape, layout: RankLayout) -> int:
             f"--pp is {stages}, but the model is a T5, whose encoder and decoder have stages of their own, which the "
             "estimate does not know; expected --pp 1"
         )
-    if shape.num_layers % stages:
-        raise ValueError(f"{shape.num_layers} layers are not a multiple of --pp {stages}; change one of them")
-    per_stage, per_chunk = shape.num_layers // stages, layout.layers_per_virtual_stage
+    layers, per_chunk = list_stage_layers(shape, layout), layout.layers_per_virtual_stage
     if per_chunk is None:
         return 1
+    if len(set(layers)) > 1:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage is {per_chunk} and stages have {min(layers)} to {max(layers)} "
+            "layers; expected stages of equally many; leave one out"
+        )
+    per_stage = layers[0]
     if stages == 1 or per_stage % per_chunk:
         raise ValueError(
             f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {per_stage} layers of "
@@ -162,19 +172,48 @@ def count_chunks(shape: ModelShape, layout: RankLayout) -> int:
     return per_stage // per_chunk
 
 
+def list_stage_layers(shape: ModelShape, layout: RankLayout) -> list[int]:
+    """How many layers each stage has, as Megatron deals them out.
+
+    Raises ValueError where it could not.
+    """
+    stages = layout.pipeline_parallel
+    given = {"first": layout.first_stage_layers, "last": layout.last_stage_layers}
+    options = " and ".join(f"--decoder-{name}-pipeline-num-layers {n}" for name, n in given.items() if n is not None)
+    if not options:
+        if shape.num_layers % stages:
+            raise ValueError(f"{shape.num_layers} layers are not a multiple of --pp {stages}; change one of them")
+        return [shape.num_layers // stages] * stages
+    if stages == 1:
+        raise ValueError(f"{options} needs stages; expected --pp of at least 2; leave it out or raise that")
+    rest = shape.num_layers - sum(n or 0 for n in given.values())
+    others = stages - sum(n is not None for n in given.values())
+    if rest < others or (rest % others if others else rest):
+        raise ValueError(
+            f"{options} leaves {rest} of {shape.num_layers} layers for {others} other stages; expected "
+            f"{'a positive multiple of them' if others else 'none'}; change one of them"
+        )
+    per_stage = rest // others if others else 0
+    found = [per_stage] * stages
+    found[0] = per_stage if given["first"] is None else given["first"]
+    found[-1] = per_stage if given["last"] is None else given["last"]
+    return found
+
+
 def _list_chunks(
     shape: ModelShape,
     layout: RankLayout,
     tempo_config: TempoConfig,
     stage: int,
     num_chunks: int,
+    layers: Sequence[int],
     has_gradients: bool,
 ) -> Iterator[ChunkSettings]:
     assert shape.vocab_size is not None
     stages = layout.pipeline_parallel
-    num_layers = shape.num_layers // stages // num_chunks
+    num_layers = layers[stage] // num_chunks
     for chunk in range(num_chunks):
-        first = (chunk * stages + stage) * num_layers
+        first = chunk * stages * num_layers + sum(layers[:stage]) // num_chunks
         yield ChunkSettings(
             shape=shape,
             # Where all layers are alike, chunks of equally many are.

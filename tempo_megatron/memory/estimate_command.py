@@ -48,6 +48,13 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="interleave chunks of N layers",
     )
+    for place in ("first", "last"):
+        group.add_argument(
+            f"--decoder-{place}-pipeline-num-layers",
+            type=parse_positive,
+            metavar="N",
+            help=f"layers of the {place} stage (default as many as the others)",
+        )
     group.add_argument(
         "--num-micro-batches",
         type=parse_positive,
@@ -156,6 +163,8 @@ def _read_layout(args: argparse.Namespace) -> RankLayout:
         data_parallel=args.dp,
         sequence_parallel=args.sequence_parallel,
         layers_per_virtual_stage=args.num_layers_per_virtual_pipeline_stage,
+        first_stage_layers=args.decoder_first_pipeline_num_layers,
+        last_stage_layers=args.decoder_last_pipeline_num_layers,
         micro_batch_size=args.micro_batch_size,
         num_micro_batches=args.num_micro_batches,
         dtype=DTYPES[args.dtype],
