@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
+from tempo_megatron.memory import estimate_command
 from tempo_megatron.memory.chunk_memory import LAYERS, compress
 from tempo_megatron.memory.estimate import RankLayout, estimate_ranks, list_stage_layers
 from tempo_megatron.memory.formula import LayerShape, count_layer_bytes
@@ -190,5 +193,27 @@ def test_the_command_says_what_fits_and_what_does_not(capsys: pytest.CaptureFixt
     assert main([*command, "--gpu-memory", "6GiB", "--plot", str(plot), "--json", str(figures)]) == 0
     out = capsys.readouterr().out
     assert "stock does not fit 6.00 GiB: all ranks needs" in out and "Tempo fits 6.00 GiB with" in out
-    assert plot.read_bytes()[:4] == b"\x89PNG" and '"peak_bytes"' in figures.read_text()
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    rows = json.loads(figures.read_text())["Tempo"][0]
+    assert rows["peak_bytes"] == sum(rows["bytes_at_the_peak"].values())
+    for row in ("weights", "optimizer states", "activations of the layers", "made and freed at the peak"):
+        assert f"{row} " in out and rows["bytes_at_the_peak"][row] > 0
     assert main([*command, "--gpu-memory", "1GiB"]) == 1
+
+
+def test_an_estimate_that_takes_time_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["estimate", "--model", "configs/model/gpt2_tiny.json", "--optimizer", "none"]
+    real = estimate_command.estimate_ranks
+
+    def take_time(*args: Any, **keywords: Any) -> Any:
+        time.sleep(0.2)
+        return real(*args, **keywords)
+
+    assert main(command) == 0
+    assert "estimating" not in capsys.readouterr().err
+    monkeypatch.setattr(estimate_command, "_SILENT_S", 0.05)
+    monkeypatch.setattr(estimate_command, "estimate_ranks", take_time)
+    assert main(command) == 0
+    assert "estimating stock ...\n" in capsys.readouterr().err

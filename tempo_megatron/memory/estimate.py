@@ -93,6 +93,22 @@ PART_NAMES = (
 )
 
 
+# Where a part's name alone does not say what it is.
+_DESCRIPTIONS = {
+    "communication buffers": "buckets of gradients",
+    "micro batches": "tokens, labels and masks",
+    "embedding": "activations of the embedding",
+    "layers": "activations of the layers",
+    "loss head": "activations of the loss head",
+    "transients": "made and freed at the peak",
+}
+
+
+def describe_part(name: str) -> str:
+    """What one of PART_NAMES is, for a table."""
+    return _DESCRIPTIONS.get(name, name)
+
+
 def estimate_ranks(
     shape: ModelShape,
     layout: RankLayout,
