@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import time
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
+from tempo_megatron.memory import estimate_command
 from tempo_megatron.memory.chunk_memory import LAYERS, compress
-from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.estimate import RankLayout, estimate_ranks, list_stage_layers
 from tempo_megatron.memory.formula import LayerShape, count_layer_bytes
 from tempo_megatron.memory.memory_size import parse_memory
 from tempo_megatron.memory.model_states import OptimizerSettings, count_model_states
@@ -107,6 +112,27 @@ def test_parameters_of_all_stages_are_those_of_the_model() -> None:
     assert [rank.name for rank in ranks][:2] == ["first stage", "stage 1"]
 
 
+@pytest.mark.parametrize(
+    ("stages", "first", "last"), [(4, 1, None), (4, None, 5), (4, 2, 4), (2, 3, 5), (4, None, None), (3, 3, 3)]
+)
+def test_stages_have_the_layers_that_megatron_gives_them(stages: int, first: int | None, last: int | None) -> None:
+    num_layers = {(4, 1, None): 7, (4, 2, 4): 10, (3, 3, 3): 8}.get((stages, first, last), 8)
+    shape = make_shape(**{**SMALL, "num_layers": num_layers})
+    layout = RankLayout(pipeline_parallel=stages, first_stage_layers=first, last_stage_layers=last)
+    config = TransformerConfig(
+        num_layers=num_layers, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=stages,
+        pipeline_dtype=torch.float32, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
+    )  # fmt: skip
+    layers = list_stage_layers(shape, layout)
+    assert layers == [get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages)]
+    assert sum(layers) == num_layers
+    layer = 12 * 64 * 64 + 13 * 64
+    ranks = estimate_ranks(shape, layout, TempoConfig(layers={f"{num_layers - 1}": {"norm": "recompute"}}))
+    embedding, positions = 512 * 64, 32 * 64
+    others = [embedding + positions, *[0] * (stages - 2), embedding + 2 * 64]
+    assert [rank.num_parameters for rank in ranks] == [n * layer + m for n, m in zip(layers, others, strict=True)]
+
+
 @pytest.mark.parametrize(("stage", "chunks", "in_flight"), [(0, 1, 4), (3, 1, 1), (0, 2, 11), (3, 2, 5), (0, 3, 15)])
 def test_the_schedule_has_megatrons_micro_batches_in_flight(stage: int, chunks: int, in_flight: int) -> None:
     """In chunks; of the first stage p m + p - 1, the paper's 1 + (p - 1) / (p m) of a whole model."""
@@ -128,7 +154,7 @@ def test_model_states_are_divided_as_their_owner_does() -> None:
     assert total(kind="megatron", distributed=False) == 8000 * 18
     assert total(kind="megatron", dtype=torch.float32) == 8000 * 8 + 1000 * 8
     deepspeed = [total(kind="deepspeed", zero_stage=stage) for stage in range(4)]
-    assert deepspeed == [8000 * 8 + 1000 * 12, 8000 * 4 + 1000 * 12, 8000 * 2 + 1000 * 14, 1000 * 16]
+    assert deepspeed == [8000 * 16, 8000 * 4 + 1000 * 12, 8000 * 2 + 1000 * 14, 1000 * 16]
     assert total(kind="none") == 16000
     # ZeRO 1 and 2 clone float32 weights as well; ZeRO 1 accumulates in the JSON's dtype.
     in_float32 = [total(kind="deepspeed", dtype=torch.float32, zero_stage=stage) for stage in range(4)]
@@ -160,6 +186,8 @@ def test_a_t5_in_stages_is_refused() -> None:
     [
         (["--pp", "7"], "12 layers are not a multiple of --pp 7; change one of them"),
         (["--zero", "1", "--optimizer", "megatron"], "ZeRO is DeepSpeed's: leave one out"),
+        (["--decoder-first-pipeline-num-layers", "2"], "expected --pp of at least 2"),
+        (["--pp", "3", "--decoder-last-pipeline-num-layers", "3"], "leaves 9 of 12 layers for 2 other stages"),
         (["--sequence-parallel"], "--sequence-parallel needs --tp of at least 2"),
         (["--pp", "2", "--num-layers-per-virtual-pipeline-stage", "4"], "expected a divisor of the 6 layers"),
         (["--recompute", "full", "mlp"], "give it alone"),
@@ -179,5 +207,27 @@ def test_the_command_says_what_fits_and_what_does_not(capsys: pytest.CaptureFixt
     assert main([*command, "--gpu-memory", "6GiB", "--plot", str(plot), "--json", str(figures)]) == 0
     out = capsys.readouterr().out
     assert "stock does not fit 6.00 GiB: all ranks needs" in out and "Tempo fits 6.00 GiB with" in out
-    assert plot.read_bytes()[:4] == b"\x89PNG" and '"peak_bytes"' in figures.read_text()
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    rows = json.loads(figures.read_text())["Tempo"][0]
+    assert rows["peak_bytes"] == sum(rows["bytes_at_the_peak"].values())
+    for row in ("weights", "optimizer states", "activations of the layers", "made and freed at the peak"):
+        assert f"{row} " in out and rows["bytes_at_the_peak"][row] > 0
     assert main([*command, "--gpu-memory", "1GiB"]) == 1
+
+
+def test_an_estimate_that_takes_time_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["estimate", "--model", "configs/model/gpt2_tiny.json", "--optimizer", "none"]
+    real = estimate_command.estimate_ranks
+
+    def take_time(*args: Any, **keywords: Any) -> Any:
+        time.sleep(0.2)
+        return real(*args, **keywords)
+
+    assert main(command) == 0
+    assert "estimating" not in capsys.readouterr().err
+    monkeypatch.setattr(estimate_command, "_SILENT_S", 0.05)
+    monkeypatch.setattr(estimate_command, "estimate_ranks", take_time)
+    assert main(command) == 0
+    assert "estimating stock ...\n" in capsys.readouterr().err

@@ -36,6 +36,12 @@ class RankLayout:
     layers_per_virtual_stage: int | None = None
     """Megatron's --num-layers-per-virtual-pipeline-stage; None is 1F1B without interleaving."""
 
+    first_stage_layers: int | None = None
+    """Megatron's --decoder-first-pipeline-num-layers; None gives the first stage as many as those in the middle."""
+
+    last_stage_layers: int | None = None
+    """Megatron's --decoder-last-pipeline-num-layers."""
+
     micro_batch_size: int = 1
     num_micro_batches: int | None = None
     """Of a step, per data-parallel rank; None is enough to fill the pipeline twice."""
@@ -87,6 +93,22 @@ PART_NAMES = (
 )
 
 
+# Where a part's name alone does not say what it is.
+_DESCRIPTIONS = {
+    "communication buffers": "buckets of gradients",
+    "micro batches": "tokens, labels and masks",
+    "embedding": "activations of the embedding",
+    "layers": "activations of the layers",
+    "loss head": "activations of the loss head",
+    "transients": "made and freed at the peak",
+}
+
+
+def describe_part(name: str) -> str:
+    """What one of PART_NAMES is, for a table."""
+    return _DESCRIPTIONS.get(name, name)
+
+
 def estimate_ranks(
     shape: ModelShape,
     layout: RankLayout,
@@ -105,7 +127,7 @@ def estimate_ranks(
     Raises ValueError where the model cannot lie so, and for a T5 in several pipeline stages.
     """
     optimizer = optimizer or OptimizerSettings()
-    num_chunks = count_chunks(shape, layout)
+    num_chunks, layers = count_chunks(shape, layout), list_stage_layers(shape, layout)
     num_micro_batches = layout.num_micro_batches or (
         1 if layout.pipeline_parallel == 1 and optimizer.kind == "none" else 2 * layout.pipeline_parallel
     )
@@ -114,7 +136,7 @@ def estimate_ranks(
         has_gradients = optimizer.kind != "none" or num_micro_batches > 1
         chunks = [
             simulate_chunk(settings)
-            for settings in _list_chunks(shape, layout, tempo_config, stage, num_chunks, has_gradients)
+            for settings in _list_chunks(shape, layout, tempo_config, stage, num_chunks, layers, has_gradients)
         ]
         states = count_model_states(
             sum(chunk.num_parameters for chunk in chunks),
@@ -122,6 +144,7 @@ def estimate_ranks(
             optimizer,
             data_parallel=layout.data_parallel,
             largest_layer_parameters=max(chunk.largest_layer_parameters for chunk in chunks),
+            accumulates=num_micro_batches > 1,
         )
         if optimizer.kind == "none" and has_gradients:
             states = dataclasses.replace(states, gradients=states.weights)
@@ -144,11 +167,15 @@ def count_chunks(shape: ModelShape, layout: RankLayout) -> int:
             f"--pp is {stages}, but the model is a T5, whose encoder and decoder have stages of their own, which the "
             "estimate does not know; expected --pp 1"
         )
-    if shape.num_layers % stages:
-        raise ValueError(f"{shape.num_layers} layers are not a multiple of --pp {stages}; change one of them")
-    per_stage, per_chunk = shape.num_layers // stages, layout.layers_per_virtual_stage
+    layers, per_chunk = list_stage_layers(shape, layout), layout.layers_per_virtual_stage
     if per_chunk is None:
         return 1
+    if len(set(layers)) > 1:
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage is {per_chunk} and stages have {min(layers)} to {max(layers)} "
+            "layers; expected stages of equally many; leave one out"
+        )
+    per_stage = layers[0]
     if stages == 1 or per_stage % per_chunk:
         raise ValueError(
             f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {per_stage} layers of "
@@ -161,19 +188,48 @@ def count_chunks(shape: ModelShape, layout: RankLayout) -> int:
     return per_stage // per_chunk
 
 
+def list_stage_layers(shape: ModelShape, layout: RankLayout) -> list[int]:
+    """How many layers each stage has, as Megatron deals them out.
+
+    Raises ValueError where it could not.
+    """
+    stages = layout.pipeline_parallel
+    given = {"first": layout.first_stage_layers, "last": layout.last_stage_layers}
+    options = " and ".join(f"--decoder-{name}-pipeline-num-layers {n}" for name, n in given.items() if n is not None)
+    if not options:
+        if shape.num_layers % stages:
+            raise ValueError(f"{shape.num_layers} layers are not a multiple of --pp {stages}; change one of them")
+        return [shape.num_layers // stages] * stages
+    if stages == 1:
+        raise ValueError(f"{options} needs stages; expected --pp of at least 2; leave it out or raise that")
+    rest = shape.num_layers - sum(n or 0 for n in given.values())
+    others = stages - sum(n is not None for n in given.values())
+    if rest < others or (rest % others if others else rest):
+        raise ValueError(
+            f"{options} leaves {rest} of {shape.num_layers} layers for {others} other stages; expected "
+            f"{'a positive multiple of them' if others else 'none'}; change one of them"
+        )
+    per_stage = rest // others if others else 0
+    found = [per_stage] * stages
+    found[0] = per_stage if given["first"] is None else given["first"]
+    found[-1] = per_stage if given["last"] is None else given["last"]
+    return found
+
+
 def _list_chunks(
     shape: ModelShape,
     layout: RankLayout,
     tempo_config: TempoConfig,
     stage: int,
     num_chunks: int,
+    layers: Sequence[int],
     has_gradients: bool,
 ) -> Iterator[ChunkSettings]:
     assert shape.vocab_size is not None
     stages = layout.pipeline_parallel
-    num_layers = shape.num_layers // stages // num_chunks
+    num_layers = layers[stage] // num_chunks
     for chunk in range(num_chunks):
-        first = (chunk * stages + stage) * num_layers
+        first = chunk * stages * num_layers + sum(layers[:stage]) // num_chunks
         yield ChunkSettings(
             shape=shape,
             # Where all layers are alike, chunks of equally many are.
@@ -217,7 +273,7 @@ def _estimate_rank(
         if key not in candidates:
             in_flight = sum(n * memory.bytes_in_flight for n, memory in zip(waiting, chunks, strict=True))
             own = chunks[event.chunk].micro_batch_bytes + highest[key[1:]].num_bytes
-            candidates[key] = in_flight + own
+            candidates[key] = in_flight + own + (0 if event.is_forward else states.backward_buffers)
         waiting[event.chunk] += 1 if event.is_forward else 0
     others, chunk, is_forward = max(candidates, key=lambda key: candidates[key])
     moment = highest[chunk, is_forward]
@@ -229,6 +285,7 @@ def _estimate_rank(
         "transients": moment.rise,
     }
     parts["gradients"] += moment.gradient_bytes
+    parts["communication buffers"] += 0 if is_forward else states.backward_buffers
     num_parameters = sum(memory.num_parameters for memory in chunks)
     at_step = _list_parts(states) | {"transients": states.step_transient}
     if sum(at_step.values()) > sum(parts.values()):

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tempo_megatron.argument_types import parse_fraction, parse_positive
 from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.memory.estimate import PART_NAMES, RankEstimate, RankLayout, estimate_ranks
+from tempo_megatron.memory.estimate import PART_NAMES, RankEstimate, RankLayout, describe_part, estimate_ranks
 from tempo_megatron.memory.memory_size import format_bytes, parse_memory
 from tempo_megatron.memory.model_states import OptimizerSettings
 from tempo_megatron.memory.requested_shape import add_shape_arguments, read_requested_shape
 from tempo_megatron.memory.simulation import STACKS_OF_MODULES
 from tempo_megatron.models.build import DTYPES
 
-_WIDTH = 34
+_WIDTH = 38
+_SILENT_S = 2.0
 
 
 def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +51,13 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="interleave chunks of N layers",
     )
+    for place in ("first", "last"):
+        group.add_argument(
+            f"--decoder-{place}-pipeline-num-layers",
+            type=parse_positive,
+            metavar="N",
+            help=f"layers of the {place} stage (default as many as the others)",
+        )
     group.add_argument(
         "--num-micro-batches",
         type=parse_positive,
@@ -90,9 +100,8 @@ def run_estimate(args: argparse.Namespace) -> int:
     columns = {"stock": TempoConfig.off()} | ({} if tempo_config.is_off else {"Tempo": tempo_config})
     found = {}
     for name, config in columns.items():
-        if sys.stderr.isatty():
-            print(f"estimating {name} ...", end="\r", file=sys.stderr)
-        found[name] = estimate_ranks(shape, layout, config, optimizer=optimizer)
+        with _say_that_it_takes_time(f"estimating {name} ..."):
+            found[name] = estimate_ranks(shape, layout, config, optimizer=optimizer)
     print(
         f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, TP {args.tp}"
         f"{' + SP' if args.sequence_parallel else ''}, PP {args.pp}, DP {args.dp}: {layout.world_size:,} ranks, "
@@ -111,6 +120,18 @@ def run_estimate(args: argparse.Namespace) -> int:
 
         plot_estimates({name: choose_ranks(ranks) for name, ranks in found.items()}, args.plot, args.gpu_memory)
     return 0 if fits else 1
+
+
+@contextlib.contextmanager
+def _say_that_it_takes_time(text: str) -> Iterator[None]:
+    """Write a line to stderr where what runs inside takes more than _SILENT_S seconds."""
+    timer = threading.Timer(_SILENT_S, print, (text,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def choose_ranks(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:
@@ -132,7 +153,7 @@ def format_estimates(found: dict[str, tuple[RankEstimate, ...]]) -> str:
     for part in PART_NAMES:
         values = [rank.parts[part] for *_, rank in columns]
         if any(values):
-            lines.append(f"{part:<{_WIDTH}}" + "".join(f"{value / 2**30:>16.3f}" for value in values))
+            lines.append(f"{describe_part(part):<{_WIDTH}}" + "".join(f"{value / 2**30:>16.3f}" for value in values))
     lines += [rule, f"{'peak':<{_WIDTH}}" + "".join(f"{rank.peak_bytes / 2**30:>16.3f}" for *_, rank in columns)]
     lines.append(f"{'parameters':<{_WIDTH}}" + "".join(f"{rank.num_parameters:>16,}" for *_, rank in columns))
     lines += [f"{name}, {rank.name}: the peak is in the {rank.moment}" for _, name, rank in columns]
@@ -156,6 +177,8 @@ def _read_layout(args: argparse.Namespace) -> RankLayout:
         data_parallel=args.dp,
         sequence_parallel=args.sequence_parallel,
         layers_per_virtual_stage=args.num_layers_per_virtual_pipeline_stage,
+        first_stage_layers=args.decoder_first_pipeline_num_layers,
+        last_stage_layers=args.decoder_last_pipeline_num_layers,
         micro_batch_size=args.micro_batch_size,
         num_micro_batches=args.num_micro_batches,
         dtype=DTYPES[args.dtype],
@@ -195,4 +218,11 @@ def _read_json(path: str) -> dict[str, Any]:
 
 
 def _list_figures(rank: RankEstimate) -> dict[str, Any]:
-    return {**dataclasses.asdict(rank), "peak_bytes": rank.peak_bytes}
+    """As JSON has them: every part by its name, in bytes."""
+    return {
+        "name": rank.name,
+        "num_parameters": rank.num_parameters,
+        "moment": rank.moment,
+        "peak_bytes": rank.peak_bytes,
+        "bytes_at_the_peak": {describe_part(part): rank.parts[part] for part in PART_NAMES},
+    }

@@ -6,12 +6,12 @@ P is the parameters of a rank, e the bytes of one, d the ranks that share optimi
 - "megatron": Megatron's DistributedDataParallel holds gradients in float32 buffers (of float16 in float16). Adam's
   moments are float32, and of 16-bit weights there is a float32 copy. With the distributed optimizer moments and copy
   are divided by d. Gathered weights and reduced gradients use the same buffers.
-- "deepspeed": Adam as above. ZeRO 0 in bf16, and ZeRO 1 with gradients accumulated in float32, is DeepSpeed's
-  BF16_Optimizer: gradients in bf16 and float32, and states divided by d all the same. ZeRO 1 divides the states, among
-  them a copy of float32 weights too, has gradients in "grad_accum_dtype", and a float32 copy of its part of 16-bit
-  gradients in the optimizer's step. ZeRO 2 divides gradients too, ZeRO 3 weights too, of which a layer is gathered at a
-  time. Gradients are reduced in buckets of "reduce_bucket_size" elements, which ZeRO 1 and 2 make in full; with
-  "overlap_comm" there are two.
+- "deepspeed": Adam as above, in one of three of its optimizers. Without ZeRO, states are whole on every rank. ZeRO 1 in
+  bf16 with "grad_accum_dtype" fp32 is its BF16_Optimizer: gradients in bf16 and float32, and states divided by d. Else
+  ZeRO divides the states, float32 weights' copy among them. ZeRO 2 divides gradients too, ZeRO 3 weights too, of which
+  a layer is gathered at a time. ZeRO collects gradients in a buffer of "reduce_bucket_size" elements, with
+  "overlap_comm" in two, which is there during backward however small the model is. The optimizer's step flattens the
+  gradients and converts them to float32; without ZeRO, and in the BF16_Optimizer, they are flattened to be reduced.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ class OptimizerSettings:
     """DeepSpeed's."""
 
     reduce_bucket_elements: int = _BUCKET_ELEMENTS
-    gradient_bytes: int | None = None
-    """Of an element in which DeepSpeed accumulates, "grad_accum_dtype"; None is the weights'."""
-
     overlaps: bool = False
     """DeepSpeed's "overlap_comm"."""
+
+    accumulates_in_float32: bool = False
+    """DeepSpeed's "grad_accum_dtype" of fp32."""
+
+    foreach: bool = False
+    """Whether Adam is torch's over lists of tensors, which makes as many square roots; else it is a fused one."""
 
     offloads: bool = False
     """Whether DeepSpeed keeps the optimizer's states off the device."""
@@ -70,14 +73,14 @@ class OptimizerSettings:
             return default if value == "auto" else value
 
         stage = read("stage", 0)
+        adam = (config.get("optimizer") or {}).get("params", {})
         return cls(
             kind="deepspeed",
             zero_stage=stage,
             reduce_bucket_elements=int(read("reduce_bucket_size", _BUCKET_ELEMENTS)),
-            gradient_bytes={"fp32": 4, "bf16": 2, "fp16": 2}.get(
-                (config.get("data_types") or {}).get("grad_accum_dtype") or ""
-            ),
             overlaps=bool(read("overlap_comm", stage == 3)),
+            accumulates_in_float32=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
+            foreach=bool(adam.get("torch_adam")) and adam.get("foreach") is not False,
             offloads=(read("offload_optimizer", None) or {}).get("device", "none") != "none",
         )
 
@@ -90,10 +93,13 @@ class ModelStates:
     gradients: int
     optimizer_states: int
     communication_buffers: int
-    """Buckets of gradients; with ZeRO 3 the layer that is gathered too."""
+    """That are there all the time; with ZeRO 3 its bucket of gradients and the layer that is gathered."""
 
     step_transient: int
-    """What the optimizer's step makes beside all this; there is no activation then."""
+    """What reducing the gradients and the optimizer's step make beside all this; there is no activation then."""
+
+    backward_buffers: int = 0
+    """Buckets of gradients that are there during backward only."""
 
 
 def count_model_states(
@@ -103,8 +109,12 @@ def count_model_states(
     *,
     data_parallel: int = 1,
     largest_layer_parameters: int = 0,
+    accumulates: bool = True,
 ) -> ModelStates:
-    """The states of a rank with `num_parameters`; with "none" the gradients are backward's, and 0 here."""
+    """The states of a rank with `num_parameters`; with "none" the gradients are backward's, and 0 here.
+
+    accumulates: whether a step has more than one micro batch.
+    """
     p, e, d = num_parameters, dtype.itemsize, data_parallel
     is_16_bit = e < _FLOAT32
     states = _FLOAT32 * (_MOMENTS + is_16_bit) * p
@@ -113,36 +123,50 @@ def count_model_states(
     if optimizer.kind == "megatron":
         gradients = (2 if dtype == torch.float16 else _FLOAT32) * p
         return ModelStates(e * p, gradients, _divide(states, d if optimizer.distributed else 1), 0, 0)
+    roots = _FLOAT32 if optimizer.foreach else 0
+    if optimizer.zero_stage == 0:
+        found = ModelStates(e * p, e * p, states, 0, max(_flatten(p, e), (_FLOAT32 * is_16_bit + roots) * p))
+    elif optimizer.zero_stage == 1 and dtype == torch.bfloat16 and _takes_bf16_optimizer(optimizer):
+        # Flattened in float32, and converted to bf16 to be sent.
+        transient = max(_flatten(p, _FLOAT32 + e), _divide(roots * p, d))
+        found = ModelStates(e * p, (e + _FLOAT32) * p, _divide(states, d), 0, transient)
+    else:
+        found = _count_zero_states(p, e, d, optimizer, largest_layer_parameters, accumulates)
+    return dataclasses.replace(found, optimizer_states=0, step_transient=0) if optimizer.offloads else found
+
+
+def _takes_bf16_optimizer(optimizer: OptimizerSettings) -> bool:
+    return optimizer.accumulates_in_float32 and not optimizer.offloads
+
+
+def _count_zero_states(
+    p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int, accumulates: bool
+) -> ModelStates:
     stage = optimizer.zero_stage
-    accumulates_in_float32 = optimizer.gradient_bytes == _FLOAT32 and not optimizer.offloads
-    if stage == 1 and dtype == torch.bfloat16 and accumulates_in_float32:
-        # DeepSpeed then takes its BF16_Optimizer.
-        stage = 0
-    if stage in (1, 2) and not is_16_bit:
-        # They clone their part of the weights, whatever its dtype.
-        states += _FLOAT32 * p
-    is_divided = stage > 0 or dtype == torch.bfloat16
-    of_gradient = (optimizer.gradient_bytes or e) if stage == 1 else e
-    gradients = _divide(of_gradient * p, d if stage >= 2 else 1)
-    if stage == 0 and dtype == torch.bfloat16:
-        gradients += _FLOAT32 * p
-    buffers = 0
-    if stage in (1, 2) or (stage and d > 1):
-        # Stages 1 and 2 make a whole bucket in each backward, whatever there is to reduce and with whom.
-        elements = optimizer.reduce_bucket_elements
-        buffers = (elements if stage < 3 else min(elements, p)) * of_gradient * (2 if optimizer.overlaps else 1)
-    if stage == 3 and d > 1:
-        buffers += largest_layer_parameters * e
-    transient = 0
-    if is_16_bit and not (stage == 0 and dtype == torch.bfloat16):
-        transient = _divide(_FLOAT32 * p, d if stage else 1)
+    bytes_of_gradient = _FLOAT32 if optimizer.accumulates_in_float32 else e
+    buffers = optimizer.reduce_bucket_elements * e * (2 if optimizer.overlaps else 1)
+    # ZeRO 2 adds a micro batch's gradients to those before it when all are there; until then they are in the bucket or,
+    # where that was full, in memory of their own.
+    waits = stage == 2 and accumulates and not optimizer.accumulates_in_float32
+    own = _divide(e * p, d) if waits and p > optimizer.reduce_bucket_elements else 0
+    # Gradients that are gathered in one buffer as they come need no copy; their norm is computed in 64 bits.
+    flat = 2 * _FLOAT32 * largest
+    if not (stage >= 2 and optimizer.accumulates_in_float32):
+        flat = _divide((_FLOAT32 if bytes_of_gradient == _FLOAT32 else bytes_of_gradient + _FLOAT32) * p, d)
+    roots = _divide((2 * _FLOAT32 if optimizer.foreach else 0) * p, d)
     return ModelStates(
         _divide(e * p, d if stage == 3 else 1),
-        gradients,
-        0 if optimizer.offloads else _divide(states, d if is_divided else 1),
-        buffers,
-        0 if optimizer.offloads else transient,
+        _divide(bytes_of_gradient * p, d if stage >= 2 else 1),
+        _divide(_FLOAT32 * (_MOMENTS + 1) * p, d),
+        (buffers + (largest * e if d > 1 else 0)) if stage == 3 else 0,
+        max(flat, roots),
+        0 if stage == 3 else buffers + own,
     )
+
+
+def _flatten(num_parameters: int, bytes_of_element: int) -> int:
+    """A copy of all gradients, or of as many as DeepSpeed without ZeRO reduces at once."""
+    return min(num_parameters, _BUCKET_ELEMENTS) * bytes_of_element
 
 
 def _divide(num_bytes: int, parts: int) -> int:

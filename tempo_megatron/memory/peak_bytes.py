@@ -69,7 +69,7 @@ class PeakBytes(TorchDispatchMode):
     def _note(self, tensors: Iterable[Tensor]) -> None:
         for t in tensors:
             if t.is_meta:
-                continue
+                continue  # it has a size and no memory
             storage = t.untyped_storage()
             key = storage._cdata
             if key in self._known:
