@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
+from tempo_megatron.memory import plan_fixed
 
 ROOT = Path(__file__).parent.parent
 MODELS = ROOT / "configs" / "model"
@@ -39,6 +41,26 @@ def test_the_plan_is_a_block_arguments_and_a_table(tmp_path: Path, capsys: pytes
     assert [stage["layers"] for stage in figures["stages"]] == [[n, n + 11] for n in range(0, 96, 12)]
     assert max(stage["peak_bytes"] for stage in figures["stages"]) <= 60 * 2**30
     assert figures["gpu"]["calibrated"] is False
+
+
+def test_without_fixed_memory_the_plan_fits_by_the_estimate_of_exactly_that_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, tuple[str, ...]]] = []
+    estimate_ranks = plan_fixed.estimate_ranks
+
+    def estimate(shape: Any, layout: Any, config: TempoConfig, **settings: Any) -> Any:
+        asked.append((config.describe(), layout.recompute))
+        return estimate_ranks(shape, layout, config, **settings)
+
+    monkeypatch.setattr(plan_fixed, "estimate_ranks", estimate)
+    file, model = tmp_path / "plan.json", MODELS / "gpt2_345m.json"
+    arguments = ["plan", f"--model={model}", "--gpu=h100", "--gpu-memory=8GiB", "--micro-batch-size=4"]
+    assert main([*arguments, f"--json={file}"]) == 0
+    figures = json.loads(file.read_text())
+    (stage,) = figures["stages"]
+    assert 7.8 * 2**30 < stage["peak_bytes"] <= 8 * 2**30
+    assert (TempoConfig.from_file(file).describe(), ()) in asked and len(asked) <= 9
 
 
 def test_a_size_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:

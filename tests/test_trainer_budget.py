@@ -13,6 +13,7 @@ from training_job import Data, Run, make_data, run, successful
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.gpu import write_size
 from tempo_megatron.memory.model_states import OptimizerSettings
 from tempo_megatron.models.shape import make_shape
 
@@ -97,7 +98,10 @@ def test_budgets_between_tempo_and_stock_are_kept_and_change_no_loss(
         assert read_count(planned) <= plan["peak_bytes"] <= budget < read_count(unplanned)
         assert plan["budget"] == budget and plan["block"]["norm"] == "inplace"
         assert record["tempo"] == {**plan["block"], "layers": plan["block"].get("layers", {})}
-        assert f"plan       budget {budget / 2**30:.2f} GiB, estimated peak " in planned.output
+        assert (
+            f"plan       budget {write_size(budget)}, estimated peak {write_size(plan['peak_bytes'])}, "
+            in planned.output
+        )
         assert f"           {TempoConfig.from_dict(plan['block']).describe()}" in planned.output
         assert planned.losses == pytest.approx(unplanned.losses, rel=1e-4 if dtype == torch.float32 else 2e-3)
         plans.append((plan["block"], plan["recompute"], plan["num_full"]))

@@ -47,7 +47,7 @@ class Planning:
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                found = [plan_beside(self._make_question(model, arguments, run), self._budget, _REMEDY)]
+                found = [plan_beside(self._make_question(model, arguments, run), self._budget)]
             except ValueError as error:
                 found = [f"memory budget: {error}"]
         dist.broadcast_object_list(found, src=0)
@@ -93,6 +93,7 @@ class Planning:
             optimizer=OptimizerSettings(distributed=run.use_distributed_optimizer),
             gpu=find_gpu(torch.cuda.get_device_name() if on_gpu else None),
             tempo=self._tempo_config,
+            remedy=_REMEDY,
             **(written or {"recompute": frozenset(), "is_written": True}),
         )
 

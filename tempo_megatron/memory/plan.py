@@ -24,6 +24,7 @@ from tempo_megatron.memory.plan_cost import (
     count_layer_flops,
     count_moved_bytes,
     count_recomputed_flops,
+    count_weight_bytes,
 )
 from tempo_megatron.memory.plan_solver import Kind, Mode, Solution, Solver, Stage, prune
 
@@ -252,8 +253,13 @@ class Planner:
     def _make_stage(self, index: int, recompute: frozenset[str]) -> Stage:
         request = self._request
         num_layers, num_stages = request.num_layers // request.pipeline_parallel, request.pipeline_parallel
+        head_flops = request.head_flops if index == num_stages - 1 else 0
         # Backward computes two products for each of forward's.
-        flops = 3 * (num_layers * self._flops.total + (request.head_flops if index == num_stages - 1 else 0))
+        flops = 3 * (num_layers * self._flops.total + head_flops)
+        # The products of a linear are two operations a token and weight.
+        num_weights = (num_layers * self._flops.linears + head_flops) // (
+            2 * request.shape.seq_length * request.shape.micro_batch_size
+        )
         # 1F1B: a stage is as many micro batches ahead as there are stages behind it.
         in_flight = min(num_stages - index, request.num_microbatches or num_stages)
         fixed = request.count_fixed_bytes(index, self._loss)
@@ -262,7 +268,12 @@ class Planner:
             num_layers=num_layers,
             in_flight=in_flight,
             fixed_bytes=fixed.in_layers + correction + in_flight * self._count_stack_bytes(recompute),
-            base_cost=convert_to_femtoseconds(request.gpu, request.shape.dtype, flops=flops),
+            base_cost=convert_to_femtoseconds(
+                request.gpu,
+                request.shape.dtype,
+                flops=flops,
+                moved_bytes=count_weight_bytes(num_weights, request.shape.element_bytes),
+            ),
             head_bytes=max(0, fixed.at_head - fixed.in_layers),
         )
 

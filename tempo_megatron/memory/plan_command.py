@@ -15,9 +15,10 @@ from tempo_megatron.memory.estimate import RankLayout
 from tempo_megatron.memory.gpu import Gpu, parse_size, read_gpu, write_size
 from tempo_megatron.memory.ledger_command import format_layout
 from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.memory.plan import Plan, PlanRequest, StagePlan, make_plan
-from tempo_megatron.memory.plan_request import Question, make_plan_request
-from tempo_megatron.memory.plan_verify import make_verified_plan
+from tempo_megatron.memory.plan import Plan, PlanRequest, StagePlan
+from tempo_megatron.memory.plan_batch import choose_trial, try_micro_batches
+from tempo_megatron.memory.plan_request import Question
+from tempo_megatron.memory.plan_verify import answer
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.checks import check_layout
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
@@ -51,24 +52,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="estimate what DeepSpeed holds with this file (default: what Megatron's distributed optimizer does)",
     )
-    parser.add_argument("--tp", type=parse_positive, default=1, metavar="N", help="tensor parallel size (default 1)")
-    parser.add_argument("--pp", type=parse_positive, default=1, metavar="N", help="pipeline stages (default 1)")
-    parser.add_argument("--dp", type=parse_positive, default=1, metavar="N", help="data parallel size (default 1)")
-    parser.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
-    parser.add_argument("--micro-batch-size", type=parse_positive, default=1, metavar="B", help="samples (default 1)")
-    parser.add_argument(
-        "--num-micro-batches", type=parse_positive, metavar="M", help="of a step (default as many as fill the pipeline)"
-    )
-    parser.add_argument(
-        "--seq-length", type=parse_positive, metavar="S", help="tokens per sample (default the model's)"
-    )
-    parser.add_argument(
-        "--vocab-size", type=parse_positive, metavar="V", help="tokens (default the model's, else 50257)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default %(default)s")
-    parser.add_argument(
-        "--dropout", type=parse_fraction, metavar="P", help="hidden and attention (default the model's)"
-    )
+    _add_layout(parser)
     parser.add_argument(
         "--stock",
         choices=("transformer_engine", "local"),
@@ -93,26 +77,70 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="PNG", help="draw the best step time of every budget, and single switches")
 
 
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tp", type=parse_positive, default=1, metavar="N", help="tensor parallel size (default 1)")
+    parser.add_argument("--pp", type=parse_positive, default=1, metavar="N", help="pipeline stages (default 1)")
+    parser.add_argument("--dp", type=parse_positive, default=1, metavar="N", help="data parallel size (default 1)")
+    parser.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
+    parser.add_argument(
+        "--micro-batch-size",
+        type=_parse_micro_batch,
+        default=1,
+        metavar="B",
+        help="samples, or auto: with which a step takes least time a sample (default 1)",
+    )
+    parser.add_argument(
+        "--global-batch-size",
+        type=parse_positive,
+        metavar="G",
+        help="samples of a step, instead of --num-micro-batches",
+    )
+    parser.add_argument(
+        "--num-micro-batches", type=parse_positive, metavar="M", help="of a step (default as many as fill the pipeline)"
+    )
+    parser.add_argument(
+        "--seq-length", type=parse_positive, metavar="S", help="tokens per sample (default the model's)"
+    )
+    parser.add_argument(
+        "--vocab-size", type=parse_positive, metavar="V", help="tokens (default the model's, else 50257)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default %(default)s")
+    parser.add_argument(
+        "--dropout", type=parse_fraction, metavar="P", help="hidden and attention (default the model's)"
+    )
+
+
 def run_plan(args: argparse.Namespace) -> int:
     """Make the plan and print it. Raises ValueError where nothing fits, or the planner does not know the model."""
     gpu = read_gpu(args.gpu)
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
-    request, estimates = make_plan_request(make_question(read_model(args), gpu, args))
-    if estimates is None:
-        plan = make_plan(request, args.gpu_memory)
+    samples_per_rank = _read_samples(args)
+    if samples_per_rank is not None and args.micro_batch_size != "auto":
+        args.num_micro_batches = samples_per_rank // args.micro_batch_size
+    question = make_question(read_model(args), gpu, args)
+    trials = []
+    if args.micro_batch_size == "auto":
+        trials = try_micro_batches(question, args.gpu_memory, samples_per_rank)
+        trial = choose_trial(trials)
+        plan, request = trial.plan, trial.request
     else:
-        plan, request = make_verified_plan(request, args.gpu_memory, estimates.estimate_plan)
-    print(f"{Path(args.model).stem}, {args.dtype}, s {request.shape.seq_length}, b {args.micro_batch_size}, ", end="")
+        plan, request = answer(question, args.gpu_memory)
+    shape = request.shape
+    print(f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {shape.micro_batch_size}, ", end="")
     print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {write_size(args.gpu_memory)} a GPU")
     print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates\n")
     print(format_plan(request, plan))
+    for each in trials:
+        rate = args.dp / each.seconds_per_sample
+        print(f"b {each.micro_batch_size}: {rate:.1f} samples/s, peak {write_size(each.plan.peak_bytes)}")
     print(f"\n{json.dumps({'tempo': plan.block})}")
     print(" ".join(plan.megatron_arguments) or "without --recompute-granularity")
     if args.json:
         figures = {
             "tempo": plan.block,
             "megatron_arguments": plan.megatron_arguments,
+            "micro_batch_size": shape.micro_batch_size,
             "stages": [_list_figures(stage) for stage in plan.stages],
             "gpu": dataclasses.asdict(gpu),
             "arguments": vars(args),
@@ -155,7 +183,7 @@ def make_question(shape: ModelShape, gpu: Gpu, args: argparse.Namespace) -> Ques
         pipeline_parallel=args.pp,
         data_parallel=args.dp,
         sequence_parallel=args.sequence_parallel,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=1 if args.micro_batch_size == "auto" else args.micro_batch_size,
         num_micro_batches=args.num_micro_batches,
         dtype=DTYPES[args.dtype],
         stock=args.stock,
@@ -169,6 +197,29 @@ def make_question(shape: ModelShape, gpu: Gpu, args: argparse.Namespace) -> Ques
         stock_attention=args.stock_attention,
         fixed_sizes=tuple(args.fixed_memory or ()),
     )
+
+
+def _parse_micro_batch(text: str) -> int | str:
+    return text if text == "auto" else parse_positive(text)
+
+
+def _read_samples(args: argparse.Namespace) -> int | None:
+    """The samples of a step on one data-parallel rank, where --global-batch-size says so; the micro batches follow.
+
+    Raises ValueError where they do not divide.
+    """
+    if args.global_batch_size is None:
+        return None
+    if args.num_micro_batches is not None:
+        raise ValueError("--global-batch-size and --num-micro-batches are both given; leave one of them out")
+    size = 1 if args.micro_batch_size == "auto" else args.micro_batch_size
+    if args.global_batch_size % (args.dp * size):
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --dp {args.dp} times a micro batch of "
+            f"{size}; change one of them"
+        )
+    samples: int = args.global_batch_size // args.dp
+    return samples
 
 
 def format_plan(request: PlanRequest, plan: Plan) -> str:

@@ -100,6 +100,12 @@ def count_moved_bytes(shape: LayerShape, config: TempoConfig, recompute: frozens
     return moved + _count_replayed_bytes(hidden, x + y, recompute)
 
 
+def count_weight_bytes(num_weights: int, element_bytes: int) -> int:
+    """Bytes that a micro batch moves whatever its size: forward and backward read each weight, and backward adds its
+    gradient to a float32 sum."""
+    return num_weights * (2 * element_bytes + 2 * 4)
+
+
 def _count_replayed_bytes(hidden: int, activation: int, recompute: frozenset[str]) -> int:
     """Elementwise work that runs again with the products around it."""
     if "full" in recompute:

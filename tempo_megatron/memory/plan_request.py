@@ -37,6 +37,8 @@ class Question:
     num_full: int | None = None
     """Of full recomputation: the first layers of each stage; None is any number."""
     stock_attention: str = "fused"
+    remedy: str = PlanRequest.remedy
+    """What a user can do where nothing fits."""
     fixed_sizes: tuple[int, ...] = ()
     """What the GPUs hold whatever the layers keep, of all stages or of each; empty is to be estimated."""
 
@@ -79,6 +81,7 @@ def make_plan_request(question: Question) -> tuple[PlanRequest, PlanEstimates | 
         is_causal=shape.family == "gpt",
         stock=stock,
         stock_attention=question.stock_attention,
+        remedy=question.remedy,
         head_flops=2 * shape.seq_length * layout.micro_batch_size * shape.hidden_size * vocab_size // tp,
     )
     return request, estimates

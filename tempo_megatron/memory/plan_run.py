@@ -63,13 +63,12 @@ def find_gpu(device_name: str | None) -> Gpu:
     return read_gpu(_UNKNOWN_DEVICE)
 
 
-def plan_beside(question: Question, budget: int, remedy: str) -> RunPlan:
+def plan_beside(question: Question, budget: int) -> RunPlan:
     """The plan, from a process of its own that has no GPU.
 
     Args:
         question: what is to be planned.
         budget: bytes of one rank.
-        remedy: what a user can do where nothing fits.
 
     Raises ValueError where nothing fits, or the planner does not know the model.
     """
@@ -79,7 +78,7 @@ def plan_beside(question: Question, budget: int, remedy: str) -> RunPlan:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", __name__],
         env=environment,
-        input=base64.b64encode(pickle.dumps((question, budget, remedy))),
+        input=base64.b64encode(pickle.dumps((question, budget))),
         capture_output=True,
         check=False,
     )
@@ -93,15 +92,11 @@ def plan_beside(question: Question, budget: int, remedy: str) -> RunPlan:
     return found
 
 
-def make_run_plan(question: Question, budget: int, remedy: str) -> RunPlan:
+def make_run_plan(question: Question, budget: int) -> RunPlan:
     """As `plan_beside`, in this process."""
-    from tempo_megatron.memory.plan_request import make_plan_request
-    from tempo_megatron.memory.plan_verify import make_verified_plan
+    from tempo_megatron.memory.plan_verify import answer
 
-    request, estimates = make_plan_request(question)
-    assert estimates is not None
-    request = dataclasses.replace(request, remedy=remedy)
-    plan, _ = make_verified_plan(request, budget, estimates.estimate_plan)
+    plan, _ = answer(question, budget)
     return RunPlan(
         block=plan.block,
         recompute=tuple(sorted(plan.recompute)),
@@ -114,10 +109,10 @@ def make_run_plan(question: Question, budget: int, remedy: str) -> RunPlan:
 
 def main() -> int:
     """Read what `plan_beside` asks from stdin, write a RunPlan, or the sentence of an error, to stdout."""
-    question, budget, remedy = pickle.loads(base64.b64decode(sys.stdin.buffer.read()))
+    question, budget = pickle.loads(base64.b64decode(sys.stdin.buffer.read()))
     found: RunPlan | str
     try:
-        found = make_run_plan(question, budget, remedy)
+        found = make_run_plan(question, budget)
     except ValueError as error:
         frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
         if not frame.f_globals.get("__name__", "").startswith(("tempo_megatron", "tempo_kernels")):

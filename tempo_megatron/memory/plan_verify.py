@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from tempo_megatron.memory.plan import Plan, PlanRequest, find_plan, raise_impossible
+from tempo_megatron.memory.plan import Plan, PlanRequest, find_plan, make_plan, raise_impossible
+from tempo_megatron.memory.plan_request import Question, make_plan_request
 
 _ROUNDS = 6
 
@@ -53,6 +54,17 @@ def make_verified_plan(
         if fitting[0][0].peak_bytes > budget:
             raise_impossible(request, fitting[0][0], budget)
     return min(fitting, key=lambda each: each[0].seconds)
+
+
+def answer(question: Question, budget: int) -> tuple[Plan, PlanRequest]:
+    """The plan of a question, verified unless what the GPUs hold anyway was given, and the request that it is of.
+
+    Raises ValueError as `make_plan_request` and `make_plan`.
+    """
+    request, estimates = make_plan_request(question)
+    if estimates is None:
+        return make_plan(request, budget), request
+    return make_verified_plan(request, budget, estimates.estimate_plan)
 
 
 def _correct(request: PlanRequest, errors: Sequence[int]) -> PlanRequest:

@@ -30,7 +30,7 @@ def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunP
     found: list[RunPlan | str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            found = [plan_beside(_make_question(run, padded_vocab_size), run.memory_budget, _REMEDY)]
+            found = [plan_beside(_make_question(run, padded_vocab_size), run.memory_budget)]
         except ValueError as error:
             found = [f"memory budget: {error}"]
     dist.broadcast_object_list(found, src=0)
@@ -73,5 +73,6 @@ def _make_question(run: RunConfig, padded_vocab_size: int) -> Question:
         optimizer=OptimizerSettings.from_deepspeed(run.deepspeed),
         gpu=find_gpu(torch.cuda.get_device_name() if run.on_gpu else None),
         tempo=run.tempo,
+        remedy=_REMEDY,
         **written,
     )
