@@ -94,7 +94,7 @@ def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
     with simulate_layout(settings.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
-        with use_fake_tensors(), _on_device(settings.stock):
+        with use_fake_tensors(), on_device(settings.stock):
             return _Run(settings).measure()
 
 
@@ -105,8 +105,8 @@ def make_gelu_tables() -> None:
 
 
 @contextlib.contextmanager
-def _on_device(stock: str) -> Iterator[None]:
-    """What the CPU's modules do as those of `stock` would."""
+def on_device(stock: str) -> Iterator[None]:
+    """What the CPU's modules do as those of `stock`, one of STACKS_OF_MODULES, would."""
     if stock == "cpu":
         with mock.patch.object(Opaque, "__call__", Opaque.call):
             yield

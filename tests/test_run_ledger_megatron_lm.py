@@ -1,0 +1,44 @@
+"""`--tempo-ledger` in Megatron-LM's own script: the first step's ledger of each stage, and losses as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_runs import Run, run_all
+
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+
+
+@pytest.mark.slow
+def test_a_stock_run_and_one_with_tempo_keep_their_losses(megatron_root: Path, tmp_path: Path) -> None:
+    ways = {"stock": "", "tempo": "--use-tempo", "selective": "--recompute-activations"}
+    runs = [
+        Run(f"{name}{' seen' * seen}", f"{DROPOUT} {way} {f'--tempo-ledger {tmp_path}/{name}' if seen else ''}")
+        for name, way in ways.items()
+        for seen in (False, True)
+    ]
+    (rank,) = run_all(megatron_root, 1, runs, tmp_path)
+    kept = {}
+    for name in ways:
+        assert rank[f"{name} seen"]["error"] is None and rank[f"{name} seen"]["status"] == 0
+        assert rank[f"{name} seen"]["losses"] == rank[name]["losses"]
+        found = json.loads((tmp_path / f"{name}.stage0.json").read_text())
+        kept[name] = found["layers"][0]["num_bytes"]
+        assert "ledger of this run's first micro batch, stage 0" in rank[f"{name} seen"]["printed"]
+        assert found["stock"] and found["standing"]["gradients"] == found["standing"]["weights"]
+    assert kept["tempo"] < kept["selective"] < kept["stock"]
+
+
+@pytest.mark.slow
+def test_each_pipeline_stage_has_a_ledger(megatron_root: Path, tmp_path: Path) -> None:
+    way = f"{DROPOUT} --use-tempo --pipeline-model-parallel-size 2 --tempo-ledger {tmp_path}/led"
+    ranks = run_all(megatron_root, 2, [Run("pipeline", way)], tmp_path)
+    found: list[dict[str, Any]] = [json.loads((tmp_path / f"led.stage{n}.json").read_text()) for n in range(2)]
+    assert [rank["pipeline"]["error"] for rank in ranks] == [None, None]
+    assert [[kind["layers"] for kind in each["layers"]] for each in found] == [["0-1"], ["2-3"]]
+    assert not {"output_layer", "final_layernorm"} & {*found[0]["outside"]}
+    assert {"output_layer", "final_layernorm"} <= {*found[1]["outside"]}
+    assert (tmp_path / "led.stage1.timeline.png").exists()
