@@ -42,3 +42,17 @@ def test_each_pipeline_stage_has_a_ledger(megatron_root: Path, tmp_path: Path) -
     assert not {"output_layer", "final_layernorm"} & {*found[0]["outside"]}
     assert {"output_layer", "final_layernorm"} <= {*found[1]["outside"]}
     assert (tmp_path / "led.stage1.timeline.png").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_runs_out_of_memory_says_what_would_have_fitted(
+    megatron_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (rank,) = run_all(megatron_root, 1, [Run("out", DROPOUT, changes=("run_out_of_memory",))], tmp_path)
+    out = rank["out"]
+    assert out["error"] is None and out["status"] == 1 and list(out["losses"]) == [1]
+    assert out["complaints"].count("out of memory: CUDA out of memory. Tried to allocate 64.00 KiB") == 1
+    assert "kept by core_attention (s*s), 4 layers" in out["complaints"]
+    assert "the smallest change that would have fitted" in out["complaints"] and "Traceback" not in out["complaints"]
+    assert "Traceback" in (tmp_path / "out_of_memory.rank0.txt").read_text()
