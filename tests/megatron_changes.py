@@ -9,6 +9,22 @@ import zlib
 from typing import Any
 
 
+def run_out_of_memory(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
+    """An allocation of the second step finds no memory."""
+    import torch
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    forward, calls = GPTModel.forward, itertools.count(1)
+
+    def run_out(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 5:  # a step has four micro batches
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 KiB. GPU 0 is full.")
+        return forward(*args, **kwargs)
+
+    GPTModel.forward = run_out
+    undo.callback(setattr, GPTModel, "forward", forward)
+
+
 def use_torch_norms(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
     """Stock with torch's norms that know sequence parallelism, where Megatron's wrapper of them refuses it."""
     from megatron.core.models.gpt.gpt_model import GPTModel

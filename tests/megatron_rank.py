@@ -82,6 +82,7 @@ PLACES = (
     ("megatron.core.models.bert.bert_model", "BertModel.__init__"),
     ("megatron.core.models.T5.t5_model", "T5Model.__init__"),
     ("megatron.training.training", "finalize_model_grads"),
+    ("megatron.training.training", "train_step"),
 )
 
 

@@ -38,6 +38,10 @@ def observe(data: Any, folder: Path, *extra: str, **settings: Any) -> dict[str, 
     assert (folder / "found" / "led.stage0.png").stat().st_size > 10_000
     found: dict[str, Any] = json.loads((folder / "found" / "led.stage0.json").read_text())
     assert f"{found['kept_bytes']:,}" in seen.output
+    step = json.loads((folder / "found" / "led.stage0.timeline.json").read_text())
+    assert (folder / "found" / "led.stage0.timeline.png").stat().st_size > 10_000
+    assert step["peak_bytes"] == max(map(sum, zip(*step["levels"].values(), strict=True)))
+    assert f"{step['peak_bytes']:,}" in seen.output and found["kept_bytes"] < step["peak_bytes"]
     return found
 
 

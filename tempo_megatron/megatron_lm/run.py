@@ -9,11 +9,15 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tempo_megatron.extras import MissingExtraError
 from tempo_megatron.launch_env import set_rank_environment
 from tempo_megatron.megatron_lm.options import add_tempo_options, read_ledger_prefix, read_options
 from tempo_megatron.megatron_lm.versions import LaunchError, find_hooks
+
+if TYPE_CHECKING:
+    from tempo_megatron.memory.out_of_memory import Order
 
 _SECONDS_FOR_RANK_0 = 3
 
@@ -50,7 +54,28 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
             time.sleep(_SECONDS_FOR_RANK_0)
         print(f"{prog}{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         return 2
+    except Exception as error:
+        from tempo_megatron.memory.out_of_memory import is_out_of_memory, report_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        report_out_of_memory(error, _find_order(arguments))
+        return 1
     return 0
+
+
+def _find_order(arguments: list[str]) -> Order | None:
+    """The run as the estimate knows it; None, with the reason, where it does not."""
+    from megatron.core import parallel_state
+    from megatron.training.global_vars import get_args
+
+    from tempo_megatron.megatron_lm.run_order import make_order
+
+    try:
+        return make_order(get_args(), read_options(arguments)[0], parallel_state.get_pipeline_model_parallel_rank())
+    except (ValueError, AttributeError, AssertionError) as error:
+        print(f"what stood at the peak is not known: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def _find_rank() -> int:

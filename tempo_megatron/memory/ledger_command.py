@@ -19,6 +19,9 @@ from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import Ledger, build_ledger_config
 from tempo_megatron.memory.ledger_plot import Bar, make_panels, plot_panels
 from tempo_megatron.memory.requested_shape import add_shape_arguments, read_requested_shape
+from tempo_megatron.memory.simulated_step import simulate_step
+from tempo_megatron.memory.step_timeline import format_timeline
+from tempo_megatron.memory.timeline_plot import plot_timeline
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.checks import check_layout
 from tempo_megatron.models.shape import ModelShape
@@ -36,6 +39,11 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--plot", metavar="PNG", help="also draw stacked bars, stock beside Tempo, to PNG")
+    parser.add_argument(
+        "--timeline",
+        metavar="PNG",
+        help="also follow forward and backward of all layers with Tempo, say what stands at the peak, and draw it",
+    )
     add_tempo_arguments(parser)
 
 
@@ -56,6 +64,19 @@ def run_ledger(args: argparse.Namespace) -> int:
     print(format_table(stock, tempo))
     if args.plot:
         _plot(stock, tempo, args.plot, title)
+    if args.timeline:
+        timeline = simulate_step(
+            shape,
+            tempo_config,
+            title=title,
+            micro_batch_size=args.micro_batch_size,
+            tensor_parallel=args.tp,
+            sequence_parallel=args.sequence_parallel,
+            dtype=DTYPES[args.dtype],
+            recompute=tuple(args.recompute),
+        )
+        print(format_timeline(timeline))
+        plot_timeline(timeline, args.timeline)
     if args.json:
         figures = {
             "stock": _list_figures(stock),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def plot_panels(panels: Sequence[Panel], png: str | Path, title: str, sbh_bytes:
     figure, all_axes = pyplot.subplots(
         1,
         len(panels),
-        figsize=(1.0 + 1.5 * sum(widths), 5.8),
+        figsize=(2.6 + 1.5 * sum(widths), 5.8),
         width_ratios=widths,
         layout="constrained",
         squeeze=False,
@@ -84,6 +84,11 @@ def plot_panels(panels: Sequence[Panel], png: str | Path, title: str, sbh_bytes:
     colours = choose_colours(panels)
     for axes, panel in zip(all_axes[0], panels, strict=True):
         _draw_panel(axes, panel, colours, sbh_bytes)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
+    # From above, as the bars are.
+    figure.legend(
+        handles[::-1], list(colours)[::-1], loc="outside right center", frameon=False, fontsize=8.5, labelcolor=_INK
+    )
     figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=13, fontweight="bold")
     Path(png).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, format="png", dpi=160)
@@ -128,10 +133,15 @@ def _draw_panel(axes: Any, panel: Panel, colours: dict[str, str], sbh_bytes: int
 
 
 def choose_colours(panels: Sequence[Panel]) -> dict[str, str]:
-    """Operation -> colour; of one kind the next lightness for each that comes."""
+    """Operation -> colour, of all that keep something."""
     operations = dict.fromkeys(
         operation for panel in panels for bar in panel.bars for operation, num_bytes in bar.parts if num_bytes
     )
+    return choose_shades(operations)
+
+
+def choose_shades(operations: Iterable[str]) -> dict[str, str]:
+    """Operation -> colour: of one kind the next lightness for each that comes."""
     places: dict[str, int] = {}
     colours = {}
     for operation in operations:

@@ -24,6 +24,7 @@ from tempo_megatron.memory.attribution import Row, attribute_all, find_layer, su
 from tempo_megatron.memory.formula import LayerShape, list_layer_rows
 from tempo_megatron.memory.recorder import GraphReader, SavedStorage
 from tempo_megatron.memory.standing_bytes import StandingBytes
+from tempo_megatron.memory.step_timeline import StepTimeline
 from tempo_megatron.operations import STACKS
 from tempo_megatron.slots.mlp import describe_activation
 
@@ -116,8 +117,8 @@ class RunLedger:
         activation = describe_activation(config)
         by_layer, rest = self._divide()
         return Measured(
-            title=self._write_title(model),
-            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            title=self.write_title(),
+            stage=find_stage(),
             sbh_bytes=sizes.seq_length * sizes.micro_batch_size * config.hidden_size,
             layers=tuple(_list_kinds(by_layer, lengths, activation)),
             outside=sum_rows(rest, lengths, activation),
@@ -158,8 +159,14 @@ class RunLedger:
                     by_layer.setdefault((stack, number), []).append(storage)
         return by_layer, rest
 
-    def _write_title(self, model: Any) -> str:
-        config, sizes = model.config, self._sizes
+    def follow_step(self) -> StepTimeline:
+        """To follow a step with, after the one in which the optimizer made its states."""
+        return StepTimeline(self._models, self.standing.list_lasting())
+
+    def write_title(self) -> str:
+        """Model, dtype, s, b and layout."""
+        model, sizes = self._models[0], self._sizes
+        config = model.config
         layout = f"TP {config.tensor_model_parallel_size}{' + SP' if config.sequence_parallel else ''}"
         return (
             f"{describe_model(model)}, {str(config.params_dtype).removeprefix('torch.')}, s {sizes.seq_length}, "
@@ -213,6 +220,11 @@ def describe_model(model: Any) -> str:
     """`GPTModel, 24 layers, hidden 1024`."""
     name = type(model).__name__.removeprefix("Tempo").removeprefix("Fused")
     return f"{name}, {model.config.num_layers} layers, hidden {model.config.hidden_size}"
+
+
+def find_stage() -> int:
+    """The pipeline stage of this rank."""
+    return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def is_printer() -> bool:

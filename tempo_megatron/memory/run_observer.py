@@ -12,10 +12,13 @@ from tempo_megatron.memory.run_ledger import (
     RunLedger,
     RunSizes,
     describe_measured,
+    find_stage,
     format_measured,
     is_printer,
     write_json,
 )
+from tempo_megatron.memory.step_timeline import Timeline, describe_timeline, format_timeline
+from tempo_megatron.memory.timeline_plot import plot_timeline
 
 
 class RunObserver:
@@ -36,9 +39,15 @@ class RunObserver:
     def step(self) -> Iterator[None]:
         """Around each training step."""
         self._num_steps += 1
-        yield
-        if self._num_steps == 1 and self._ledger is not None:
+        if self._ledger is None or self._num_steps > 2:
+            yield
+        elif self._num_steps == 1:
+            yield
             self._publish(self._ledger.measure())
+        else:
+            with self._ledger.follow_step() as timeline:
+                yield
+            self._publish_timeline(timeline.finish(self._ledger.write_title()))
 
     def _publish(self, found: Measured | None) -> None:
         if found is None:
@@ -49,6 +58,13 @@ class RunObserver:
         write_json(describe_measured(found), f"{name}.json")
         plot_measured(found, f"{name}.png")
         _say(f"the ledger is in {name}.json and {name}.png")
+
+    def _publish_timeline(self, timeline: Timeline) -> None:
+        _say(format_timeline(timeline))
+        name = f"{self._prefix}.stage{find_stage()}.timeline"
+        write_json(describe_timeline(timeline), f"{name}.json")
+        plot_timeline(timeline, f"{name}.png")
+        _say(f"the step's memory is in {name}.json and {name}.png")
 
 
 def _say(text: str) -> None:

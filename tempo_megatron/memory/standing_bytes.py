@@ -41,11 +41,12 @@ class StandingBytes:
 
     def count(self) -> dict[str, int]:
         """Bytes by kind; gradients and states are 0 while no optimizer has stepped."""
-        return {
-            WEIGHTS: sum(find_storages(self._list_parameters()).values()),
-            GRADIENTS: sum(self._gradients.values()),
-            STATES: sum(self._states.values()),
-        }
+        found = {**self.list_lasting(), GRADIENTS: self._gradients}
+        return {kind: sum(storages.values()) for kind, storages in found.items()}
+
+    def list_lasting(self) -> dict[str, dict[Any, int]]:
+        """The storages of weights and states, as find_storages has them."""
+        return {WEIGHTS: find_storages(self._list_parameters()), STATES: self._states}
 
     def _list_parameters(self) -> list[Tensor]:
         return [parameter for model in self._models for parameter in model.parameters()]

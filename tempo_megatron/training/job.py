@@ -11,7 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from tempo_megatron.cpu import use_cpu
-from tempo_megatron.models.build import build_model, choose_for_model, count_parameters
+from tempo_megatron.memory.estimate import RankLayout
+from tempo_megatron.memory.model_states import OptimizerSettings
+from tempo_megatron.memory.out_of_memory import Order
+from tempo_megatron.models.build import DTYPES, build_model, choose_for_model, count_parameters
 from tempo_megatron.slots.report import report_on
 from tempo_megatron.training import checkpoint, engine, metrics, model
 from tempo_megatron.training.banner import find_versions, write_banner
@@ -27,6 +30,30 @@ from tempo_megatron.training.run_config import RunConfig
 from tempo_megatron.training.task import find_task
 
 Decide = Callable[[Mapping[str, str]], tuple[RunConfig, dict[str, Any] | None]]
+
+
+def make_order(run: RunConfig, vocab_size: int) -> Order:
+    """The run as the estimate knows it, which says what would have fitted.
+
+    Args:
+        run: the run.
+        vocab_size: rows of the embedding.
+    """
+    recompute: tuple[str, ...] = ()
+    if run.recompute_granularity is not None:
+        recompute = ("full",) if run.recompute_granularity == "full" else run.recompute_modules or ("core_attn",)
+    layout = RankLayout(
+        tensor_parallel=run.tensor_model_parallel_size,
+        data_parallel=run.data_parallel_size,
+        sequence_parallel=run.sequence_parallel,
+        micro_batch_size=run.micro_batch_size,
+        num_micro_batches=run.num_micro_batches,
+        dtype=DTYPES[run.precision],
+        recompute=recompute,
+        stock="local" if run.on_gpu else "cpu",
+    )
+    shape = dataclasses.replace(run.model, vocab_size=vocab_size)
+    return Order(shape, layout, run.tempo, OptimizerSettings.from_deepspeed(run.deepspeed), 0, run.global_batch_size)
 
 
 class Job:

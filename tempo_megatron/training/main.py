@@ -19,6 +19,9 @@ from tempo_megatron.training.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.resume import read_saved_run
 from tempo_megatron.training.run_config import RunConfig, complete_run
 
+# What gloo says where a rank is gone. NCCL says nothing: the launcher ends its ranks.
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
 
 def train(argv: Sequence[str] | None, family: str) -> int:
     """Train a model of `family`; the exit code.
@@ -26,6 +29,8 @@ def train(argv: Sequence[str] | None, family: str) -> int:
     A user's error is one sentence on rank 0, a bug a traceback on the rank that has it.
     """
     is_running = False
+    run: RunConfig | None = None
+    job: Any = None
     _ignore_known_warnings()
     try:
         args = parse_arguments(argv, family)
@@ -54,6 +59,8 @@ def train(argv: Sequence[str] | None, family: str) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if run is not None and _explain_lack_of_memory(error, run, job):
+            return 1
         rank, sentence = int(os.environ.get("RANK", "0")), _find_sentence_for_the_user(error)
         if sentence is None:
             print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
@@ -65,8 +72,24 @@ def train(argv: Sequence[str] | None, family: str) -> int:
     return 0
 
 
+def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> bool:
+    """Say what stood at the peak and what would have fitted, where memory is what ended."""
+    from tempo_megatron.memory.out_of_memory import is_out_of_memory, report_out_of_memory
+
+    if not is_out_of_memory(error):
+        return False
+    from tempo_megatron.training.job import make_order
+
+    vocab_size = run.model.vocab_size if job is None else job.vocabulary.padded_size
+    order = None if vocab_size is None else make_order(run if job is None else job.run, vocab_size)
+    report_out_of_memory(error, order, run.save)
+    return True
+
+
 def _find_sentence_for_the_user(error: Exception) -> str | None:
     """The text of a ValueError that this repository raised, or DeepSpeed about its JSON; None for a bug."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER):
+        return f"another rank has ended, and says why ({str(error).strip().splitlines()[0]})"
     if not isinstance(error, ValueError):
         return None
     if type(error).__module__.startswith("pydantic"):

@@ -1,0 +1,141 @@
+"""A run whose memory ends: it says what stood at the peak and what would have fitted, and every rank ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_job import Data, make_data, run, successful
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.model_states import OptimizerSettings
+from tempo_megatron.memory.out_of_memory import Order, find_requested, is_out_of_memory
+from tempo_megatron.memory.remedies import explain, list_changes
+from tempo_megatron.models.shape import make_shape
+
+SHAPE = make_shape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=256, vocab_size=1024)
+LAYOUT = RankLayout(micro_batch_size=4, stock="cpu", num_micro_batches=1)
+ORDER = Order(SHAPE, LAYOUT, TempoConfig.off(), OptimizerSettings(kind="deepspeed", zero_stage=0), 0, 4)
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is free."
+)
+CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+def test_both_kinds_of_lack_are_known_and_how_much_was_asked_for() -> None:
+    on_gpu, on_cpu = torch.OutOfMemoryError(CUDA), RuntimeError(CPU + "4096 bytes. Error code 12")
+    assert is_out_of_memory(on_gpu) and is_out_of_memory(on_cpu) and is_out_of_memory(MemoryError())
+    assert find_requested(on_gpu) == int(2.5 * 2**30) and find_requested(on_cpu) == 4096
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def peak(layout: RankLayout, tempo: TempoConfig) -> int:
+    (rank,) = estimate_ranks(SHAPE, layout, tempo, optimizer=ORDER.optimizer)
+    return rank.peak_bytes
+
+
+def test_the_first_change_that_fits_is_named() -> None:
+    changes = list(list_changes(ORDER))
+    assert changes[0].text == "--use-tempo" and changes[-1].text.endswith("--micro-batch-size 1")
+    peaks = [peak(change.layout, change.tempo) for change in changes]
+    # A little less than what Tempo takes, so that it is not enough.
+    for capacity in (peaks[0], peaks[0] - 1, min(peaks)):
+        fitting = next(change for change, each in zip(changes, peaks, strict=True) if each <= capacity)
+        text = explain(dataclasses.replace(ORDER, capacity=capacity))
+        assert f": {fitting.text}\n" in text
+    assert "nothing on this list fits" in explain(dataclasses.replace(ORDER, capacity=1000))
+
+
+def test_what_stood_is_named_by_operation() -> None:
+    text = explain(ORDER)
+    for name in ("weights", "optimizer states", "layers", "kept by core_attention (s*s), 4 layers"):
+        assert f" {name} " in text
+
+
+def fail_in_the_second_step(rank: int) -> None:
+    """The allocation of the second step's loss finds no memory on one rank."""
+    from tempo_megatron.training import next_token_task
+
+    call, calls = next_token_task.PredictNextToken.__call__, []
+
+    def run_out(self: Any, *args: Any) -> Any:
+        calls.extend([1] * torch.is_grad_enabled())  # without it a checkpoint is tried before it is saved
+        if len(calls) == 2 and os.environ["RANK"] == str(rank):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB. GPU 0 is full.")
+        return call(self, *args)
+
+    next_token_task.PredictNextToken.__call__ = run_out  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_run_that_runs_out_says_so_without_a_traceback_and_goes_on_from_its_checkpoint(
+    data: Data, tmp_path: Path
+) -> None:
+    save = ("--save", str(tmp_path / "save"), "--save-interval", "1", "--train-iters", "3")
+    failed = run(data, tmp_path, *save, before=functools.partial(fail_in_the_second_step, 0))
+    assert failed.exit_codes == [1]
+    assert "error on rank 0: out of memory: CUDA out of memory. Tried to allocate 1.00 MiB" in failed.output
+    assert "at the peak, in the" in failed.output and "kept by core_attention (s*s), 2 layers" in failed.output
+    assert "the smallest change that would have fitted" in failed.output and "Traceback" not in failed.output
+    assert "Traceback" in (tmp_path / "save" / "out_of_memory.rank0.txt").read_text()
+    again = successful(run(data, tmp_path / "again", *save, "--load", str(tmp_path / "save"), "--use-tempo"))
+    assert "going on after step 1" in again.output and len(again.losses) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_end_when_one_runs_out(data: Data, tmp_path: Path, rank: int) -> None:
+    failed = run(
+        data,
+        tmp_path,
+        "--train-iters",
+        "3",
+        "--distributed-timeout-minutes",
+        "30",
+        "--save",
+        str(tmp_path / "save"),
+        world_size=2,
+        before=functools.partial(fail_in_the_second_step, rank),
+        timeout_s=120,
+    )
+    logs = [(tmp_path / f"rank{n}.log").read_text() for n in range(2)]
+    assert failed.exit_codes == [1, 1], logs
+    assert f"error on rank {rank}: out of memory" in logs[rank]
+    assert "another rank has ended, and says why" in logs[1 - rank] and "Traceback" not in "".join(logs)
+
+
+def limit_memory() -> None:
+    """After the imports and one step's worth: real allocations fail."""
+    from tempo_megatron.training.loop import Trainer
+
+    step = Trainer._step
+
+    def limit_and_step(self: Any) -> None:
+        if self.progress.iteration == 1:
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (size + 2**20, resource.RLIM_INFINITY))
+        step(self)
+
+    Trainer._step = limit_and_step  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_real_allocation_that_fails_is_caught(data: Data, tmp_path: Path) -> None:
+    sizes = ("--hidden-size", "256", "--seq-length", "512", "--micro-batch-size", "8", "--train-iters", "3")
+    failed = run(data, tmp_path, *sizes, "--save", str(tmp_path / "save"), before=limit_memory)
+    assert failed.exit_codes == [1]
+    assert "error on rank 0: out of memory: " in failed.output and "DefaultCPUAllocator" in failed.output
+    assert "the smallest change that would have fitted" in failed.output and "Traceback" not in failed.output
