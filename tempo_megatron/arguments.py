@@ -30,8 +30,8 @@ def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         default=None,
         help='switch Tempo on or off; without it "enabled" of the "tempo" block decides, and without a block it is off',
     )
-    for name, operation in OPERATIONS.items():
-        group.add_argument(f"--tempo-{name}", choices=operation.choices, default=None, help=operation.help)
+    for operation in OPERATIONS.values():
+        group.add_argument(operation.argument, choices=operation.choices, default=None, help=operation.help)
     group.add_argument(
         "--tempo-layers",
         type=_read_layers,
@@ -49,7 +49,7 @@ def describe_tempo_arguments(args: argparse.Namespace) -> str:
     """What was typed: `--use-tempo --tempo-norm off`; "none" where nothing was."""
     words = {None: [], True: ["--use-tempo"], False: ["--no-use-tempo"]}[args.use_tempo]
     given = {name: getattr(args, f"tempo_{name}") for name in CHOICES}
-    words = words + [f"--tempo-{name} {value}" for name, value in given.items() if value]
+    words = words + [f"{OPERATIONS[name].argument} {value}" for name, value in given.items() if value]
     if args.tempo_layers is not None:
         words.append(f"--tempo-layers '{json.dumps(args.tempo_layers)}'")
     return " ".join(words) or "none"
@@ -78,7 +78,8 @@ def tempo_config_from(args: argparse.Namespace, deepspeed_config: Mapping[str, A
     if not enabled:
         if given:
             name = next(iter(given))
-            raise ValueError(f"--tempo-{name} is given but Tempo is off; add --use-tempo or leave --tempo-{name} out")
+            argument = OPERATIONS[name].argument if name in OPERATIONS else f"--tempo-{name}"
+            raise ValueError(f"{argument} is given but Tempo is off; add --use-tempo or leave {argument} out")
         return TempoConfig.off()
     fields = {name: value for name, value in (block or {}).items() if name != "enabled"}
     return TempoConfig(**{**fields, **given})

@@ -2,6 +2,6 @@
 backward: only the operation's input is kept."""
 
 from tempo_kernels.recompute.function import recompute
-from tempo_kernels.recompute.graph import Kept, Refillable, can_refill, drop
+from tempo_kernels.recompute.graph import Kept, Refillable, can_refill, drop, hold
 
-__all__ = ["Kept", "Refillable", "can_refill", "drop", "recompute"]
+__all__ = ["Kept", "Refillable", "can_refill", "drop", "hold", "recompute"]
