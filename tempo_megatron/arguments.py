@@ -43,8 +43,8 @@ def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         default=None,
         help='switch Tempo on or off; without it "enabled" of the "tempo" block decides, and without a block it is off',
     )
-    for name, operation in OPERATIONS.items():
-        group.add_argument(f"--tempo-{name}", choices=operation.choices, default=None, help=operation.help)
+    for operation in OPERATIONS.values():
+        group.add_argument(operation.argument, choices=operation.choices, default=None, help=operation.help)
     group.add_argument(
         "--tempo-layers",
         type=_read_layers,
@@ -69,7 +69,7 @@ def describe_tempo_arguments(args: argparse.Namespace) -> str:
     """What was typed: `--use-tempo --tempo-norm off`; "none" where nothing was."""
     words = {None: [], True: ["--use-tempo"], False: ["--no-use-tempo"]}[args.use_tempo]
     given = {name: getattr(args, f"tempo_{name}") for name in CHOICES}
-    words = words + [f"--tempo-{name} {value}" for name, value in given.items() if value]
+    words = words + [f"{OPERATIONS[name].argument} {value}" for name, value in given.items() if value]
     if args.tempo_layers is not None:
         words.append(f"--tempo-layers '{json.dumps(args.tempo_layers)}'")
     if args.tempo_memory_budget is not None:
@@ -114,8 +114,9 @@ def read_tempo_of_run(
         enabled = block is not None and block.get("enabled", True)
     if not enabled:
         if given:
-            name = next(iter(given)).replace("_", "-")
-            raise ValueError(f"--tempo-{name} is given but Tempo is off; add --use-tempo or leave --tempo-{name} out")
+            name = next(iter(given))
+            argument = OPERATIONS[name].argument if name in OPERATIONS else f"--tempo-{name.replace('_', '-')}"
+            raise ValueError(f"{argument} is given but Tempo is off; add --use-tempo or leave {argument} out")
         return TempoConfig.off(), None
     fields = {name: value for name, value in (block or {}).items() if name != "enabled"} | given
     budget = fields.pop(BUDGET, None)

@@ -19,7 +19,7 @@ from tempo_megatron.layer_values import (
     write_key,
 )
 from tempo_megatron.memory.memory_size import parse_memory
-from tempo_megatron.operations import CHOICES, RENAMED
+from tempo_megatron.operations import CHOICES, OPERATIONS, RENAMED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,15 @@ class TempoConfig:
 
     attention: str = "auto"
     """"flash": q, k, v, output and logsumexp; no s*s tensor and no mask, dropout redrawn in backward.
-    "softmax", the paper's form: one s*s tensor, the softmax's output; the dropout's output and mask redrawn."""
+    "softmax", the paper's form: one s*s tensor, the softmax's output; the dropout's output and mask redrawn.
+    "recompute": as flash, without the output and logsumexp, which are computed again in backward."""
+
+    linear_fc1: str = "auto"
+    """"recompute": the input of the MLP's first linear only; its output and the activation's are computed again in
+    backward, whatever `activation` keeps. "auto" is "off"."""
+
+    linear_qkv: str = "auto"
+    """"recompute": the input of self attention's projection instead of q, k and v. "auto" is "off"."""
 
     loss: str = "auto"
     """"fused": the output layer and the cross entropy in one, a chunk of tokens at a time; no logits of all tokens."""
@@ -73,8 +81,10 @@ class TempoConfig:
 
     @property
     def is_off(self) -> bool:
-        """Whether every operation is stock by its value, in every layer; "auto" is not, whatever becomes of it."""
-        return all(self.values_of(name) == {"off"} for name in CHOICES)
+        """Whether every operation is stock by its value, in every layer; "auto" is not, whatever becomes of it, but
+        where it is always "off"."""
+        stock = {name: {"off", *(("auto",) if OPERATIONS[name].is_for_the_asking else ())} for name in CHOICES}
+        return all(self.values_of(name) <= stock[name] for name in CHOICES)
 
     def values_of(self, operation: str) -> set[str]:
         """The values that an operation has in the layers and outside of them."""
@@ -155,7 +165,17 @@ class TempoConfig:
     def describe(self) -> str:
         """One line: `activation=inplace norm=auto dropout=recompute attention=flash loss=auto`, and of single layers
         ` layers 0-11: activation=recompute attention=off, 12: norm=off`."""
-        return " ".join([f"{name}={getattr(self, name)}" for name in CHOICES] + [self.describe_layers()]).rstrip()
+        return " ".join(
+            [f"{name}={getattr(self, name)}" for name in self.list_spoken_of()] + [self.describe_layers()]
+        ).rstrip()
+
+    def list_spoken_of(self) -> list[str]:
+        """The operations, without those that are stock because nobody asked for them."""
+        return [
+            name
+            for name, operation in OPERATIONS.items()
+            if not operation.is_for_the_asking or self.values_of(name) - {"auto", "off"}
+        ]
 
     def describe_layers(self) -> str:
         """What single layers have: `layers 0-11: activation=recompute attention=off, 12: norm=off`, or nothing."""

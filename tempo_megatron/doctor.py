@@ -51,6 +51,8 @@ def describe_installation() -> str:
     lines.append(f"C++ compiler         {compiler if obstacle else find_compiler()}")
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     for operation in OPERATIONS.values():
+        if operation.is_for_the_asking:  # Megatron's own modules, once more
+            continue
         title = operation.title or operation.name
         lines.append(f"tempo {title:<15}{describe_implementation(operation.name, device_type)}")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ class Operation:
     """One switch and everything that is named after it."""
 
     name: str
-    """Field of TempoConfig, key of the "tempo" block, and `--tempo-NAME`."""
+    """Field of TempoConfig, key of the "tempo" block, and with dashes `--tempo-NAME`."""
 
     choices: tuple[str, ...]
     """The switch's values; "off" is stock Megatron, "auto" the first of `preference` that nothing refuses."""
@@ -33,6 +33,16 @@ class Operation:
 
     title: str = ""
     """What `doctor` calls it, where that is not its name."""
+
+    @property
+    def argument(self) -> str:
+        """`--tempo-NAME`."""
+        return f"--tempo-{self.name.replace('_', '-')}"
+
+    @property
+    def is_for_the_asking(self) -> bool:
+        """Whether "auto" is stock, always: banners and reports say nothing of it where nobody asked for it."""
+        return self.preference == ("off",)
 
     has_banner_line: bool = False
     """Whether a run's banner says in a line of its own what the operation runs on."""
@@ -88,12 +98,28 @@ OPERATIONS = {
         ),
         Operation(
             name="attention",
-            choices=("auto", "off", "flash", "softmax"),
+            choices=("auto", "off", "flash", "softmax", "recompute"),
             preference=("flash", "off"),
             help="attention keeps, flash, q, k, v, output and logsumexp, no s*s tensor and no mask; "
-            "softmax, one s*s tensor",
+            "softmax, one s*s tensor; recompute, q, k and v: as flash, and its output is computed again in backward",
             slots=("self_attention.core_attention", "cross_attention.core_attention"),
             has_banner_line=True,
+        ),
+        Operation(
+            name="linear_fc1",
+            choices=("auto", "off", "recompute"),
+            preference=("off",),
+            help="recompute: the MLP keeps the input of its first linear only, which runs again in backward (a third "
+            "of a GPT layer's products); auto is off",
+            slots=("mlp",),
+        ),
+        Operation(
+            name="linear_qkv",
+            choices=("auto", "off", "recompute"),
+            preference=("off",),
+            help="recompute: self attention keeps the input of its projection instead of q, k and v, which are "
+            "computed again in backward (a quarter of a GPT layer's products); auto is off",
+            slots=("self_attention",),
         ),
         Operation(
             name="loss",
@@ -130,7 +156,7 @@ def _list_rows_of_stack(stack: str) -> tuple[LedgerRow, ...]:
             *(row(prefix + projection, f"{name}.{projection}") for projection in projections),
             row(f"{prefix}q_layernorm", f"{name}.q_layernorm", "norm"),
             row(f"{prefix}k_layernorm", f"{name}.k_layernorm", "norm"),
-            row(f"{name} (q, k, v)", name),
+            row(f"{name} (q, k, v)", name, "linear_qkv" if name == "self_attention" else None),
             row(f"{prefix}core_attention", f"{name}.core_attention", "attention"),
             row(f"{prefix}core_attention (s*s)", f"{name}.core_attention", "attention", is_scores=True),
             row(f"{prefix}linear_proj", f"{name}.linear_proj"),
@@ -148,7 +174,7 @@ def _list_rows_of_stack(stack: str) -> tuple[LedgerRow, ...]:
         row("linear_fc1", "mlp.linear_fc1"),
         # The activation is no module: it runs in the MLP's own forward, between its linears.
         row(ACTIVATION, "mlp", "activation"),
-        row("linear_fc2", "mlp.linear_fc2"),
+        row("linear_fc2", "mlp.linear_fc2", "linear_fc1"),
         row("mlp_bda", "mlp_bda", "dropout"),
         LedgerRow(title="transformer layer", module=layer, stack=stack),
         LedgerRow(

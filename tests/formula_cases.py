@@ -77,7 +77,21 @@ def draw_layer(seed: int) -> Layer:
     )
     if draw.random() < 0.25:
         tempo = TempoConfig.off()
+    else:
+        tempo = _draw_what_runs_again(draw, tempo, keeps_copies=groups != heads and recompute != "core_attn")
     return Layer(family, tp, settings, tempo, Sizes(seq_length, draw.choice((1, 2, 3)), 8 * tp))
+
+
+def _draw_what_runs_again(draw: random.Random, tempo: TempoConfig, *, keeps_copies: bool) -> TempoConfig:
+    attention = draw.choice((tempo.attention, tempo.attention, "recompute"))
+    # Stock attention that keeps copies of keys and values is refused.
+    may_drop = attention != "off" or not keeps_copies
+    return dataclasses.replace(
+        tempo,
+        attention=attention,
+        linear_fc1=draw.choice(("auto", "off", "recompute")),
+        linear_qkv=draw.choice(("auto", "recompute")) if may_drop else "off",
+    )
 
 
 def measure_and_count(layer: Layer) -> dict[str, tuple[int, int]]:

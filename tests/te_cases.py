@@ -44,6 +44,7 @@ ALL_RECOMPUTED = dataclasses.replace(INPLACE, activation="recompute", norm="reco
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "normalization": "RMSNorm", "add_bias_linear": False}
 # With weights large enough to tell the two forms of GELU apart.
 TE_ACTIVATION = {"use_te_activation_func": True, "init_method_std": 0.3}
+AGAIN = {"attention": "recompute", "linear_fc1": "recompute", "linear_qkv": "recompute"}
 LAYERS = {"0": {"norm": "recompute", "attention": "off"}, "1": {"norm": "off", "activation": "off"}}
 GPT_CASES: dict[str, tuple[dict[str, Any], TempoConfig]] = {
     "in place": ({}, INPLACE),
@@ -55,6 +56,13 @@ GPT_CASES: dict[str, tuple[dict[str, Any], TempoConfig]] = {
     "zero-centred gamma, no biases": ({"layernorm_zero_centered_gamma": True, "add_bias_linear": False}, INPLACE),
     "query and key norms, grouped": ({"qk_layernorm": True, "num_query_groups": 2}, INPLACE),
     "Transformer Engine's activation": (TE_ACTIVATION, ALL_RECOMPUTED),
+    "linears again": ({}, dataclasses.replace(ALL_RECOMPUTED, **AGAIN)),
+    "linears again, norms in place": ({"qk_layernorm": True}, dataclasses.replace(INPLACE, **AGAIN)),
+    "linears again, with their own norms": (SWIGLU, dataclasses.replace(OFF, **AGAIN)),
+    "linears again, Transformer Engine's activation": (
+        TE_ACTIVATION,
+        dataclasses.replace(OFF, linear_fc1="recompute"),
+    ),
     "full recomputation": (
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         INPLACE,
@@ -251,6 +259,11 @@ def refusals() -> dict[str, str]:
             found[name] = "nothing was refused"
         except ValueError as error:
             found[name] = str(error)
+    try:
+        spec = get_gpt_layer_with_transformer_engine_spec()
+        tempoize(spec, gpt_config(), TempoConfig(linear_qkv="recompute"))
+    except ValueError as error:
+        found["linear_qkv"] = str(error)
     return found
 
 
@@ -279,7 +292,14 @@ def main() -> None:
         "op fuser": measure(build_fused, run_gpt, TE_ACTIVATION, ALL_RECOMPUTED) if has_fused_mlp() else None,
         "kept": {
             name: kept_bytes(chosen)
-            for name, chosen in (("stock", OFF), ("inplace", INPLACE), ("recompute", ALL_RECOMPUTED))
+            for name, chosen in (
+                ("stock", OFF),
+                ("inplace", INPLACE),
+                ("recompute", ALL_RECOMPUTED),
+                ("again", dataclasses.replace(ALL_RECOMPUTED, **AGAIN)),
+                ("inplace, again", dataclasses.replace(INPLACE, **AGAIN)),
+                ("stock, fc1 again", dataclasses.replace(OFF, linear_fc1="recompute")),
+            )
         },
         "replaced": what_was_replaced(),
         "refusals": refusals(),

@@ -18,6 +18,7 @@ from tempo_megatron.slots.choices import choose, choose_operation
 
 FIRST = {name: operation.preference[0] for name, operation in OPERATIONS.items()}
 EVERYTHING_OFF = dict.fromkeys(OPERATIONS, "off")
+ALL_THAT_AUTO_TAKES = {name: "off" for name, value in FIRST.items() if value != "off"}
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True}
 HALF = {"params_dtype": torch.bfloat16, "bf16": True}
@@ -55,8 +56,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {"loss": "off"},
         "defer_embedding_wgrad_compute is on",
     ),
-    "fp8": ({"fp8": "hybrid"}, EVERYTHING_OFF, "fp8 or fp4 is on"),
-    "autocast": ({"enable_autocast": True}, EVERYTHING_OFF, "autocast is on"),
+    "fp8": ({"fp8": "hybrid"}, ALL_THAT_AUTO_TAKES, "fp8 or fp4 is on"),
+    "autocast": ({"enable_autocast": True}, ALL_THAT_AUTO_TAKES, "autocast is on"),
 }  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def test_the_same_value_written_is_an_error_of_one_sentence(settings, lesser, re
 def test_a_written_value_is_taken_as_it_is_and_has_no_reason():
     written = TempoConfig(activation="recompute", norm="recompute", attention="softmax", dropout="off")
     choices = choose(config_with(), written)
-    assert choices.config == dataclasses.replace(written, loss="fused")
+    assert choices.config == dataclasses.replace(written, loss="fused", linear_fc1="off", linear_qkv="off")
     assert choices.reasons == {}
     off = choose(config_with(fp8="hybrid"), TempoConfig.off())
     assert off.config.is_off and off.reasons == {} and off.describe() == "off (stock)"

@@ -35,7 +35,9 @@ def test_the_drawn_layers_have_everything_in_them() -> None:
     for name in ("activation", "norm", "dropout", "attention"):
         assert {"auto", "off"} < {getattr(layer.tempo, name) for layer in layers}
     assert {"inplace", "recompute"} <= {layer.tempo.activation for layer in layers}
-    assert {layer.tempo.attention for layer in layers} == {"auto", "off", "flash", "softmax"}
+    assert {layer.tempo.attention for layer in layers} == {"auto", "off", "flash", "softmax", "recompute"}
+    assert {layer.tempo.linear_fc1 for layer in layers} == {"auto", "off", "recompute"}
+    assert {layer.tempo.linear_qkv for layer in layers} == {"auto", "off", "recompute"}
     assert {layer.settings["recompute"] for layer in layers} == {"none", "core_attn", "mlp", "full"}
     assert {layer.tp for layer in layers} == {1, 2, 4}
     assert {layer.settings["dtype"] for layer in layers} == {torch.float32, torch.bfloat16, torch.float16}

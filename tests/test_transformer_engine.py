@@ -67,7 +67,7 @@ def check(case) -> None:
 @LAYOUTS
 def test_loss_gradients_parameters_and_checkpoint_keys_of_a_gpt_equal_stock(found, ranks: int) -> None:
     for rank in found(ranks):
-        assert len(rank["gpt"]) == 10
+        assert len(rank["gpt"]) == 14
         for name, case in rank["gpt"].items():
             try:
                 check(case)
@@ -111,6 +111,18 @@ def test_a_norm_in_place_and_the_linear_keep_one_output(found, ranks: int) -> No
 
 
 @LAYOUTS
+def test_linears_that_run_again_keep_their_inputs_only(found, ranks: int) -> None:
+    output, token = S * B * H * 2 // ranks, S * B * 4 // ranks
+    for rank in found(ranks):
+        total = {name: each["total"] for name, each in rank["kept"].items()}
+        # Of both norms x, mean and rstd; or y, rstd, gamma and beta.
+        assert total["again"] == 2 * (output + 2 * token)
+        assert 2 * (output + token) <= total["inplace, again"] <= 2 * (output + token + 8 * H)
+        # The outputs of the linear and of GELU, 4 h each, on each rank its columns.
+        assert total["stock"] - total["stock, fc1 again"] == 2 * (S * B * 4 * H * 2 // ranks)
+
+
+@LAYOUTS
 def test_a_layer_keeps_less_than_stocks(found, ranks: int) -> None:
     for rank in found(ranks):
         total = {name: each["total"] for name, each in rank["kept"].items()}
@@ -142,6 +154,11 @@ def test_what_has_a_linear_do_more_than_keep_its_input_is_refused(found) -> None
     refused = found(1)[0]["refusals"]
     for name in ("delay_wgrad_compute", "tp_comm_overlap", "cpu_offloading", "quant_recipe", "qk_clip", "fp8"):
         assert refused[name].startswith(name) and "off" in refused[name]
+    assert refused["linear_qkv"] == (
+        'tempo.linear_qkv is "recompute" in a layer whose core attention is TEDotProductAttention, which may keep '
+        "copies of q, k and v; expected Tempo's attention, or one that Megatron recomputes (core_attn); set "
+        'tempo.attention to "flash", or tempo.linear_qkv to "off"'
+    )
 
 
 def test_auto_leaves_what_transformer_engine_does_and_says_why(found) -> None:
@@ -149,7 +166,7 @@ def test_auto_leaves_what_transformer_engine_does_and_says_why(found) -> None:
     chosen, reasons = auto["nothing"]
     assert chosen == {
         "activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "off", "loss": "fused",
-        "layers": {},
+        "linear_fc1": "off", "linear_qkv": "off", "layers": {},
     }  # fmt: skip
     assert reasons == {"attention": "Transformer Engine's attention keeps no s*s tensor and no mask either"}
     chosen, reasons = auto["delay_wgrad_compute"]

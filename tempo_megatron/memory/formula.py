@@ -251,7 +251,8 @@ class _Formula:
         if shape.rotary and not self._is_te:
             # Cosines and sines, of q and of k.
             yield f"{prefix}self_attention (q, k, v)", 4 * shape.seq_length * self._head_bytes
-        operands = self._count_operands(kv_length, is_recomputed, is_cross)
+        is_made_again = not is_cross and self._config.linear_qkv == "recompute" and self._may_drop_operands()
+        operands = 0 if is_made_again else self._count_operands(kv_length, is_recomputed, is_cross)
         if is_recomputed:
             # And the kind of mask, one int32.
             yield f"{prefix}self_attention (q, k, v)", operands + 4
@@ -262,8 +263,18 @@ class _Formula:
             yield f"{prefix}core_attention", operands + (logsumexp if has_logsumexp else 0)
             yield f"{prefix}core_attention (s*s)", num_heads * shape.seq_length * kv_length * self._count_per_score()
         context = self._tokens * self._heads * self._head_bytes
-        copies = 2 if self._is_te and self._is_flash and self._config.attention == "off" and not is_recomputed else 1
+        copies = 1
+        if not is_recomputed and self._config.attention == "recompute":
+            copies = 0
+        elif not is_recomputed and self._config.attention == "off" and self._is_te and self._is_flash:
+            copies = 2
         yield f"{prefix}linear_proj", copies * context
+
+    def _may_drop_operands(self) -> bool:
+        """Whether core attention keeps q, k and v as they are, and no copies; where it may not, such a layer is
+        refused."""
+        is_stock = self._config.attention == "off" and "core_attn" not in self._shape.recompute
+        return not is_stock or not (self._is_te or self._groups != self._heads)
 
     def _count_operands(self, kv_length: int, is_recomputed: bool, is_cross: bool) -> int:
         """q, k and v: as attention reads them, or as they are given to a recomputed region."""
@@ -292,7 +303,7 @@ class _Formula:
         choice, e = self._config.attention, self._shape.element_bytes
         if choice == "softmax":
             return e
-        if choice == "flash" or self._is_te:
+        if choice in ("flash", "recompute") or self._is_te:
             return 0
         # The softmax's output, in float32; in 16 bits, or with dropout, what the product with v reads; dropout's mask.
         has_dropout = self._shape.attention_dropout > 0
@@ -310,6 +321,8 @@ class _Formula:
         y = num_elements * shape.element_bytes
         is_gated = shape.activation in GATED
         x = 2 * y if is_gated else y
+        if self._config.linear_fc1 == "recompute":
+            return  # but its input, which the norm's row has
         if choice == "recompute":
             yield shape.activation, x
         elif choice == "inplace":

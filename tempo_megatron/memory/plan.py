@@ -239,7 +239,9 @@ class Planner:
                 in_flight=stage.in_flight,
                 peak_bytes=found.peak_bytes,
                 kept_bytes=of_stack + sum(kept[choice] for choice in found.names),
-                recomputed_flops=sum(count_recomputed_flops(self._flops, each.recompute) for each in found.names),
+                recomputed_flops=sum(
+                    count_recomputed_flops(self._flops, each.recompute, each.make_config()) for each in found.names
+                ),
                 seconds=found.cost / _FEMTO,
                 added_seconds=(found.cost - stage.base_cost) / _FEMTO,
             )
@@ -282,28 +284,31 @@ class Planner:
         return count_stack_bytes(dataclasses.replace(self._request.shape, recompute=recompute), TempoConfig.off())
 
     def _list_kinds(self, recompute: frozenset[str]) -> tuple[Kind[LayerChoice], ...]:
-        values = (self._request.values[name] for name in LAYER_OPERATIONS)
+        values = (self._request.values.get(name, ("off",)) for name in LAYER_OPERATIONS)
         return prune([self._make_kind(LayerChoice(each, recompute)) for each in itertools.product(*values)])
 
     def _make_kind(self, choice: LayerChoice) -> Kind[LayerChoice]:
         request, config = self._request, choice.make_config()
-        kept, without = (
-            count_layer_bytes(
-                dataclasses.replace(request.shape, recompute=recompute),
-                config,
-                stock=request.stock,
-                stock_attention=request.stock_attention,
-            )
-            for recompute in (choice.recompute, frozenset[str]())
-        )
-        is_full = "full" in choice.recompute
+        nothing, is_full = frozenset[str](), "full" in choice.recompute
+        kept = self._count_kept(choice.recompute, config)
+        # What runs again in backward: the MLP's linear first, attention when the MLP is through. Inside of a layer that
+        # Megatron recomputes, neither.
+        attention = "flash" if config.attention == "recompute" else config.attention
+        with_mlp = dataclasses.replace(config, linear_fc1="off")
+        with_attention = dataclasses.replace(with_mlp if is_full else config, linear_qkv="off", attention=attention)
+        without = max(self._count_kept(nothing, each) for each in (with_mlp, with_attention))
         cost = convert_to_femtoseconds(
             request.gpu,
             request.shape.dtype,
-            flops=count_recomputed_flops(self._flops, choice.recompute),
+            flops=count_recomputed_flops(self._flops, choice.recompute, config),
             moved_bytes=count_moved_bytes(request.shape, config, choice.recompute),
         )
         return Kind(choice, kept, cost, without if is_full else max(0, without - kept))
+
+    def _count_kept(self, recompute: frozenset[str], config: TempoConfig) -> int:
+        request = self._request
+        shape = dataclasses.replace(request.shape, recompute=recompute)
+        return count_layer_bytes(shape, config, stock=request.stock, stock_attention=request.stock_attention)
 
 
 def _write_block(layers: Sequence[LayerChoice], loss: str) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """What a choice for a layer costs: the FLOPs it computes a second time, and the bytes that it moves beyond stock.
 
 FLOPs are those of matrix products, two for each multiplication and sum; where attention is causal and fused, half of
-its square. They are zero for each of Tempo's operations, which make elementwise results again, or read one tensor
-instead of another. Bytes are those that such work reads from and writes to the GPU's memory: it does nothing else that
-takes time. A choice that moves fewer bytes than stock is taken as costing nothing, never as a gain. Collectives that
-full recomputation and that of the MLP repeat under tensor parallelism are not in the sum.
+its square. Of Tempo's operations linears and attention that run again have some, as Megatron's recomputation has; the
+others make elementwise results again, or read one tensor instead of another. Bytes are those that such work reads from
+and writes to the GPU's memory: it does nothing else that takes time. A choice that moves fewer bytes than stock is
+taken as costing nothing, never as a gain. Collectives that are repeated under tensor parallelism, by Megatron's
+recomputation and by linears that run again, are not in the sum.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class LayerFlops:
     """Queries, keys and values, and the projection behind attention."""
     core_attention: int
     mlp: int
+    linear_qkv: int
+    """Of the projections, that of queries, keys and values."""
+    linear_fc1: int
+    """Of the MLP, its first linear."""
 
     @property
     def total(self) -> int:
@@ -53,20 +58,26 @@ def count_layer_flops(shape: LayerShape, *, is_causal: bool, skips_masked: bool)
     heads, groups = shape.num_attention_heads // t, shape.num_query_groups // t
     tokens = s * b
     num_scores = s * (s + 1) // 2 if is_causal and skips_masked else s * s
-    widths = (heads + 2 * groups) + heads
-    factors = 3 if shape.activation in GATED else 2
+    head_flops = 2 * tokens * shape.hidden_size * shape.kv_channels
+    linear_qkv = (heads + 2 * groups) * head_flops
+    linear_fc2 = 2 * tokens * shape.hidden_size * shape.ffn_hidden_size // t
+    linear_fc1 = 2 * linear_fc2 if shape.activation in GATED else linear_fc2
     return LayerFlops(
-        projections=2 * tokens * shape.hidden_size * widths * shape.kv_channels,
+        projections=linear_qkv + heads * head_flops,
         core_attention=2 * 2 * b * heads * num_scores * shape.kv_channels,
-        mlp=2 * tokens * shape.hidden_size * factors * shape.ffn_hidden_size // t,
+        mlp=linear_fc1 + linear_fc2,
+        linear_qkv=linear_qkv,
+        linear_fc1=linear_fc1,
     )
 
 
-def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str]) -> int:
-    """What Megatron's recomputation of a layer computes a second time; Tempo's adds nothing to it."""
+def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str], config: TempoConfig) -> int:
+    """What Megatron's recomputation of a layer, and Tempo's, computes a second time; never a third."""
     if "full" in recompute:
         return flops.total
-    return flops.core_attention * ("core_attn" in recompute) + flops.mlp * ("mlp" in recompute)
+    found = flops.linear_qkv * (config.linear_qkv == "recompute")
+    found += flops.core_attention * ("core_attn" in recompute or config.attention == "recompute")
+    return found + (flops.mlp if "mlp" in recompute else flops.linear_fc1 * (config.linear_fc1 == "recompute"))
 
 
 def count_moved_bytes(shape: LayerShape, config: TempoConfig, recompute: frozenset[str]) -> int:
@@ -82,7 +93,10 @@ def count_moved_bytes(shape: LayerShape, config: TempoConfig, recompute: frozens
     y = num_elements * shape.element_bytes
     x = 2 * y if shape.activation in GATED else y
     moved = 0
-    if config.activation == "recompute":
+    if config.linear_fc1 == "recompute":
+        # In a recomputed MLP, below.
+        moved += 0 if recompute & {"mlp", "full"} else x + y
+    elif config.activation == "recompute":
         moved += x + y
     elif config.activation == "inplace" and shape.activation == "gelu":
         # A bit per element, written and read; the output is read instead of the input.
@@ -92,6 +106,11 @@ def count_moved_bytes(shape: LayerShape, config: TempoConfig, recompute: frozens
     elif config.norm == "inplace":
         num_statistics = 2 if shape.normalization == "LayerNorm" else 1
         moved += 2 * (2 * 4 * num_statistics * shape.hidden_size)
+    if config.linear_qkv == "recompute" and shape.rotary and "full" not in recompute:
+        # Queries and keys are rotated again.
+        heads = (shape.num_attention_heads + shape.num_query_groups) // shape.tensor_parallel
+        tokens = shape.seq_length * shape.micro_batch_size
+        moved += 2 * tokens * heads * shape.kv_channels * shape.element_bytes
     if config.attention == "softmax":
         # The softmax's output is read and its dropout written again.
         heads = shape.num_attention_heads // shape.tensor_parallel

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tempo_megatron.layer_values import LAYER_OPERATIONS
 from tempo_megatron.memory.plan import RECOMPUTE_MODES, Plan, Planner, PlanRequest
+from tempo_megatron.operations import OPERATIONS
 
 
 def list_plans(request: PlanRequest, num_budgets: int) -> list[Plan]:
@@ -28,12 +29,14 @@ def list_switches(request: PlanRequest) -> dict[str, Plan]:
     preferences = {
         "stock": (),
         "Tempo, in place": ("inplace", "flash", "recompute"),
-        "Tempo, recompute": ("recompute", "flash"),
+        "Tempo, recompute": ("flash", "recompute"),
     }
     plans = {}
     for name, preference in preferences.items():
         values = {
             operation: (next((value for value in preference if value in allowed), "off"),)
+            if not OPERATIONS[operation].is_for_the_asking
+            else ("off",)
             for operation, allowed in request.values.items()
             if operation != "loss"
         }

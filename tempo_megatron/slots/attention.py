@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +14,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tempo_kernels.attention import attention
+from tempo_kernels.recompute import recompute
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample
+from tempo_megatron.slots.linear import is_in_backward
 
 
 class TempoDotProductAttention(DotProductAttention):
@@ -29,7 +33,8 @@ class TempoDotProductAttention(DotProductAttention):
 
     Args, beside Megatron's:
         stack: whose masks are drawn.
-        has_pinned_projection: whether a norm of q or k keeps the projection anyway, so that copies would save nothing.
+        has_pinned_projection: whether copies would save nothing: a norm of q or k keeps the projection anyway, or
+            TempoSelfAttention lets go of all of it.
     """
 
     form: ClassVar[str] = "flash"
@@ -82,10 +87,8 @@ class TempoDotProductAttention(DotProductAttention):
         draw = self._draw(query) if dropout_p > 0 else {}
         if torch.is_grad_enabled() and not self.has_pinned_projection:
             query, key, value = _copy_without_the_rest(query, key, value)
-        context = attention(
-            query,
-            key,
-            value,
+        attend = functools.partial(
+            _attend,
             causal=mask is None and mask_type == AttnMaskType.causal,
             mask=mask,
             window_size=window_size,
@@ -94,13 +97,20 @@ class TempoDotProductAttention(DotProductAttention):
             dropout_p=dropout_p,
             **draw,
         )
-        return context.flatten(2)
+        return self._run(attend, query, key, value)
+
+    def _run(self, attend: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+        return attend(*operands)
 
     def _draw(self, query: Tensor) -> dict[str, Any]:
         """The arguments of this rank's mask."""
         dropout_key, first_sample = find_key_and_sample(self.layer_number, self.site, self.stack)
         first_head = self._heads_group.rank() * query.size(2)
         return {"dropout_key": dropout_key, "first_sample": first_sample, "first_head": first_head}
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+    return attention(query, key, value, **settings).flatten(2)
 
 
 def _copy_without_the_rest(*tensors: Tensor) -> list[Tensor]:
@@ -122,6 +132,15 @@ class TempoSoftmaxDotProductAttention(TempoDotProductAttention):
     the dropout's output and mask do not, and are made again in backward."""
 
     form = "softmax"
+
+
+class TempoRecomputeDotProductAttention(TempoDotProductAttention):
+    """TempoDotProductAttention that keeps q, k and v only: a linear that drops its input, such as
+    TempoRowParallelLinear, lets go of the output, and attention runs again before that linear's backward, with the same
+    masks. Where Megatron recomputes core attention, or the layer, it runs no third time."""
+
+    def _run(self, attend: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+        return attend(*operands) if is_in_backward() else recompute(attend, *operands)
 
 
 def find_attention_refusal(config: Any) -> str | None:

@@ -15,8 +15,9 @@ from tempo_megatron.slots.attention import TempoDotProductAttention
 from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
 from tempo_megatron.slots.choices import Choices
 from tempo_megatron.slots.dropout_rng import Stack
-from tempo_megatron.slots.mlp import TempoMLP
+from tempo_megatron.slots.mlp import LinearRecomputeMLP, TempoLinearRecomputeMLP, TempoMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TempoRMSNorm
+from tempo_megatron.slots.self_attention import TempoSelfAttention
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 from tempo_megatron.slots.te_modules import SplitNorm
 
@@ -28,6 +29,8 @@ _TEMPO_CLASSES: dict[str, tuple[type, ...]] = {
     "activation": (TempoMLP,),
     "norm": (TempoLayerNorm, TempoRMSNorm, SplitNorm),
     "attention": (TempoDotProductAttention,),
+    "linear_fc1": (TempoLinearRecomputeMLP,),
+    "linear_qkv": (TempoSelfAttention,),
 }
 
 
@@ -118,4 +121,6 @@ def _is_tempo(operation: str, content: Any) -> bool:
     module = find_class(content)
     if operation == "dropout":  # a function in the spec, as Megatron has it
         return getattr(module, "__module__", "") == tempo_bias_dropout_add.__module__
+    if operation == "activation" and module is LinearRecomputeMLP:  # around Megatron's own
+        return False
     return isinstance(module, type) and issubclass(module, _TEMPO_CLASSES[operation])

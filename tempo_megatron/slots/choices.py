@@ -37,7 +37,7 @@ class Choices:
         groups = []
         # A reason is of each "auto"; where only a layer's values say so, it stands behind them.
         of_all = {name: reason for name, reason in self.reasons.items() if getattr(self.written, name) == "auto"}
-        for reason, names in itertools.groupby(OPERATIONS, key=of_all.get):
+        for reason, names in itertools.groupby(self.config.list_spoken_of(), key=of_all.get):
             values = " ".join(f"{name}={getattr(self.config, name)}" for name in names)
             groups.append(f"{values} (auto: {reason})" if reason else values)
         of_layers = [f"{name}: {reason}" for name, reason in self.reasons.items() if name not in of_all]
@@ -55,7 +55,8 @@ def choose(transformer_config: TransformerConfig, tempo_config: TempoConfig) -> 
     Raises ValueError where a written value cannot be had, and where Megatron itself would fail later.
     """
     if tempo_config.is_off:
-        return Choices(config=tempo_config, written=tempo_config, reasons={})
+        off = tempo_config.fill_auto(dict.fromkeys(OPERATIONS, "off"))
+        return Choices(config=off, written=tempo_config, reasons={})
     refuse_recomputation(transformer_config)
     refuse_written(transformer_config, tempo_config)
     taken = {

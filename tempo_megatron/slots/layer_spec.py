@@ -15,8 +15,9 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
@@ -30,13 +31,17 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
-from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSoftmaxDotProductAttention
+from tempo_megatron.slots.attention import (
+    TempoDotProductAttention,
+    TempoRecomputeDotProductAttention,
+    TempoSoftmaxDotProductAttention,
+)
 from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
 from tempo_megatron.slots.block_slots import ATTENTIONS, TempoBlockSubmodules
 from tempo_megatron.slots.choices import choose
 from tempo_megatron.slots.dropout_rng import Site, Stack
-from tempo_megatron.slots.linear import TempoColumnParallelLinear
-from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP
+from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
+from tempo_megatron.slots.mlp import LinearRecomputeMLP, TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP
 from tempo_megatron.slots.norm import (
     TempoLayerNorm,
     TempoRecomputeLayerNorm,
@@ -45,6 +50,7 @@ from tempo_megatron.slots.norm import (
     TorchLayerNorm,
     TorchRMSNorm,
 )
+from tempo_megatron.slots.self_attention import TempoSelfAttention
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there
 
 _EXPECTED_SPEC = (
@@ -63,6 +69,7 @@ _ATTENTIONS = {
     "off": DotProductAttention,
     "flash": TempoDotProductAttention,
     "softmax": TempoSoftmaxDotProductAttention,
+    "recompute": TempoRecomputeDotProductAttention,
 }
 # Linears that nothing but a norm feeds, and that alone read what it gives.
 _LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
@@ -223,10 +230,12 @@ def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config
 
 
 def _replace_linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
-    """Replacements for the linears that read a norm's output: TempoColumnParallelLinear drops that output after use.
+    """Replacements for the linears that read what a norm, or attention, can make again: Tempo's drop it after use.
 
-    Without Transformer Engine's, which have norms of their own, empty unless the norm recomputes its output."""
-    changes = te.replace_linears(submodules, tempo_config.norm, _LINEARS_AFTER_NORMS)
+    Without Transformer Engine's, which have norms of their own, empty unless one of these recomputes its output."""
+    changes = te.replace_linears(submodules, tempo_config, _LINEARS_AFTER_NORMS)
+    if tempo_config.attention == "recompute" and getattr(submodules, "linear_proj", None) is RowParallelLinear:
+        changes["linear_proj"] = TempoRowParallelLinear
     if tempo_config.norm == "recompute":
         names = [name for name in _LINEARS_AFTER_NORMS if getattr(submodules, name, None) is ColumnParallelLinear]
         changes |= dict.fromkeys(names, TempoColumnParallelLinear)
@@ -240,6 +249,7 @@ def _replace_attention(
     if isinstance(module, type) and issubclass(module, MultiLatentAttention):
         return slot
     changes = _replace_linears(submodules, tempo_config)
+    drops_projection = module is SelfAttention and tempo_config.linear_qkv == "recompute"
     for name in _QUERY_KEY_NORMS:
         if hasattr(submodules, name):
             changes[name] = _replace_norm(getattr(submodules, name), transformer_config, tempo_config)
@@ -252,17 +262,40 @@ def _replace_attention(
         changes["core_attention"] = core_attention
         if tempo_config.attention != "off":
             norms = [norm for name in _QUERY_KEY_NORMS if is_there(norm := changes.get(name))]
-            pins = any(getattr(norm, "keep", "input") == "input" for norm in norms)
+            pins = drops_projection or any(getattr(norm, "keep", "input") == "input" for norm in norms)
             changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})
+    if drops_projection:
+        is_tempo = tempo_config.attention != "off" and "core_attention" in changes
+        _refuse_kept_operands(stock_attention, transformer_config, is_tempo)
+        slot = dataclasses.replace(slot, module=TempoSelfAttention)
     return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
+
+
+def _refuse_kept_operands(core_attention: Any, transformer_config: TransformerConfig, is_tempo: bool) -> None:
+    """Raise ValueError where core attention keeps copies of q, k and v, so that a projection that runs again saves
+    nothing. Recomputed by Megatron it keeps what it is given."""
+    config = transformer_config
+    is_recomputed = config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ())
+    is_grouped = config.num_query_groups not in (None, config.num_attention_heads)
+    if is_tempo or is_recomputed or (core_attention is DotProductAttention and not is_grouped):
+        return
+    name = getattr(find_class(core_attention), "__name__", core_attention)
+    raise ValueError(
+        f'tempo.linear_qkv is "recompute" in a layer whose core attention is {name}, which may keep copies of q, k and '
+        "v; expected Tempo's attention, or one that Megatron recomputes (core_attn); set tempo.attention to "
+        '"flash", or tempo.linear_qkv to "off"'
+    )
 
 
 def _replace_mlp(slot: Any, tempo_config: TempoConfig) -> Any:
     stock = find_class(slot)
     if slot is stock:  # a bare class, whose linears nobody names
         return slot
-    module = te.replace_mlp_class(stock, tempo_config.activation)
-    if stock is MLP:
+    module = te.replace_mlp_class(stock, tempo_config)
+    if stock is MLP and tempo_config.linear_fc1 == "recompute":
+        # With the activation's input at hand its derivative is the exact one, also where it is in place elsewhere.
+        module = LinearRecomputeMLP if tempo_config.activation == "off" else TempoLinearRecomputeMLP
+    elif stock is MLP:
         module = {"off": MLP, "inplace": TempoMLP, "recompute": TempoRecomputeMLP}[tempo_config.activation]
     if module is None:
         return slot

@@ -1,17 +1,21 @@
-"""Megatron's column-parallel linear behind a norm that can make its output again."""
+"""Megatron's parallel linears: behind an operation that can make its output again, and run again themselves."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
-from megatron.core.tensor_parallel import ColumnParallelLinear
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from tempo_kernels.recompute import can_refill, drop
+from tempo_kernels.recompute import can_refill, drop, hold
 
 
 class DropsInput:
-    """A base of column-parallel linears that do not keep their input, where it came from a norm that can make it again.
+    """A base of parallel linears that do not keep their input, where it came from a norm, or from an attention, that
+    can make it again.
 
     The norm makes the input again for this linear's backward, before the all-gather of sequence parallelism. In between
     its memory is free, as soon as Megatron's layer releases it at the end of its attention or MLP. Where something else
@@ -19,7 +23,7 @@ class DropsInput:
     """
 
     def __call__(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """(output, bias), as ColumnParallelLinear."""
+        """(output, bias), as Megatron's linear."""
         # Not in forward: ZeRO-3's hooks wrap the input that forward sees.
         result = super().__call__(input_, *args, **kwargs)  # type: ignore[misc]
         if can_refill(input_):
@@ -29,3 +33,89 @@ class DropsInput:
 
 class TempoColumnParallelLinear(DropsInput, ColumnParallelLinear):
     """ColumnParallelLinear that does not keep its input; see DropsInput."""
+
+
+class TempoRowParallelLinear(DropsInput, RowParallelLinear):
+    """RowParallelLinear that does not keep its input; see DropsInput."""
+
+
+class NormInFront:
+    """A base of linears with a norm of their own, which tell what the norm gave to the linear."""
+
+    normed: Callable[[], Tensor] | None = None
+    """The linear's input, as `hold` gives it, from a forward with a graph until `take_normed`."""
+
+    def take_normed(self) -> Callable[[], Tensor]:
+        """What the linear of the last forward was given."""
+        normed, self.normed = self.normed, None
+        assert normed is not None
+        return normed
+
+    def run_linear(self, y: Tensor) -> Any:
+        """(output, bias) of what the norm gave."""
+        raise NotImplementedError
+
+
+class LinearCall(torch.nn.Module):
+    """One call of a linear that can be repeated: it keeps what the linear keeps anyway, the linear's input.
+
+    Under sequence parallelism a repetition gathers the input once more, on every rank at the same place of backward.
+    """
+
+    def __init__(self, linear: torch.nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+        self.output: Tensor | None = None
+        """Of the call, until `take_output`."""
+        self._take_input: Callable[[], Tensor] | None = None
+
+    def forward(self, input_: Tensor) -> Any:
+        """(output, bias), as the linear.
+
+        Raises ValueError where ZeRO-3 partitions its weight, which is then not there when it runs again."""
+        if hasattr(self.linear.weight, "ds_id"):
+            raise ValueError(
+                f"the weight of a {type(self.linear).__name__} is partitioned by ZeRO-3, which has not gathered it "
+                'when it runs again; expected ZeRO 0, 1 or 2; set tempo.linear_fc1 and tempo.linear_qkv to "off"'
+            )
+        take_input = None if isinstance(self.linear, NormInFront) else hold(input_)
+        result = self.linear(input_)
+        self._take_input = self.linear.take_normed() if isinstance(self.linear, NormInFront) else take_input
+        self.output = result[0]
+        return result
+
+    def take_output(self) -> Tensor:
+        """The output of the call, which it then no longer holds."""
+        output, self.output = self.output, None
+        assert output is not None
+        return output
+
+    def repeat(self) -> Any:
+        """(output, bias) once more, in backward and without a graph."""
+        assert self._take_input is not None
+        run = self.linear.run_linear if isinstance(self.linear, NormInFront) else self.linear
+        return run(self._take_input())
+
+
+class Return(torch.nn.Module):
+    """A linear that returns what it is made with, or else its input and no bias."""
+
+    def __init__(self, *result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, input_: Tensor) -> Any:
+        """(output, bias)."""
+        return self.result or (input_, None)
+
+
+def replace_modules(module: Any, **others: torch.nn.Module) -> Any:
+    """A copy of `module` with other submodules in some places; it shares everything else, parameters too."""
+    stand_in = copy.copy(module)
+    stand_in._modules = {**module._modules, **others}
+    return stand_in
+
+
+def is_in_backward() -> bool:
+    """Whether this forward runs inside of a backward: there somebody else recomputes, and all is used at once."""
+    return torch._C._current_graph_task_id() != -1

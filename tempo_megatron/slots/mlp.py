@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -15,9 +16,10 @@ from torch.nn import functional as F
 
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, reglu, swiglu
-from tempo_kernels.recompute import drop
+from tempo_kernels.recompute import drop, recompute
 from tempo_kernels.silu import silu
 from tempo_kernels.squared_relu import squared_relu
+from tempo_megatron.slots.linear import LinearCall, Return, is_in_backward, replace_modules
 
 _MLP_ARGUMENTS = frozenset(inspect.signature(MLP.__init__).parameters)
 
@@ -76,7 +78,7 @@ def _choose_activation(
 def _may_be_recomputed() -> bool:
     """Whether this forward may be one of a checkpointed region: the first runs without a graph, the second inside of a
     backward. Megatron's own answer, `is_checkpointing`, is there since 0.16 only."""
-    return not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+    return not torch.is_grad_enabled() or is_in_backward()
 
 
 class TempoMLP(MLP):
@@ -110,23 +112,31 @@ class TempoMLP(MLP):
         # Newer Megatrons pass more names than older ones take.
         accepted = {name: value for name, value in kwargs.items() if name in _MLP_ARGUMENTS}
         super().__init__(config, submodules, is_expert, input_size, ffn_hidden_size, tp_group, **accepted)
-        self._activation = _choose_activation(config, self.keep, self.approximate)
+        self._activation = self._make_activation()
+
+    def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """activation(x, bias)."""
+        return _choose_activation(self.config, self.keep, self.approximate)
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
         """(output [s, b, h], bias [h] or None) of hidden_states [s, b, h]."""
         if per_token_scale is not None:
             return super().forward(hidden_states, per_token_scale, **kwargs)
-        # [s, b, f/p], before a gated activation 2f/p
-        intermediate = self._activation(*self.linear_fc1(hidden_states))
-        output, output_bias = self.linear_fc2(intermediate)
-        if self.keep == "input":
-            drop(intermediate, after=output)
-        del intermediate
+        output, output_bias = self._run(hidden_states)
         if output_bias is not None and _may_be_recomputed():
             # A parameter that a recomputed region returns as it is would become that region's output, and its
             # backward would recompute the region without end: what happens to Megatron's own MLP.
             output_bias = output_bias.clone()
         return output, output_bias
+
+    def _run(self, hidden_states: Tensor) -> Any:
+        """What MLP.forward returns."""
+        # [s, b, f/p], before a gated activation 2f/p
+        intermediate = self._activation(*self.linear_fc1(hidden_states))
+        output = self.linear_fc2(intermediate)
+        if self.keep == "input":
+            drop(intermediate, after=output[0])
+        return output
 
 
 class TempoRecomputeMLP(TempoMLP):
@@ -134,3 +144,33 @@ class TempoRecomputeMLP(TempoMLP):
     Exact, and for any activation that TempoMLP knows, gated ones included."""
 
     keep = "input"
+
+
+class TempoLinearRecomputeMLP(TempoRecomputeMLP):
+    """TempoRecomputeMLP that keeps the input of W1 only: the outputs of W1 and of the activation go once W2 used them,
+    and are made again just before W2's backward. Exact: the same kernels on the same input.
+
+    Where Megatron recomputes the MLP or the layer, all of it goes anyway, and W1 runs no third time.
+    """
+
+    def _run(self, hidden_states: Tensor) -> Any:
+        if not torch.is_grad_enabled() or is_in_backward():
+            return super()._run(hidden_states)
+        linear_fc1 = LinearCall(self.linear_fc1)
+        intermediate = self._activation(*linear_fc1(hidden_states))
+        output = self.linear_fc2(intermediate)
+        drop(intermediate, after=output[0])
+        drop(linear_fc1.take_output(), after=intermediate, make=lambda: linear_fc1.repeat()[:1])
+        return output
+
+
+class LinearRecomputeMLP(TempoLinearRecomputeMLP):
+    """TempoLinearRecomputeMLP with Megatron's own activation, whatever it is, which runs once more with W1."""
+
+    def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
+        return functools.partial(recompute, self._run_stock_activation)
+
+    def _run_stock_activation(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        mlp = replace_modules(self, linear_fc1=Return(x, bias), linear_fc2=Return())
+        intermediate: Tensor = MLP.forward(mlp, x)[0]
+        return intermediate

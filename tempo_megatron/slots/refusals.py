@@ -154,10 +154,29 @@ def _find_loss_refusal(transformer_config: TransformerConfig, value: str) -> str
     return None
 
 
+def _find_linear_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
+    for name, why in (
+        ("delay_wgrad_compute", "by which linears hold their inputs beyond backward"),
+        ("cpu_offloading", "which moves what a layer keeps to the host"),
+        ("fine_grained_activation_offloading", "which moves what a layer keeps to the host"),
+    ):
+        if getattr(transformer_config, name, False):
+            return f"{name} is on, {why}, and Tempo does not run a linear again beside it"
+    return None
+
+
+def _find_projection_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
+    if getattr(transformer_config, "multi_latent_attention", False):
+        return "multi_latent_attention is on, whose projections are none that Tempo runs again"
+    return _find_linear_refusal(transformer_config, value)
+
+
 _FINDERS: dict[str, Callable[[TransformerConfig, str], str | None]] = {
     "activation": find_activation_refusal,
     "norm": _find_norm_refusal,
     "dropout": _find_dropout_refusal,
     "attention": _find_attention_refusal,
+    "linear_fc1": _find_linear_refusal,
+    "linear_qkv": _find_projection_refusal,
     "loss": _find_loss_refusal,
 }

@@ -131,7 +131,10 @@ def _report_block(block: Any, choices: Choices | None) -> Iterator[ReportedSlot]
         )
     choices = choices or block.choices
     stack = block.stack.name.lower()
+    spoken_of = choices.written.list_spoken_of()
     for slot in list_slots(block):
+        if slot.operation not in spoken_of:
+            continue
         layer = None if slot.layer is None else block.first_layer + slot.layer
         yield ReportedSlot(
             operation=slot.operation,
@@ -170,7 +173,7 @@ def _report_prediction(prediction: Any) -> Iterator[ReportedSlot]:
     for index, layer in enumerate(getattr(prediction, "layer_specs", None) or []):
         fields = list_fields(find_submodules(layer))
         inner = next((fields[name] for name in _PREDICTION_LAYERS if fields.get(name) is not None), None)
-        slots = [*list_layer_slots(inner)]
+        slots = [slot for slot in list_layer_slots(inner) if not OPERATIONS[slot.operation].is_for_the_asking]
         slots += [
             Slot(operation="norm", layer=None, name=name, content=fields[name])
             for name in _PREDICTION_NORMS

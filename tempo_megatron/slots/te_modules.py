@@ -13,14 +13,15 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tempo_kernels.norm import layer_norm, rms_norm
-from tempo_kernels.recompute import drop
-from tempo_megatron.slots.attention import TempoDotProductAttention
-from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP
+from tempo_kernels.recompute import drop, hold
+from tempo_megatron.slots.attention import TempoDotProductAttention, TempoRecomputeDotProductAttention
+from tempo_megatron.slots.linear import NormInFront
+from tempo_megatron.slots.mlp import TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP
 
 _WITHOUT_PADDING = (AttnMaskType.causal, AttnMaskType.no_mask)
 
 
-class SplitNorm:
+class SplitNorm(NormInFront):
     """Tempo's norm, then Transformer Engine's linear: a base of classes whose next base is its column-parallel linear.
 
     Takes the place of `TELayerNormColumnParallelLinear` under its name, with its arguments, parameters (in its order),
@@ -31,6 +32,8 @@ class SplitNorm:
     """
 
     keep: ClassVar[str] = "output"
+    runs_again: ClassVar[bool] = False
+    """Whether a LinearCall asks for what the norm gave."""
 
     def __init__(self: Any, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)  # type: ignore[call-arg]
@@ -70,10 +73,16 @@ class SplitNorm:
     def forward(self: Any, x: Tensor) -> Any:
         """(output, bias or None) of x [s or s/t, b, h]."""
         y = self._norm(x)
-        result = super().forward(y)  # type: ignore[misc]
+        if self.runs_again and torch.is_grad_enabled():
+            self.normed = hold(y)
+        result = self.run_linear(y)
         if self.keep == "input":
             drop(y, after=result[0])
         return result
+
+    def run_linear(self: Any, y: Tensor) -> Any:
+        """(output, bias or None) of the norm's output."""
+        return super().forward(y)  # type: ignore[misc]
 
     def _norm(self: Any, x: Tensor) -> Tensor:
         settings = {"zero_centered": self.zero_centered_gamma, "keep": self.keep}
@@ -130,6 +139,10 @@ class TempoTESoftmaxDotProductAttention(TempoTEDotProductAttention):
     form = "softmax"
 
 
+class TempoTERecomputeDotProductAttention(TempoRecomputeDotProductAttention, TempoTEDotProductAttention):
+    """TempoRecomputeDotProductAttention in the place of `TEDotProductAttention`."""
+
+
 class TempoOpsMLP(TempoMLP):
     """TempoMLP in the place of `TEFusedMLP`, whose GELU has its tanh form."""
 
@@ -142,10 +155,17 @@ class TempoRecomputeOpsMLP(TempoRecomputeMLP):
     approximate = "tanh"
 
 
+class TempoLinearRecomputeOpsMLP(TempoLinearRecomputeMLP):
+    """TempoLinearRecomputeMLP in the place of `TEFusedMLP`."""
+
+    approximate = "tanh"
+
+
 @functools.cache
-def make_split_norm(linear: Any, keep: str) -> Any:
+def make_split_norm(linear: Any, keep: str, runs_again: bool) -> Any:
     """SplitNorm in front of `linear`, Megatron's class for Transformer Engine's column-parallel linear."""
-    return type("TempoTELayerNormColumnParallelLinear", (SplitNorm, linear), {"keep": keep})
+    contents = {"keep": keep, "runs_again": runs_again}
+    return type("TempoTELayerNormColumnParallelLinear", (SplitNorm, linear), contents)
 
 
 @functools.cache
@@ -156,5 +176,5 @@ def add_extra_state(norm: Any) -> Any:
 
 @functools.cache
 def make_dropping_linear(mixin: Any, linear: Any) -> Any:
-    """`linear` that does not keep the output of a norm that can make it again."""
+    """`linear` that does not keep the output of a norm, or an attention, that can make it again."""
     return type(f"Tempo{linear.__name__}", (mixin, linear), {})

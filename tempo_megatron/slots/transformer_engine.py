@@ -11,6 +11,8 @@ The decision: TE's linears stay, and Tempo takes what lies between them.
 - `TEDotProductAttention` becomes Tempo's attention in layers with a causal mask or none. With padding or arbitrary
   masks, whose conventions are TE's, it stays.
 - bias-dropout-add is Megatron's own, and replaced as ever.
+- A linear that runs again in backward is the split one, on what the norm gave it, or with tempo.norm "off" the fused
+  one, norm and all. That of q, k and v runs again for Tempo's attention only: TE's own may keep copies.
 
 The other way, Megatron's local linears under TE's checkpoint keys, would give up TE's matrix multiplications and
 change the parameters' names in plain checkpoints. This way keeps every name: sharded checkpoints and plain ones, and
@@ -37,16 +39,22 @@ from tempo_megatron.slots.linear import DropsInput
 from tempo_megatron.slots.slot_content import find_class, find_submodules, list_fields
 from tempo_megatron.slots.te_modules import (
     SplitNorm,
+    TempoLinearRecomputeOpsMLP,
     TempoOpsMLP,
     TempoRecomputeOpsMLP,
     TempoTEDotProductAttention,
+    TempoTERecomputeDotProductAttention,
     TempoTESoftmaxDotProductAttention,
     add_extra_state,
     make_dropping_linear,
     make_split_norm,
 )
 
-_ATTENTIONS = {"flash": TempoTEDotProductAttention, "softmax": TempoTESoftmaxDotProductAttention}
+_ATTENTIONS = {
+    "flash": TempoTEDotProductAttention,
+    "softmax": TempoTESoftmaxDotProductAttention,
+    "recompute": TempoTERecomputeDotProductAttention,
+}
 _FUSED_MLPS = {"inplace": TempoOpsMLP, "recompute": TempoRecomputeOpsMLP}
 _MASKS = (AttnMaskType.causal, AttnMaskType.no_mask)
 _HOLDERS = ("self_attention", "cross_attention", "mlp")
@@ -92,24 +100,35 @@ def replace_norm(stock: Any, tempo_norm: Any) -> Any:
     return add_extra_state(tempo_norm) if has_extra_state else tempo_norm
 
 
-def replace_linears(submodules: Any, choice: str, after_norms: tuple[str, ...]) -> dict[str, Any]:
-    """Replacements for the linears of an attention's or MLP's submodules, where tempo.norm is `choice`."""
-    if choice == "off" or not is_installed():
+def replace_linears(submodules: Any, tempo_config: TempoConfig, after_norms: tuple[str, ...]) -> dict[str, Any]:
+    """Replacements for the linears of an attention's or MLP's submodules."""
+    if not is_installed():
         return {}
-    keep = {"inplace": "output", "recompute": "input"}[choice]
     changes: dict[str, Any] = {}
+    if tempo_config.attention == "recompute" and _is_stock(
+        getattr(submodules, "linear_proj", None), "TERowParallelLinear"
+    ):
+        changes["linear_proj"] = make_dropping_linear(DropsInput, extension.TERowParallelLinear)
+    choice = tempo_config.norm
+    if choice == "off":
+        return changes
+    keep = {"inplace": "output", "recompute": "input"}[choice]
     for name, slot in list_fields(submodules).items():
         if _is_stock(slot, _NORM_AND_LINEAR):
-            changes[name] = make_split_norm(extension.TEColumnParallelLinear, keep)
+            runs_again = getattr(tempo_config, name, "off") == "recompute"
+            changes[name] = make_split_norm(extension.TEColumnParallelLinear, keep, runs_again)
         elif choice == "recompute" and name in after_norms and _is_stock(slot, "TEColumnParallelLinear"):
             changes[name] = make_dropping_linear(DropsInput, extension.TEColumnParallelLinear)
     return changes
 
 
-def replace_mlp_class(module: Any, choice: str) -> Any:
+def replace_mlp_class(module: Any, tempo_config: TempoConfig) -> Any:
     """Tempo's class in the place of the op fuser's MLP; None where `module` is another."""
-    is_fused = _is_stock(module, "TEFusedMLP") and issubclass(module, MLP)
-    return _FUSED_MLPS.get(choice) if is_fused else None
+    if not (_is_stock(module, "TEFusedMLP") and issubclass(module, MLP)):
+        return None
+    if tempo_config.linear_fc1 == "recompute":
+        return TempoLinearRecomputeOpsMLP
+    return _FUSED_MLPS.get(tempo_config.activation)
 
 
 def is_norm_and_linear(slot: Any) -> bool:
@@ -154,7 +173,7 @@ def _find_obstacles(transformer_config: Any) -> dict[str, str]:
     ):
         if value := getattr(transformer_config, name, None):
             reason = f"{name} is {'on' if value is True else 'given'}, {why}"
-            obstacles |= dict.fromkeys(("activation", "norm"), reason)
+            obstacles |= dict.fromkeys(("activation", "norm", "linear_fc1", "linear_qkv"), reason)
     for name in ("qk_clip", "log_max_attention_logit"):
         if getattr(transformer_config, name, False):
             obstacles["attention"] = f"{name} is on, which Tempo's attention does not support"

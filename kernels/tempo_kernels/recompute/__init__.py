@@ -2,6 +2,6 @@
 backward: only the operation's input is kept."""
 
 from tempo_kernels.recompute.function import recompute
-from tempo_kernels.recompute.graph import Kept, Refillable, can_refill, drop, find_saved_tensors
+from tempo_kernels.recompute.graph import Kept, Refillable, can_refill, drop, find_saved_tensors, hold
 
-__all__ = ["Kept", "Refillable", "can_refill", "drop", "find_saved_tensors", "recompute"]
+__all__ = ["Kept", "Refillable", "can_refill", "drop", "find_saved_tensors", "hold", "recompute"]

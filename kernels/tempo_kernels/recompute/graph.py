@@ -63,8 +63,13 @@ def can_refill(y: Tensor) -> bool:
     return hasattr(y.grad_fn, "refill")
 
 
-def drop(y: Tensor, *, after: Tensor | Sequence[Tensor]) -> None:
-    """Let the operations between y and `after` keep y's grad_fn, which can make y again, in place of y.
+def drop(
+    y: Tensor | Sequence[Tensor],
+    *,
+    after: Tensor | Sequence[Tensor],
+    make: Callable[[], Sequence[Tensor]] | None = None,
+) -> None:
+    """Let the operations between y and `after` keep, in place of y, a promise to make it again.
 
     y's memory is free as soon as nobody else holds it: delete your own names for it. A view of y that an operation
     keeps (a linear flattens y) counts as y. Nothing happens where nothing is kept for backward (no_grad, eval), or
@@ -72,97 +77,172 @@ def drop(y: Tensor, *, after: Tensor | Sequence[Tensor]) -> None:
     any order are those of a y that was kept, as far as the operation that made y has them.
 
     Args:
-        y: the output of `recompute`, or of an operation with keep="input". A y that was written to has another grad_fn
-            and is refused. A write under no_grad cannot be seen: y must not be written to before it was used.
+        y: the output of `recompute`, or of an operation with keep="input", whose grad_fn can make it again; with `make`
+            any tensors of the graph, such as a linear's output and what was made of it, the earliest first. A y that
+            was written to has another grad_fn and is refused. A write under no_grad cannot be seen: y must not be
+            written to before it was used.
         after: the result of the operation that used y, such as a linear's output, or the results of all operations
             that did. An operation whose result is not named keeps y.
+        make: runs under no_grad and returns the tensors of y anew, in their order: of the same sizes, strides and
+            offsets, in memory that holds as much, shared by those that shared it.
 
     Costs: one more run of the operation in backward, shared by all operations that kept y, and microseconds of Python.
         A retained graph may run backward any number of times.
     Raises: ValueError where y cannot be made again.
     """
-    if y.grad_fn is None or not torch.is_grad_enabled() or not (_CAN_ASK_FOR_HOOKS or _saves_without_hooks()):
+    outputs = (y,) if isinstance(y, Tensor) else tuple(y)
+    first = outputs[0].grad_fn
+    if first is None or not torch.is_grad_enabled() or not (_CAN_ASK_FOR_HOOKS or _saves_without_hooks()):
         return
-    if not can_refill(y):
-        raise ValueError(
-            f"y was made by {y.grad_fn.name()}, which cannot make it again; expected recompute(function, ...) or an "
-            'operation with keep="input"; make y with one of them'
-        )
-    promise = _Promise(y)
-    for node in _find_nodes_between(y.grad_fn, (after,) if isinstance(after, Tensor) else tuple(after)):
+    promise = _find_promise(outputs[0]) if make is None else _Promise(outputs, make)
+    for node in _find_nodes_between(first, (after,) if isinstance(after, Tensor) else tuple(after)):
         for saved, kept in find_saved_tensors(node):
             tensor = kept.tensor if isinstance(kept, Kept) else kept
             if tensor is None or (part := promise.find_part(tensor)) is None:
                 continue
-            promise.num_users += 1
+            promise.note_user(part)
             if isinstance(kept, Kept):
                 kept.replace(functools.partial(promise.make, part))
             else:
                 saved.register_hooks(lambda _, part=part: part, promise.make)
-    if promise.num_users > 1:
-        promise.release_before_backward_of_y()
+
+
+def hold(y: Tensor) -> Callable[[], Tensor]:
+    """A function that gives y, without its graph, in backward: for a `make` of `drop` that needs y.
+
+    It holds y, unless y can be made again: then it is made with, and at most as often as, what `drop` makes of it.
+    Call it before `drop` drops y.
+    """
+    if not can_refill(y):
+        held = y.detach()
+        return lambda: held
+    promise = _find_promise(y)
+    whole = promise.find_part(y)
+    if whole is None:  # nothing is in it
+        return functools.partial(torch.empty_like, y.detach())
+    promise.note_user(whole)
+    return functools.partial(promise.make, whole)
 
 
 class _Part(NamedTuple):
-    """A view of y: what as_strided needs, with the offset counted from y's own."""
+    """A view of one of the outputs: what as_strided needs, with the offset counted from the output's own."""
 
+    output: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
 
 
-class _Promise:
-    """Makes y again, once for all its users in one backward."""
+class _Output:
+    """What one output was: the memory, and where it lay there."""
 
     def __init__(self, y: Tensor) -> None:
+        self.producer = cast(Any, y.grad_fn)
+        self.size, self.stride, self.dtype, self.device = y.size(), y.stride(), y.dtype, y.device
+        self.offset, self.nbytes = y.storage_offset(), y.untyped_storage().nbytes()
+        self.num_elements = 1 + sum((size - 1) * stride for size, stride in zip(y.size(), y.stride(), strict=True))
+        self.storage = y.untyped_storage()._cdata if y.numel() else None
         self.num_users = 0
-        self._producer = cast(Refillable, y.grad_fn)
-        self._whole = _Part(y.size(), y.stride(), 0)
-        self._num_elements = 1 + sum((size - 1) * stride for size, stride in zip(y.size(), y.stride(), strict=True))
-        self._dtype, self._device, self._offset = y.dtype, y.device, y.storage_offset()
-        self._storage = y.untyped_storage()._cdata if y.numel() else None
-        self._shared: Tensor | None = None
+        self.shared: Tensor | None = None
+
+    def is_made_like(self, y: Tensor) -> bool:
+        """Whether y lies in its memory as the output did."""
+        found = (y.size(), y.stride(), y.dtype, y.storage_offset(), y.untyped_storage().nbytes())
+        return found == (self.size, self.stride, self.dtype, self.offset, self.nbytes)
+
+
+class _Promise:
+    """Makes tensors again, once for all their users in one backward.
+
+    With `make` None it is one tensor, and its grad_fn makes it."""
+
+    def __init__(self, outputs: Sequence[Tensor], make: Callable[[], Sequence[Tensor]] | None = None) -> None:
+        self._outputs = [_Output(y) for y in outputs]
+        self._make = make
 
     def find_part(self, tensor: Tensor) -> _Part | None:
-        """The part of y that the tensor is; None where it is no part of y, or not only of y."""
-        if tensor.untyped_storage()._cdata != self._storage or tensor.dtype != self._dtype:
-            return None
-        part = _Part(tensor.size(), tensor.stride(), tensor.storage_offset() - self._offset)
-        last = part.offset + sum((size - 1) * stride for size, stride in zip(part.size, part.stride, strict=True))
-        return part if tensor.numel() and part.offset >= 0 and last < self._num_elements else None
+        """The part of an output that the tensor is; None where it is no part of one, or not only of one."""
+        storage, dtype = tensor.untyped_storage()._cdata, tensor.dtype
+        for index, output in enumerate(self._outputs):
+            if (storage, dtype) != (output.storage, output.dtype) or not tensor.numel():
+                continue
+            part = _Part(index, tensor.size(), tensor.stride(), tensor.storage_offset() - output.offset)
+            last = part.offset + sum((size - 1) * stride for size, stride in zip(part.size, part.stride, strict=True))
+            # `make` gives the whole memory back, a grad_fn its output only.
+            if self._make is not None or (part.offset >= 0 and last < output.num_elements):
+                return part
+        return None
+
+    def note_user(self, part: _Part) -> None:
+        """Count somebody who will ask for a part."""
+        output = self._outputs[part.output]
+        output.num_users += 1
+        # One run of `make` is for all outputs, and for whoever makes again what was made of them.
+        if output.num_users == (2 if self._make is None else 1):
+            _release_before_backward(output)
 
     @torch.no_grad()
     def make(self, part: _Part) -> Tensor:
-        y = self._shared if self._shared is not None else self._refill()
-        if self.num_users > 1 and is_about_to_run(self._producer):
-            self._shared = y
-        if part == self._whole:
+        output = self._outputs[part.output]
+        y = output.shared if output.shared is not None else self._make_all()[part.output]
+        if (part.size, part.stride, part.offset) == (output.size, output.stride, 0):
             return y
         return y.as_strided(part.size, part.stride, y.storage_offset() + part.offset)
 
-    def release_before_backward_of_y(self) -> None:
-        """Let go of the shared y when its last user is through: then the gradient of y is complete."""
-        reference = weakref.ref(self)  # the node lives as long as the promise, and must not hold it
-
-        def release(_: Any) -> None:
-            if (promise := reference()) is not None:
-                promise._shared = None
-
-        cast(Any, self._producer).register_prehook(release)
+    def _make_all(self) -> Sequence[Tensor]:
+        if self._make is None:
+            made: Sequence[Tensor] = (self._refill(),)
+        else:
+            made = self._make()
+            assert all(output.is_made_like(y) for output, y in zip(self._outputs, made, strict=True))
+        for output, y in zip(self._outputs, made, strict=True):
+            is_shared = output.num_users > 1 or (self._make is not None and output.num_users > 0)
+            if is_shared and is_about_to_run(output.producer):
+                output.shared = y
+        return made
 
     def _refill(self) -> Tensor:
-        kept = [tensor for tensor in self._producer.saved_tensors if tensor is not None]
+        (output,) = self._outputs
+        producer = cast(Refillable, output.producer)
+        kept = [tensor for tensor in producer.saved_tensors if tensor is not None]
         if any(tensor.numel() == 0 for tensor in kept if isinstance(tensor, torch.nn.Parameter)):
             raise RuntimeError(
-                f"y of shape {list(self._whole.size)} cannot be made again: it was made with a parameter that ZeRO-3 "
+                f"y of shape {list(output.size)} cannot be made again: it was made with a parameter that ZeRO-3 "
                 "has not gathered now; raise stage3_param_persistence_threshold to its size, or do not drop y"
             )
         # From a kept tensor, so that fake tensors make a fake one and meta tensors a meta one.
         out = kept[0].new_empty_strided(
-            self._whole.size, self._whole.stride, dtype=self._dtype, device=self._device, requires_grad=False
+            output.size, output.stride, dtype=output.dtype, device=output.device, requires_grad=False
         )
-        self._producer.refill(self._producer, out)
+        producer.refill(producer, out)
         return out
+
+
+def _release_before_backward(output: _Output) -> None:
+    """Let go of a shared output when its last user is through: then its gradient is complete."""
+    reference = weakref.ref(output)  # the node lives as long as the promise, and must not hold it
+
+    def release(_: Any) -> None:
+        if (found := reference()) is not None:
+            found.shared = None
+
+    output.producer.register_prehook(release)
+
+
+def _find_promise(y: Tensor) -> _Promise:
+    """The promise of y's grad_fn to make y again, one for all who drop or hold y. Raises ValueError where it cannot."""
+    producer = cast(Any, y.grad_fn)
+    if not can_refill(y):
+        raise ValueError(
+            f"y was made by {producer.name()}, which cannot make it again; expected recompute(function, ...) or an "
+            'operation with keep="input"; make y with one of them'
+        )
+    reference = getattr(producer, "promise", None)
+    promise = reference() if reference is not None else None
+    if promise is None:
+        promise = _Promise((y,))
+        producer.promise = weakref.ref(promise)  # which holds the node
+    return promise
 
 
 def is_about_to_run(node: Any) -> bool:
