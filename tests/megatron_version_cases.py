@@ -34,6 +34,9 @@ from tempo_megatron.slots.report import report_on
 
 OFF = TempoConfig.off()
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True, "normalization": "RMSNorm"}
+AGAIN = TempoConfig(
+    activation="recompute", norm="recompute", attention="recompute", linear_fc1="recompute", linear_qkv="recompute"
+)
 RECOMPUTED_MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 
 
@@ -89,6 +92,7 @@ CASES: dict[str, Any] = {
     "GPT, in place": (build_gpt, run_gpt, {}, {}, TempoConfig()),
     "GPT, recompute": (build_gpt, run_gpt, {}, {}, RECOMPUTE),
     "GPT, SwiGLU and RMSNorm": (build_gpt, run_gpt, SWIGLU, {}, RECOMPUTE),
+    "GPT, linears again": (build_gpt, run_gpt, SWIGLU, {}, AGAIN),
     # Some stock Megatrons never end here, so that their layer without recomputation is the reference.
     "GPT, mlp recomputed": (build_gpt, run_gpt, {}, RECOMPUTED_MLP, TempoConfig()),
     "BERT": (build_bert, run_bert, {}, {}, TempoConfig(loss="off")),

@@ -19,6 +19,7 @@ DROPPED = {
     "GPT, in place": 4.189183712005615,
     "GPT, recompute": 4.189183712005615,
     "GPT, SwiGLU and RMSNorm": 4.16011905670166,
+    "GPT, linears again": 4.16011905670166,
     "GPT, mlp recomputed": 4.189183712005615,
     "BERT": 4.196408271789551,
     "T5": 4.146276950836182,

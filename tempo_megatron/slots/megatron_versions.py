@@ -134,6 +134,7 @@ HOOKS = (
         module=f"{_CORE}.tensor_parallel.random",
         names=("CheckpointWithoutOutput", "_get_cuda_rng_state", "_set_cuda_rng_state"),
     ),
+    Hook(module=f"{_CORE}.transformer.attention", names=("SelfAttention.forward",)),
     Hook(module=f"{_CORE}.transformer.dot_product_attention", names=("DotProductAttention.forward",)),
     Hook(module=f"{_CORE}.transformer.identity_op", names=("IdentityFuncOp", "IdentityOp")),
     Hook(module=f"{_CORE}.transformer.mlp", names=("MLP.forward", "MLPSubmodules")),
