@@ -191,6 +191,7 @@ def test_a_t5_in_stages_is_refused() -> None:
         (["--sequence-parallel"], "--sequence-parallel needs --tp of at least 2"),
         (["--pp", "2", "--num-layers-per-virtual-pipeline-stage", "4"], "expected a divisor of the 6 layers"),
         (["--recompute", "full", "mlp"], "give it alone"),
+        (["--allocator", "--stock", "cpu"], "it simulates the allocator of a GPU in one stage; expected --pp 1"),
         (["--tempo-norm", "off"], "Tempo is off"),
     ],
 )
@@ -218,15 +219,17 @@ def test_the_command_says_what_fits_and_what_does_not(capsys: pytest.CaptureFixt
 def test_an_estimate_that_takes_time_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["estimate", "--model", "configs/model/gpt2_tiny.json", "--optimizer", "none"]
+    command = ["estimate", "--model", "configs/model/gpt2_tiny.json", "--optimizer", "none", "--allocator"]
     real = estimate_command.estimate_ranks
 
     def take_time(*args: Any, **keywords: Any) -> Any:
         time.sleep(0.2)
         return real(*args, **keywords)
 
+    monkeypatch.setattr(estimate_command, "_SILENT_S", 600.0)
     assert main(command) == 0
-    assert "estimating" not in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "estimating" not in err and "allocated, rounded" in out and "reserved by the allocator" in out
     monkeypatch.setattr(estimate_command, "_SILENT_S", 0.05)
     monkeypatch.setattr(estimate_command, "estimate_ranks", take_time)
     assert main(command) == 0

@@ -17,10 +17,11 @@ import torch
 
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.data.tokenizer import pad_vocab_size
+from tempo_megatron.memory.allocation_trace import simulate_allocator
 from tempo_megatron.memory.chunk_memory import ChunkMemory
 from tempo_megatron.memory.model_states import ModelStates, OptimizerSettings, count_model_states
 from tempo_megatron.memory.schedule import Event, list_events
-from tempo_megatron.memory.simulation import ChunkSettings, simulate_chunk
+from tempo_megatron.memory.simulation import ChunkSettings, simulate_chunk, trace_chunk
 from tempo_megatron.models.checks import check_layout
 from tempo_megatron.models.shape import ModelShape
 
@@ -74,6 +75,12 @@ class RankEstimate:
     parts: dict[str, int]
     """What stands at the peak -> bytes; see PART_NAMES."""
 
+    rounded_bytes: int | None = None
+    """With torch's caching allocator simulated: what it counts as allocated at most."""
+
+    reserved_bytes: int | None = None
+    """And what it takes from the device, fragments that nothing fits among it."""
+
     @property
     def peak_bytes(self) -> int:
         return sum(self.parts.values())
@@ -115,6 +122,7 @@ def estimate_ranks(
     tempo_config: TempoConfig,
     *,
     optimizer: OptimizerSettings | None = None,
+    simulates_allocator: bool = False,
 ) -> tuple[RankEstimate, ...]:
     """The peak of the ranks of every pipeline stage, from the first to the last; those of one stage are alike.
 
@@ -123,10 +131,17 @@ def estimate_ranks(
         layout: sizes of the parallel groups, and what a micro batch is.
         tempo_config: perhaps with "auto" and `layers`; `TempoConfig.off()` is stock.
         optimizer: who holds gradients and states (default: Megatron's distributed optimizer).
+        simulates_allocator: whether `rounded_bytes` and `reserved_bytes` are found too, which takes time for each
+            layer; one pipeline stage and a GPU's modules only.
 
     Raises ValueError where the model cannot lie so, and for a T5 in several pipeline stages.
     """
     optimizer = optimizer or OptimizerSettings()
+    if simulates_allocator and (layout.pipeline_parallel > 1 or layout.stock == "cpu"):
+        raise ValueError(
+            f"--allocator is given with --pp {layout.pipeline_parallel} and --stock {layout.stock}, but it simulates "
+            "the allocator of a GPU in one stage; expected --pp 1 and --stock local or transformer_engine; leave it out"
+        )
     num_chunks, layers = count_chunks(shape, layout), list_stage_layers(shape, layout)
     num_micro_batches = layout.num_micro_batches or (
         1 if layout.pipeline_parallel == 1 and optimizer.kind == "none" else 2 * layout.pipeline_parallel
@@ -150,6 +165,17 @@ def estimate_ranks(
             states = dataclasses.replace(states, gradients=states.weights)
         events = list_events(stage, layout.pipeline_parallel, num_chunks, num_micro_batches)
         found.append(_estimate_rank(_name(stage, layout.pipeline_parallel), chunks, states, events))
+        if simulates_allocator:
+            (settings,) = _list_chunks(shape, layout, tempo_config, stage, num_chunks, layers, has_gradients)
+            allocator = simulate_allocator(
+                trace_chunk(settings),
+                states,
+                has_flat_gradients=optimizer.kind == "megatron",
+                num_micro_batches=num_micro_batches,
+            )
+            found[-1] = dataclasses.replace(
+                found[-1], rounded_bytes=allocator.peak_allocated, reserved_bytes=allocator.reserved
+            )
     return tuple(found)
 
 

@@ -32,6 +32,11 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     _add_layout(parser)
     _add_step(parser)
     group = parser.add_argument_group("output")
+    group.add_argument(
+        "--allocator",
+        action="store_true",
+        help="also simulate torch's CUDA caching allocator: what it rounds up to, and reserves (one stage)",
+    )
     group.add_argument("--gpu-memory", type=parse_memory, metavar="SIZE", help="say whether it fits, such as 80GiB")
     group.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     group.add_argument("--plot", metavar="PNG", help="also draw stacked bars, stock beside Tempo, to PNG")
@@ -101,7 +106,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     found = {}
     for name, config in columns.items():
         with _say_that_it_takes_time(f"estimating {name} ..."):
-            found[name] = estimate_ranks(shape, layout, config, optimizer=optimizer)
+            found[name] = estimate_ranks(shape, layout, config, optimizer=optimizer, simulates_allocator=args.allocator)
     print(
         f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, TP {args.tp}"
         f"{' + SP' if args.sequence_parallel else ''}, PP {args.pp}, DP {args.dp}: {layout.world_size:,} ranks, "
@@ -155,19 +160,27 @@ def format_estimates(found: dict[str, tuple[RankEstimate, ...]]) -> str:
         if any(values):
             lines.append(f"{describe_part(part):<{_WIDTH}}" + "".join(f"{value / 2**30:>16.3f}" for value in values))
     lines += [rule, f"{'peak':<{_WIDTH}}" + "".join(f"{rank.peak_bytes / 2**30:>16.3f}" for *_, rank in columns)]
+    for title, name in (("allocated, rounded", "rounded_bytes"), ("reserved by the allocator", "reserved_bytes")):
+        if all(getattr(rank, name) is not None for *_, rank in columns):
+            lines.append(f"{title:<{_WIDTH}}" + "".join(f"{getattr(r, name) / 2**30:>16.3f}" for *_, r in columns))
     lines.append(f"{'parameters':<{_WIDTH}}" + "".join(f"{rank.num_parameters:>16,}" for *_, rank in columns))
     lines += [f"{name}, {rank.name}: the peak is in the {rank.moment}" for _, name, rank in columns]
     return "\n".join(lines)
 
 
 def _print_fit(name: str, ranks: Sequence[RankEstimate], memory: int) -> bool:
-    largest = max(ranks, key=lambda rank: rank.peak_bytes)
-    spare = memory - largest.peak_bytes
+    largest = max(ranks, key=_count_needed)
+    spare = memory - _count_needed(largest)
     if spare >= 0:
         print(f"{name} fits {format_bytes(memory)} with {format_bytes(spare)} to spare ({largest.name})")
     else:
         print(f"{name} does not fit {format_bytes(memory)}: {largest.name} needs {format_bytes(-spare)} more")
     return spare >= 0
+
+
+def _count_needed(rank: RankEstimate) -> int:
+    """What the allocator reserves, where that is known."""
+    return rank.peak_bytes if rank.reserved_bytes is None else rank.reserved_bytes
 
 
 def _read_layout(args: argparse.Namespace) -> RankLayout:
@@ -224,5 +237,7 @@ def _list_figures(rank: RankEstimate) -> dict[str, Any]:
         "num_parameters": rank.num_parameters,
         "moment": rank.moment,
         "peak_bytes": rank.peak_bytes,
+        "rounded_bytes": rank.rounded_bytes,
+        "reserved_bytes": rank.reserved_bytes,
         "bytes_at_the_peak": {describe_part(part): rank.parts[part] for part in PART_NAMES},
     }

@@ -15,10 +15,11 @@ Transformer Engine take and give back inside themselves.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -27,6 +28,7 @@ from torch import Tensor
 from tempo_megatron import cpu
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.layer_values import LAYER_OPERATIONS
+from tempo_megatron.memory.allocation_trace import Allocations, TracedBytes
 from tempo_megatron.memory.chunk_memory import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
 from tempo_megatron.memory.fake_tensors import use_fake_tensors
 from tempo_megatron.memory.layout import simulate_layout
@@ -38,6 +40,7 @@ from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.slots import dropout_rng
 
+_Counter = TypeVar("_Counter", bound=PeakBytes)
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
 STACKS_OF_FAMILIES = {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}
 
@@ -80,6 +83,18 @@ def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
 
     Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
+    with _simulate(settings):
+        return _Run(settings).measure()
+
+
+def trace_chunk(settings: ChunkSettings) -> Allocations:
+    """Every allocation of one micro batch, of which every layer runs; raises ValueError as `simulate_chunk`."""
+    with _simulate(settings):
+        return _Run(settings, longest_row=len(settings.layers)).trace()
+
+
+@contextlib.contextmanager
+def _simulate(settings: ChunkSettings) -> Iterator[None]:
     if settings.stock not in STACKS_OF_MODULES:
         raise ValueError(f"stock is {settings.stock!r}; expected one of {', '.join(STACKS_OF_MODULES)}")
     cpu.use_cpu()
@@ -89,7 +104,7 @@ def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
         with use_fake_tensors(), on_device(settings.stock):
-            return _Run(settings).measure()
+            yield
 
 
 def _fuse_attention(config: TempoConfig) -> TempoConfig:
@@ -105,7 +120,7 @@ def _fuse_attention(config: TempoConfig) -> TempoConfig:
 class _Run:
     """One chunk, built of the layers that stand for all, and the phases of its micro batch."""
 
-    def __init__(self, settings: ChunkSettings) -> None:
+    def __init__(self, settings: ChunkSettings, longest_row: int = 3) -> None:
         self._settings = settings
         shape = dataclasses.replace(settings.shape, num_layers=max(1, len(settings.layers)))
         config = build_ledger_config(
@@ -119,7 +134,7 @@ class _Run:
             chosen = _fuse_attention(chosen)
         stacks = STACKS_OF_FAMILIES[shape.family]
         kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in settings.layers]
-        rows = compress(kinds)
+        rows = compress(kinds, longest_row)
         values = {
             f"{stack} {place}": {name: getattr(kinds[index][stack], name) for name in LAYER_OPERATIONS}
             for place, (index, _) in enumerate(rows)
@@ -147,16 +162,7 @@ class _Run:
 
     def measure(self) -> ChunkMemory:
         batch = self._make_batch()
-        if self._settings.has_gradients:
-            for parameter in self._model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        known = [*self._model.parameters(), *self._model.buffers(), *batch.values(), *gradients]
-        self._seen = PeakBytes(*(t for t in known if isinstance(t, Tensor)))
-        self._add_marks()
-        with self._seen, tell_repeated_operations(self._seen, self._settings.stock):
-            self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
-            self._run_micro_batch(batch)
+        self._follow(batch, PeakBytes)
         phases = [phase for is_backward in (False, True) for phase in self._list_phases(is_backward)]
         num_forward = sum(not key[2] for key, *_ in self._levels)
         times = [1 if key[1] is None else self._layers[key[1]][1] for key, *_ in self._levels]
@@ -169,6 +175,29 @@ class _Run:
         return ChunkMemory(
             *self._count_parameters(), sum(s.nbytes() for s in storages), self._count_largest(), forward, backward
         )
+
+    def trace(self) -> Allocations:
+        batch = self._make_batch()
+        seen = self._follow(batch, TracedBytes)
+        seen.note_freed()
+        storages = list_storages(value for value in batch.values() if isinstance(value, Tensor))
+        parameters = tuple(_count([parameter], in_bytes=True) for parameter in self._model.parameters())
+        return Allocations(parameters, tuple(s.nbytes() for s in storages), tuple(seen.events))
+
+    def _follow(self, batch: dict[str, Any], count_with: type[_Counter]) -> _Counter:
+        """Run the micro batch, whose phases are then in `_levels`."""
+        if self._settings.has_gradients:
+            for parameter in self._model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        known = [*self._model.parameters(), *self._model.buffers(), *batch.values(), *gradients]
+        seen = count_with(*(t for t in known if isinstance(t, Tensor)))
+        self._seen = seen
+        self._add_marks()
+        with self._seen, tell_repeated_operations(self._seen, self._settings.stock):
+            self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
+            self._run_micro_batch(batch)
+        return seen
 
     def _list_phases(self, is_backward: bool) -> Iterator[Phase]:
         for key, rise, growth, gradient_growth in self._levels:

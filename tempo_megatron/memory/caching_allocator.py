@@ -1,0 +1,112 @@
+"""What torch's CUDA caching allocator takes from a device for a sequence of allocations, by its rules.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings, on one stream. Sizes are rounded
+up to 512 bytes. Blocks of up to 1 MiB lie in segments of 2 MiB; larger ones in segments of 20 MiB or, from 10 MiB on,
+of their own size rounded up to 2 MiB. An allocation takes the smallest free block that is large enough and splits off
+what is left, where that is at least 512 bytes of a small segment or more than 1 MiB of a large one. A freed block
+joins its free neighbours; a segment is kept. Not simulated: giving free segments back where the device is full, and
+expandable segments.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+ROUNDING_BYTES = 512
+SMALL_BYTES = 1 << 20
+SMALL_SEGMENT_BYTES = 2 << 20
+LARGE_SEGMENT_BYTES = 20 << 20
+OWN_SEGMENT_BYTES = 10 << 20
+SEGMENT_ROUNDING_BYTES = 2 << 20
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+    """A part of a segment, in use or free."""
+
+    size: int
+    address: int
+    is_small: bool
+    is_free: bool = False
+    previous: Block | None = None
+    """Its neighbour in the segment."""
+
+    next: Block | None = None
+
+
+class CachingAllocator:
+    """Counts bytes in use, rounded, and bytes of all segments, now and at most."""
+
+    def __init__(self) -> None:
+        self.allocated = self.peak_allocated = self.reserved = 0
+        # Free blocks of the large and of the small pool, as (size, address), which is the order of choice.
+        self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        self._blocks: dict[int, Block] = {}
+
+    def allocate(self, num_bytes: int) -> Block | None:
+        """A block for a tensor; None where it has no bytes."""
+        if num_bytes == 0:
+            return None
+        size = _round_up(num_bytes, ROUNDING_BYTES)
+        block = self._take(size) or self._add_segment(size)
+        rest = block.size - size
+        if rest >= ROUNDING_BYTES if block.is_small else rest > SMALL_BYTES:
+            behind = Block(rest, block.address + size, block.is_small, previous=block, next=block.next)
+            if block.next is not None:
+                block.next.previous = behind
+            block.size, block.next = size, behind
+            self._put(behind)
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block | None) -> None:
+        """Give a block of `allocate` back."""
+        if block is None:
+            return
+        self.allocated -= block.size
+        for neighbour in (block.previous, block.next):
+            if neighbour is None or not neighbour.is_free:
+                continue
+            self._remove(neighbour)
+            first, second = (neighbour, block) if neighbour is block.previous else (block, neighbour)
+            first.size, first.next = first.size + second.size, second.next
+            if second.next is not None:
+                second.next.previous = first
+            block = first
+        self._put(block)
+
+    def _take(self, size: int) -> Block | None:
+        free = self._free[size <= SMALL_BYTES]
+        place = bisect.bisect_left(free, (size, -1))
+        if place == len(free):
+            return None
+        block = self._blocks[free[place][1]]
+        self._remove(block)
+        return block
+
+    def _add_segment(self, size: int) -> Block:
+        length = SMALL_SEGMENT_BYTES
+        if size > SMALL_BYTES:
+            own = _round_up(size, SEGMENT_ROUNDING_BYTES)
+            length = own if size >= OWN_SEGMENT_BYTES else LARGE_SEGMENT_BYTES
+        # Segments lie one behind the other; blocks of two have no links, and never join.
+        block = Block(length, self.reserved, size <= SMALL_BYTES)
+        self.reserved += length
+        return block
+
+    def _put(self, block: Block) -> None:
+        block.is_free = True
+        self._blocks[block.address] = block
+        bisect.insort(self._free[block.is_small], (block.size, block.address))
+
+    def _remove(self, block: Block) -> None:
+        block.is_free = False
+        free = self._free[block.is_small]
+        del free[bisect.bisect_left(free, (block.size, block.address))]
+        del self._blocks[block.address]
+
+
+def _round_up(num_bytes: int, multiple: int) -> int:
+    return -(-num_bytes // multiple) * multiple
