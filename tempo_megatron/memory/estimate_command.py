@@ -109,7 +109,7 @@ def run_estimate(args: argparse.Namespace) -> int:
             found[name] = estimate_ranks(shape, layout, config, optimizer=optimizer, simulates_allocator=args.allocator)
     print(
         f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, TP {args.tp}"
-        f"{' + SP' if args.sequence_parallel else ''}, PP {args.pp}, DP {args.dp}: {layout.world_size:,} ranks, "
+        f"{' + SP' if args.sequence_parallel else ''}, PP {args.pp}, DP {args.dp}: {layout.world_size:,} rank{'s' * (layout.world_size > 1)}, "
         f"{_describe_optimizer(optimizer)}, {args.stock}"
         f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}"
     )
