@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tempo_megatron.layer_values import (
+    LAYER_OPERATIONS,
     FrozenDict,
     check_reach,
     check_stacks,
@@ -17,6 +19,7 @@ from tempo_megatron.layer_values import (
     freeze_layers,
     read_range,
     write_key,
+    write_layers,
 )
 from tempo_megatron.memory.memory_size import parse_memory
 from tempo_megatron.operations import CHOICES, OPERATIONS, RENAMED
@@ -106,6 +109,24 @@ class TempoConfig:
         """
         key = self.find_range(layer, stack)
         return dataclasses.replace(self, layers={}, **(self.layers[key] if key is not None else {}))
+
+    def for_layers(self, layers: range, stacks: Sequence[str]) -> TempoConfig:
+        """The values of layers in a row, as those of a model that has no others: `layers` then counts from 0.
+
+        Args:
+            layers: counted from 0 over the whole model, of each of the stacks.
+            stacks: "encoder", "decoder" or both.
+        """
+        found = {}
+        for stack in stacks:
+            values = [self.for_layer(layer, stack) for layer in layers]
+            for each, group in itertools.groupby(range(len(values)), key=values.__getitem__):
+                pairs = ((name, getattr(each, name)) for name in LAYER_OPERATIONS)
+                if own := {name: value for name, value in pairs if value != getattr(self, name)}:
+                    found[f"{stack} {write_layers(list(group))}" if len(stacks) > 1 else write_layers(list(group))] = (
+                        own
+                    )
+        return dataclasses.replace(self, layers=found)
 
     def find_range(self, layer: int, stack: str = "decoder") -> str | None:
         """The key of `layers` to which a layer belongs; None where it has the values of the fields."""

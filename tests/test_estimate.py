@@ -162,14 +162,14 @@ def test_model_states_are_divided_as_their_owner_does() -> None:
     settings = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 50}, "data_types": {"grad_accum_dtype": "fp32"}}
     accumulates = OptimizerSettings.from_deepspeed(settings)
     states = count_model_states(8000, torch.float16, accumulates)
-    assert (states.gradients, states.communication_buffers) == (8000 * 4, 50 * 4)
+    assert (states.gradients, states.backward_buffers) == (8000 * 4, 50 * 4)
     # In bf16 that is its BF16_Optimizer, without a bucket.
     states = count_model_states(8000, torch.bfloat16, accumulates)
-    assert (states.gradients, states.communication_buffers) == (8000 * 6, 0)
+    assert (states.gradients, states.backward_buffers) == (8000 * 6, 0)
     default = count_model_states(
         8000, torch.bfloat16, OptimizerSettings.from_deepspeed({"zero_optimization": {"stage": 1}})
     )
-    assert (default.gradients, default.communication_buffers) == (8000 * 2, 10**9)
+    assert (default.gradients, default.backward_buffers) == (8000 * 2, 10**9)
 
 
 def test_memory_is_read_as_people_write_it() -> None:

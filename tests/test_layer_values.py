@@ -171,3 +171,17 @@ def test_the_argument_takes_the_place_of_the_blocks_layers(capsys: pytest.Captur
         with pytest.raises(SystemExit):
             parser.parse_args(["--tempo-layers", text])
         assert message in capsys.readouterr().err
+
+
+def test_layers_in_a_row_are_those_of_a_model_of_their_own() -> None:
+    config = TempoConfig(
+        norm="off", layers={"1-3": {"norm": "inplace"}, "4": {"norm": "off"}, "6-": {"dropout": "off"}}
+    )
+    part = config.for_layers(range(2, 8), ("decoder",))
+    assert part.layers == {"0-1": {"norm": "inplace"}, "4-5": {"dropout": "off"}}
+    assert [part.for_layer(i) for i in range(6)] == [config.for_layer(i) for i in range(2, 8)]
+    # Equal chunks are equal, however they are written.
+    assert config.for_layers(range(1, 3), ("decoder",)) == config.for_layers(range(2, 4), ("encoder",))
+    both = TempoConfig(layers={"encoder 1": {"norm": "off"}, "decoder 0": {"norm": "off"}})
+    split = both.for_layers(range(2), ("encoder", "decoder"))
+    assert split.layers == {"decoder 0": {"norm": "off"}, "encoder 1": {"norm": "off"}}

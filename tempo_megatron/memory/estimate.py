@@ -21,7 +21,7 @@ from tempo_megatron.memory.allocation_trace import simulate_allocator
 from tempo_megatron.memory.chunk_memory import ChunkMemory
 from tempo_megatron.memory.model_states import ModelStates, OptimizerSettings, count_model_states
 from tempo_megatron.memory.schedule import Event, list_events
-from tempo_megatron.memory.simulation import ChunkSettings, simulate_chunk, trace_chunk
+from tempo_megatron.memory.simulation import STACKS_OF_FAMILIES, ChunkSettings, simulate_chunk, trace_chunk
 from tempo_megatron.models.checks import check_layout
 from tempo_megatron.models.shape import ModelShape
 
@@ -258,9 +258,9 @@ def _list_chunks(
         first = chunk * stages * num_layers + sum(layers[:stage]) // num_chunks
         yield ChunkSettings(
             shape=shape,
-            # Where all layers are alike, chunks of equally many are.
-            layers=tuple(range(first, first + num_layers)) if tempo_config.layers else tuple(range(num_layers)),
-            tempo_config=tempo_config,
+            # Layers count from 0 in each chunk, so that chunks alike are simulated once.
+            layers=tuple(range(num_layers)),
+            tempo_config=tempo_config.for_layers(range(first, first + num_layers), STACKS_OF_FAMILIES[shape.family]),
             padded_vocab_size=pad_vocab_size(
                 shape.vocab_size, shape.make_vocab_size_divisible_by, layout.tensor_parallel
             ),

@@ -107,9 +107,10 @@ def run_estimate(args: argparse.Namespace) -> int:
     for name, config in columns.items():
         with _say_that_it_takes_time(f"estimating {name} ..."):
             found[name] = estimate_ranks(shape, layout, config, optimizer=optimizer, simulates_allocator=args.allocator)
+    ranks = f"{layout.world_size:,} rank{'s' if layout.world_size > 1 else ''}"
     print(
         f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, TP {args.tp}"
-        f"{' + SP' if args.sequence_parallel else ''}, PP {args.pp}, DP {args.dp}: {layout.world_size:,} rank{'s' * (layout.world_size > 1)}, "
+        f"{' + SP' if args.sequence_parallel else ''}, PP {args.pp}, DP {args.dp}: {ranks}, "
         f"{_describe_optimizer(optimizer)}, {args.stock}"
         f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}"
     )

@@ -8,10 +8,11 @@ P is the parameters of a rank, e the bytes of one, d the ranks that share optimi
   are divided by d. Gathered weights and reduced gradients use the same buffers.
 - "deepspeed": Adam as above, in one of three of its optimizers. Without ZeRO, states are whole on every rank. ZeRO 1 in
   bf16 with "grad_accum_dtype" fp32 is its BF16_Optimizer: gradients in bf16 and float32, and states divided by d. Else
-  ZeRO divides the states, float32 weights' copy among them. ZeRO 2 divides gradients too, ZeRO 3 weights too, of which
-  a layer is gathered at a time. ZeRO collects gradients in a buffer of "reduce_bucket_size" elements, with
-  "overlap_comm" in two, which is there during backward however small the model is. The optimizer's step flattens the
-  gradients and converts them to float32; without ZeRO, and in the BF16_Optimizer, they are flattened to be reduced.
+  ZeRO divides the states; ZeRO 1 and 2 have a copy of float32 weights among them. ZeRO 2 divides gradients too, ZeRO 3
+  weights too, of which a layer is gathered at a time. ZeRO collects gradients in a buffer of "reduce_bucket_size"
+  elements, with "overlap_comm" in two, which is there during backward however small the model is. The optimizer's step
+  flattens the gradients and converts them to float32; without ZeRO, and in the BF16_Optimizer, they are flattened to be
+  reduced.
 """
 
 from __future__ import annotations
@@ -144,7 +145,11 @@ def _count_zero_states(
 ) -> ModelStates:
     stage = optimizer.zero_stage
     bytes_of_gradient = _FLOAT32 if optimizer.accumulates_in_float32 else e
-    buffers = optimizer.reduce_bucket_elements * e * (2 if optimizer.overlaps else 1)
+    # ZeRO 1 and 2 copy float32 weights too.
+    has_copy = stage < 3 or e < _FLOAT32
+    # ZeRO 1 reduces what it has accumulated, the others what a micro batch gives.
+    bytes_in_bucket = bytes_of_gradient if stage == 1 else e
+    buffers = optimizer.reduce_bucket_elements * bytes_in_bucket * (2 if optimizer.overlaps else 1)
     # ZeRO 2 adds a micro batch's gradients to those before it when all are there; until then they are in the bucket or,
     # where that was full, in memory of their own.
     waits = stage == 2 and accumulates and not optimizer.accumulates_in_float32
@@ -157,7 +162,7 @@ def _count_zero_states(
     return ModelStates(
         _divide(e * p, d if stage == 3 else 1),
         _divide(bytes_of_gradient * p, d if stage >= 2 else 1),
-        _divide(_FLOAT32 * (_MOMENTS + 1) * p, d),
+        _divide(_FLOAT32 * (_MOMENTS + has_copy) * p, d),
         (buffers + (largest * e if d > 1 else 0)) if stage == 3 else 0,
         max(flat, roots),
         0 if stage == 3 else buffers + own,
