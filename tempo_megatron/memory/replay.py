@@ -88,4 +88,4 @@ def _count_bytes(t: Tensor) -> int:
 def _describe(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.storage_offset() == 0
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_describe, value)) if isinstance(value, (list, tuple)) else value

@@ -8,10 +8,11 @@ that make nothing inside, but for the loss head's chunks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,9 @@ draw_bits = philox._keep_bits
 head_checks, head_chunks, head_on_cpu, head_shards = (
     pkgutil.resolve_name(f"tempo_kernels.linear_cross_entropy.{name}") for name in ("checks", "chunks", "cpu", "shards")
 )
+norm_on_cpu = pkgutil.resolve_name("tempo_kernels.norm.cpu")
+OperationOfInput = pkgutil.resolve_name("tempo_kernels.pointwise.function:OperationOfInput")
+refill_norm, refill_operation = norm_on_cpu.refill, OperationOfInput.refill
 # Of a loop: the first round, one after another that is like it, and the last.
 _NUM_ROUNDS = 3
 
@@ -56,6 +60,9 @@ def on_device(stock: str) -> Iterator[None]:
         mock.patch.object(head_chunks, "CPU_BLOCK_COLUMNS", sys.maxsize),
         mock.patch.multiple(head_on_cpu, find_statistics=_find_statistics_on_gpu, write_gradient_=lambda *_: None),
         mock.patch.object(torch.nn.functional, "dropout", _drop_on_gpu),
+        # What they fill is there already.
+        mock.patch.object(norm_on_cpu, "refill", lambda *_: None),
+        mock.patch.object(OperationOfInput, "refill", lambda *_: None),
     ):
         yield
 
@@ -84,8 +91,20 @@ def tell_repeated_operations(seen: PeakBytes, stock: str) -> Iterator[None]:
     def draw(*inputs: Any) -> Any:
         return replay.call(("keep_bits", *inputs[:4]), lambda: draw_bits(*inputs))
 
-    with mock.patch.object(Opaque, "__call__", call), mock.patch.object(philox, "_keep_bits", draw):
+    def refill(function: Callable[..., None], *inputs: Any) -> None:
+        replay.call((function, *inputs), lambda: (function(*inputs), ())[1])  # type: ignore[func-returns-value]
+
+    with (
+        mock.patch.object(Opaque, "__call__", call),
+        mock.patch.object(philox, "_keep_bits", draw),
+        mock.patch.object(norm_on_cpu, "refill", functools.partial(refill, refill_norm)),
+        mock.patch.object(OperationOfInput, "refill", functools.partialmethod(_call_first, refill, refill_operation)),
+    ):
         yield
+
+
+def _call_first(room: Any, refill: Callable[..., None], function: Callable[..., None], *inputs: Any) -> None:
+    refill(function, room, *inputs)
 
 
 def _find_statistics_on_gpu(logits: Tensor, _: Tensor, shares: Any) -> Tensor:
