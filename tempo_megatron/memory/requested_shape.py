@@ -11,7 +11,10 @@ from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 
 
 def add_shape_arguments(parser: Any) -> None:
-    """What `read_requested_shape` reads beside --model, and --micro-batch-size and --dtype, to a parser or a group."""
+    """Add the arguments that describe a model and its micro batch to a parser or a group.
+
+    --model and --dropout are not among them: each command has its own.
+    """
     parser.add_argument(
         "--seq-length", type=parse_positive, metavar="S", help="tokens per sample (default the model's)"
     )
@@ -31,9 +34,11 @@ def add_shape_arguments(parser: Any) -> None:
 
 
 def read_requested_shape(args: argparse.Namespace) -> ModelShape:
-    """The model of --model with what else was typed; --dropout, where it is not None, is of both kinds.
+    """The model of --model, with the values that were typed in place of the file's.
 
-    Raises ValueError where the file or a value cannot be had.
+    --dropout is that of attention and of hidden states alike; None leaves both to the file.
+
+    Raises ValueError where the file is no model, or a value does not go with it.
     """
     if "full" in args.recompute and len(args.recompute) > 1:
         raise ValueError("--recompute full already recomputes everything; give it alone")
