@@ -22,4 +22,6 @@ prepare_environment test
 if [ "$(num_gpus)" = 0 ]; then
     arguments+=(-n "$(python -c 'import os; print(min(8, len(os.sched_getaffinity(0))))')")
 fi
+# What DeepSpeed compiles stays with this checkout: beside a lock of a run that was killed, a test waits for ever.
+export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/.torch_extensions}
 exec python -m pytest "${arguments[@]}" "$@"
