@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,13 +93,20 @@ class Step:
         return 1 if self.is_wide else 2
 
 
-def measure_step(step: Step) -> int:
-    """Bytes of weights, micro batch and everything that forward and backward make, at most."""
+@dataclasses.dataclass(frozen=True)
+class ReadyStep:
+    """A model and a micro batch on a device."""
+
+    run: Callable[[], None]
+    """Forward and backward."""
+    there: Sequence[Tensor]
+    """What is there before and after: weights and the micro batch."""
+    buffers: Sequence[Tensor]
+
+
+def make_step(step: Step, device: str) -> ReadyStep:
+    """The step's model with random weights, in model parallelism that is initialised."""
     shape = step.shape
-    make_gelu_tables()
-    # Megatron's memory for what sequence parallelism gathers grows and stays: a step before may have left more.
-    parallel_state.destroy_global_memory_buffer()
-    parallel_state._set_global_memory_buffer()
     config = build_ledger_config(shape, sequence_parallel=step.sp, dtype=step.dtype, recompute=step.recompute)
     if step.num_full is not None:
         config = dataclasses.replace(config, recompute_method="block", recompute_num_layers=step.num_full)
@@ -106,24 +114,38 @@ def measure_step(step: Step) -> int:
     assert shape.vocab_size is not None
     vocab_size = -(-shape.vocab_size // (128 * step.tp)) * 128 * step.tp
     dropout_rng.set_micro_batch(5, 0)
-    model = build_model(shape, config, step.tempo, vocab_size).to(step.dtype).train()
+    model = build_model(shape, config, step.tempo, vocab_size).to(device, step.dtype).train()
     for parameter in model.parameters():
         if parameter.dim() > 1:  # norms begin with ones, biases with zeros
             torch.nn.init.normal_(parameter, std=0.02)
     inputs = make_inputs(shape, vocab_size, step.micro_batch_size, causal_mask=chosen.attention == "off")
     labels = "labels" if shape.family == "gpt" else "lm_labels"
     # Tokens and labels of a data set are tensors of their own.
-    inputs = {name: value if value is None else value.clone() for name, value in inputs.items()}
-    mask = torch.ones(inputs[labels].shape)
-    there: list[Tensor] = [*model.parameters(), *(t for t in inputs.values() if t is not None), mask]
+    inputs = {name: value if value is None else value.to(device, copy=True) for name, value in inputs.items()}
+    mask = torch.ones(inputs[labels].shape, device=device)
     takes_mask = shape.family == "gpt" or chosen.loss == "fused"
-    with PeakBytes(*there, *model.buffers()) as seen:
+
+    def run() -> None:
         losses = model(**inputs, **({"loss_mask": mask} if takes_mask else {}))
         losses = losses[0] if isinstance(losses, tuple) else losses
         loss = (losses.float() * mask).sum() / mask.sum()
         del losses
         loss.backward()
-    return seen.peak + sum(storage.nbytes() for storage in list_storages(there))
+
+    there = [*model.parameters(), *(t for t in inputs.values() if t is not None), mask]
+    return ReadyStep(run, there, list(model.buffers()))
+
+
+def measure_step(step: Step) -> int:
+    """Bytes on the CPU of weights, micro batch and everything that forward and backward make, at most."""
+    make_gelu_tables()
+    # Megatron's memory for what sequence parallelism gathers grows and stays: a step before may have left more.
+    parallel_state.destroy_global_memory_buffer()
+    parallel_state._set_global_memory_buffer()
+    ready = make_step(step, "cpu")
+    with PeakBytes(*ready.there, *ready.buffers) as seen:
+        ready.run()
+    return seen.peak + sum(storage.nbytes() for storage in list_storages(ready.there))
 
 
 def estimate_step(step: Step) -> int:
