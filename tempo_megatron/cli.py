@@ -31,19 +31,25 @@ class Command:
     needs: str | None = None
     """The extra with which megatron.core comes."""
 
+    arguments: str = ""
+    """The module of `add_NAME_arguments`, where the command's own takes seconds to import."""
 
+
+_MEMORY_ARGUMENTS = "tempo_megatron.memory.command_arguments"
 _COMMANDS = {
     "ledger": Command(
         module="tempo_megatron.memory.ledger_command",
         help="measure every tensor that a GPT keeps for backward, stock beside Tempo",
         description="Run one layer of the real model forward, stock and with Tempo, and list what autograd keeps.",
         needs="megatron",
+        arguments=_MEMORY_ARGUMENTS,
     ),
     "estimate": Command(
         module="tempo_megatron.memory.estimate_command",
         help="estimate the memory of a training run on every kind of rank, without hardware",
         description="Follow one training step of the real model on tensors without memory, for any number of devices.",
         needs="megatron",
+        arguments=_MEMORY_ARGUMENTS,
     ),
     "plan": Command(
         module="tempo_megatron.memory.plan_command",
@@ -51,6 +57,7 @@ _COMMANDS = {
         description="Choose for each layer among stock, Tempo's forms and Megatron's recomputation, so that every "
         'pipeline stage fits and a step is shortest; print it as a table, a "tempo" block and arguments.',
         needs="megatron",
+        arguments=_MEMORY_ARGUMENTS,
     ),
     "flops": Command(
         module="tempo_megatron.memory.flops_command",
@@ -58,6 +65,7 @@ _COMMANDS = {
         description="Count the matrix products of one training step by equations 7 and 8 of arXiv 2205.05198, for any "
         "model of configs/model.",
         needs="megatron",
+        arguments=_MEMORY_ARGUMENTS,
     ),
     "bench": Command(
         module="tempo_megatron.memory.calibrate_command",
@@ -133,12 +141,12 @@ def _run(argv: list[str]) -> int:
         if not command.description:
             return int(importlib.import_module(command.module).main(argv[1:], prog=f"tempo-megatron {name}"))
         _quiet_imports()
-        if command.needs:
-            check_installed("it", command.needs, "megatron.core")
-        module = importlib.import_module(command.module)
-        getattr(module, f"add_{name}_arguments")(of_command)
+        getattr(importlib.import_module(command.arguments or command.module), f"add_{name}_arguments")(of_command)
     args = parser.parse_args(argv)
-    return int(getattr(module, f"run_{args.command}")(args))
+    command = _COMMANDS[args.command]
+    if command.needs:
+        check_installed("it", command.needs, "megatron.core")
+    return int(getattr(importlib.import_module(command.module), f"run_{args.command}")(args))
 
 
 def _quiet_imports() -> None:

@@ -229,12 +229,10 @@ def check_block(block: object) -> dict[str, Any]:
     return checked
 
 
-def _read_budget(text: object) -> int:
-    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
-        return text
-    if not isinstance(text, str):
-        raise ValueError(f'tempo.{BUDGET} is {text!r}; expected a size such as "72GiB", or a number of bytes')
+def _read_budget(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError(f'tempo.{BUDGET} is {value!r}; expected a size such as "72GiB", or a number of bytes')
     try:
-        return parse_memory(text)
+        return parse_memory(str(value))
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"tempo.{BUDGET}: {error}") from error

@@ -27,6 +27,25 @@ def test_both_commands_say_their_version(capsys: pytest.CaptureFixture[str]) -> 
         assert capsys.readouterr().out == f"{name} {tempo_megatron.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("argv", "status"),
+    [
+        (["plan", "--help"], 0),
+        (["estimate", "--help"], 0),
+        (["plan", "--model=gpt.json"], 2),
+        (["ledger", "--tp=0"], 2),
+    ],
+    ids=str,
+)
+def test_help_and_a_slip_of_the_pen_import_neither_torch_nor_megatron(argv: list[str], status: int) -> None:
+    program = (
+        "import sys\nfrom tempo_megatron.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as error:\n"
+        "    print([name in sys.modules for name in ('torch', 'megatron.core')], error.code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == f"[False, False] {status}", done.stderr
+
+
 @pytest.mark.slow
 def test_a_reader_that_left_is_no_error() -> None:
     reader, writer = os.pipe()

@@ -18,7 +18,6 @@ from tempo_megatron.memory import estimate_command
 from tempo_megatron.memory.chunk_memory import LAYERS, compress
 from tempo_megatron.memory.estimate import RankLayout, estimate_ranks, list_stage_layers
 from tempo_megatron.memory.formula import LayerShape, count_layer_bytes
-from tempo_megatron.memory.memory_size import parse_memory
 from tempo_megatron.memory.model_states import OptimizerSettings, count_model_states
 from tempo_megatron.memory.schedule import list_events
 from tempo_megatron.memory.simulation import ChunkSettings, simulate_chunk
@@ -170,10 +169,6 @@ def test_model_states_are_divided_as_their_owner_does() -> None:
         8000, torch.bfloat16, OptimizerSettings.from_deepspeed({"zero_optimization": {"stage": 1}})
     )
     assert (default.gradients, default.backward_buffers) == (8000 * 2, 10**9)
-
-
-def test_memory_is_read_as_people_write_it() -> None:
-    assert [parse_memory(text) for text in ("80GiB", "80 GB", "1.5m", "7")] == [80 * 2**30, 80 * 10**9, 3 * 2**19, 7]
 
 
 def test_a_t5_in_stages_is_refused() -> None:

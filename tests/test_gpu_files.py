@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from tempo_megatron.memory.gpu import parse_size, read_gpu, write_size
+from tempo_megatron.memory.gpu import read_gpu
 
 FOLDER = Path(__file__).parent.parent / "configs" / "gpu"
 
@@ -39,32 +38,3 @@ def test_a_gpu_that_is_none_is_one_sentence(tmp_path: Path) -> None:
         wrong.write_text(change)
         with pytest.raises(ValueError, match=message):
             read_gpu(str(wrong))
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("80GiB", 80 * 2**30),
-        ("80 GB", 80 * 10**9),
-        ("72e9", 72 * 10**9),
-        ("79.5gib", round(79.5 * 2**30)),
-        ("512MiB", 2**29),
-        ("1.5e3 MB", 15 * 10**8),
-        ("100", 100),
-        ("1TiB", 2**40),
-    ],
-)
-def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
-    assert parse_size(text) == num_bytes
-
-
-@pytest.mark.parametrize(
-    "text", ["", "GiB", "80 GiBs", "-1GiB", "0", "1..5GB", "inf", "eighty", "80G iB", "80G", "1ib"]
-)
-def test_what_is_no_size_is_refused_in_a_sentence(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size of memory; give one such as 80GiB, 80GB or 72e9"):
-        parse_size(text)
-
-
-def test_sizes_are_written_in_gib_or_mib() -> None:
-    assert write_size(80 * 2**30) == "80.00 GiB" and write_size(3 * 2**20) == "3.0 MiB"

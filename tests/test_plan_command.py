@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
@@ -61,6 +62,16 @@ def test_without_fixed_memory_the_plan_fits_by_the_estimate_of_exactly_that_plan
     (stage,) = figures["stages"]
     assert 7.8 * 2**30 < stage["peak_bytes"] <= 8 * 2**30
     assert (TempoConfig.from_file(file).describe(), ()) in asked and len(asked) <= 9
+
+
+@pytest.mark.parametrize(("name", "title"), [("NVIDIA A100-SXM4-80GB", "NVIDIA A100"), (None, "NVIDIA H100")])
+def test_without_gpu_rates_are_this_machines_or_an_h100s(
+    name: str | None, title: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert main([*(word for word in SMALL if not word.startswith("--gpu=")), "--gpu-memory=16GB"]) == 0
+    assert f"\n{title}" in capsys.readouterr().out
 
 
 def test_a_size_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory import plan_fixed
+from tempo_megatron.memory.command_arguments import add_plan_arguments
 from tempo_megatron.memory.estimate import RankEstimate
 from tempo_megatron.memory.formula import count_layer_bytes
 from tempo_megatron.memory.gpu import read_gpu
 from tempo_megatron.memory.plan import PlanRequest, make_smallest_plan
-from tempo_megatron.memory.plan_command import add_plan_arguments, make_question, read_model
+from tempo_megatron.memory.plan_command import make_question, read_model
 from tempo_megatron.memory.plan_fixed import PlanEstimates
 from tempo_megatron.memory.plan_request import make_layer, make_plan_request
 

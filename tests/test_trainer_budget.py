@@ -13,7 +13,7 @@ from training_job import Data, Run, make_data, run, successful
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
-from tempo_megatron.memory.gpu import write_size
+from tempo_megatron.memory.memory_size import format_bytes
 from tempo_megatron.memory.model_states import OptimizerSettings
 from tempo_megatron.models.shape import make_shape
 
@@ -99,7 +99,7 @@ def test_budgets_between_tempo_and_stock_are_kept_and_change_no_loss(
         assert plan["budget"] == budget and plan["block"]["norm"] == "inplace"
         assert record["tempo"] == {**plan["block"], "layers": plan["block"].get("layers", {})}
         assert (
-            f"plan       budget {write_size(budget)}, estimated peak {write_size(plan['peak_bytes'])}, "
+            f"plan       budget {format_bytes(budget)}, estimated peak {format_bytes(plan['peak_bytes'])}, "
             in planned.output
         )
         assert f"           {TempoConfig.from_dict(plan['block']).describe()}" in planned.output

@@ -12,86 +12,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.argument_types import parse_fraction, parse_positive
-from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
+from tempo_megatron.arguments import tempo_config_from
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.memory.estimate import PART_NAMES, RankEstimate, RankLayout, describe_part, estimate_ranks
-from tempo_megatron.memory.memory_size import format_bytes, parse_memory
+from tempo_megatron.memory.memory_size import format_bytes
 from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.memory.requested_shape import add_shape_arguments, read_requested_shape
-from tempo_megatron.memory.simulation import STACKS_OF_MODULES
+from tempo_megatron.memory.requested_shape import read_requested_shape
 from tempo_megatron.models.build import DTYPES
 
 _WIDTH = 38
 _SILENT_S = 2.0
-
-
-def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `tempo-megatron estimate`."""
-    parser.add_argument("--model", required=True, metavar="JSON", help="a model, such as configs/model/gpt3_175b.json")
-    _add_layout(parser)
-    _add_step(parser)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--allocator",
-        action="store_true",
-        help="also simulate torch's CUDA caching allocator: what it rounds up to, and reserves (one stage)",
-    )
-    group.add_argument("--gpu-memory", type=parse_memory, metavar="SIZE", help="say whether it fits, such as 80GiB")
-    group.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
-    group.add_argument("--plot", metavar="PNG", help="also draw stacked bars, stock beside Tempo, to PNG")
-    add_tempo_arguments(parser)
-
-
-def _add_layout(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("layout")
-    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        group.add_argument(
-            f"--{name}", type=parse_positive, default=1, metavar="N", help=f"{what} parallel size (default 1)"
-        )
-    group.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
-    group.add_argument(
-        "--num-layers-per-virtual-pipeline-stage",
-        type=parse_positive,
-        metavar="N",
-        help="interleave chunks of N layers",
-    )
-    for place in ("first", "last"):
-        group.add_argument(
-            f"--decoder-{place}-pipeline-num-layers",
-            type=parse_positive,
-            metavar="N",
-            help=f"layers of the {place} stage (default as many as the others)",
-        )
-    group.add_argument(
-        "--num-micro-batches",
-        type=parse_positive,
-        metavar="M",
-        help="of a step, per data-parallel rank (default: twice the pipeline size)",
-    )
-
-
-def _add_step(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("training step")
-    add_shape_arguments(group)
-    group.add_argument("--dropout", type=parse_fraction, metavar="P", help="hidden and attention (default the model's)")
-    group.add_argument(
-        "--stock",
-        choices=STACKS_OF_MODULES,
-        default="local",
-        help="whose modules stock ones are: Megatron's local ones on a GPU, as in our trainer (default), Transformer "
-        "Engine's, or local ones on a CPU",
-    )
-    group.add_argument(
-        "--optimizer",
-        choices=("megatron", "deepspeed", "none"),
-        help="default: megatron's distributed one, or deepspeed where --deepspeed_config or --zero is given",
-    )
-    group.add_argument(
-        "--no-distributed-optimizer", action="store_true", help="Megatron's states whole on every data-parallel rank"
-    )
-    group.add_argument("--deepspeed_config", metavar="JSON", help='its ZeRO stage, and its "tempo" block')
-    group.add_argument("--zero", type=int, choices=range(4), help="ZeRO stage of DeepSpeed, in place of a file's")
 
 
 def run_estimate(args: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.argument_types import parse_positive, parse_positive_float
 from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.memory.gpu import Gpu, read_gpu
 from tempo_megatron.memory.model_flops import (
@@ -16,29 +15,7 @@ from tempo_megatron.memory.model_flops import (
     count_model_flops,
     find_utilisation,
 )
-from tempo_megatron.memory.requested_shape import add_shape_arguments, read_requested_shape
-
-
-def add_flops_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `tempo-megatron flops`."""
-    parser.add_argument("--model", required=True, metavar="JSON", help="a model, such as configs/model/gpt3_175b.json")
-    add_shape_arguments(parser)
-    parser.add_argument(
-        "--global-batch-size",
-        type=parse_positive,
-        metavar="B",
-        help="samples of a step, over all GPUs (default --micro-batch-size)",
-    )
-    parser.add_argument(
-        "--tp", type=parse_positive, default=1, metavar="N", help="tensor parallel size, which pads the vocabulary"
-    )
-    parser.add_argument("--gpus", type=parse_positive, default=1, metavar="N", help="of the whole run (default 1)")
-    parser.add_argument(
-        "--step-seconds", type=parse_positive_float, metavar="T", help="time of a step, for MFU and HFU (with --gpu)"
-    )
-    parser.add_argument("--gpu", help="a100, b200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too")
-    parser.set_defaults(dropout=None)
+from tempo_megatron.memory.requested_shape import read_requested_shape
 
 
 def run_flops(args: argparse.Namespace) -> int:

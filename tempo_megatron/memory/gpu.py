@@ -1,13 +1,10 @@
-"""How fast a GPU multiplies matrices and moves bytes: the files of configs/gpu, and sizes of memory as people write
-them."""
+"""How fast a GPU multiplies matrices and moves bytes: the files of configs/gpu."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import json
-import re
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -19,12 +16,6 @@ FOLDERS = (
 """A checkout's, and what a wheel installs."""
 
 DTYPES = ("bf16", "fp16", "fp32")
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{form}": base ** (power + 1)
-    for power, prefix in enumerate("kmgt")
-    for form, base in (("b", 1000), ("ib", 1024))
-}
-_SIZE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?i?b|)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,21 +66,3 @@ def _check_content(path: Path, content: Any) -> None:
     for name, rate in {**rates, "bytes_per_second": content["bytes_per_second"]}.items():
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
             raise ValueError(f"--gpu {path}: {name} is {rate!r}; expected a positive number")
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `80GiB`, `80 GB`, `512MiB` or `72e9`, for argparse."""
-    match = _SIZE.fullmatch(text.strip())
-    try:
-        number = float(match[1]) if match else 0.0
-    except ValueError:
-        number = 0.0
-    unit = match[2].lower() if match else ""
-    if match is None or unit not in _UNITS or not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size of memory; give one such as 80GiB, 80GB or 72e9")
-    return int(number * _UNITS[unit] + 0.5)
-
-
-def write_size(num_bytes: int) -> str:
-    """`79.41 GiB`, or MiB where that says more."""
-    return f"{num_bytes / 2**30:.2f} GiB" if abs(num_bytes) >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

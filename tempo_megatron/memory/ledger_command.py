@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron import cpu
-from tempo_megatron.argument_types import parse_positive
-from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
+from tempo_megatron.arguments import tempo_config_from
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.memory.attribution import Row
@@ -18,7 +17,7 @@ from tempo_megatron.memory.layer_kinds import measure_model
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import Ledger, build_ledger_config
 from tempo_megatron.memory.ledger_plot import Bar, make_panels, plot_panels
-from tempo_megatron.memory.requested_shape import add_shape_arguments, read_requested_shape
+from tempo_megatron.memory.requested_shape import read_requested_shape
 from tempo_megatron.memory.simulated_step import simulate_step
 from tempo_megatron.memory.step_timeline import format_timeline
 from tempo_megatron.memory.timeline_plot import plot_timeline
@@ -27,24 +26,6 @@ from tempo_megatron.models.checks import check_layout
 from tempo_megatron.models.shape import ModelShape
 
 _WIDTH = 34
-
-
-def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `tempo-megatron ledger`."""
-    parser.add_argument("--model", required=True, metavar="JSON", help="a model, such as configs/model/gpt2_124m.json")
-    parser.add_argument("--tp", type=parse_positive, default=1, metavar="N", help="tensor parallel size (default 1)")
-    parser.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
-    add_shape_arguments(parser)
-    parser.add_argument("--dropout", type=float, default=0.1, metavar="P", help="hidden and attention (default 0.1)")
-    parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--plot", metavar="PNG", help="also draw stacked bars, stock beside Tempo, to PNG")
-    parser.add_argument(
-        "--timeline",
-        metavar="PNG",
-        help="also follow forward and backward of all layers with Tempo, say what stands at the peak, and draw it",
-    )
-    add_tempo_arguments(parser)
 
 
 def run_ledger(args: argparse.Namespace) -> int:
@@ -179,8 +160,6 @@ def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
 
 
 def _read_shape(args: argparse.Namespace) -> ModelShape:
-    if not 0 <= args.dropout < 1:
-        raise ValueError(f"--dropout is {args.dropout}; expected a probability in [0, 1)")
     shape = read_requested_shape(args)
     check_layout(shape, args.tp, args.sequence_parallel, option="--tp")
     return shape

@@ -5,24 +5,33 @@ from __future__ import annotations
 import argparse
 import re
 
-_UNITS = {"": 1, "b": 1} | {
+_UNITS = {"b": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("kmgt", start=1)
     for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
+_SIZE = re.compile(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z]*)")
+# No GPU and no budget is smaller: "80" without a unit is a slip.
+_LEAST = 1 << 20
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of `80GiB`, `80 GB` (10**9), `80G` (2**30) or a number of bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size of memory; give one such as 80GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    """Bytes of `80GiB`, `80 GB` (10**9), `80G` (2**30), or of a number of bytes such as `72e9`, for argparse."""
+    match = _SIZE.fullmatch(text.strip().lower())
+    unit = match[2] if match else ""
+    number = float(match[1]) if match else 0.0
+    if match is None or (unit and unit not in _UNITS) or not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of memory; give one such as 80GiB, 80GB or 72e9")
+    if not unit and number < _LEAST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} without a unit is in bytes; write {text.strip()}GiB or {text.strip()}MiB"
+        )
+    return int(number * _UNITS.get(unit, 1) + 0.5)
 
 
 def format_bytes(num_bytes: int) -> str:
     """`79.25 GiB`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
+        if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes / 2**10:.2f} KiB"

@@ -17,7 +17,8 @@ from typing import Any, NoReturn, Protocol
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.layer_values import LAYER_OPERATIONS, write_layers
 from tempo_megatron.memory.formula import LayerShape, count_layer_bytes, count_stack_bytes
-from tempo_megatron.memory.gpu import Gpu, write_size
+from tempo_megatron.memory.gpu import Gpu
+from tempo_megatron.memory.memory_size import format_bytes
 from tempo_megatron.memory.plan_cost import (
     LayerFlops,
     convert_to_femtoseconds,
@@ -177,8 +178,8 @@ def raise_impossible(request: PlanRequest, smallest: Plan, budget: int) -> NoRet
     """Raise ValueError: by how much the plan that needs least misses the budget, and what it is."""
     words = " ".join(smallest.megatron_arguments) or "no recomputation by Megatron"
     raise ValueError(
-        f"{write_size(budget)} a GPU are given, and the least that fits is {write_size(smallest.peak_bytes)}, "
-        f"{write_size(smallest.peak_bytes - budget)} more: {TempoConfig.from_dict(smallest.block).describe()}, "
+        f"{format_bytes(budget)} a GPU are given, and the least that fits is {format_bytes(smallest.peak_bytes)}, "
+        f"{format_bytes(smallest.peak_bytes - budget)} more: {TempoConfig.from_dict(smallest.block).describe()}, "
         f"{words}; {request.remedy}"
     )
 

@@ -8,111 +8,33 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.argument_types import parse_fraction, parse_positive
+import torch
+
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.estimate import RankLayout
-from tempo_megatron.memory.gpu import Gpu, parse_size, read_gpu, write_size
+from tempo_megatron.memory.gpu import Gpu, read_gpu
 from tempo_megatron.memory.ledger_command import format_layout
+from tempo_megatron.memory.memory_size import format_bytes
 from tempo_megatron.memory.model_states import OptimizerSettings
 from tempo_megatron.memory.plan import Plan, PlanRequest, StagePlan
 from tempo_megatron.memory.plan_batch import choose_trial, try_micro_batches
 from tempo_megatron.memory.plan_request import Question
+from tempo_megatron.memory.plan_run import find_gpu
 from tempo_megatron.memory.plan_verify import answer
+from tempo_megatron.memory.requested_shape import read_requested_shape
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.checks import check_layout
-from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
-
-_RECOMPUTE = ("core_attn", "mlp", "full")
-
-
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `tempo-megatron plan`."""
-    parser.add_argument("--model", required=True, metavar="JSON", help="a model, such as configs/model/gpt3_175b.json")
-    parser.add_argument(
-        "--gpu", required=True, help="a100, b200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json"
-    )
-    parser.add_argument(
-        "--gpu-memory",
-        type=parse_size,
-        required=True,
-        metavar="SIZE",
-        help="what a GPU may hold, such as 76GiB: its memory less what CUDA and NCCL take, and what fragments",
-    )
-    parser.add_argument(
-        "--fixed-memory",
-        type=parse_size,
-        nargs="+",
-        metavar="SIZE",
-        help="of it, what each GPU holds whatever its layers keep: weights, gradients, optimizer states, buffers, "
-        "embedding and head; one size, or one for each pipeline stage (default: estimated)",
-    )
-    parser.add_argument(
-        "--deepspeed_config",
-        metavar="JSON",
-        help="estimate what DeepSpeed holds with this file (default: what Megatron's distributed optimizer does)",
-    )
-    _add_layout(parser)
-    parser.add_argument(
-        "--stock",
-        choices=("transformer_engine", "local"),
-        default="transformer_engine",
-        help="whose modules stock ones are: Transformer Engine's (default), or Megatron's own with unfused attention",
-    )
-    parser.add_argument(
-        "--stock-attention",
-        choices=("fused", "flash"),
-        default="fused",
-        help="Transformer Engine's attention: cuDNN's (default) or FlashAttention 2, which keeps its output twice",
-    )
-    parser.add_argument(
-        "--recompute-allowed",
-        nargs="*",
-        choices=_RECOMPUTE,
-        default=list(_RECOMPUTE),
-        metavar="WHAT",
-        help="what Megatron may recompute: any of core_attn, mlp and full, or nothing (default all of them)",
-    )
-    parser.add_argument("--json", metavar="FILE", help='write the "tempo" block, the arguments and the figures to FILE')
-    parser.add_argument("--plot", metavar="PNG", help="draw the best step time of every budget, and single switches")
-
-
-def _add_layout(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tp", type=parse_positive, default=1, metavar="N", help="tensor parallel size (default 1)")
-    parser.add_argument("--pp", type=parse_positive, default=1, metavar="N", help="pipeline stages (default 1)")
-    parser.add_argument("--dp", type=parse_positive, default=1, metavar="N", help="data parallel size (default 1)")
-    parser.add_argument("--sequence-parallel", action="store_true", help="shard norms and dropout over tokens as well")
-    parser.add_argument(
-        "--micro-batch-size",
-        type=_parse_micro_batch,
-        default=1,
-        metavar="B",
-        help="samples, or auto: with which a step takes least time a sample (default 1)",
-    )
-    parser.add_argument(
-        "--global-batch-size",
-        type=parse_positive,
-        metavar="G",
-        help="samples of a step, instead of --num-micro-batches",
-    )
-    parser.add_argument(
-        "--num-micro-batches", type=parse_positive, metavar="M", help="of a step (default as many as fill the pipeline)"
-    )
-    parser.add_argument(
-        "--seq-length", type=parse_positive, metavar="S", help="tokens per sample (default the model's)"
-    )
-    parser.add_argument(
-        "--vocab-size", type=parse_positive, metavar="V", help="tokens (default the model's, else 50257)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default %(default)s")
-    parser.add_argument(
-        "--dropout", type=parse_fraction, metavar="P", help="hidden and attention (default the model's)"
-    )
+from tempo_megatron.models.shape import ModelShape
 
 
 def run_plan(args: argparse.Namespace) -> int:
     """Make the plan and print it. Raises ValueError where nothing fits, or the planner does not know the model."""
-    gpu = read_gpu(args.gpu)
+    gpu = (
+        read_gpu(args.gpu)
+        if args.gpu
+        else find_gpu(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    )
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
     samples_per_rank = _read_samples(args)
@@ -128,12 +50,12 @@ def run_plan(args: argparse.Namespace) -> int:
         plan, request = answer(question, args.gpu_memory)
     shape = request.shape
     print(f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {shape.micro_batch_size}, ", end="")
-    print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {write_size(args.gpu_memory)} a GPU")
+    print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {format_bytes(args.gpu_memory)} a GPU")
     print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates\n")
     print(format_plan(request, plan))
     for each in trials:
         rate = args.dp / each.seconds_per_sample
-        print(f"b {each.micro_batch_size}: {rate:.1f} samples/s, peak {write_size(each.plan.peak_bytes)}")
+        print(f"b {each.micro_batch_size}: {rate:.1f} samples/s, peak {format_bytes(each.plan.peak_bytes)}")
     print(f"\n{json.dumps({'tempo': plan.block})}")
     print(" ".join(plan.megatron_arguments) or "without --recompute-granularity")
     if args.json:
@@ -158,15 +80,7 @@ def read_model(args: argparse.Namespace) -> ModelShape:
 
     Raises ValueError where it is none, or does not lie on the GPUs so.
     """
-    values = read_shape_file(args.model)
-    values.setdefault("vocab_size", 50257)
-    given = {
-        "seq_length": args.seq_length,
-        "vocab_size": args.vocab_size,
-        "attention_dropout": args.dropout,
-        "hidden_dropout": args.dropout,
-    }
-    shape = make_shape(**{**values, **{name: value for name, value in given.items() if value is not None}})
+    shape = read_requested_shape(args)
     check_layout(shape, args.tp, args.sequence_parallel, option="--tp")
     return shape
 
@@ -199,10 +113,6 @@ def make_question(shape: ModelShape, gpu: Gpu, args: argparse.Namespace) -> Ques
     )
 
 
-def _parse_micro_batch(text: str) -> int | str:
-    return text if text == "auto" else parse_positive(text)
-
-
 def _read_samples(args: argparse.Namespace) -> int | None:
     """The samples of a step on one data-parallel rank, where --global-batch-size says so; the micro batches follow.
 
@@ -233,7 +143,7 @@ def format_plan(request: PlanRequest, plan: Plan) -> str:
         flops = f"{stage.recomputed_flops / 1e12:.3f} TFLOP"
         lines.append(
             f"{index:>5}{f'{stage.layers[0]}-{stage.layers[-1]}':>10}{stage.in_flight:>11}"
-            f"{write_size(stage.peak_bytes):>12}{write_size(stage.kept_bytes):>18}{flops:>14}"
+            f"{format_bytes(stage.peak_bytes):>12}{format_bytes(stage.kept_bytes):>18}{flops:>14}"
             f"{stage.added_seconds * 1e3:>11.3f}{stage.seconds * 1e3:>10.3f}"
         )
     stages, added = request.pipeline_parallel, max(stage.added_seconds for stage in plan.stages)

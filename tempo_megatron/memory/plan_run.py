@@ -16,7 +16,8 @@ import traceback
 from typing import Any
 
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.memory.gpu import Gpu, list_gpus, read_gpu, write_size
+from tempo_megatron.memory.gpu import Gpu, list_gpus, read_gpu
+from tempo_megatron.memory.memory_size import format_bytes
 from tempo_megatron.memory.plan_request import Question
 
 _UNKNOWN_DEVICE = "h100"
@@ -50,8 +51,8 @@ class RunPlan:
         elif self.recompute:
             words = f"{' and '.join(self.recompute)} of every layer"
         return (
-            f"budget {write_size(self.budget)}, estimated peak {write_size(self.peak_bytes)}, shortest by the rates of "
-            f"{self.gpu_title}\n{self.tempo.describe()}\nrecomputed by Megatron: {words}"
+            f"budget {format_bytes(self.budget)}, estimated peak {format_bytes(self.peak_bytes)}, "
+            f"shortest by the rates of {self.gpu_title}\n{self.tempo.describe()}\nrecomputed by Megatron: {words}"
         )
 
 
