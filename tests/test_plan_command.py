@@ -71,7 +71,17 @@ def test_without_gpu_rates_are_this_machines_or_an_h100s(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     assert main([*(word for word in SMALL if not word.startswith("--gpu=")), "--gpu-memory=16GB"]) == 0
-    assert f"\n{title}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"\n{title}" in out and "\nstock modules, where a value is off: Transformer Engine's" in out
+
+
+def test_with_deepspeed_stock_modules_are_those_of_our_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    file = ROOT / "configs" / "deepspeed" / "zero1_bf16.json"
+    assert main([*SMALL, "--gpu-memory=16GB", f"--deepspeed_config={file}"]) == 0
+    out = capsys.readouterr().out
+    assert "\nstock modules, where a value is off: Megatron's local ones" in out and "attention=flash" in out
+    assert main([*SMALL, "--gpu-memory=30GB", f"--deepspeed_config={file}", "--stock=transformer_engine"]) == 0
+    assert "attention=off" in capsys.readouterr().out
 
 
 def test_a_size_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:

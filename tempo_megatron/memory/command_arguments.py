@@ -82,8 +82,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stock",
         choices=("transformer_engine", "local"),
-        default="transformer_engine",
-        help="whose modules stock ones are: Transformer Engine's (default), or Megatron's own with unfused attention",
+        help="whose modules stock ones are: Transformer Engine's (default), or Megatron's local ones with unfused "
+        "attention, which our trainer has (default with --deepspeed_config)",
     )
     parser.add_argument(
         "--stock-attention",

@@ -27,6 +27,11 @@ from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.checks import check_layout
 from tempo_megatron.models.shape import ModelShape
 
+_STOCK_TITLES = {
+    "transformer_engine": "Transformer Engine's, with fused attention",
+    "local": "Megatron's local ones, with unfused attention",
+}
+
 
 def run_plan(args: argparse.Namespace) -> int:
     """Make the plan and print it. Raises ValueError where nothing fits, or the planner does not know the model."""
@@ -51,7 +56,8 @@ def run_plan(args: argparse.Namespace) -> int:
     shape = request.shape
     print(f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {shape.micro_batch_size}, ", end="")
     print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {format_bytes(args.gpu_memory)} a GPU")
-    print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates\n")
+    print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates")
+    print(f"stock modules, where a value is off: {_STOCK_TITLES[question.layout.stock]}\n")
     print(format_plan(request, plan))
     for each in trials:
         rate = args.dp / each.seconds_per_sample
@@ -100,7 +106,7 @@ def make_question(shape: ModelShape, gpu: Gpu, args: argparse.Namespace) -> Ques
         micro_batch_size=1 if args.micro_batch_size == "auto" else args.micro_batch_size,
         num_micro_batches=args.num_micro_batches,
         dtype=DTYPES[args.dtype],
-        stock=args.stock,
+        stock=args.stock or ("local" if args.deepspeed_config else "transformer_engine"),
     )
     return Question(
         shape=shape,
