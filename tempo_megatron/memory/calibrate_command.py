@@ -115,7 +115,7 @@ def _measure_products(device: str, dtype: torch.dtype, hidden_size: int, round_m
     for rows, columns, inner in _PRODUCTS:
         m, n, k = rows * hidden_size, columns * hidden_size, inner * hidden_size
         flops += 2 * m * n * k
-        x, w = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (n, k)))
+        x, w = (torch.randn(shape, device=device, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k)))
         calls.append(lambda x=x, w=w: x @ w.t())  # type: ignore[misc]
     return flops / _time(calls, device, round_ms)
 

@@ -174,7 +174,7 @@ def _list_saved(
     inputs = make_inputs(shape, vocab_size, micro_batch_size, seq_length=seq_length, causal_mask=gives_mask)
     if shape.family == "gpt" or tempo_config.loss == "fused":
         # As in training, where the loss head knows which losses count, and may make their gradients in forward.
-        inputs["loss_mask"] = torch.ones(inputs["input_ids"].shape)
+        inputs["loss_mask"] = torch.ones(inputs["input_ids"].shape, dtype=torch.float32)
     recorder = Recorder(model, exclude=tuple(value for value in inputs.values() if value is not None))
     with attribute_all(recorder, model), recorder.record():
         outputs = model(**inputs)

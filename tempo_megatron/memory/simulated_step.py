@@ -62,7 +62,8 @@ def simulate_step(
 
 
 def _run(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, takes_mask: bool) -> None:
-    mask = torch.ones(batch["lm_labels" if "lm_labels" in batch else "labels"].shape)
+    labels = batch["lm_labels" if "lm_labels" in batch else "labels"]
+    mask = torch.ones(labels.shape, dtype=torch.float32)
     output = model(**batch, **({"loss_mask": mask} if takes_mask else {}))
     losses = output[0] if isinstance(output, tuple) else output
     loss = (losses.float() * mask).sum() / mask.sum()
