@@ -50,6 +50,17 @@ def test_compiled_masks_are_the_same_bit_for_bit(monkeypatch):
     assert len(used) > len(plain) / 2 and function._compiled is not None
 
 
+def test_draws_are_compiled_from_where_it_is_known_that_they_will_be_many(monkeypatch):
+    used = []
+    monkeypatch.setattr(eager, "_compiled_keep_bits", lambda *args: used.append(1) or eager._keep_bits(*args))
+    monkeypatch.setattr(eager, "_drawn", 0)
+    first = masks()
+    eager.foresee(3)
+    assert not used and eager._drawn < eager.DRAWS_BEFORE_COMPILING
+    eager.foresee(eager.DRAWS_BEFORE_COMPILING)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(masks(), first, strict=True)) and used
+
+
 def test_without_a_compiler_the_function_itself_runs(monkeypatch):
     monkeypatch.setattr(compiled, "_works", lambda: False)
     function = compiled.Compiled(lambda x: x + 1)

@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from tempo_kernels.philox import foresee
 from tempo_megatron.memory.run_ledger import RunSizes
 from tempo_megatron.memory.run_observer import RunObserver
 from tempo_megatron.slots.dropout_rng import set_micro_batch
@@ -71,11 +72,13 @@ class Trainer:
         self.engine.deepspeed.train()
         self.timer = StepTimer()
         stop = StopSignal(self.device, run.exit_signal_handler)
-        reason = "finished"
+        reason, first = "finished", progress.iteration + 1
         try:
             while progress.iteration < run.train_iters and reason == "finished":
                 with self._observe():
                     self._step()
+                if progress.iteration == first:
+                    foresee(run.train_iters - first)
                 self.report.advance()
                 iteration = progress.iteration
                 if iteration % run.log_interval == 0:

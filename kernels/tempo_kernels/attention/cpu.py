@@ -1,5 +1,7 @@
 """Attention as in eager.py, on a CPU in blocks of queries whose scores stay in the cache.
 
+Without dropout it is torch's own flash attention, where that computes the same.
+
 After FlashAttention-2 (Dao, arXiv 2307.08691), with a whole row of keys per block of queries. Backward computes the
 scores again, or reads the probabilities that forward kept. Causal and windowed blocks end where their queries see no
 more keys. The softmax form runs here on a GPU too.
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tempo_kernels.attention import cpu_flash
 from tempo_kernels.attention.settings import MASKED_SCORE, Inputs, Kept, Settings
 from tempo_kernels.philox import drop_, effective_probability, keep_bits
 
@@ -23,6 +26,10 @@ _LOWEST = torch.finfo(torch.float32).min
 
 def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
+    if probabilities_out is None and cpu_flash.can_run(inputs, settings):
+        out, logsumexp = cpu_flash.forward(inputs, settings)
+        if cpu_flash.is_small(logsumexp):
+            return out, logsumexp
     q, k, v, _, _ = inputs
     num_rows, batch, heads, _ = q.shape
     out = torch.empty(*q.shape[:-1], v.size(-1), dtype=q.dtype, device=q.device)
@@ -57,7 +64,9 @@ def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None
 
 
 def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """As in eager.py."""
+    """As in eager.py; `kept.out` is there where `cpu_flash.can_run_backward`."""
+    if kept.out is not None and kept.logsumexp is not None and cpu_flash.is_small(kept.logsumexp):
+        return cpu_flash.backward(grad_out, inputs, kept, settings)
     q, k, v, _, _ = inputs
     batch, heads = q.shape[1:3]
     compute_dtype = torch.promote_types(q.dtype, torch.float32)

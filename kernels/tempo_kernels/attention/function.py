@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention import cpu
+from tempo_kernels.attention import cpu, cpu_flash
 from tempo_kernels.attention.checks import check_settings, check_tensors
 from tempo_kernels.attention.settings import OPERANDS, Inputs, Kept, Settings
 from tempo_kernels.backend import choose_backend
@@ -60,9 +60,10 @@ def attention(
 
     Under autocast nothing is cast: the inputs' dtype is that of the products, in forward and in backward.
 
-    Keeps for backward: q, k, v, and a logsumexp of 4 bytes per query and head (8 for float64). On a GPU it also keeps
-        the output, which the next linear keeps anyway. form="softmax" keeps a [b, a, sq, sk] tensor of q's dtype in
-        place of logsumexp and output. `mask` and `key_lengths`, where given, are kept as the caller's tensors.
+    Keeps for backward: q, k, v, and a logsumexp of 4 bytes per query and head (8 for float64). On a GPU, and on a CPU
+        in 16 bits without dropout, it also keeps the output, which the next linear keeps anyway. form="softmax" keeps a
+        [b, a, sq, sk] tensor of q's dtype in place of logsumexp and output. `mask` and `key_lengths`, where given, are
+        kept as the caller's tensors.
     Error: products in the inputs' dtype, softmax in float32; at most twice the unfused torch computation's own error.
         On a GPU, a 16-bit out is rounded before a row's sum of out * grad_out is taken, as in FlashAttention. Where a
         softmax is saturated (a single key is seen, or one score is far above the others), gradients of scores that
@@ -181,8 +182,8 @@ class _Attention(torch.autograd.Function):
         ctx.settings, numbers = settings.split()
         ctx.is_softmax = is_softmax
         out, kept = _forward(*inputs, *settings.operands, is_softmax)
-        # On a CPU, and from the softmax, whole rows are computed again: only the kernels need out.
-        kept_out = out if q.is_cuda and not is_softmax else None
+        # From the softmax, and in blocks on a CPU, whole rows are computed again: only the kernels and torch need out.
+        kept_out = out if not is_softmax and (q.is_cuda or cpu_flash.can_run_backward(inputs, settings)) else None
         ctx.save_for_backward(kept_out, kept, *inputs, *numbers)
         return out
 
