@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.dropout_add import bias_dropout_add
-from tempo_kernels.recompute import can_refill, drop
+from tempo_torch.linear import can_be_made, drop_input
 from tempo_torch.position import Place
 from tempo_torch.replace import Replaced
 
@@ -49,11 +49,11 @@ def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) 
     draw = (p, key, first_sample)
     # A compiler decides itself what is kept.
     traced = torch.compiler.is_compiling()
-    if traced or not (can_refill(x) or (keeps_input and torch.is_grad_enabled() and x.requires_grad)):
+    if traced or not torch.is_grad_enabled() or not x.requires_grad or not (keeps_input or can_be_made(x)):
         return _draw(x, draw, rows)
     y: Tensor = _Redrawn.apply(x, draw, rows)
-    if can_refill(x):
-        drop(x, after=y)
+    if not keeps_input:
+        drop_input(x, y)
     return y
 
 

@@ -34,8 +34,9 @@ def make_class(mixin: type[Replaced], stock: type[nn.Module]) -> type[nn.Module]
     """The class of modules of class `stock` that `mixin` replaces."""
     if (mixin, stock) in _classes:
         return _classes[mixin, stock]
-    members = {"stock_class": stock, "mixin_class": mixin, "__module__": mixin.__module__, "__doc__": mixin.__doc__}
-    made = _classes[mixin, stock] = type(f"Tempo{stock.__name__}", (mixin, stock), members)
+    # Its name is the stock one's, which configurations save and by which FSDP and others find layers to wrap.
+    members = {"stock_class": stock, "mixin_class": mixin, "__module__": stock.__module__, "__doc__": mixin.__doc__}
+    made = _classes[mixin, stock] = type(stock.__name__, (mixin, stock), members)
     return made
 
 

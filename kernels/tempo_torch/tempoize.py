@@ -12,7 +12,9 @@ from torch import nn
 from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
 from tempo_torch.attention import PLACE, use_attention
 from tempo_torch.dropout import RedrawnDropout
+from tempo_torch.functional import RedirectsFunctions, find_functions, find_refusal
 from tempo_torch.linear import DropsInput
+from tempo_torch.loss import use_fused_loss
 from tempo_torch.norm import find_norm
 from tempo_torch.position import Passes
 from tempo_torch.replace import Replaced, change_class
@@ -84,12 +86,14 @@ def tempoize(
     for name, module in list(model.named_modules()):
         if isinstance(module, Replaced):
             continue
-        for replace in (_replace_norm, _replace_activation, _replace_dropout, _replace_linear):
+        for replace in (_replace_norm, _replace_activation, _replace_dropout, _replace_linear, _replace_functions):
             if (entry := replace(name, module, choices, passes)) is not None:
                 entries.append(entry)
                 break
     if choices["attention"] != "off":
         entries.append(_replace_attention(model, passes))
+    if choices["loss"] != "off":
+        entries += _replace_losses(model)
     report = Report(tuple(entries))
     _check_applied(report, choices)
     passes.follow(model)
@@ -213,8 +217,10 @@ def _replace_dropout(name: str, module: nn.Module, choices: dict[str, str], pass
     if type(module) is not nn.Dropout or module.inplace:
         return Entry(name, kind, "dropout", None, "it writes in place, or is a class of its own")
     change_class(module, RedrawnDropout)
-    module.__dict__["place"] = passes.add_place(name)
-    return Entry(name, kind, "dropout", "recompute", stock_bytes=1.0)
+    # peft's, whose input other adapters of the same input, and without dropout this one, keep anyway.
+    is_lora = ".lora_dropout." in f".{name}"
+    module.__dict__.update(place=passes.add_place(name), keeps_input=is_lora)
+    return Entry(name, kind, "dropout", "recompute", stock_bytes=3.0 if is_lora else 1.0)
 
 
 def _replace_linear(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Entry | None:
@@ -224,6 +230,36 @@ def _replace_linear(name: str, module: nn.Module, choices: dict[str, str], _: Pa
     ):
         change_class(module, DropsInput)
     return None
+
+
+def _replace_losses(model: nn.Module) -> list[Entry]:
+    heads = [(name, module) for name, module in model.named_modules() if hasattr(module, "loss_type")]
+    entries = []
+    for name, module in heads:
+        kind = type(module).__name__
+        why = use_fused_loss(module)
+        entries.append(Entry(name, kind, "loss", "fused" if why is None else None, why or ""))
+    return entries or [Entry("", type(model).__name__, "loss", None, "it is no language model of transformers")]
+
+
+def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Entry | None:
+    kind, found = type(module).__name__, find_functions(type(module))
+    operations = [operation for operation in found if choices[operation] != "off"]
+    if not operations:
+        return None
+    if (why := find_refusal(type(module))) is not None:
+        return Entry(name, kind, operations[0], None, why)
+    change_class(module, RedirectsFunctions)
+    module.__dict__.update(redirected=frozenset(operations), function_place=passes.add_place(f"{name}.functional"))
+    is_dropout = operations[0] == "dropout"
+    return Entry(
+        name,
+        kind,
+        operations[0],
+        "recompute",
+        stock_bytes=1.0 if is_dropout else 4.0,
+        tempo_bytes=0.0 if is_dropout else 2.0,
+    )
 
 
 def _replace_attention(model: nn.Module, passes: Passes) -> Entry:
