@@ -174,7 +174,7 @@ def test_a_region_that_does_not_tell_its_call_is_refused():
 
         def forward(self, x):
             for _ in range(2):
-                x = torch.utils.checkpoint.checkpoint(lambda y: self.linear(self.drop(y)), x, use_reentrant=False)
+                x = torch.utils.checkpoint.checkpoint(lambda y: self.linear(self.drop(y * 1)), x, use_reentrant=False)
             return x
 
     model = tempoize(Twice())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tempo_megatron.memory.recorder import GraphReader
+from tempo_torch import tempoize
 
 H, HEADS, FFN, VOCAB = 256, 2, 1024, 128
 B, S = 4, 128
@@ -62,7 +63,7 @@ class Case:
             side = 4 * round(length**0.5)
             return {"pixel_values": torch.randn(batch, 3, side, side, generator=generator).to(dtype)}
         if self.inputs == "mel":
-            features = torch.randn(batch, 80, 2 * length, generator=generator).to(dtype)
+            features = torch.randn(batch, 80, 2 * S, generator=generator).to(dtype)
             return {"input_features": features, "decoder_input_ids": ids[:, :4]}
         if self.inputs == "wave":
             return {"input_values": torch.randn(batch, 10 * length + 10, generator=generator).to(dtype)}
@@ -106,7 +107,8 @@ CASES: dict[str, Case] = {
         "GPTNeoXConfig", "GPTNeoXModel", "layers.1", _IDS, p=("hidden_dropout", "attention_dropout"),
     ),
     "ViT": Case(
-        "ViTConfig", "ViTModel", "layers.1", {"image_size": 44, "patch_size": 4}, inputs="pixels", p=_BERT_P,
+        "ViTConfig", "ViTModel", "layers.1",
+        {"image_size": lambda h: 44 if h == H else 20, "patch_size": 4}, inputs="pixels", p=_BERT_P,
     ),
     "Whisper encoder": Case(
         "WhisperConfig", "WhisperModel", "encoder.layers.1",
@@ -152,6 +154,7 @@ CASES: dict[str, Case] = {
         ("d_model", "decoder_layers", "decoder_attention_heads", "decoder_ffn_dim"), inputs="pair",
         p=("dropout", "attention_dropout", "activation_dropout"),
         extra=-2.0, why="the encoder's output, which all layers share",
+        left=0.1, reason="the statistics of three norms and two attentions",
     ),
 }  # fmt: skip
 
@@ -218,6 +221,15 @@ def floor_sbh(model: nn.Module, inputs: dict[str, Tensor], layer: str) -> float:
     for hook in hooks:
         hook.remove()
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / tokens[0]
+
+
+def measure(case: Case) -> dict[str, float]:
+    """sbh that a layer keeps, stock and Tempo, and the floor of its architecture."""
+    model, inputs = case.build(dtype=torch.bfloat16), case.make_inputs(torch.bfloat16)
+    with with_bytes_of_a_gpu():
+        stock, floor = kept_sbh(model, inputs, case.layer), floor_sbh(model, inputs, case.layer) + case.extra
+    kept = kept_sbh(tempoize(model, seed=1), inputs, case.layer)
+    return {"stock_sbh": round(stock, 2), "tempo_sbh": round(kept, 2), "floor_sbh": round(floor, 2)}
 
 
 def _first(out: Any) -> Tensor:

@@ -80,11 +80,16 @@ def _reduce(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kw
     return logits.sum() / (count.to(logits.device) if isinstance(count, Tensor) else count)
 
 
+def is_language_model(model: nn.Module) -> bool:
+    """Whether a module is a causal language model of transformers."""
+    return hasattr(model, "loss_type") and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
 def use_fused_loss(model: nn.Module) -> str | None:
     """Give a causal language model the fused loss; the reason where that cannot be."""
-    if not type(model).__name__.endswith("ForCausalLM") and not type(model).__name__.endswith("LMHeadModel"):
-        return "it is no causal language model of transformers"
-    if getattr(model, "loss_type", None) != "ForCausalLM" or "_loss_function" in model.__dict__:
+    # transformers names no loss of the oldest of its causal language models.
+    expected = None if type(model).__name__.endswith("LMHeadModel") else "ForCausalLM"
+    if getattr(model, "loss_type", None) not in ("ForCausalLM", expected) or "_loss_function" in model.__dict__:
         return "its loss is not the cross entropy of the next token"
     head = getattr(model, "lm_head", None)
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from tempo_kernels.philox import derive_key
@@ -34,8 +35,9 @@ class Pass:
         self.first_sample_tensor: Tensor | None = None
         self.counts: dict[str, int] = {}
         self.is_over = False
-        # What `counts` was when a module was called with a tensor: (the module's number, the tensor's storage).
-        self.entries: dict[tuple[int, int], dict[str, int] | None] = {}
+        # What `counts` was when a module was called with a tensor: (the module's number, the tensor's storage). The
+        # weak reference lets the memory go, and no other storage have its address.
+        self.entries: dict[tuple[int, int], tuple[StorageWeakRef, dict[str, int] | None]] = {}
         self.recalled: dict[str, int] | None = None
 
 
@@ -132,7 +134,7 @@ class Passes:
         model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         for number, (name, module) in enumerate(model.named_modules()):
-            if name and any(place.startswith(name + ".") for place in self.places):
+            if name:
                 module.register_forward_pre_hook(_Entry(self, number), prepend=True, with_kwargs=True)
 
     @contextlib.contextmanager
@@ -206,18 +208,23 @@ class Passes:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(begin_backward)
 
-    def enter(self, number: int, tensor: Tensor | None) -> None:
-        """Note, or in backward recall, the calls before a module's call with this tensor."""
-        if self._current is None or tensor is None or (self._knows_repeats and not self.has_repeats):
+    def enter(self, number: int, args: Any, kwargs: Any) -> None:
+        """Note, or in backward recall, the calls before a module's call with its first tensor."""
+        if self._current is None or (self._knows_repeats and not self.has_repeats):
             return
-        now, entry = self._current, (number, tensor.untyped_storage()._cdata)
+        if (tensor := _find_tensor(args, kwargs)) is None:
+            return
+        now, storage = self._current, tensor.untyped_storage()
+        entry = (number, storage._cdata)
+        _, found = now.entries.get(entry, (None, None))
         if now.is_over:
-            if is_in_backward() and (found := now.entries.get(entry)) is not None:
+            if is_in_backward() and found is not None:
                 now.recalled = dict(found)
+        elif entry not in now.entries or found == now.counts:
+            now.entries[entry] = StorageWeakRef(storage), dict(now.counts)
         else:
             # The same tensor in two calls does not tell them apart.
-            same = entry not in now.entries or now.entries[entry] == now.counts
-            now.entries[entry] = dict(now.counts) if same else None
+            now.entries[entry] = StorageWeakRef(storage), None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_current": None}
@@ -231,7 +238,7 @@ class _Entry:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._passes.enter(self._number, _find_tensor(args, kwargs))
+            self._passes.enter(self._number, args, kwargs)
 
 
 def is_in_backward() -> bool:

@@ -14,7 +14,7 @@ from tempo_torch.attention import PLACE, use_attention
 from tempo_torch.dropout import RedrawnDropout
 from tempo_torch.functional import RedirectsFunctions, find_functions, find_refusal
 from tempo_torch.linear import DropsInput
-from tempo_torch.loss import use_fused_loss
+from tempo_torch.loss import is_language_model, use_fused_loss
 from tempo_torch.norm import find_norm
 from tempo_torch.position import Passes
 from tempo_torch.replace import Replaced, change_class
@@ -233,13 +233,13 @@ def _replace_linear(name: str, module: nn.Module, choices: dict[str, str], _: Pa
 
 
 def _replace_losses(model: nn.Module) -> list[Entry]:
-    heads = [(name, module) for name, module in model.named_modules() if hasattr(module, "loss_type")]
+    heads = [(name, module) for name, module in model.named_modules() if is_language_model(module)]
     entries = []
     for name, module in heads:
         kind = type(module).__name__
         why = use_fused_loss(module)
         entries.append(Entry(name, kind, "loss", "fused" if why is None else None, why or ""))
-    return entries or [Entry("", type(model).__name__, "loss", None, "it is no language model of transformers")]
+    return entries or [Entry("", type(model).__name__, "loss", None, "it is no causal language model of transformers")]
 
 
 def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Entry | None:
