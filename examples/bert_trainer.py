@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
 from tempo_torch import report_on
 from tempo_torch.trainer import TempoCallback
 
-STEPS, BATCH, LENGTH = 60, 8, 128
+STEPS, BATCH, LENGTH = 32, 8, 128
 
 
 def main() -> None:

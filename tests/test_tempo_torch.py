@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -163,3 +165,14 @@ def test_bad_input_is_one_sentence(call, sentence):
     with pytest.raises(ValueError) as raised:
         call()
     assert str(raised.value).startswith(sentence) and "\n" not in str(raised.value)
+
+
+def test_torch_alone_is_enough():
+    code = (
+        "import sys, torch, tempo_torch; m = tempo_torch.tempoize(torch.nn.Sequential(torch.nn.LayerNorm(4), "
+        "torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(4, 4))); "
+        "m(torch.ones(2, 4)).sum().backward(); "
+        "print(*({'transformers', 'peft', 'deepspeed', 'megatron'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

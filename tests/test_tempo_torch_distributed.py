@@ -7,25 +7,40 @@ import torch
 from distributed import run_ranks
 from torch import nn
 from torch.nn import functional as F
-from torch_models import build, make_ids
+from torch_models import H, S, build, make_ids
 
 from tempo_torch import tempoize
 
 STEPS, BATCH = 3, 2
 
 
-def loss_of(out, ids):
-    return F.cross_entropy(out.flatten(0, 1), ids.flatten())
+def loss_of(model, ids):
+    if any("GPT2LMHeadModel" in type(module).__name__ for module in model.modules()):
+        return model(input_ids=ids, labels=ids).loss
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
 
-def one_process():
+def build_gpt2():
+    """A model of transformers, whose head and attention are Tempo's too."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    settings = {"n_positions": S, "n_embd": H, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=50, use_cache=False, **settings))
+
+
+def build_for(kind):
+    return build_gpt2() if "GPT-2" in kind else build()
+
+
+def one_process(kind):
     """The losses of a process that sees the batches of both ranks."""
-    model = tempoize(build(), seed=9, norm="recompute")
+    model = tempoize(build_for(kind), seed=9, norm="recompute")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for step in range(STEPS):
         ids = make_ids(2 * BATCH, first=2 * BATCH * step)
-        loss = loss_of(model(ids), ids)
+        loss = loss_of(model, ids)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -35,25 +50,25 @@ def one_process():
 
 def one_rank(kind):
     """The mean over ranks of this kind of data parallelism's losses."""
-    model = tempoize(build(), seed=9, norm="recompute")
-    if kind == "DDP":
+    model = tempoize(build_for(kind), seed=9, norm="recompute")
+    if kind.startswith("DDP"):
         wrapped = nn.parallel.DistributedDataParallel(model)
-    elif kind == "FSDP2":
+    elif kind.startswith("FSDP2"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh("cpu", (2,))
-        for layer in model.layers:
+        for layer in model.transformer.h if "GPT-2" in kind else model.layers:
             fully_shard(layer, mesh=mesh)
         wrapped = fully_shard(model, mesh=mesh)
     else:
         wrapped = None
-    engine = make_engine(build(), kind) if wrapped is None else None
+    engine = make_engine(build_for(kind)) if wrapped is None else None
     optimizer = None if wrapped is None else torch.optim.SGD(wrapped.parameters(), lr=0.5)
     losses = []
     for step in range(STEPS):
         ids = make_ids(BATCH, first=(2 * step + torch.distributed.get_rank()) * BATCH)
-        loss = loss_of((engine or wrapped)(ids), ids)
+        loss = loss_of(engine or wrapped, ids)
         if engine is not None:
             engine.backward(loss)
             engine.step()
@@ -67,7 +82,7 @@ def one_rank(kind):
     return losses
 
 
-def make_engine(model, kind):
+def make_engine(model):
     import deepspeed
 
     from tempo_megatron import initialize
@@ -81,19 +96,21 @@ def make_engine(model, kind):
             "train_micro_batch_size_per_gpu": BATCH,
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,  # DeepSpeed's default clips, and the other processes do not
-            "zero_optimization": {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0},
-            "tempo": {"seed": 9, "norm": "recompute", "attention": "off", "loss": "off"},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "tempo": {"seed": 9, "norm": "recompute"},
         },
     )
     return engine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2", "ZeRO-3"])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2", "ZeRO-3", "FSDP2 GPT-2", "ZeRO-3 GPT-2"])
 def test_losses_are_those_of_one_process(kind):
-    if kind == "ZeRO-3":
+    if "ZeRO" in kind:
         pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    expected = one_process()
+    if "GPT-2" in kind:
+        pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
+    expected = one_process(kind)
     for losses in run_ranks(one_rank, 2, kind):
         assert losses == pytest.approx(expected, rel=2e-5)
     assert expected[0] != pytest.approx(expected[-1], rel=1e-3)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from witness import assert_within_rule
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
@@ -126,6 +129,33 @@ def test_the_loss_of_a_language_model_is_stocks_and_no_logits_of_all_tokens_are_
     assert model(input_ids=ids, labels=labels).logits.shape == (2, 24, 250)
 
 
+@pytest.mark.parametrize(
+    ("name", "p", "more"),
+    [
+        ("BERT", "attention_probs_dropout_prob", {}),
+        ("Llama", "attention_dropout", {"num_key_value_heads": 2}),
+        ("GPT-2", "attn_pdrop", {}),
+    ],
+)
+def test_attention_that_drops_next_to_nothing_is_stocks_with_padding_and_groups(name, p, more):
+    case = CASES[name]
+    # In float64, where what is not the same function is far from it.
+    found, dtype = [], torch.float64
+    for is_ours in (True, False):
+        # 16 bits draw none of so few.
+        model = case.build(0.0, dtype, small=True, **{p: 1e-6 if is_ours else 0.0}, **more)
+        if is_ours:
+            tempoize(model, norm="off", activation="off", dropout="off")
+        inputs = case.make_inputs(dtype, small=True)
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[1, -7:] = 0
+        out = model(**inputs, attention_mask=mask)[0]
+        out.square().sum().backward()
+        found.append([out.detach(), *(each.grad for each in model.parameters() if each.grad is not None)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11 * max(1.0, theirs.abs().max().item()))
+
+
 def test_attention_that_was_not_given_to_tempoize_is_refused():
     from tempo_torch.attention import attend
 
@@ -156,3 +186,35 @@ def test_dropout_of_lora_keeps_no_more_than_none():
     print(kept)
     assert kept[0.05, True] <= kept[0.0, True] + 0.1
     assert kept[0.0, True] < kept[0.0, False] < kept[0.05, False]
+
+
+def test_a_model_with_a_bias_on_its_scores_keeps_its_attention_and_says_so():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 50}
+    model = tempoize(T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).train())
+    assert ("attention", "it adds a bias by position to its scores") in {
+        (entry.operation, entry.why) for entry in report_on(model).left
+    }
+    assert {"norm", "dropout"} <= {entry.operation for entry in report_on(model).replaced}
+    ids = torch.arange(24).view(2, 12)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_shared_layers_draw_the_same_masks_with_checkpointing():
+    from transformers import AlbertConfig, AlbertModel
+
+    sizes = {"hidden_size": 64, "embedding_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+    def build():
+        torch.manual_seed(0)
+        p = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+        model = AlbertModel(AlbertConfig(vocab_size=128, intermediate_size=128, **sizes, **p)).train()
+        return tempoize(model, seed=2, norm="recompute")
+
+    plain, other = build(), build()
+    (group,) = other.encoder.albert_layer_groups
+    group.forward = functools.partial(checkpoint, group.forward, use_reentrant=False, preserve_rng_state=False)
+    for _ in range(2):
+        first, second = (loss_and_gradients(CASES["BERT"], model, torch.float32) for model in (plain, other))
+        assert all(torch.equal(first[key], second[key]) for key in first)

@@ -32,6 +32,8 @@ def use_attention(model: Any) -> str | None:
         return "it is Tempo's already"
     if config._attn_implementation != "sdpa":
         return f'attn_implementation is "{config._attn_implementation}"; expected "sdpa"'
+    if any("relative_attention_bias" in name for name, _ in model.named_modules()):
+        return "it adds a bias by position to its scores"
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 

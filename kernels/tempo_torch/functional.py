@@ -33,7 +33,7 @@ class RedirectsFunctions(Replaced):
         """What the module returns."""
         _running.append((self.function_place, self.redirected))
         try:
-            return _redirect(self.stock_class)(self, *args, **kwargs)
+            return redirect(self.stock_class)(self, *args, **kwargs)
         finally:
             _running.pop()
 
@@ -83,8 +83,8 @@ def _is_gelu(function: Any) -> bool:
 _redirected: dict[type, Any] = {}
 
 
-def _redirect(stock: type[nn.Module]) -> Any:
-    """The class's forward, with Tempo's functions for those that it names."""
+def redirect(stock: type[nn.Module]) -> Any:
+    """The class's forward, with Tempo's functions for those that it names; made once."""
     if stock not in _redirected:
         forward = _find_forward(stock)
         others: dict[str, Any] = {

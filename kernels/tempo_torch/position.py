@@ -178,7 +178,7 @@ class Passes:
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         return 0, 1
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
         if self._depth > 1:
@@ -189,7 +189,7 @@ class Passes:
         if module.training:
             now.first_sample_tensor = torch.tensor(self.number_samples(now), dtype=torch.int64)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         now = self._current
@@ -246,9 +246,12 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _derive(seed: int, code: int, call: int) -> int:
     return derive_key(seed, code, call)
+
+
+# What torch._dynamo.assume_constant_result does, whose import takes seconds.
+_derive._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _make_signed(key: int) -> int:

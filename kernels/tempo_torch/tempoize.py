@@ -12,7 +12,7 @@ from torch import nn
 from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
 from tempo_torch.attention import PLACE, use_attention
 from tempo_torch.dropout import RedrawnDropout
-from tempo_torch.functional import RedirectsFunctions, find_functions, find_refusal
+from tempo_torch.functional import RedirectsFunctions, find_functions, find_refusal, redirect
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import is_language_model, use_fused_loss
 from tempo_torch.norm import find_norm
@@ -249,6 +249,7 @@ def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], pa
         return None
     if (why := find_refusal(type(module))) is not None:
         return Entry(name, kind, operations[0], None, why)
+    redirect(type(module))  # a compiler finds it made
     change_class(module, RedirectsFunctions)
     module.__dict__.update(redirected=frozenset(operations), function_place=passes.add_place(f"{name}.functional"))
     is_dropout = operations[0] == "dropout"
