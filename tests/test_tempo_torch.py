@@ -95,7 +95,7 @@ def test_memory_of_dropped_tensors_is_free_between_forward_and_backward():
 def test_the_report_says_what_was_replaced_left_and_why():
     model = nn.Sequential(nn.LayerNorm((4, H)), nn.LayerNorm(H, elementwise_affine=False), nn.LayerNorm(H))
     model.extend([nn.Mish(), nn.GELU(), nn.Dropout2d(0.1), nn.Dropout(0.1, inplace=True), nn.Dropout(0.1), nn.ReLU()])
-    report = report_on(tempoize(model, attention="off"))
+    report = report_on(tempoize(model, attention="off", loss="off"))
     assert [entry.name for entry in report.replaced] == ["2", "4", "7"]
     assert {entry.name: entry.why for entry in report.left} == {
         "0": "it normalises over several dimensions",
@@ -105,7 +105,7 @@ def test_the_report_says_what_was_replaced_left_and_why():
         "6": "it writes in place, or is a class of its own",
     }
     assert "1 x  left      norm        LayerNorm  it has no weight" in str(report)
-    assert str(report_on(tempoize(nn.Identity(), attention="off"))) == "nothing to replace"
+    assert str(report_on(tempoize(nn.Identity(), attention="off", loss="off"))) == "nothing to replace"
 
 
 def test_off_leaves_everything_as_it_was():
