@@ -1,4 +1,4 @@
-"""Two import packages from one repository: tempo_kernels (kernels/) and tempo_megatron.
+"""Three import packages from one repository: tempo_kernels and tempo_torch (kernels/), and tempo_megatron.
 
 `kernels`, `launch` and `configs` are folders, never packages: their bare names would clash with other people's. The
 configurations are installed as data under <prefix>/share/tempo-megatron/.
@@ -28,6 +28,8 @@ TEST = [
     "pytest-xdist>=3.5",
     "hypothesis",
     "transformers",
+    "peft",
+    "accelerate",  # the Trainer of transformers, and peft
     "triton>=3.3; sys_platform == 'linux'",
     "ruff",
     "mypy",
@@ -37,7 +39,7 @@ TEST = [
 
 
 def read_version() -> str:
-    """`__version__` of tempo_kernels, which is the version of both packages, without importing torch."""
+    """`__version__` of tempo_kernels, which is the version of all packages, without importing torch."""
     text = Path("kernels/tempo_kernels/__init__.py").read_text(encoding="utf-8")
     (version,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     return version
@@ -60,13 +62,13 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    package_dir={"tempo_kernels": "kernels/tempo_kernels"},
+    package_dir={"tempo_kernels": "kernels/tempo_kernels", "tempo_torch": "kernels/tempo_torch"},
     packages=[
-        *find_packages("kernels", include=["tempo_kernels", "tempo_kernels.*"]),
+        *find_packages("kernels", include=["tempo_kernels", "tempo_kernels.*", "tempo_torch", "tempo_torch.*"]),
         *find_packages(include=["tempo_megatron", "tempo_megatron.*"]),
     ],
     data_files=config_files(),
-    package_data={"tempo_kernels": ["py.typed"], "tempo_megatron": ["py.typed"]},
+    package_data={name: ["py.typed"] for name in ("tempo_kernels", "tempo_torch", "tempo_megatron")},
     install_requires=["torch>=2.6", "numpy"],
     extras_require={
         "megatron": MEGATRON,

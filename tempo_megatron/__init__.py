@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tempo_megatron.arguments import add_tempo_arguments
     from tempo_megatron.config import TempoConfig
     from tempo_megatron.cpu import use_cpu
+    from tempo_megatron.deepspeed_initialize import initialize
     from tempo_megatron.slots.dropout_rng import set_micro_batch
     from tempo_megatron.slots.embedding import tempoize_embedding
     from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
@@ -38,6 +39,7 @@ __all__ = [
     "add_tempo_arguments",
     "fused_bert_class",
     "fused_gpt_class",
+    "initialize",
     "log_probs",
     "report_on",
     "set_micro_batch",
@@ -57,6 +59,7 @@ _HOMES = {
     "add_tempo_arguments": "arguments",
     "fused_bert_class": "slots.loss",
     "fused_gpt_class": "slots.loss",
+    "initialize": "deepspeed_initialize",
     "log_probs": "slots.log_probs",
     "report_on": "slots.report",
     "set_micro_batch": "slots.dropout_rng",
@@ -66,7 +69,7 @@ _HOMES = {
     "tempoize_loss": "slots.loss",
     "use_cpu": "cpu",
 }
-_NEED_MEGATRON = {name for name, home in _HOMES.items() if home not in ("config", "arguments")}
+_NEED_MEGATRON = {name for name, home in _HOMES.items() if home not in ("config", "arguments", "deepspeed_initialize")}
 
 
 def __getattr__(name: str) -> Any:
@@ -74,4 +77,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _NEED_MEGATRON:
         check_installed(name, "megatron", "megatron.core")
+    if name == "initialize":
+        check_installed(name, "deepspeed", "deepspeed")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

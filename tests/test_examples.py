@@ -43,6 +43,31 @@ def test_the_megatron_model_learns_with_and_without_tempo() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "packages"),
+    [
+        ("bert_trainer", ["transformers", "accelerate"]),
+        ("gpt2_deepspeed", ["transformers", "deepspeed"]),
+        ("lora", ["transformers", "peft"]),
+    ],
+)
+def test_the_models_of_transformers_learn(name: str, packages: list[str]) -> None:
+    for package in packages:
+        pytest.importorskip(package, reason=f"{package} is not installed; pip install tempo-megatron[test]")
+    output = run_example(name)
+    if name == "bert_trainer":
+        first, last = map(float, re.search(r"^loss (\S+) at first, (\S+) at last", output, re.M).groups())
+    else:
+        first, last = (float(text.rstrip(",")) for text in re.findall(r"loss (\S+)", output)[-2:])
+    assert last < 0.9 * first
+    if name == "lora":
+        kept = [int(text.replace(",", "")) for text in re.findall(r"([\d,]+) bytes kept", output)]
+        assert kept[2] < 0.7 * kept[0]
+    if name != "lora":
+        assert "replaced  dropout     Dropout" in output
+
+
+@pytest.mark.slow
 def test_the_deepspeed_run_learns() -> None:
     first, last = map(float, re.findall(r"loss (\S+)", run_example("deepspeed_run")))
     assert last < 0.8 * first

@@ -1,7 +1,8 @@
 """The rules of the house that a reader relies on: who may import whom, and how long a file or function may be.
 
 Each rule has a reason. Where one makes code worse, change the rule, not the code:
-- imports point down, so that the operations can be used without Megatron and the slots without the trainer;
+- imports point down, so that the operations can be used without Megatron and the slots without the trainer; models of
+  plain PyTorch (tempo_torch) need the operations only;
 - triton stays in files named kernel*.py, which are imported when a CUDA tensor asks for them: without a GPU nothing of
   it is needed;
 - a room of tempo_kernels is entered by its __init__.py, so that what lies behind can change; `philox` and `pointwise`
@@ -21,8 +22,27 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLOORS = {"kernels/tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "tests": 3, "benchmarks": 3, "examples": 3}
-FLOOR_OF_IMPORT = {"tempo_kernels": 0, "tempo_megatron": 1, "launch": 2, "kernels": 2, "tests": 3, "benchmarks": 3}
+FLOORS = {
+    "kernels/tempo_kernels": 0,
+    "kernels/tempo_torch": 1,
+    "tempo_megatron": 2,
+    "launch": 3,
+    "tests": 4,
+    "benchmarks": 4,
+    "examples": 4,
+}
+FLOOR_OF_IMPORT = {
+    "tempo_kernels": 0,
+    "tempo_torch": 1,
+    "tempo_megatron": 2,
+    "launch": 3,
+    "kernels": 3,
+    "tests": 4,
+    "benchmarks": 4,
+}
+TOP_FLOOR = 4
+# initialize works without what the trainer needs, Megatron-core first of all.
+DEEPSPEED_HOMES = ("tempo_megatron/training/", "tempo_megatron/deepspeed_initialize.py", "launch/")
 FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
 SHARED_ROOMS = ("philox", "pointwise")
 SHARED_MODULES = ("backend", "compiled", "derivative", "opaque")
@@ -46,18 +66,18 @@ def misplaced(where: str, name: str, module: str) -> str | None:
     top = module.partition(".")[0]
     if FLOOR_OF_IMPORT.get(top, 0) > floor:
         return "imports point down"
-    if floor < 3 and top == "triton" and not is_kernel(name):
+    if floor < TOP_FLOOR and top == "triton" and not is_kernel(name):
         return "triton belongs in kernel*.py"
-    if floor < 3 and top == "deepspeed" and not where.startswith(("tempo_megatron/training/", "launch/")):
-        return "deepspeed belongs in tempo_megatron/training and launch"
-    if floor == 0 and top == "megatron":
-        return "tempo_kernels works without megatron"
+    if floor < TOP_FLOOR and top == "deepspeed" and not where.startswith(DEEPSPEED_HOMES):
+        return "deepspeed belongs in tempo_megatron/training, tempo_megatron/deepspeed_initialize.py and launch"
+    if floor < FLOORS["tempo_megatron"] and top == "megatron":
+        return "tempo_kernels and tempo_torch work without megatron"
     if floor == 0 and top == "tempo_kernels":
         own, room = where.split("/")[2], module.partition(".")[2].partition(".")[0]
         allowed = (own, *SHARED_ROOMS, *SHARED_MODULES)
         if room not in allowed and len(where.split("/")) > 3:
             return "only the rooms philox and pointwise are shared"
-    if top == "tempo_kernels" and floor < 3 and behind_the_door(module):
+    if top == "tempo_kernels" and floor < TOP_FLOOR and behind_the_door(module):
         room = module.split(".")[1]
         # Device functions have no other way in: a door must not import triton.
         shares_device_functions = is_kernel(name) and room in SHARED_ROOMS and is_kernel(module.split(".")[2] + ".py")
@@ -114,6 +134,11 @@ def test_files_and_functions_stay_short(path: Path) -> None:
         ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.pointwise.kernel_activations"),
         ("kernels/tempo_kernels/gelu/eager.py", "triton"),
         ("kernels/tempo_kernels/gelu/eager.py", "megatron.core.parallel_state"),
+        ("kernels/tempo_kernels/gelu/function.py", "tempo_torch.tempoize"),
+        ("kernels/tempo_torch/norm.py", "tempo_kernels.norm.function.layer_norm"),
+        ("kernels/tempo_torch/tempoize.py", "tempo_megatron.config"),
+        ("kernels/tempo_torch/tempoize.py", "megatron.core"),
+        ("kernels/tempo_torch/tempoize.py", "deepspeed"),
         ("tempo_megatron/slots/mlp.py", "deepspeed"),
         ("tempo_megatron/slots/mlp.py", "tempo_kernels.gelu.function.gelu"),
         ("tempo_megatron/slots/mlp.py", "launch.pretrain_gpt"),

@@ -21,7 +21,7 @@ OPERANDS = "Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool ze
 def layer_norm(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     eps: float = 1e-5,
     *,
     zero_centered: bool = False,
@@ -31,7 +31,8 @@ def layer_norm(
 
     Args:
         x: [..., h], floating point, any strides.
-        weight, bias: [h], of x's dtype or float32; beside a float32 x also both bfloat16 or both float16.
+        weight, bias: [h], of x's dtype or float32; beside a float32 x also both bfloat16 or both float16. bias may be
+            None, for a LayerNorm without one.
         eps: added to the variance.
         zero_centered: use 1 + weight in weight's place (Megatron's `layernorm_zero_centered_gamma`), added in float32
             as Transformer Engine does; Megatron's own `weight + 1` rounds the sum to weight's dtype.
@@ -65,6 +66,8 @@ def layer_norm(
         norms, and at the end of each backward pass, for what was queued before the pass began.
     """
     _check(x, weight, bias, keep)
+    # That a mean is subtracted and that there is a bias is one thing to the kernels; h zeros are nothing beside x.
+    bias = torch.zeros_like(weight, requires_grad=False) if bias is None else bias
     return _apply(x, weight, bias, eps, zero_centered, True, keep)
 
 

@@ -1,0 +1,32 @@
+"""Real text for the examples: the sources of this repository, as bytes, which need no tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+VOCAB_SIZE, MASK, PAD = 259, 257, 258
+_IGNORED = -100
+
+
+class Bytes(Dataset[dict[str, Tensor]]):
+    """Samples of `length` bytes; with `masked` a seventh of them hidden, and only those are labels."""
+
+    def __init__(self, num_samples: int, length: int, masked: bool = False) -> None:
+        files = sorted((Path(__file__).parent.parent / "kernels").rglob("*.py"))
+        text = b"".join(file.read_bytes() for file in files)[: num_samples * length]
+        self._samples = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().view(-1, length)
+        self._masked = masked
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self._samples[index]
+        if not self._masked:
+            return {"input_ids": ids, "labels": ids}
+        is_hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(index)) < 1 / 7
+        return {"input_ids": ids.masked_fill(is_hidden, MASK), "labels": ids.masked_fill(~is_hidden, _IGNORED)}

@@ -1,0 +1,87 @@
+"""Activation modules of torch and of transformers, by what they compute."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tempo_kernels.gelu import gelu
+from tempo_kernels.recompute import recompute
+from tempo_kernels.silu import silu
+from tempo_kernels.squared_relu import squared_relu
+from tempo_torch.replace import Replaced
+
+# Of transformers; several of its classes write the same function in different ways.
+_NAMES = {
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "AccurateGELUActivation": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
+    "SiLUActivation": "silu",
+    "ReLUSquaredActivation": "squared_relu",
+}
+IN_PLACE = ("gelu", "gelu_tanh", "squared_relu")
+# Not elementwise, or with a derivative that torch finds from the output.
+_NO_ACTIVATIONS = (nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.ReLU, nn.Tanh, nn.Sigmoid)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+class Activation(Replaced):
+    """An activation of Tempo.
+
+    Keeps for backward: with keep "input" its input, and linears that are Tempo's drop the output; with "output" the
+    output and, for GELU, a bit per element.
+    """
+
+    function: str
+    keep: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        """f(x)."""
+        if not torch.is_grad_enabled() or not x.requires_grad:
+            return super().forward(x)  # type: ignore[misc,no-any-return]
+        return apply_activation(x, self.function, self.keep)
+
+
+def apply_activation(x: Tensor, function: str, keep: str) -> Tensor:
+    """The activation `function` of x [..., f]."""
+    if function == "gelu":
+        return gelu(x, keep=keep)
+    if function == "gelu_tanh":
+        return gelu(x, approximate="tanh", keep=keep)
+    if function == "squared_relu":
+        return squared_relu(x, keep=keep)
+    if function == "silu":
+        return silu(x)
+    return quick_gelu(x) if torch.compiler.is_compiling() else recompute(quick_gelu, x)
+
+
+def name_activation(module: nn.Module) -> str | None:
+    """What an activation module computes; None where it is none that Tempo has."""
+    if type(module) is nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    if type(module) is nn.SiLU:
+        return None if module.inplace else "silu"
+    activations: Any = sys.modules.get("transformers.activations")
+    for name, function in _NAMES.items():
+        if activations is not None and type(module) is getattr(activations, name, None):
+            return function
+    return None
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Whether a module is an elementwise activation that keeps its input in torch, known to Tempo or not."""
+    if isinstance(module, _NO_ACTIVATIONS):
+        return False
+    activations: Any = sys.modules.get("transformers.activations")
+    home = type(module).__module__
+    return home == "torch.nn.modules.activation" or (activations is not None and home == activations.__name__)

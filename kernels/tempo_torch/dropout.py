@@ -1,0 +1,86 @@
+"""nn.Dropout whose mask is a function of positions: it is drawn again in backward, and nothing is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.dropout_add import bias_dropout_add
+from tempo_torch.linear import can_be_made, drop_input
+from tempo_torch.position import Place
+from tempo_torch.replace import Replaced
+
+Draw = tuple[float, int | Tensor, int | Tensor]
+
+
+class RedrawnDropout(Replaced):
+    """Dropout of [samples, ...]: element (i, j) of the input, seen as [samples, elements of a sample], is dropped where
+    Philox says so of sample i and element j.
+
+    The first dimension is that of the samples, or a multiple of it, as of [samples * tokens, h]. Where it is neither,
+    the mask is one of the whole tensor, and differs in another batch.
+
+    Keeps for backward: nothing. Where the input can be made again, and where `keeps_input` is set, the input, from
+    which the next linear makes the output again.
+    """
+
+    p: float
+    training: bool
+    place: Place
+    keeps_input = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y of x's shape and dtype; x itself in eval and for p 0."""
+        if not self.training or self.p == 0.0 or x.numel() == 0:
+            return x
+        if self.p == 1.0:
+            return F.dropout(x, 1.0)
+        return apply_dropout(x, self.p, self.place, self.keeps_input)
+
+
+def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) -> Tensor:
+    """Dropout of x [samples, ...] by the mask of `place`."""
+    key, first_sample, num_samples = place.find(x.device)
+    rows = num_samples if x.dim() > 0 and x.size(0) % num_samples == 0 else 1
+    draw = (p, key, first_sample)
+    # A compiler decides itself what is kept.
+    traced = torch.compiler.is_compiling()
+    if traced or not torch.is_grad_enabled() or not x.requires_grad or not (keeps_input or can_be_made(x)):
+        return _draw(x, draw, rows)
+    y: Tensor = _Redrawn.apply(x, draw, rows)
+    if not keeps_input:
+        drop_input(x, y)
+    return y
+
+
+def _draw(x: Tensor, draw: Draw, rows: int) -> Tensor:
+    p, key, first_sample = draw
+    # One row of each sample: the same elements, whatever their shape.
+    y = bias_dropout_add(x.reshape(1, rows, -1), None, None, p=p, key=key, first_sample=first_sample)
+    return y.view(x.shape)
+
+
+class _Redrawn(torch.autograd.Function):
+    """Dropout that keeps its input, so that its output can be made again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, draw: Draw, rows: int) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.draw, ctx.rows, ctx.refill = draw, rows, _refill
+        return _draw(x, draw, rows)
+
+    @staticmethod
+    @first_derivative_only("dropout")
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None]:
+        # The mask and the scale of the gradient are those of x.
+        return _draw(grad_y, ctx.draw, ctx.rows), None, None
+
+
+@torch.no_grad()
+def _refill(ctx: Any, out: Tensor) -> None:
+    (x,) = ctx.saved_tensors
+    out.copy_(_draw(x, ctx.draw, ctx.rows))

@@ -1,0 +1,57 @@
+"""Linears that do not keep an input that can be made again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tempo_kernels.recompute import can_refill, drop, find_saved_tensors, hold
+from tempo_torch.replace import Replaced
+
+
+class DropsInput(Replaced):
+    """nn.Linear, or Conv1D of transformers, that keeps a promise in place of an input that an activation, a norm, a
+    dropout or an attention of Tempo can make again, or that is the product of such a tensor and another, as in a gated
+    MLP; every other input it keeps as before."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the linear returns."""
+        # Not in forward: hooks, as of ZeRO-3, wrap the input that forward sees.
+        out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if args and not torch.compiler.is_compiling() and isinstance(out, Tensor):
+            drop_input(args[0], out)
+        return out
+
+
+def can_be_made(x: Tensor) -> bool:
+    """Whether x, or what it is a view of, can be made again."""
+    return _find_source(x) is not None or _find_factors(x) is not None
+
+
+def drop_input(x: Any, out: Tensor) -> None:
+    """Let what made `out` of x keep a promise in place of x, where x, or what it is a view of, can be made again."""
+    if not isinstance(x, Tensor) or out.grad_fn is None:
+        return
+    if (source := _find_source(x)) is not None:
+        drop(source, after=out)
+    elif (factors := _find_factors(x)) is not None:
+        first, second = map(hold, factors)
+        drop(x, after=out, make=lambda: (first() * second(),))
+        for factor in factors:
+            if can_refill(factor):
+                drop(factor, after=x)
+
+
+def _find_source(x: Tensor) -> Tensor | None:
+    return next((y for y in (x, getattr(x, "_base", None)) if isinstance(y, Tensor) and can_refill(y)), None)
+
+
+def _find_factors(x: Tensor) -> list[Tensor] | None:
+    """The factors of a product of which one can be made again, such as silu(gate) and up."""
+    if x.grad_fn is None or x.grad_fn.name() != "MulBackward0" or not torch.is_grad_enabled():
+        return None
+    factors = [kept for _, kept in find_saved_tensors(x.grad_fn) if isinstance(kept, Tensor)]
+    same = [t for t in factors if (t.shape, t.dtype) == (x.shape, x.dtype)]
+    return same if len(same) == 2 and any(map(can_refill, same)) and x.is_contiguous() else None

@@ -1,0 +1,117 @@
+"""LayerNorm and RMSNorm, also those that models have written themselves, that keep their output or drop it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tempo_kernels.norm import layer_norm, rms_norm
+from tempo_torch.replace import Replaced
+
+_EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "norm_eps")
+
+
+class _Norm(Replaced):
+    """A norm of Tempo.
+
+    Keeps for backward: with keep "output" its output, which the next linear keeps anyway, and 4 bytes per row; with
+    "input" its input, and linears that are Tempo's drop the output. See `tempo_kernels.norm`.
+    """
+
+    keep: str
+    tempo_eps: float
+    weight: Tensor
+
+    def _fits(self, x: Tensor) -> bool:
+        # Of two dtypes stock promotes, in ways that differ from class to class.
+        return x.dtype == self.weight.dtype and x.is_floating_point() and x.numel() > 0
+
+
+class LayerNorm(_Norm):
+    """LayerNorm over the last dimension."""
+
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y of the shape and dtype of the stock class."""
+        if torch.is_autocast_enabled(x.device.type) and self.weight.dtype == torch.float32:
+            x = x.float()  # as autocast does for F.layer_norm
+        if not self._fits(x):
+            return super().forward(x)  # type: ignore[misc,no-any-return]
+        return layer_norm(x, self.weight, self.bias, self.tempo_eps, keep=self.keep)
+
+
+class RMSNorm(_Norm):
+    """RMSNorm over the last dimension."""
+
+    zero_centered: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y of the shape and dtype of the stock class."""
+        if not self._fits(x):
+            return super().forward(x)  # type: ignore[misc,no-any-return]
+        return rms_norm(x, self.weight, self.tempo_eps, zero_centered=self.zero_centered, keep=self.keep)
+
+
+def find_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str | None:
+    """Tempo's class for a norm and its attributes; the reason where there is none; None where it is no norm."""
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        if len(module.normalized_shape) != 1:
+            return "it normalises over several dimensions"
+        if module.weight is None:
+            return "it has no weight"
+        if type(module).forward not in (nn.LayerNorm.forward, nn.RMSNorm.forward):
+            return _find_by_result(module)
+        if isinstance(module, nn.LayerNorm):
+            return LayerNorm, {"tempo_eps": module.eps}
+        return RMSNorm, {"tempo_eps": _choose_eps(module), "zero_centered": False}
+    name = type(module).__name__.lower()
+    if not (name.endswith("norm") or "layernorm" in name or "rmsnorm" in name) or any(module.children()):
+        return None
+    return _find_by_result(module)
+
+
+def _choose_eps(module: nn.RMSNorm) -> float:
+    # nn.RMSNorm without eps takes that of the dtype that it computes in, float32 or wider.
+    return module.eps if module.eps is not None else torch.finfo(torch.float32).eps
+
+
+def _find_by_result(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str:
+    """What a class computes is seen from a call with random numbers: models write the same norm in many ways."""
+    parameters = dict(module.named_parameters(recurse=False))
+    if "weight" not in parameters or set(parameters) - {"weight", "bias"}:
+        return "it has no weight, or parameters that Tempo's norms do not have"
+    shape = getattr(parameters["weight"], "ds_shape", parameters["weight"].shape)
+    eps = next((value for name in _EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None)
+    if len(shape) != 1 or eps is None:
+        return "its weight is no vector, or it has no eps"
+    generator = torch.Generator().manual_seed(1)
+    made = {name: torch.rand(shape, generator=generator, dtype=torch.float32) + 0.5 for name in parameters}
+    # Small enough for eps to count.
+    x = torch.randn(5, *shape, generator=generator, dtype=torch.float32) * eps**0.5 + eps**0.5
+    twin = copy.copy(module)
+    twin.__dict__["_parameters"] = {**module._parameters, **made}
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            y = type(module).forward(twin, x)
+    except Exception as error:  # what another's class may raise is not ours to list
+        return f"a call with one float32 tensor failed: {type(error).__name__}"
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        return "it does not return one tensor of its input's shape"
+    weight, bias = made["weight"], made.get("bias")
+    expected: list[tuple[Tensor, tuple[type[_Norm], dict[str, Any]]]] = [
+        (F.layer_norm(x, x.shape[-1:], weight, bias, eps), (LayerNorm, {"tempo_eps": eps}))
+    ]
+    if bias is None:
+        for zero_centered in (False, True):
+            gamma = 1.0 + weight if zero_centered else weight
+            attributes = {"tempo_eps": eps, "zero_centered": zero_centered}
+            expected.append((F.rms_norm(x, x.shape[-1:], gamma, eps), (RMSNorm, attributes)))
+    for result, found in expected:
+        if torch.allclose(y, result, rtol=1e-5, atol=1e-6):
+            return found
+    return "it computes neither LayerNorm nor RMSNorm"

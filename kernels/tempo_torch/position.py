@@ -1,0 +1,271 @@
+"""Where a dropout mask is applied: which samples a forward sees, and which call of which module draws.
+
+The mask at a place is a pure function of (seed, global sample, name of the module, how many times the forward called it
+before). Nothing is stored and no generator is advanced, so that a forward that is run again in backward, by whatever
+checkpointing, draws the same mask, and so does any number of processes.
+
+A forward of the model is a Pass. A backward starts with a gradient of the model's outputs: a hook there brings the pass
+of that forward back, so that several forwards may run before their backwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from tempo_kernels.philox import derive_key
+
+_FIRST_OVERSIZED = 1 << 47
+_MAX_OVERSIZED = 1 << 16
+
+
+class Pass:
+    """One forward of the model: its samples, and how often it called the places that draw."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.first_sample: int | None = None
+        self.first_sample_tensor: Tensor | None = None
+        self.counts: dict[str, int] = {}
+        self.is_over = False
+        # What `counts` was when a module was called with a tensor: (the module's number, the tensor's storage). The
+        # weak reference lets the memory go, and no other storage have its address.
+        self.entries: dict[tuple[int, int], tuple[StorageWeakRef, dict[str, int] | None]] = {}
+        self.recalled: dict[str, int] | None = None
+
+
+class Place:
+    """One module that draws masks."""
+
+    def __init__(self, name: str, code: int, passes: Passes) -> None:
+        self.name, self.code, self.passes = name, code, passes
+        self.calls = 0
+        """In a compiled graph: the calls since the forward, or the backward, began."""
+        self.key_tensor = torch.tensor(_make_signed(derive_key(passes.seed, code, 0)), dtype=torch.int64)
+
+    def find(self, device: torch.device) -> tuple[int | Tensor, int | Tensor, int]:
+        """(key, first sample, number of samples) of the mask that is drawn now, to be used once."""
+        if torch.compiler.is_compiling():
+            return self._find_traced(device)
+        now = self.passes.current
+        number = now.first_sample if now.first_sample is not None else self.passes.number_samples(now)
+        return derive_key(self.passes.seed, self.code, self._count_call(now)), number, now.num_samples
+
+    def _count_call(self, now: Pass) -> int:
+        """How many times the forward called this place before."""
+        counts = now.counts
+        if now.is_over and is_in_backward():
+            if counts.get(self.name, 0) <= 1:
+                return 0
+            if now.recalled is None:
+                raise RuntimeError(
+                    f"{self.name} is called several times in a forward, and which of its calls runs again here is not "
+                    "known, since the checkpointed region begins with none of the model's modules on a tensor that it "
+                    "was given; expected a region that does; checkpoint a whole module, and keep its input in place"
+                )
+            counts = now.recalled
+        call = counts.get(self.name, 0)
+        counts[self.name] = call + 1
+        self.passes.has_repeats |= call > 0
+        return call
+
+    def _find_traced(self, device: torch.device) -> tuple[Tensor, Tensor, int]:
+        # Tensors: a number would be compiled in.
+        call, now = self.calls, self.passes.current
+        self.calls = call + 1
+        if call < 0:
+            raise RuntimeError(
+                f"{self.name} is called several times in a forward, in a compiled region that is checkpointed; "
+                "expected one call; do not compile it, or do not checkpoint it"
+            )
+        key = self.key_tensor if call == 0 else torch.tensor(_make_signed(_derive(self.passes.seed, self.code, call)))
+        assert now.first_sample_tensor is not None
+        return key.to(device), now.first_sample_tensor.to(device), now.num_samples
+
+
+class Passes:
+    """The forwards of one model, and the places in it that draw.
+
+    Args:
+        seed: any integer; its low 64 bits count.
+        rank, num_ranks: this process among those that train on different samples; None for torch.distributed's.
+    """
+
+    def __init__(self, seed: int, rank: int | None = None, num_ranks: int | None = None) -> None:
+        self.seed = seed
+        self.places: dict[str, Place] = {}
+        self.has_repeats = False
+        self.num_steps = 0
+        """Forwards that drew, where nobody said which samples they see."""
+        self._ranks = (rank, num_ranks)
+        self._step_samples: int | None = None
+        self._next_sample: int | None = None
+        self._knows_repeats = False
+        self._depth = 0
+        self._current: Pass | None = None
+
+    @property
+    def current(self) -> Pass:
+        """The forward that runs, or runs again in backward."""
+        if self._current is None:
+            raise RuntimeError(
+                "a dropout was called before any forward of the model that was given to tempoize, so which samples it "
+                "sees is not known; call that model, or give tempoize the module that is called"
+            )
+        return self._current
+
+    def add_place(self, name: str) -> Place:
+        """The place of the module with this name."""
+        code = zlib.crc32(name.encode())
+        while any(place.code == code for place in self.places.values()):
+            code = (code + 1) % 2**32
+        self.places[name] = place = Place(name, code, self)
+        return place
+
+    def follow(self, model: nn.Module) -> None:
+        """Know of every forward of `model`, and which of its modules with places is called."""
+        model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
+        for number, (name, module) in enumerate(model.named_modules()):
+            if name:
+                module.register_forward_pre_hook(_Entry(self, number), prepend=True, with_kwargs=True)
+
+    @contextlib.contextmanager
+    def set_next(self, first_sample: int) -> Iterator[None]:
+        """The context of `samples`."""
+        if not 0 <= first_sample < _FIRST_OVERSIZED:
+            raise ValueError(f"first_sample is {first_sample}; expected 0 to 2**47 - 1, the index over the whole run")
+        before, self._next_sample = self._next_sample, first_sample
+        try:
+            yield
+        finally:
+            self._next_sample = before
+
+    def number_samples(self, now: Pass) -> int:
+        """The index of the first sample of a pass, found once, when it first draws."""
+        if self._next_sample is not None:
+            number = self._next_sample
+            self._next_sample += now.num_samples
+        else:
+            number = self._count_step(now.num_samples)
+        now.first_sample = number
+        return number
+
+    def _count_step(self, num_samples: int) -> int:
+        """A number of which no other step and rank has those that follow."""
+        rank, num_ranks = self._find_rank()
+        if self._step_samples is None:
+            self._step_samples = num_samples
+        step = self.num_steps * num_ranks + rank
+        self.num_steps += 1
+        if num_samples <= self._step_samples:
+            return step * self._step_samples
+        # More than in the first step: they have numbers of their own, that the other ranks need not know of.
+        return _FIRST_OVERSIZED + step * max(_MAX_OVERSIZED, num_samples)
+
+    def _find_rank(self) -> tuple[int, int]:
+        rank, num_ranks = self._ranks
+        if rank is not None and num_ranks is not None:
+            return rank, num_ranks
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return 0, 1
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return  # a model that calls itself
+        self._current = now = Pass(_count_samples(args, kwargs))
+        for place in self.places.values():
+            place.calls = 0
+        if module.training:
+            now.first_sample_tensor = torch.tensor(self.number_samples(now), dtype=torch.int64)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        now = self._current
+        if self._depth or now is None:
+            return
+        now.is_over = self._knows_repeats = True
+        if not self.has_repeats:
+            now.entries.clear()
+
+        def begin_backward(_: Tensor) -> None:
+            self._current, now.recalled = now, None
+            for place in self.places.values():
+                place.calls = 0 if place.calls <= 1 else -(1 << 30)
+
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(begin_backward)
+
+    def enter(self, number: int, args: Any, kwargs: Any) -> None:
+        """Note, or in backward recall, the calls before a module's call with its first tensor."""
+        if self._current is None or (self._knows_repeats and not self.has_repeats):
+            return
+        if (tensor := _find_tensor(args, kwargs)) is None:
+            return
+        now, storage = self._current, tensor.untyped_storage()
+        entry = (number, storage._cdata)
+        _, found = now.entries.get(entry, (None, None))
+        if now.is_over:
+            if is_in_backward() and found is not None:
+                now.recalled = dict(found)
+        elif entry not in now.entries or found == now.counts:
+            now.entries[entry] = StorageWeakRef(storage), dict(now.counts)
+        else:
+            # The same tensor in two calls does not tell them apart.
+            now.entries[entry] = StorageWeakRef(storage), None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_current": None}
+
+
+class _Entry:
+    """A hook before a module's forward."""
+
+    def __init__(self, passes: Passes, number: int) -> None:
+        self._passes, self._number = passes, number
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._passes.enter(self._number, args, kwargs)
+
+
+def is_in_backward() -> bool:
+    """Whether this forward runs inside of a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _derive(seed: int, code: int, call: int) -> int:
+    return derive_key(seed, code, call)
+
+
+# What torch._dynamo.assume_constant_result does, whose import takes seconds.
+_derive._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _make_signed(key: int) -> int:
+    return key - (key >> 63 << 64)
+
+
+def _find_tensor(args: Any, kwargs: Any) -> Tensor | None:
+    """The first tensor of a call that has dimensions."""
+    for value in pytree.tree_leaves((args, kwargs)) if kwargs or len(args) != 1 else args:
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return value
+    return None
+
+
+def _count_samples(args: Any, kwargs: Any) -> int:
+    tensor = _find_tensor(args, kwargs)
+    return 1 if tensor is None else tensor.size(0)

@@ -1,0 +1,45 @@
+"""A module becomes one of Tempo's by a change of its class: the object, its parameters, hooks and names stay.
+
+Optimizers, tied weights, state-dict keys and `isinstance` tests (what is a norm is not decayed) therefore see no
+difference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class Replaced:
+    """What the classes of replaced modules have in common; they derive from it and from the stock class."""
+
+    stock_class: type[nn.Module]
+    mixin_class: type[Replaced]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is made at run time, so that pickle does not find it by its name.
+        return _make_empty, (self.mixin_class, self.stock_class), self.__dict__
+
+
+def change_class(module: nn.Module, mixin: type[Replaced]) -> None:
+    """Make `module` an instance of `mixin` and of its own class."""
+    module.__class__ = make_class(mixin, type(module))
+
+
+_classes: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def make_class(mixin: type[Replaced], stock: type[nn.Module]) -> type[nn.Module]:
+    """The class of modules of class `stock` that `mixin` replaces."""
+    if (mixin, stock) in _classes:
+        return _classes[mixin, stock]
+    # Its name is the stock one's, which configurations save and by which FSDP and others find layers to wrap.
+    members = {"stock_class": stock, "mixin_class": mixin, "__module__": stock.__module__, "__doc__": mixin.__doc__}
+    made = _classes[mixin, stock] = type(stock.__name__, (mixin, stock), members)
+    return made
+
+
+def _make_empty(mixin: type[Replaced], stock: type[nn.Module]) -> nn.Module:
+    made = make_class(mixin, stock)
+    return made.__new__(made)

@@ -1,0 +1,60 @@
+"""What `tempoize` replaced, what it left and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One module.
+
+    Args:
+        name: its qualified name.
+        module: its class before.
+        operation: the argument of `tempoize` that decides about it.
+        now: what it does now; None where it was left.
+        why: the reason, where it was left.
+        stock_bytes, tempo_bytes: expected bytes per element of its input that it keeps beyond what the next linear
+            keeps, for elements of 2 bytes on a GPU.
+    """
+
+    name: str
+    module: str
+    operation: str
+    now: str | None
+    why: str = ""
+    stock_bytes: float = 0.0
+    tempo_bytes: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The modules of one model, in the order of its `named_modules`; `str` gives a table of them."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def replaced(self) -> tuple[Entry, ...]:
+        """The modules that are Tempo's now."""
+        return tuple(entry for entry in self.entries if entry.now is not None)
+
+    @property
+    def left(self) -> tuple[Entry, ...]:
+        """The modules that stay as they were, each with its `why`."""
+        return tuple(entry for entry in self.entries if entry.now is None)
+
+    def __str__(self) -> str:
+        found: Counter[tuple[str, ...]] = Counter()
+        for entry in self.entries:
+            if entry.now is None:
+                line = ("left", entry.operation, entry.module, entry.why, "")
+            else:
+                saving = f"{entry.stock_bytes:g} -> {entry.tempo_bytes:g} bytes per element"
+                line = ("replaced", entry.operation, entry.module, entry.now, saving)
+            found[line] += 1
+        rows = [(f"{count} x", *line) for line, count in found.items()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(line.rstrip() for line in lines) or "nothing to replace"

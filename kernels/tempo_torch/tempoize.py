@@ -1,0 +1,274 @@
+"""tempoize: any PyTorch model, its modules replaced in place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
+from tempo_torch.attention import PLACE, use_attention
+from tempo_torch.dropout import RedrawnDropout
+from tempo_torch.functional import RedirectsFunctions, find_functions, find_refusal, redirect
+from tempo_torch.linear import DropsInput
+from tempo_torch.loss import is_language_model, use_fused_loss
+from tempo_torch.norm import find_norm
+from tempo_torch.position import Passes
+from tempo_torch.replace import Replaced, change_class
+from tempo_torch.report import Entry, Report
+
+CHOICES = {
+    "activation": ("auto", "recompute", "inplace", "off"),
+    "norm": ("auto", "inplace", "recompute", "off"),
+    "dropout": ("recompute", "auto", "off"),
+    "attention": ("auto", "flash", "off"),
+    "loss": ("auto", "fused", "off"),
+}
+"""The values of each argument of `tempoize`, the default first."""
+
+_OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_ATTRIBUTE = "tempo"
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class _State:
+    """What a model that was given to `tempoize` holds."""
+
+    def __init__(self, passes: Passes, report: Report) -> None:
+        self.passes, self.report = passes, report
+
+
+def tempoize(
+    model: Model,
+    *,
+    seed: int = 0,
+    activation: str = "auto",
+    norm: str = "auto",
+    dropout: str = "recompute",
+    attention: str = "auto",
+    loss: str = "auto",
+    rank: int | None = None,
+    num_ranks: int | None = None,
+) -> Model:
+    """Replace modules of `model` by Tempo's, which keep less for backward; the same model, in place.
+
+    Parameters stay the same objects under the same names: call it before or after an optimizer is made and weights are
+    loaded, but before FSDP, DDP, DeepSpeed or torch.compile wraps the model, and after PEFT adapters are added.
+
+    Args:
+        model: any module; its modules are replaced wherever they are. What transformers and peft add to torch's modules
+            is known where they are imported.
+        seed: of the dropout masks, equal on all ranks.
+        activation: "recompute" keeps an activation's input, and its output goes once a linear used it; "inplace" keeps
+            the output and, for GELU, a bit per element; "auto" is "recompute", which is right whatever follows.
+        norm: "inplace" keeps a norm's output; "recompute" its input; "auto" is "inplace".
+        dropout: "recompute" (and "auto") draws masks again by position; see `samples`.
+        attention: "flash" (and "auto") gives attention with dropout a mask by position and no s*s tensor, in models of
+            transformers on "sdpa".
+        loss: "fused" (and "auto") makes the logits of a causal language model a chunk of tokens at a time.
+        rank, num_ranks: this process among those that train on different samples. By default those of
+            torch.distributed; needed where several processes share their samples, as in tensor parallelism.
+
+    Each may be "off". Where an "auto" does not apply, modules stay, and `report_on` says why.
+
+    Keeps for backward: see `report_on(model)`.
+    Raises ValueError for an unknown value, for a model that was given to tempoize before, and where a value other than
+        "auto" and "off" has nothing to apply to.
+    """
+    choices = {"activation": activation, "norm": norm, "dropout": dropout, "attention": attention, "loss": loss}
+    _check(model, seed, choices, rank, num_ranks)
+    passes = Passes(seed, rank, num_ranks)
+    entries: list[Entry] = []
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Replaced):
+            continue
+        for replace in (_replace_norm, _replace_activation, _replace_dropout, _replace_linear, _replace_functions):
+            if (entry := replace(name, module, choices, passes)) is not None:
+                entries.append(entry)
+                break
+    if choices["attention"] != "off":
+        entries.append(_replace_attention(model, passes))
+    if choices["loss"] != "off":
+        entries += _replace_losses(model)
+    report = Report(tuple(entries))
+    _check_applied(report, choices)
+    passes.follow(model)
+    model.__dict__[_ATTRIBUTE] = _State(passes, report)
+    return model
+
+
+def report_on(model: nn.Module) -> Report:
+    """What tempoize replaced in `model`, what it left and why; ValueError for a model it was not given."""
+    return _find_state(model).report
+
+
+@contextlib.contextmanager
+def samples(model: nn.Module, first_sample: int) -> Iterator[None]:
+    """Say which samples the forwards of `model` inside see, one batch after the other.
+
+    Args:
+        model: one that was given to tempoize, also inside of what wraps it.
+        first_sample: index over the whole run, as if one device consumed all samples in order, of the first sample of
+            the first batch; in [0, 2**47). The samples of a batch are consecutive.
+
+    Without it, forwards in training are counted: as long as all batches of a run are of one size, the masks are those
+    of one process that sees the batches of all ranks one after another. `set_step` lets the count go on after a resume.
+    Raises ValueError for another index, or another model.
+    """
+    with _find_state(model).passes.set_next(first_sample):
+        yield
+
+
+def set_step(model: nn.Module, num_forwards: int) -> None:
+    """Let the count of forwards in training go on at `num_forwards`, as after a checkpoint is loaded."""
+    if num_forwards < 0:
+        raise ValueError(f"num_forwards is {num_forwards}; expected at least 0, the forwards in training so far")
+    _find_state(model).passes.num_steps = num_forwards
+
+
+def _find_state(model: nn.Module) -> _State:
+    for module in model.modules():
+        state = module.__dict__.get(_ATTRIBUTE)
+        if isinstance(state, _State):
+            return state
+    raise ValueError(
+        f"{type(model).__name__} was not given to tempoize; expected a model that was; call tempoize first"
+    )
+
+
+def _check(model: Any, seed: Any, choices: dict[str, str], rank: int | None, num_ranks: int | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module; build the model first")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"seed is {seed!r}; expected an integer, equal on all ranks")
+    for name, value in choices.items():
+        if value not in CHOICES[name]:
+            values = ", ".join(f'"{choice}"' for choice in CHOICES[name])
+            raise ValueError(f"{name} is {value!r}; expected one of {values}")
+    if (rank is None) != (num_ranks is None) or (rank is not None and not 0 <= rank < (num_ranks or 0)):
+        raise ValueError(
+            f"rank is {rank} and num_ranks {num_ranks}; expected both, with 0 <= rank < num_ranks, or none"
+        )
+    if any(isinstance(module.__dict__.get(_ATTRIBUTE), _State) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} was given to tempoize before; expected a model that was not; build it anew"
+        )
+    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+        raise ValueError(
+            f"model is a {type(model).__name__}, which is compiled; expected the model itself; compile it later"
+        )
+
+
+def _check_applied(report: Report, choices: dict[str, str]) -> None:
+    done = {entry.operation for entry in report.replaced}
+    for operation, value in choices.items():
+        if value in ("auto", "off") or operation in done or value == CHOICES[operation][0]:
+            continue
+        reasons = [entry.why for entry in report.left if entry.operation == operation]
+        why = reasons[0] if reasons else "the model has no module for it"
+        raise ValueError(f'{operation} is "{value}", but {why}; set it to "auto" or "off"')
+
+
+def _replace_norm(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Entry | None:
+    found = find_norm(module) if choices["norm"] != "off" else None
+    if found is None:
+        return None
+    kind = type(module).__name__
+    if isinstance(found, str):
+        return Entry(name, kind, "norm", None, found)
+    mixin, attributes = found
+    keeps_input = choices["norm"] == "recompute"
+    change_class(module, mixin)
+    module.__dict__.update(attributes, keep="input" if keeps_input else "output")
+    return Entry(name, kind, "norm", "recompute" if keeps_input else "inplace", stock_bytes=2.0)
+
+
+def _replace_activation(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Entry | None:
+    if choices["activation"] == "off" or not is_activation(module):
+        return None
+    function, kind = name_activation(module), type(module).__name__
+    if function is None:
+        return Entry(name, kind, "activation", None, "Tempo has gelu, quick_gelu, silu and squared relu only")
+    keep = "input"
+    if choices["activation"] == "inplace":
+        if function not in IN_PLACE:
+            return Entry(name, kind, "activation", None, f"in place exists for {', '.join(IN_PLACE)} only")
+        keep = "output"
+    change_class(module, Activation)
+    module.__dict__.update(function=function, keep=keep)
+    bits = 0.125 if keep == "output" and function.startswith("gelu") else 0.0
+    stock = 4.0 if keep == "input" else 2.0
+    now = "recompute" if keep == "input" else "inplace"
+    return Entry(name, kind, "activation", now, stock_bytes=stock, tempo_bytes=2.0 if keep == "input" else bits)
+
+
+def _replace_dropout(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Entry | None:
+    kind = type(module).__name__
+    if choices["dropout"] == "off":
+        return None
+    if isinstance(module, _OTHER_DROPOUTS):
+        return Entry(name, kind, "dropout", None, "it drops channels, or changes more than it drops")
+    if not isinstance(module, nn.Dropout):
+        return None
+    if type(module) is not nn.Dropout or module.inplace:
+        return Entry(name, kind, "dropout", None, "it writes in place, or is a class of its own")
+    change_class(module, RedrawnDropout)
+    # peft's, whose input other adapters of the same input, and without dropout this one, keep anyway.
+    is_lora = ".lora_dropout." in f".{name}"
+    module.__dict__.update(place=passes.add_place(name), keeps_input=is_lora)
+    return Entry(name, kind, "dropout", "recompute", stock_bytes=3.0 if is_lora else 1.0)
+
+
+def _replace_linear(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Entry | None:
+    if type(module) is nn.Linear or (type(module).__name__, type(module).__module__) == (
+        "Conv1D",
+        "transformers.pytorch_utils",
+    ):
+        change_class(module, DropsInput)
+    return None
+
+
+def _replace_losses(model: nn.Module) -> list[Entry]:
+    heads = [(name, module) for name, module in model.named_modules() if is_language_model(module)]
+    entries = []
+    for name, module in heads:
+        kind = type(module).__name__
+        why = use_fused_loss(module)
+        entries.append(Entry(name, kind, "loss", "fused" if why is None else None, why or ""))
+    return entries or [Entry("", type(model).__name__, "loss", None, "it is no causal language model of transformers")]
+
+
+def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Entry | None:
+    kind, found = type(module).__name__, find_functions(type(module))
+    operations = [operation for operation in found if choices[operation] != "off"]
+    if not operations:
+        return None
+    if (why := find_refusal(type(module))) is not None:
+        return Entry(name, kind, operations[0], None, why)
+    redirect(type(module))  # a compiler finds it made
+    change_class(module, RedirectsFunctions)
+    module.__dict__.update(redirected=frozenset(operations), function_place=passes.add_place(f"{name}.functional"))
+    is_dropout = operations[0] == "dropout"
+    return Entry(
+        name,
+        kind,
+        operations[0],
+        "recompute",
+        stock_bytes=1.0 if is_dropout else 4.0,
+        tempo_bytes=0.0 if is_dropout else 2.0,
+    )
+
+
+def _replace_attention(model: nn.Module, passes: Passes) -> Entry:
+    kind = type(model).__name__
+    why = use_attention(model)
+    if why is not None:
+        return Entry("", kind, "attention", None, why)
+    for name, module in model.named_modules():
+        if "Attention" in type(module).__name__:
+            module.__dict__[PLACE] = passes.add_place(f"{name}.attention")
+    return Entry("", kind, "attention", "flash", stock_bytes=0.0)

@@ -1,0 +1,178 @@
+"""tempoize: the same model, parameters and results, and fewer bytes kept for backward."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch_models import B, H, S, build, kept_bytes, loss_and_gradients, make_ids
+from witness import assert_three_witnesses, assert_within_rule
+
+from tempo_kernels.norm import layer_norm
+from tempo_torch import report_on, tempoize
+
+NORMS = {
+    "LayerNorm": lambda: nn.LayerNorm(H),
+    "LayerNorm without bias": lambda: nn.LayerNorm(H, bias=False),
+    "RMSNorm": lambda: nn.RMSNorm(H, eps=1e-6),
+    "RMSNorm without eps": lambda: nn.RMSNorm(H),
+}
+ACTIVATIONS = {
+    "gelu": nn.GELU,
+    "gelu tanh": lambda: nn.GELU(approximate="tanh"),
+    "silu": nn.SiLU,
+}
+
+
+@pytest.mark.parametrize("keep", ["output", "input"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_norm_without_bias_is_torchs(dtype, keep):
+    torch.manual_seed(0)
+    inputs = [torch.randn(6, 2, H), torch.rand(H) + 0.5]
+    assert_three_witnesses(
+        lambda x, weight: layer_norm(x, weight, None, keep=keep),
+        lambda x, weight: torch.nn.functional.layer_norm(x, (H,), weight),
+        inputs,
+        torch.randn(6, 2, H),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_without_dropout_loss_and_gradients_are_stocks(norm, activation):
+    kwargs = {"p": 0.0, "norm": norm, "activation": activation}
+    stock, ours, exact = build(**kwargs), tempoize(build(**kwargs)), build(**kwargs).double()
+    found = zip(*(loss_and_gradients(model, make_ids()) for model in (ours, stock, exact)), strict=True)
+    for name, witnesses in zip(["loss", *dict(stock.named_parameters())], found, strict=True):
+        assert_within_rule(name, *witnesses)
+
+
+def test_the_model_its_parameters_and_its_keys_are_the_same():
+    model = build()
+    before, parameters = dict(model.state_dict()), list(model.parameters())
+    assert tempoize(model) is model
+    assert list(model.state_dict()) == list(before)
+    assert all(ours is theirs for ours, theirs in zip(model.parameters(), parameters, strict=True))
+    build().load_state_dict(model.state_dict(), strict=True)
+    # What sorts parameters by the class of their module sees the same classes.
+    assert isinstance(model.norm, nn.LayerNorm) and isinstance(model.head, nn.Linear)
+
+
+@pytest.mark.parametrize("norm", ["inplace", "recompute"])
+@pytest.mark.parametrize("activation", ["inplace", "recompute"])
+def test_a_layer_keeps_what_its_linears_need(norm, activation):
+    ids = make_ids()
+    model = tempoize(build(activation=nn.GELU).bfloat16(), norm=norm, activation=activation)
+    kept = kept_bytes(model, lambda: model(ids), "layers.1") / (B * S * H)
+    # Norm 2, softmax 2, norm 2, GELU 8: in place, and the linear's own input 8 behind a dropout, and a bit each.
+    expected = 14.0 if activation == "recompute" else 14.0 + 8.0 + 0.5
+    small = (2 * 4 + (4 if norm == "recompute" else 0) * 2) / H + 2 * 2 * 4 / (B * S)
+    assert expected <= kept <= expected + small
+
+
+def test_stock_keeps_much_more():
+    ids, model = make_ids(), build().bfloat16()
+    # Beside the 14: two norms' inputs, three masks of h, h and 4h, of 2 bytes on a CPU, GELU's input or output.
+    assert kept_bytes(model, lambda: model(ids), "layers.1") / (B * S * H) > 14 + 4 + 12 + 8
+
+
+def test_memory_of_dropped_tensors_is_free_between_forward_and_backward():
+    ids, model = make_ids(), tempoize(build())
+    found = []
+    model.layers[0].act.register_forward_hook(lambda *args: found.append(args[2].untyped_storage()._weak_ref()))
+    out = model(ids)
+    assert torch.UntypedStorage._expired(found[0])
+    out.sum().backward()
+
+
+def test_the_report_says_what_was_replaced_left_and_why():
+    model = nn.Sequential(nn.LayerNorm((4, H)), nn.LayerNorm(H, elementwise_affine=False), nn.LayerNorm(H))
+    model.extend([nn.Mish(), nn.GELU(), nn.Dropout2d(0.1), nn.Dropout(0.1, inplace=True), nn.Dropout(0.1), nn.ReLU()])
+    report = report_on(tempoize(model, attention="off", loss="off"))
+    assert [entry.name for entry in report.replaced] == ["2", "4", "7"]
+    assert {entry.name: entry.why for entry in report.left} == {
+        "0": "it normalises over several dimensions",
+        "1": "it has no weight",
+        "3": "Tempo has gelu, quick_gelu, silu and squared relu only",
+        "5": "it drops channels, or changes more than it drops",
+        "6": "it writes in place, or is a class of its own",
+    }
+    assert "1 x  left      norm        LayerNorm  it has no weight" in str(report)
+    assert str(report_on(tempoize(nn.Identity(), attention="off", loss="off"))) == "nothing to replace"
+
+
+def test_off_leaves_everything_as_it_was():
+    model = tempoize(build(), activation="off", norm="off", dropout="off", attention="off", loss="off")
+    assert not report_on(model).entries
+    assert type(model.norm) is nn.LayerNorm and type(model.drop) is nn.Dropout
+
+
+def test_evaluation_is_bit_for_bit_stocks_without_norms():
+    stock, ours = build().eval(), tempoize(build(), norm="off").eval()
+    with torch.no_grad():
+        assert torch.equal(stock(make_ids()), ours(make_ids()))
+
+
+def test_autocast_has_the_dtypes_of_stock():
+    for norm in NORMS.values():
+        seen = []
+        for model in (build(p=0.0, norm=norm), tempoize(build(p=0.0, norm=norm))):
+            outs = []
+            for module in model.modules():
+                module.register_forward_hook(lambda *args, outs=outs: outs.append(args[2].dtype))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(make_ids()).float().sum()
+            loss.backward()
+            seen.append((outs, [parameter.grad.dtype for parameter in model.parameters()]))
+        assert seen[0] == seen[1]
+
+
+def test_a_copy_and_a_pickled_model_do_the_same():
+    model = tempoize(build(), seed=5)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+    expected = loss_and_gradients(model, make_ids())
+    for other in others:
+        assert all(map(torch.equal, loss_and_gradients(other, make_ids()), expected))
+        # Its forwards are its own: those of the first model count no further in it.
+        assert report_on(other) is not report_on(model)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: tempoize("gpt2"), "model is str; expected a torch.nn.Module; build the model first"),
+        (lambda: tempoize(build(), seed=1.5), "seed is 1.5; expected an integer, equal on all ranks"),
+        (lambda: tempoize(build(), norm="in-place"), 'norm is \'in-place\'; expected one of "auto", "inplace"'),
+        (lambda: tempoize(build(), attention="flash"), 'attention is "flash", but the model has no registry'),
+        (lambda: tempoize(nn.Identity(), norm="inplace"), 'norm is "inplace", but the model has no module for it'),
+        (lambda: tempoize(build(activation=nn.Mish), activation="inplace"), 'activation is "inplace", but Tempo has'),
+        (lambda: tempoize(tempoize(build())), "Model was given to tempoize before"),
+        (lambda: tempoize(build(), rank=2, num_ranks=2), "rank is 2 and num_ranks 2; expected both"),
+        (lambda: report_on(build()), "Model was not given to tempoize; expected a model that was"),
+    ],
+)
+def test_bad_input_is_one_sentence(call, sentence):
+    with pytest.raises(ValueError) as raised:
+        call()
+    assert str(raised.value).startswith(sentence) and "\n" not in str(raised.value)
+
+
+def test_torch_alone_is_enough():
+    code = (
+        "import sys, torch, tempo_torch; m = tempo_torch.tempoize(torch.nn.Sequential(torch.nn.LayerNorm(4), "
+        "torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(4, 4))); "
+        "m(torch.ones(2, 4)).sum().backward(); "
+        "print(*({'transformers', 'peft', 'deepspeed', 'megatron'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

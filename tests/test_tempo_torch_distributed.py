@@ -1,0 +1,116 @@
+"""Data parallel models of two processes: losses of one process that sees the batches of both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed import run_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch_models import H, S, build, make_ids
+
+from tempo_torch import tempoize
+
+STEPS, BATCH = 3, 2
+
+
+def loss_of(model, ids):
+    if any("GPT2LMHeadModel" in type(module).__name__ for module in model.modules()):
+        return model(input_ids=ids, labels=ids).loss
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def build_gpt2():
+    """A model of transformers, whose head and attention are Tempo's too."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    settings = {"n_positions": S, "n_embd": H, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=50, use_cache=False, **settings))
+
+
+def build_for(kind):
+    return build_gpt2() if "GPT-2" in kind else build()
+
+
+def one_process(kind):
+    """The losses of a process that sees the batches of both ranks."""
+    model = tempoize(build_for(kind), seed=9, norm="recompute")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(STEPS):
+        ids = make_ids(2 * BATCH, first=2 * BATCH * step)
+        loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def one_rank(kind):
+    """The mean over ranks of this kind of data parallelism's losses."""
+    model = tempoize(build_for(kind), seed=9, norm="recompute")
+    if kind.startswith("DDP"):
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    elif kind.startswith("FSDP2"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.transformer.h if "GPT-2" in kind else model.layers:
+            fully_shard(layer, mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
+    else:
+        wrapped = None
+    engine = make_engine(build_for(kind)) if wrapped is None else None
+    optimizer = None if wrapped is None else torch.optim.SGD(wrapped.parameters(), lr=0.5)
+    losses = []
+    for step in range(STEPS):
+        ids = make_ids(BATCH, first=(2 * step + torch.distributed.get_rank()) * BATCH)
+        loss = loss_of(engine or wrapped, ids)
+        if engine is not None:
+            engine.backward(loss)
+            engine.step()
+        else:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / 2)
+    return losses
+
+
+def make_engine(model):
+    import deepspeed
+
+    from tempo_megatron import initialize
+
+    # Not needed here, and two ranks that wait for the compilation of a run that was killed wait for ever.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    engine, *_ = initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        config={
+            "train_micro_batch_size_per_gpu": BATCH,
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # DeepSpeed's default clips, and the other processes do not
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "tempo": {"seed": 9, "norm": "recompute"},
+        },
+    )
+    return engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2", "ZeRO-3", "FSDP2 GPT-2", "ZeRO-3 GPT-2"])
+def test_losses_are_those_of_one_process(kind):
+    if "ZeRO" in kind:
+        pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    if "GPT-2" in kind:
+        pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
+    expected = one_process(kind)
+    for losses in run_ranks(one_rank, 2, kind):
+        assert losses == pytest.approx(expected, rel=2e-5)
+    assert expected[0] != pytest.approx(expected[-1], rel=1e-3)

@@ -1,0 +1,238 @@
+"""Dropout masks are a function of seed, sample, place and call: whoever runs a forward again, in whatever way, and
+however the samples are put into batches, draws the same ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch_models import B, build, loss_and_gradients, make_ids
+
+from tempo_torch import samples, set_step, tempoize
+
+CHECKPOINTS = {
+    "non-reentrant": {"use_reentrant": False},
+    "without the generator's state": {"use_reentrant": False, "preserve_rng_state": False},
+    "reentrant": {"use_reentrant": True, "preserve_rng_state": False},
+}
+
+
+class Dropouts(nn.Module):
+    """Two dropouts of ones, one of them called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Dropout(0.25), nn.Dropout(0.25)
+
+    def forward(self, x):
+        return self.first(x), self.second(x), self.second(x)
+
+
+def masks(num_samples=4, first=None, model=None, columns=64):
+    model = tempoize(Dropouts(), seed=7) if model is None else model
+    if first is None:
+        return [out > 0 for out in model(torch.ones(num_samples, columns))]
+    with samples(model, first):
+        return [out > 0 for out in model(torch.ones(num_samples, columns))]
+
+
+def equal(a, b):
+    return all(map(torch.equal, a, b))
+
+
+def test_masks_do_not_depend_on_batches():
+    whole = masks(8, first=100)
+    halves = zip(masks(4, first=100), masks(4, first=104), strict=True)
+    assert equal(whole, [torch.cat(pair) for pair in halves])
+
+
+def test_places_calls_seeds_and_samples_have_masks_of_their_own():
+    drawn = [*masks(first=0), *masks(first=4), masks(first=0, model=tempoize(Dropouts(), seed=8))[0]]
+    rows = torch.cat(drawn).double() - 0.75
+    correlation = (rows @ rows.T / rows.size(1)).fill_diagonal_(0).abs().max()
+    assert correlation < 6 * 0.25 * 0.75 / rows.size(1) ** 0.5
+
+
+def test_as_many_are_dropped_as_asked_for_and_the_others_are_scaled():
+    model = tempoize(Dropouts(), seed=1)
+    out = model(torch.ones(64, 1000, dtype=torch.float64))[0]
+    assert abs((out == 0).double().mean() - 0.25) < 4 * (0.25 * 0.75 / out.numel()) ** 0.5
+    torch.testing.assert_close(out[out > 0].mean(), torch.tensor(1 / 0.75, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_shapes_behind_the_samples_do_not_matter():
+    model = tempoize(nn.Sequential(nn.Dropout(0.5)), seed=3)
+    found = []
+    for shape in ((6, 40), (6, 5, 8), (6, 2, 5, 4)):
+        with samples(model, 2):
+            found.append(model(torch.ones(shape)).reshape(6, 40))
+    assert equal(found[:1] * 2, found[1:])
+
+
+def test_tokens_laid_side_by_side_belong_to_their_samples():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(x.flatten(0, 1)).view(x.shape)
+
+    deep = nn.Sequential()
+    deep.add_module("drop", nn.Dropout(0.5))
+    flat, deep = tempoize(Flat(), seed=3), tempoize(deep, seed=3)
+    assert torch.equal(flat(torch.ones(3, 4, 5)), deep(torch.ones(3, 4, 5)))
+
+
+def test_forwards_in_training_are_counted():
+    model = tempoize(Dropouts(), seed=7)
+    first, second = masks(model=model), masks(model=model)
+    assert equal(first, masks(first=0)) and equal(second, masks(first=4))
+    # A last, smaller batch takes its own numbers; a larger one those that no other step has.
+    assert equal(masks(2, model=model), masks(2, first=8))
+    larger = masks(6, model=model)
+    assert not any(equal(larger[:1], masks(6, first=step)[:1]) for step in range(0, 40, 2))
+    set_step(model, 1)
+    assert equal(masks(model=model), second)
+
+
+def test_evaluation_counts_no_step_and_draws_nothing():
+    model = tempoize(Dropouts(), seed=7)
+    model.eval()
+    assert all(mask.all() for mask in masks(model=model))
+    model.train()
+    assert equal(masks(model=model), masks(first=0))
+
+
+def test_dropout_in_evaluation_draws_anew_in_every_forward():
+    model = tempoize(Dropouts(), seed=7)
+    model.eval()
+    model.first.train()
+    assert not equal(masks(model=model)[:1], masks(model=model)[:1])
+
+
+def test_ranks_see_the_samples_of_one_process_that_has_them_all():
+    whole, ranks = tempoize(Dropouts(), seed=7), [tempoize(Dropouts(), seed=7, rank=r, num_ranks=2) for r in range(2)]
+    for _ in range(3):
+        parts = [masks(2, model=model) for model in ranks]
+        assert equal(masks(4, model=whole), [torch.cat(pair) for pair in zip(*parts, strict=True)])
+
+
+def test_forwards_inside_one_context_see_one_batch_after_another():
+    model = tempoize(Dropouts(), seed=7)
+    with samples(model, 10):
+        found = [model(torch.ones(2, 64))[0] > 0 for _ in range(2)]
+    assert torch.equal(torch.cat(found), masks(4, first=10)[0])
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own layers", "a shared layer"])
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_checkpointed_layers_draw_the_same_masks(checkpoints, shared):
+    plain, other = (tempoize(build(shared=shared, layers=3), seed=4, norm="recompute") for _ in range(2))
+    other.checkpoints = checkpoints
+    for step in range(2):
+        expected, found = (loss_and_gradients(model, make_ids(first=step)) for model in (plain, other))
+        assert equal(found, expected)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own layers", "a shared layer"])
+def test_several_forwards_may_run_before_their_backwards(shared):
+    ids = [make_ids(first=first) for first in (0, B)]
+    apart, together = (tempoize(build(shared=shared, layers=3), seed=4) for _ in range(2))
+    together.checkpoints = CHECKPOINTS["without the generator's state"]
+    losses = [together(batch).square().mean() for batch in ids]
+    sum(losses).backward()
+    for batch in ids:
+        apart(batch).square().mean().backward()
+    for ours, theirs in zip(together.parameters(), apart.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_a_region_inside_a_region_draws_the_same_masks():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build(layers=2)
+
+        def forward(self, ids):
+            return self.inner(ids)
+
+    kwargs = {"use_reentrant": False, "preserve_rng_state": False}
+    plain, nested = (tempoize(Nested(), seed=4) for _ in range(2))
+    layer = nested.inner.layers[0]
+    forward, inner = layer.forward, torch.utils.checkpoint.checkpoint
+    layer.forward = lambda x: inner(forward, x, **kwargs)
+    nested.inner.checkpoints = kwargs
+    assert equal(loss_and_gradients(nested, make_ids()), loss_and_gradients(plain, make_ids()))
+
+
+def test_a_region_that_does_not_tell_its_call_is_refused():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop, self.linear = nn.Dropout(0.5), nn.Linear(4, 4)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(lambda y: self.linear(self.drop(y * 1)), x, use_reentrant=False)
+            return x
+
+    model = tempoize(Twice())
+    out = model(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match=r"drop is called several times in a forward, and which of its calls runs"):
+        out.sum().backward()
+
+
+def test_a_dropout_outside_of_any_forward_is_refused():
+    model = tempoize(Dropouts())
+    with pytest.raises(RuntimeError, match="a dropout was called before any forward of the model"):
+        model.first(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("first", [-1, 2**47])
+def test_samples_out_of_range_are_refused(first):
+    with (
+        pytest.raises(ValueError, match=rf"first_sample is {first}; expected 0 to 2\*\*47 - 1"),
+        samples(tempoize(Dropouts()), first),
+    ):
+        pass
+
+
+def test_a_steps_of_several_batches_have_the_gradients_of_one():
+    whole, parts = (tempoize(build(), seed=4) for _ in range(2))
+    whole(make_ids(4)).square().sum().backward()
+    for first in (0, 2):
+        parts(make_ids(2, first=first)).square().sum().backward()
+    for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("shared", [False, True], ids=["own layers", "a shared layer"])
+def test_a_compiled_model_draws_the_same_masks_and_is_compiled_once(shared):
+    plain, other = (tempoize(build(shared=shared, layers=2 if shared else 1), seed=4) for _ in range(2))
+    compiled = torch.compile(other, backend="aot_eager")
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    graphs = []
+    for step in range(3):
+        expected, found = (loss_and_gradients(model, make_ids(first=step)) for model in (plain, compiled))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert len(set(graphs)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_layers_compiled_one_by_one_and_checkpointed_draw_the_same_masks():
+    plain, other = (tempoize(build(layers=3), seed=4) for _ in range(2))
+    other.checkpoints = CHECKPOINTS["without the generator's state"]
+    for layer in other.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for step in range(2):
+        expected, found = (loss_and_gradients(model, make_ids(first=step)) for model in (plain, other))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

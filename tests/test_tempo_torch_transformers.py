@@ -1,0 +1,220 @@
+"""tempoize on models of transformers and peft: what a layer keeps, losses and gradients, masks, keys and files."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from witness import assert_within_rule
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
+
+from transformers_cases import CASES, kept_sbh, measure, with_bytes_of_a_gpu
+
+from tempo_torch import report_on, tempoize
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_keeps_the_floor_of_its_architecture(name):
+    case = CASES[name]
+    stock, kept, floor = measure(case).values()
+    assert floor - 0.01 <= kept <= floor + case.left + 0.1, (
+        f"{name}: stock {stock:.2f}, ours {kept:.2f}, floor {floor:.2f}"
+    )
+    assert kept < stock
+
+
+def loss_and_gradients(case, model, dtype):
+    inputs = case.make_inputs(dtype, small=True)
+    out = model(**inputs)[0]
+    weights = torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape)
+    loss = (out * weights).sum()
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"out": out.detach(), **found}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_dropout_loss_and_gradients_are_stocks(name):
+    case = CASES[name]
+    stock, ours, exact = (case.build(0.0, dtype, small=True) for dtype in (torch.float32, torch.float32, torch.float64))
+    keys = list(ours.state_dict())
+    tempoize(ours, norm="recompute")
+    assert list(ours.state_dict()) == keys
+    found, same, true = (
+        loss_and_gradients(case, model, dtype)
+        for model, dtype in ((ours, torch.float32), (stock, torch.float32), (exact, torch.float64))
+    )
+    assert found.keys() == same.keys()
+    for key, value in found.items():
+        # A gradient that is exactly 0, as of a key's bias, is rounding in both.
+        if true[key].abs().max() > 1e-9:
+            assert_within_rule(key, value, same[key], true[key])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.inputs == "ids"])
+def test_masks_are_the_same_with_checkpointing(name):
+    case = CASES[name]
+    plain, other = (tempoize(case.build(0.1, small=True), seed=3, norm="recompute") for _ in range(2))
+    other.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    first, second = (loss_and_gradients(case, model, torch.float32) for model in (plain, other))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    again = loss_and_gradients(case, plain, torch.float32)
+    assert case.p == () or not torch.equal(again["out"], first["out"])
+
+
+def test_the_keys_and_files_of_a_saved_model_are_stocks(tmp_path):
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    model = tempoize(BertForMaskedLM(config))
+    model.save_pretrained(tmp_path)
+    assert (
+        '"BertForMaskedLM"' in (tmp_path / "config.json").read_text()
+        and "tempo" not in (tmp_path / "config.json").read_text()
+    )
+    loaded = BertForMaskedLM.from_pretrained(tmp_path)
+    assert type(loaded) is BertForMaskedLM and loaded.config._attn_implementation == "sdpa"
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert list(ours) == list(theirs) and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+HEADS = {
+    "GPT2LMHeadModel": ("GPT2Config", {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}),
+    "LlamaForCausalLM": (
+        "LlamaConfig",
+        {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("count", [None, 7])
+def test_the_loss_of_a_language_model_is_stocks_and_no_logits_of_all_tokens_are_kept(name, count):
+    import transformers
+
+    config, settings = HEADS[name]
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name.startswith("GPT2") else {}
+    ids = torch.arange(2 * 24).view(2, 24) * 7 % 250
+    labels = ids.clone()
+    labels[0, :5] = -100
+
+    def build(dtype=torch.float32):
+        torch.manual_seed(0)
+        model = getattr(transformers, name)(getattr(transformers, config)(vocab_size=250, **settings, **dropouts))
+        return model.to(dtype).train()
+
+    found = []
+    for model in (tempoize(build(), norm="recompute"), build(), build(torch.float64)):
+        more = {} if count is None else {"num_items_in_batch": torch.tensor(count)}
+        out = model(input_ids=ids, labels=labels, **more)
+        out.loss.backward()
+        found.append([out.loss.detach(), *(p.grad for p in model.parameters())])
+    for witnesses in zip(*found, strict=True):
+        assert_within_rule(name, *witnesses)
+    model = tempoize(build())
+    assert "loss" in {entry.operation for entry in report_on(model).replaced}
+    assert model(input_ids=ids, labels=labels).logits is None
+    assert model(input_ids=ids).logits.shape == (2, 24, 250)
+    model.eval()
+    assert model(input_ids=ids, labels=labels).logits.shape == (2, 24, 250)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "more"),
+    [
+        ("BERT", "attention_probs_dropout_prob", {}),
+        ("Llama", "attention_dropout", {"num_key_value_heads": 2}),
+        ("GPT-2", "attn_pdrop", {}),
+    ],
+)
+def test_attention_that_drops_next_to_nothing_is_stocks_with_padding_and_groups(name, p, more):
+    case = CASES[name]
+    # In float64, where what is not the same function is far from it.
+    found, dtype = [], torch.float64
+    for is_ours in (True, False):
+        # 16 bits draw none of so few.
+        model = case.build(0.0, dtype, small=True, **{p: 1e-6 if is_ours else 0.0}, **more)
+        if is_ours:
+            tempoize(model, norm="off", activation="off", dropout="off")
+        inputs = case.make_inputs(dtype, small=True)
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[1, -7:] = 0
+        out = model(**inputs, attention_mask=mask)[0]
+        out.square().sum().backward()
+        found.append([out.detach(), *(each.grad for each in model.parameters() if each.grad is not None)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11 * max(1.0, theirs.abs().max().item()))
+
+
+def test_attention_that_was_not_given_to_tempoize_is_refused():
+    from tempo_torch.attention import attend
+
+    q = torch.ones(1, 1, 4, 8)
+    with pytest.raises(ValueError, match='a Identity asks for attention "tempo", but was not given to tempoize'):
+        attend(torch.nn.Identity(), q, q, q, None, dropout=0.1)
+
+
+def test_dropout_of_lora_keeps_no_more_than_none():
+    peft = pytest.importorskip("peft", reason="peft is not installed; pip install tempo-megatron[test]")
+    case = CASES["Llama"]
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    kept = {}
+    for p in (0.0, 0.05):
+        for ours in (False, True):
+            model = peft.get_peft_model(
+                case.build(0.0, BF16),
+                peft.LoraConfig(r=16, lora_dropout=p, target_modules=linears),
+                autocast_adapter_dtype=False,
+            )
+            model.enable_input_require_grads()
+            keys = list(model.state_dict())
+            if ours:
+                tempoize(model, seed=1)
+                assert list(model.state_dict()) == keys
+            with with_bytes_of_a_gpu():
+                kept[p, ours] = kept_sbh(model, case.make_inputs(BF16), "base_model.model.layers.1")
+    print(kept)
+    assert kept[0.05, True] <= kept[0.0, True] + 0.1
+    assert kept[0.0, True] < kept[0.0, False] < kept[0.05, False]
+
+
+def test_a_model_with_a_bias_on_its_scores_keeps_its_attention_and_says_so():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 50}
+    model = tempoize(T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).train())
+    assert ("attention", "it adds a bias by position to its scores") in {
+        (entry.operation, entry.why) for entry in report_on(model).left
+    }
+    assert {"norm", "dropout"} <= {entry.operation for entry in report_on(model).replaced}
+    ids = torch.arange(24).view(2, 12)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_shared_layers_draw_the_same_masks_with_checkpointing():
+    from transformers import AlbertConfig, AlbertModel
+
+    sizes = {"hidden_size": 64, "embedding_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+    def build():
+        torch.manual_seed(0)
+        p = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+        model = AlbertModel(AlbertConfig(vocab_size=128, intermediate_size=128, **sizes, **p)).train()
+        return tempoize(model, seed=2, norm="recompute")
+
+    plain, other = build(), build()
+    (group,) = other.encoder.albert_layer_groups
+    group.forward = functools.partial(checkpoint, group.forward, use_reentrant=False, preserve_rng_state=False)
+    for _ in range(2):
+        first, second = (loss_and_gradients(CASES["BERT"], model, torch.float32) for model in (plain, other))
+        assert all(torch.equal(first[key], second[key]) for key in first)
