@@ -48,16 +48,17 @@ def _forward_kernel(
     """One program computes tiles_per_program tiles of whole rows; where REFILLS, from the mean and rstd of before."""
     num_columns = column_units * UNIT
     if COUNTS:  # noqa: SIM102
-        # The last program does this: all its rows lie outside, so nobody waits for it.
-        if tl.program_id(0) == tl.num_programs(0) - 1:
+        # The first program does this alone: it starts with the others, where the last one would end after them.
+        if tl.program_id(0) == 0:
             find_channels(
                 weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, 0,
                 HAS_BIAS, ZERO_CENTERED, False, SMALLEST, COUNTED_COLUMNS,
             )  # fmt: skip
+            return
     column = tl.arange(0, BLOCK_COLUMNS)
     inside = column < num_columns
     gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
-    first = tl.program_id(0) * tiles_per_program
+    first = (tl.program_id(0) - COUNTS) * tiles_per_program
     for tile in tl.range(first, first + tiles_per_program, num_stages=STAGES):
         row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
         offset = row[:, None] * num_columns + column[None, :]
