@@ -209,8 +209,9 @@ def write_table() -> None:
         name: {f"sm_{capability}": measured(compiled(launch, capability)) for capability in CAPABILITIES}
         for name, launch in cases()
     }
-    text = json.dumps({"triton": triton.__version__, "kernels": kernels}, indent=1)
-    TABLE.write_text(text + "\n", encoding="utf-8")
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    table |= {"triton": triton.__version__, "kernels": kernels}
+    TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
