@@ -46,7 +46,7 @@ def main() -> int:
         for one in measure(capability, args.only):
             append_records(args.output, [one])
             records.append(one)
-        if args.limits and capability == 90 and not args.only:
+        if args.limits and capability == 90:
             write_limits(records)
         print(f"sm_{capability}, triton {find_version('triton')}")
         print(draw_table([one for one in records if one["kind"] == "pass"], PASS_COLUMNS))
@@ -60,7 +60,8 @@ def write_limits(records: Sequence[Mapping[str, Any]]) -> None:
     table = json.loads(path.read_text(encoding="utf-8"))
     kept = ("per_element", "issue_cycles", "programs_per_sm", "serialised")
     found = {one["name"]: {name: one[name] for name in kept if name in one} for one in records}
-    table["roofline"] = {**table.get("roofline", {}), str(find_version("triton")): found}
+    limits = table["roofline"].setdefault(str(find_version("triton")), {})
+    limits |= found
     path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
