@@ -11,6 +11,7 @@ the time that a copy of the same bytes takes, and what launches behind the pass 
 multiprocessor for 8192 scores: those that issue instructions and those of the tensor cores.
 
 --triton installs that version with pip into a folder (--folder) and runs this script with it; everything else stays.
+Tests run with it too: PYTHONPATH=FOLDER python -m pytest tests/test_kernels_compiled.py
 """
 
 from __future__ import annotations

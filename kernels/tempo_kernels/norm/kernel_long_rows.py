@@ -203,7 +203,9 @@ def forward(hidden_size: int, **arguments: Any) -> None:
 def backward(hidden_size: int, grad_x_ptr: Tensor, **arguments: Any) -> Tensor:
     """Fills grad_x; returns partial sums [2 or 1, programs, h] of grad_gamma and grad_beta."""
     num_rows = arguments["num_rows"]
-    _backward_kernel[(num_rows,)](grad_x_ptr=grad_x_ptr, **arguments, **OPTIONS)
+    # The slots of lost channels take the registers of as many elements.
+    block = OPTIONS["BLOCK_COLUMNS"] // (2 if arguments["HAS_LOST"] else 1)
+    _backward_kernel[(num_rows,)](grad_x_ptr=grad_x_ptr, **arguments, **OPTIONS | {"BLOCK_COLUMNS": block})
     num_strips = -(-hidden_size // SUMS_OPTIONS["BLOCK_COLUMNS"])
     num_tiles = -(-num_rows // SUMS_OPTIONS["BLOCK_ROWS"])
     tiles_per_program = -(-num_tiles * num_strips // SUMS_PROGRAMS)

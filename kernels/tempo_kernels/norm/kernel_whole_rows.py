@@ -32,7 +32,10 @@ from tempo_kernels.norm.kernel_lost_channels import (
 from tempo_kernels.norm.kernel_rows import load_parameters, place_tile, store_sums
 
 FORWARD_PROGRAMS = 2048
-BACKWARD_PROGRAMS = 264
+MULTIPROCESSORS = 132
+"""Where there is no GPU to ask."""
+BACKWARD_WARPS = 16
+"""Of backward's 128 registers a thread, so many warps fit into a multiprocessor."""
 STAGES = tl.constexpr(2)
 COUNTED_COLUMNS = tl.constexpr(4096)
 
@@ -158,8 +161,10 @@ def forward(hidden_size: int, **arguments: Any) -> None:
 def backward(hidden_size: int, **arguments: Any) -> Tensor:
     """Fills grad_x; returns partial sums [2 or 1, programs, h] of grad_gamma and grad_beta."""
     grad_x = arguments["grad_x_ptr"]
-    max_programs = _count_backward_programs(grad_x.device)
-    num_programs, tiles = _plan_tiles(arguments["num_rows"], hidden_size, arguments["HAS_LOST"], max_programs)
+    has_lost = arguments["HAS_LOST"]
+    # As many as run at once.
+    max_programs = _count_multiprocessors(grad_x.device) * (BACKWARD_WARPS // _count_warps(hidden_size, has_lost))
+    num_programs, tiles = _plan_tiles(arguments["num_rows"], hidden_size, has_lost, max_programs)
     num_sums = 1 + arguments["HAS_BIAS"]
     partial = torch.empty(num_sums, num_programs, hidden_size, dtype=torch.float32, device=grad_x.device)
     _backward_kernel[(num_programs,)](partial_ptr=partial, **arguments, **tiles)
@@ -177,16 +182,16 @@ def _plan_tiles(num_rows: int, hidden_size: int, has_lost: bool, max_programs: i
         "tiles_per_program": tiles_per_program,
         "BLOCK_ROWS": rows,
         "BLOCK_COLUMNS": columns,
-        "num_warps": min(16, rows * columns // (256 if has_lost else 512)),
+        "num_warps": _count_warps(hidden_size, has_lost),
         "enable_fp_fusion": True,
     }
 
 
+def _count_warps(hidden_size: int, has_lost: bool) -> int:
+    columns: int = triton.next_power_of_2(hidden_size)
+    return min(16, max(2048, columns) // (256 if has_lost else 512))
+
+
 @lru_cache(maxsize=256)
 def _count_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _count_backward_programs(device: torch.device) -> int:
-    """As many as run at once: two on each multiprocessor."""
-    return 2 * _count_multiprocessors(device) if device.type == "cuda" else BACKWARD_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
