@@ -86,6 +86,13 @@ def record_measurement(
     append_records(args.output, [record])
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Those of a JSON-lines file; none where there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Adds each record to the JSON-lines file as soon as the iterable gives it."""
     path.parent.mkdir(parents=True, exist_ok=True)

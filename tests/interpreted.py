@@ -43,6 +43,16 @@ if INTERPRETED:
 
     interpreter._convert_float = convert_float_as_the_gpu
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_for_numpy(tensor, *scope):
+        """Triton 3.6 asks numpy for the number in an array of one dimension, which numpy 2.4 refuses."""
+        patch_tensor(tensor, *scope)
+        set_attribute = scope[0].set_attr if scope else setattr
+        set_attribute(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_tensor_for_numpy
+
     patch_language = interpreter._patch_lang
     patched: set[ModuleType] = set()
 

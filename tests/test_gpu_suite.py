@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import gpu_suite
@@ -10,6 +11,7 @@ import pytest
 import torch
 from gpu import budget, implementations, kept, kernel_tests, operations, records, suite, timing
 from gpu.operation import Sizes
+from measurements import append_records, read_records
 from witness import assert_within_rule, kept_storages
 
 ROOT = Path(__file__).parent.parent
@@ -178,18 +180,75 @@ def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_no_speed_is_measured_where_the_kernels_tests_fail(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernel_tests, "passed", lambda root, timeout_s: False)
-    output = tmp_path / "suite.jsonl"
-    assert gpu_suite.main(["--output", str(output)]) == 1 and not output.exists()
+def test_a_part_that_there_is_not_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpu_suite.main(["operation"])
+    assert "operation is no part; expected tests, operations, attention" in capsys.readouterr().err
 
 
-def test_what_was_measured_before_an_interruption_stays(monkeypatch, tmp_path, capsys):
+FAILING = """
+import pytest
+
+@pytest.mark.gpu
+def test_that_fails():
+    assert 1 == 2
+
+@pytest.mark.gpu
+def test_that_passes():
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_a_test_that_fails_or_never_ends_stops_no_other(tmp_path, monkeypatch):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text(FAILING)
+    (tmp_path / "tests" / "test_b.py").write_text(
+        "import pytest, time\n@pytest.mark.gpu\ndef test_b(): time.sleep(999)"
+    )
+    (tmp_path / "tests" / "test_c.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_c(: pass")
+    (tmp_path / "tests" / "test_large_tensors.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_d(): pass")
+    monkeypatch.setattr(kernel_tests, "imported", lambda path: set())
+    monkeypatch.setattr(kernel_tests, "MARKS", ("",))
+    run = subprocess.run
+
+    def run_all_but_one(command, timeout, **options):
+        if command[-1].endswith("test_b.py"):
+            raise subprocess.TimeoutExpired(command, timeout)
+        return run(command, timeout=timeout, **options)
+
+    monkeypatch.setattr(subprocess, "run", run_all_but_one)
+    output = tmp_path / "results"
+    assert kernel_tests.read_outcome(output) == "not run"
+    assert kernel_tests.run(tmp_path, output, 800.0) == "failed"
+    found = {record["test"]: record for record in read_records(output / "tests.jsonl")}
+    assert {name: record["outcome"] for name, record in found.items()} == {
+        "tests/test_a.py::test_that_fails": "failed",
+        "tests/test_a.py::test_that_passes": "passed",
+        "test_b.py": "not ended",
+        "tests/test_c.py": "failed",
+        "test_c.py": "not ended",
+        "tests/test_large_tensors.py::test_d": "passed",
+    }
+    assert "assert 1 == 2" in found["tests/test_a.py::test_that_fails"]["error"]
+    assert "did not end within" in found["test_b.py"]["error"] and "pytest ended with 2" in found["test_c.py"]["error"]
+    told = kernel_tests.describe(output).splitlines()
+    assert told[0] == "2 failed, 2 not ended, 2 passed" and any("assert 1 == 2" in line for line in told)
+    assert "1 failed" in (output / "tests" / "test_a.log").read_text(encoding="utf-8")
+
+
+def test_a_dry_run_tells_the_steps_of_each_part_and_writes_no_result(tmp_path, capsys):
+    assert gpu_suite.main(["operations", "attention", "--dry-run", "--output", str(tmp_path)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert {"time of gelu", "host of squared_relu", "attention of s 1024 b 16 a 32 d 64"} <= set(told)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_measured_before_an_interruption_stays_and_says_how_the_tests_ended(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernel_tests, "passed", lambda root, timeout_s: True)
-    monkeypatch.setattr(records, "environment", lambda *a: {})
+    monkeypatch.setattr(records, "environment", lambda root, device, commit, tests: {"tests": tests})
     monkeypatch.setattr(gpu_suite, "forget", lambda: None)
+    append_records(tmp_path / "tests.jsonl", [{"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "failed"}])
 
     def one_record(self, operation):
         if operation.name == "gelu_tanh":
@@ -200,9 +259,9 @@ def test_what_was_measured_before_an_interruption_stays(monkeypatch, tmp_path, c
         )
 
     monkeypatch.setattr(suite.Suite, "time", one_record)
-    output = tmp_path / "suite.jsonl"
-    assert gpu_suite.main(["--output", str(output)]) == 1
-    assert json.loads(output.read_text(encoding="utf-8"))["operation"] == "gelu"
+    assert gpu_suite.main(["operations", "--output", str(tmp_path)]) == 1
+    [found] = read_records(tmp_path / "operations.jsonl")
+    assert found["operation"] == "gelu" and found["tests"] == "failed"
     printed = capsys.readouterr().out
     assert "interrupted" in printed and "small call" in printed
 

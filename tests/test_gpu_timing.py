@@ -185,21 +185,22 @@ def test_a_profile_has_a_table_for_each_implementation(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_tests_that_run_first_need_neither_megatron_nor_deepspeed():
-    files = [path.name for path in kernel_tests.files(ROOT)]
+def test_the_tests_that_run_first_need_neither_megatron_nor_deepspeed(tmp_path):
+    paths = kernel_tests.files(ROOT)
+    files = [path.name for path in paths]
     for name in ("gelu", "norm", "glu", "squared_relu"):
         assert f"test_{name}_kernels.py" in files
-    assert {"test_kernels_interpreted.py", "test_cuda_graphs.py"} <= set(files)
+    assert {"test_kernels_interpreted.py", "test_cuda_graphs.py", kernel_tests.LARGE} <= set(files)
     assert "megatron" in kernel_tests.imported(ROOT / "tests" / "test_layer_spec.py")
     program = (
         "import sys, pytest\n"
         "sys.modules.update(dict.fromkeys(['megatron', 'deepspeed', 'tempo_megatron']))\n"
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
-    python, _, _, *arguments = kernel_tests.command(ROOT)
-    arguments = [*arguments, "--collect-only", "-p", "no:xdist"]
-    if "-n" in arguments:
-        del arguments[arguments.index("-n") - 2 : arguments.index("-n") + 2]
-    result = subprocess.run([python, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    python, _, _, *arguments = kernel_tests.command(tmp_path, ROOT / "tests", "gpu and not slow")
+    command = [python, "-c", program, *arguments[:-1], *map(str, paths), "--collect-only"]
+    result = subprocess.run(
+        command, cwd=ROOT, env=kernel_tests._environment(ROOT), capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert "test_large_tensors" not in result.stdout and "test_gelu_kernels" in result.stdout

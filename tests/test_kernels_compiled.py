@@ -1,6 +1,7 @@
 """Every Triton kernel compiled ahead of time, with the arguments that its launcher gives it; no GPU is needed.
 
-`python tests/test_kernels_compiled.py` writes kernel_resources.json anew: registers and shared memory of each kernel.
+`python tests/test_kernels_compiled.py` writes to kernel_resources.json what the installed Triton makes of each kernel:
+registers and shared memory.
 """
 
 from __future__ import annotations
@@ -154,20 +155,22 @@ def measured(kernel: Any) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_keep_to_registers_and_to_the_recorded_resources(capability):
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    tables = json.loads(TABLE.read_text(encoding="utf-8"))["kernels"]
     found, launches = {}, dict(cases())
     for name, launch in launches.items():
         kernel = compiled(launch, capability)
         usage = resources(kernel.asm["cubin"])
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
         found[name] = measured(kernel)
-    recorded = {name: sizes[f"sm_{capability}"] for name, sizes in table["kernels"].items()}
-    assert found.keys() == recorded.keys()
-    if table["triton"] == triton.__version__:
-        assert found == recorded
+    recorded = {
+        version: {name: sizes[f"sm_{capability}"] for name, sizes in table.items()} for version, table in tables.items()
+    }
+    if triton.__version__ in recorded:
+        assert found == recorded[triton.__version__]
     for name, usage in found.items():
         for resource, number in usage.items():
-            assert number <= recorded[name][resource] * 1.25, f"{name}: {resource} {number}, {recorded[name]} recorded"
+            most = max(table[name][resource] for table in recorded.values())
+            assert number <= most * 1.25, f"{name}: {resource} {number}, {most} recorded"
 
 
 @pytest.mark.slow
@@ -209,8 +212,9 @@ def write_table() -> None:
         name: {f"sm_{capability}": measured(compiled(launch, capability)) for capability in CAPABILITIES}
         for name, launch in cases()
     }
-    text = json.dumps({"triton": triton.__version__, "kernels": kernels}, indent=1)
-    TABLE.write_text(text + "\n", encoding="utf-8")
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    table["kernels"][triton.__version__] = kernels
+    TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from norm_kernel_checks import cast_sums, check_norm, norm_forward_and_backward,
 from tempo_kernels.norm import eager, layer_norm
 from tempo_kernels.norm import kernel as norm_kernel
 from tempo_kernels.norm import kernel_long_rows as long_rows
+from tempo_kernels.norm import kernel_whole_rows as whole_rows
 from tempo_kernels.norm.kernel_lost_channels import prepare_lost_channels
 from tempo_kernels.norm.lost_channels import find_candidate_channels, find_lost_channels
 from tempo_kernels.norm.reserve import find_reserve
@@ -76,6 +77,26 @@ def test_a_forward_without_room_counts_what_is_specified(shape, dtype, zero_cent
     weight.data.fill_(1.0 - zero_centered)
     norm_kernel.forward(x, norm_of(weight, bias, zero_centered))
     assert counts.tolist() == [2, 6], "the most that were beyond the capacity stay until they are read"
+
+
+@kernel_test
+@both_lengths
+def test_the_first_program_counts_and_computes_no_row(monkeypatch, rows_are_long):
+    """What counts takes longest, so it has to start first; rows that lie outside would only make it longer."""
+    rows = long_rows if norm_kernel.FORWARD_ROW_BYTES == 64 else whole_rows
+    kernel, grids = rows._forward_kernel, []
+
+    class FirstProgram:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return kernel[(1,)]
+
+    x, weight, bias, _ = random_norm("initial", (9, 130), torch.float32)
+    monkeypatch.setattr(rows, "_forward_kernel", FirstProgram())
+    y, kept = norm_kernel.forward(x, norm_of(weight, bias))
+    assert grids == [(10,) if rows is long_rows else (3,)]
+    assert torch.equal(kept.affine, torch.stack([weight, bias])), "the first program has not counted"
+    assert y.isnan().all() and kept.rstd.isnan().all(), "the first program computed rows too"
 
 
 @kernel_test

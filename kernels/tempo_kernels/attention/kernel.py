@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_rows as rows
+from tempo_kernels.attention.kernel_tile import PADDING
 from tempo_kernels.attention.settings import MASKED_SCORE, Inputs, Kept, Settings
 from tempo_kernels.philox import effective_probability
 from tempo_kernels.philox.kernel import key_words
@@ -47,7 +48,7 @@ class Shape(NamedTuple):
 SHAPES = {
     80: {
         64: (Shape(128, 64, 8, 2, False), Shape(128, 64, 8, 2, False), Shape(32, 128, 8, 2, False)),
-        128: (Shape(128, 64, 8, 2, False), Shape(64, 32, 4, 2, False), Shape(16, 64, 4, 2, False)),
+        128: (Shape(128, 64, 8, 2, False), Shape(64, 64, 8, 2, False), Shape(16, 64, 4, 2, False)),
         256: (Shape(64, 32, 4, 1, False), Shape(64, 32, 8, 1, False), Shape(16, 64, 8, 1, False)),
     },
     90: {
@@ -115,10 +116,9 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
         return grad_q, grad_k.zero_(), grad_v.zero_()
     out, logsumexp, _ = kept
     assert logsumexp is not None
-    delta = torch.empty_like(logsumexp)
+    padded = -(-num_queries // PADDING.value) * PADDING.value
     shared = {
-        "logsumexp_ptr": logsumexp,
-        "delta_ptr": delta,
+        "statistics_ptr": torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device),
         "norm_ptr": torch.empty_like(logsumexp) if q.dtype == torch.float32 else None,
         "softmax_scale": settings.softmax_scale,
     }
@@ -127,6 +127,7 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
         rows.launch_grad_q(
             -(-num_queries // shape.queries) * batch * heads,
             out_ptr=out,
+            logsumexp_ptr=logsumexp,
             grad_q_ptr=grad_q,
             **shared,
             **_collect_arguments(inputs, settings, shape, grad_out),
@@ -135,6 +136,7 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
             -(-k.size(0) // kv_shape.keys) * batch * k.size(2),
             grad_k_ptr=grad_k,
             grad_v_ptr=grad_v,
+            KEEPS_APART=q.dtype != torch.float32 and find_architecture(q.device) == 90,
             **shared,
             **_collect_arguments(inputs, settings, kv_shape, grad_out),
         )

@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 
 from tempo_kernels.attention.kernel_tile import (
+    PADDING,
     VARYING,
     count_keys,
     find_probabilities,
     find_score_gradients,
     find_seen_keys,
+    keep_apart,
     load_rows,
     order_keys,
     store_rows,
@@ -54,7 +56,7 @@ def _find_queries(
 
 @triton.jit(do_not_specialize=VARYING)
 def _grad_kv_kernel(
-    q_ptr, k_ptr, v_ptr, grad_out_ptr, logsumexp_ptr, delta_ptr, norm_ptr, grad_k_ptr, grad_v_ptr,
+    q_ptr, k_ptr, v_ptr, grad_out_ptr, statistics_ptr, norm_ptr, grad_k_ptr, grad_v_ptr,
     mask_ptr, lengths_ptr, key_ptr, first_sample_ptr,
     q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head, grad_row, grad_sample, grad_head,
     mask_sample, mask_head, mask_row, mask_column,
@@ -63,9 +65,13 @@ def _grad_kv_kernel(
     UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEEPS_APART: tl.constexpr,
 ):  # fmt: skip
-    """Writes grad_k and grad_v [sk, b, g, d] of one block of keys. The blocks of one head are neighbours."""
+    """Writes grad_k and grad_v [sk, b, g, d] of one block of keys. The blocks of one head are neighbours.
+
+    statistics are the other pass's, which wrote whole blocks of them: they are read without a mask, which would take
+    them 4 bytes at a time.
+    """
     num_key_blocks, num_groups = tl.cdiv(num_keys, BLOCK_KEYS), num_heads // group_size
     start_key, index = tl.program_id(0) % num_key_blocks * BLOCK_KEYS, tl.program_id(0) // num_key_blocks
     sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
@@ -81,8 +87,9 @@ def _grad_kv_kernel(
         mask_ptr += sample * mask_sample
     q_ptr += sample * q_sample * UNIT
     grad_out_ptr += sample * grad_sample * UNIT
-    logsumexp_ptr += sample * num_heads * num_queries
-    delta_ptr += sample * num_heads * num_queries
+    padded = tl.cdiv(num_queries, PADDING) * PADDING
+    logsumexp_ptr = statistics_ptr + sample * num_heads * padded
+    delta_ptr = logsumexp_ptr + batch.to(tl.int64) * num_heads * padded
     if PRECISE:
         norm_ptr += sample * num_heads * num_queries
     k_ptr += (sample * k_sample + kv_head * k_head) * UNIT
@@ -97,14 +104,13 @@ def _grad_kv_kernel(
     # One loop over heads and queries, since two nested loops spill registers.
     for step in range(0, num_blocks * group_size):
         head = (group_head + step // num_blocks).to(tl.int64)
-        start_row = first + step % num_blocks * BLOCK_QUERIES
+        start_row = tl.multiple_of(first + step % num_blocks * BLOCK_QUERIES, BLOCK_QUERIES)
         row = start_row + block_row
         q_head_ptr, grad_head_ptr = q_ptr + head * q_head * UNIT, grad_out_ptr + head * grad_head * UNIT
         q = load_rows(q_head_ptr, start_row, block_row, q_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
         grad_out = load_rows(grad_head_ptr, start_row, block_row, grad_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
-        statistics = head * num_queries + start_row
-        logsumexp = tl.load(logsumexp_ptr + statistics + block_row, mask=row < num_queries, other=float("inf"))
-        delta = tl.load(delta_ptr + statistics + block_row, mask=row < num_queries, other=0.0)
+        logsumexp = tl.load(logsumexp_ptr + head * padded + start_row + block_row)
+        delta = tl.load(delta_ptr + head * padded + start_row + block_row)
         mask_head_ptr = mask_ptr
         if HAS_MASK:
             mask_head_ptr += head * mask_head
@@ -116,15 +122,17 @@ def _grad_kv_kernel(
             LIMITS_LEFT, HAS_MASK, PRECISE, BRANCHES, BLOCK_KEYS, True,
         )  # fmt: skip
         if PRECISE:
-            norm = tl.load(norm_ptr + statistics + block_row, mask=row < num_queries, other=0.0)
+            norm = tl.load(norm_ptr + head * num_queries + row, mask=row < num_queries, other=0.0)
             probabilities *= norm[None, :]
         probabilities, grad_scores = find_score_gradients(
             probabilities, hides, v, grad_out, delta, row, start_key, first_head + head, first_sample + sample,
-            key_low, key_high, limit, keep_scale, HAS_MASK, DRAWS, BLOCK_KEYS, True,
+            key_low, key_high, limit, HAS_MASK, DRAWS, BLOCK_KEYS, True,
         )  # fmt: skip
         grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
         grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
-    grad_k *= softmax_scale
+        if KEEPS_APART:
+            grad_v, grad_k = keep_apart(grad_v), keep_apart(grad_k)
+    grad_k *= softmax_scale * keep_scale
     grad_v *= keep_scale
     offset = (sample * num_groups + kv_head) * HEAD_DIM
     grad_row = batch.to(tl.int64) * num_groups * HEAD_DIM

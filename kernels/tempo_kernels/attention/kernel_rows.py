@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from tempo_kernels.attention.kernel_tile import (
+    PADDING,
     VARYING,
     count_keys,
     draw_drops,
@@ -144,7 +145,7 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def _grad_q_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, logsumexp_ptr, delta_ptr, norm_ptr, grad_q_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, logsumexp_ptr, statistics_ptr, norm_ptr, grad_q_ptr,
     mask_ptr, lengths_ptr, key_ptr, first_sample_ptr,
     q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head, grad_row, grad_sample, grad_head,
     mask_sample, mask_head, mask_row, mask_column,
@@ -155,7 +156,10 @@ def _grad_q_kernel(
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Writes grad_q of one block of queries, and for the other pass delta [b, a, sq], a row's sum of out * grad_out.
+    """Writes grad_q of one block of queries, and its part of the statistics that the other pass reads.
+
+    These are [2, b, a, sq up to a multiple of PADDING]: the logsumexp, infinite behind the last query, and delta, a
+    row's sum of out * grad_out, divided by dropout's scale.
 
     PRECISE walks over the keys once more. It divides the probabilities by their sum (norm is its inverse), and sums
     delta from the terms that delta is subtracted from: in float32 the roundings of logsumexp and out are the largest
@@ -184,7 +188,7 @@ def _grad_q_kernel(
     q = load_rows(q_ptr, start_row, block_row, q_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
     grad_out = load_rows(grad_out_ptr, start_row, block_row, grad_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
     out = load_rows(out_ptr + out_offset, start_row, block_row, out_row, num_queries, HEAD_DIM, BLOCK_DIM)
-    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
+    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1) / keep_scale
     statistics = (sample * num_heads + head) * num_queries + row
     logsumexp = tl.load(logsumexp_ptr + statistics, mask=row < num_queries, other=float("inf"))
     if PRECISE:
@@ -200,14 +204,17 @@ def _grad_q_kernel(
             total += tl.sum(probabilities, 1)
             _, products = find_score_gradients(
                 probabilities, hides, v, grad_out, tl.zeros_like(delta), row, start_key,
-                first_head + head, first_sample + sample, key_low, key_high, limit, keep_scale,
+                first_head + head, first_sample + sample, key_low, key_high, limit,
                 False, DRAWS, BLOCK_KEYS, False,
             )  # fmt: skip
             delta += tl.sum(products, 1)
         norm = 1.0 / tl.where(total == 0.0, 1.0, total)
         delta *= norm
         tl.store(norm_ptr + statistics, norm, mask=row < num_queries)
-    tl.store(delta_ptr + statistics, delta, mask=row < num_queries)
+    padded = tl.cdiv(num_queries, PADDING) * PADDING
+    statistics_ptr += (sample * num_heads + head) * padded
+    tl.store(statistics_ptr + row, logsumexp)
+    tl.store(statistics_ptr + batch.to(tl.int64) * num_heads * padded + row, delta)
     grad_q = tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32)
     for start_key in range(first, stop, BLOCK_KEYS):
         k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
@@ -222,10 +229,10 @@ def _grad_q_kernel(
             probabilities *= norm[:, None]
         _, grad_scores = find_score_gradients(
             probabilities, hides, v, grad_out, delta, row, start_key, first_head + head, first_sample + sample,
-            key_low, key_high, limit, keep_scale, HAS_MASK, DRAWS, BLOCK_KEYS, False,
+            key_low, key_high, limit, HAS_MASK, DRAWS, BLOCK_KEYS, False,
         )  # fmt: skip
         grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
-    grad_q *= softmax_scale
+    grad_q *= softmax_scale * keep_scale
     store_rows(grad_q_ptr + out_offset, start_row, block_row, out_row, num_queries, grad_q, HEAD_DIM, BLOCK_DIM)
 
 

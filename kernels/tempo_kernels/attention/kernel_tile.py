@@ -24,6 +24,9 @@ from tempo_kernels.philox.kernel import philox4x32
 # triton 3.3 cannot compile the joins of a transposed tile. With it, every key makes a call of Philox of its own.
 JOINS_TRANSPOSED = tl.constexpr(not triton.__version__.startswith("3.3."))
 
+# Every block of queries divides it.
+PADDING = tl.constexpr(128)
+
 # Arguments that change from call to call or from layer to layer. No value of theirs compiles a kernel anew.
 VARYING = [f"{name}_{axis}" for name in ("q", "k", "v", "grad") for axis in ("row", "sample", "head")]
 VARYING += ["mask_sample", "mask_head", "mask_row", "mask_column"]
@@ -212,6 +215,19 @@ def multiply(queries, keys, KEYS_FIRST: tl.constexpr):
     return products
 
 
+IS_COMPILED = tl.constexpr(isinstance(multiply, triton.JITFunction))  # Triton's interpreter knows no assembler
+
+
+@triton.jit
+def keep_apart(sums):
+    """The same sums, of which the compiler does not know it. On sm_90 a product is added to its sums while others run;
+    where ptxas sees the sums of a loop move between registers at its end, it makes every product wait for the last
+    (its warning C7515)."""
+    if IS_COMPILED:
+        sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], dtype=tl.float32, is_pure=True, pack=1)
+    return sums
+
+
 @triton.jit
 def find_probabilities(
     q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
@@ -240,10 +256,11 @@ def find_probabilities(
 
 @triton.jit
 def find_score_gradients(
-    probabilities, hides, v, grad_out, delta, row, start_key, head, sample, key_low, key_high, limit, keep_scale,
+    probabilities, hides, v, grad_out, delta, row, start_key, head, sample, key_low, key_high, limit,
     HAS_MASK: tl.constexpr, DRAWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """(probabilities after dropout without its scale, gradient of the scaled scores) in float32."""
+    """(probabilities after dropout, gradient of the scaled scores) in float32, both without dropout's scale, by which
+    delta is divided."""
     grad_probabilities = multiply(grad_out, v, KEYS_FIRST)
     kept = probabilities
     if DRAWS:
@@ -252,7 +269,7 @@ def find_score_gradients(
         else:
             drops = draw_drops_key_by_key(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS)
         kept = tl.where(drops, 0.0, probabilities)
-        grad_probabilities = tl.where(drops, 0.0, grad_probabilities * keep_scale)
+        grad_probabilities = tl.where(drops, 0.0, grad_probabilities)
     grad_scores = probabilities * (grad_probabilities - expand_queries(delta, KEYS_FIRST))
     if HAS_MASK:
         grad_scores = tl.where(hides, 0.0, grad_scores)

@@ -21,7 +21,7 @@ from tempo_kernels.philox import effective_probability, threshold
 from tempo_kernels.philox.kernel import drop_mask, key_words, load_draw
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TILE_ELEMENTS = 4096
+TILE_BYTES = 8192
 BACKWARD_PROGRAMS = 1024
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -176,10 +176,10 @@ class _Tile(NamedTuple):
 
 
 def _plan_tiles(x: Tensor) -> _Tile:
-    """The widest strip of 256 to 1024 columns that divides h, and as many rows as fill TILE_ELEMENTS."""
+    """The widest strip of 256 to 1024 columns that divides h, and as many rows as fill TILE_BYTES."""
     num_columns = x.size(-1)
     columns = max(256, min(1024, num_columns & -num_columns))
-    rows = TILE_ELEMENTS // columns
+    rows = TILE_BYTES // (columns * x.element_size())
     return _Tile(rows, columns, -(-x.size(0) * x.size(1) // rows), -(-num_columns // columns))
 
 

@@ -42,14 +42,14 @@ def _forward_kernel(
     """One program reads one row three times; where REFILLS, once, and takes the mean and rstd of before."""
     num_columns = column_units * UNIT
     if COUNTS:  # noqa: SIM102
-        # The last program does this, and has no row.
-        if tl.program_id(0) == num_rows:
+        # The first program does this alone, and has no row: it starts with the others, where the last would end later.
+        if tl.program_id(0) == 0:
             find_channels(
                 weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, 0,
                 HAS_BIAS, ZERO_CENTERED, False, SMALLEST, BLOCK_COLUMNS,
             )  # fmt: skip
             return
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    row = (tl.program_id(0) - COUNTS).to(tl.int64) + tl.arange(0, 1)
     start = row[:, None] * num_columns
     mean = tl.zeros((1,), dtype=tl.float32)
     if REFILLS:
@@ -203,7 +203,9 @@ def forward(hidden_size: int, **arguments: Any) -> None:
 def backward(hidden_size: int, grad_x_ptr: Tensor, **arguments: Any) -> Tensor:
     """Fills grad_x; returns partial sums [2 or 1, programs, h] of grad_gamma and grad_beta."""
     num_rows = arguments["num_rows"]
-    _backward_kernel[(num_rows,)](grad_x_ptr=grad_x_ptr, **arguments, **OPTIONS)
+    # The slots of lost channels take the registers of as many elements.
+    block = OPTIONS["BLOCK_COLUMNS"] // (2 if arguments["HAS_LOST"] else 1)
+    _backward_kernel[(num_rows,)](grad_x_ptr=grad_x_ptr, **arguments, **OPTIONS | {"BLOCK_COLUMNS": block})
     num_strips = -(-hidden_size // SUMS_OPTIONS["BLOCK_COLUMNS"])
     num_tiles = -(-num_rows // SUMS_OPTIONS["BLOCK_ROWS"])
     tiles_per_program = -(-num_tiles * num_strips // SUMS_PROGRAMS)

@@ -32,7 +32,10 @@ from tempo_kernels.norm.kernel_lost_channels import (
 from tempo_kernels.norm.kernel_rows import load_parameters, place_tile, store_sums
 
 FORWARD_PROGRAMS = 2048
-BACKWARD_PROGRAMS = 264
+MULTIPROCESSORS = 132
+"""Where there is no GPU to ask."""
+BACKWARD_WARPS = 16
+"""Of backward's 128 registers a thread, so many warps fit into a multiprocessor."""
 STAGES = tl.constexpr(2)
 COUNTED_COLUMNS = tl.constexpr(4096)
 
@@ -48,16 +51,17 @@ def _forward_kernel(
     """One program computes tiles_per_program tiles of whole rows; where REFILLS, from the mean and rstd of before."""
     num_columns = column_units * UNIT
     if COUNTS:  # noqa: SIM102
-        # The last program does this: all its rows lie outside, so nobody waits for it.
-        if tl.program_id(0) == tl.num_programs(0) - 1:
+        # The first program does this alone: it starts with the others, where the last one would end after them.
+        if tl.program_id(0) == 0:
             find_channels(
                 weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, 0,
                 HAS_BIAS, ZERO_CENTERED, False, SMALLEST, COUNTED_COLUMNS,
             )  # fmt: skip
+            return
     column = tl.arange(0, BLOCK_COLUMNS)
     inside = column < num_columns
     gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
-    first = tl.program_id(0) * tiles_per_program
+    first = (tl.program_id(0) - COUNTS) * tiles_per_program
     for tile in tl.range(first, first + tiles_per_program, num_stages=STAGES):
         row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
         offset = row[:, None] * num_columns + column[None, :]
@@ -157,8 +161,10 @@ def forward(hidden_size: int, **arguments: Any) -> None:
 def backward(hidden_size: int, **arguments: Any) -> Tensor:
     """Fills grad_x; returns partial sums [2 or 1, programs, h] of grad_gamma and grad_beta."""
     grad_x = arguments["grad_x_ptr"]
-    max_programs = _count_backward_programs(grad_x.device)
-    num_programs, tiles = _plan_tiles(arguments["num_rows"], hidden_size, arguments["HAS_LOST"], max_programs)
+    has_lost = arguments["HAS_LOST"]
+    # As many as run at once.
+    max_programs = _count_multiprocessors(grad_x.device) * (BACKWARD_WARPS // _count_warps(hidden_size, has_lost))
+    num_programs, tiles = _plan_tiles(arguments["num_rows"], hidden_size, has_lost, max_programs)
     num_sums = 1 + arguments["HAS_BIAS"]
     partial = torch.empty(num_sums, num_programs, hidden_size, dtype=torch.float32, device=grad_x.device)
     _backward_kernel[(num_programs,)](partial_ptr=partial, **arguments, **tiles)
@@ -176,16 +182,16 @@ def _plan_tiles(num_rows: int, hidden_size: int, has_lost: bool, max_programs: i
         "tiles_per_program": tiles_per_program,
         "BLOCK_ROWS": rows,
         "BLOCK_COLUMNS": columns,
-        "num_warps": min(16, rows * columns // (256 if has_lost else 512)),
+        "num_warps": _count_warps(hidden_size, has_lost),
         "enable_fp_fusion": True,
     }
 
 
+def _count_warps(hidden_size: int, has_lost: bool) -> int:
+    columns: int = triton.next_power_of_2(hidden_size)
+    return min(16, max(2048, columns) // (256 if has_lost else 512))
+
+
 @lru_cache(maxsize=256)
 def _count_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _count_backward_programs(device: torch.device) -> int:
-    """As many as run at once: two on each multiprocessor."""
-    return 2 * _count_multiprocessors(device) if device.type == "cuda" else BACKWARD_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS

@@ -87,7 +87,7 @@ def _launch_forward(
     tiles.check_dtype(activation, x)
     if x.numel() == 0:
         return
-    tiling = tiles.plan_tiles(x, bias is not None, tiles.FORWARD_TILE)
+    tiling = tiles.plan_tiles(x, bias is not None, tiles.FORWARD_TILE_BYTES // x.element_size())
     with torch.cuda.device_of(x):
         _forward_kernel[(tiling.row_blocks * tiling.strips,)](
             x.contiguous(),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLAT_COLUMNS = 1024
-FORWARD_TILE = 4096
+FORWARD_TILE_BYTES = 8192
 BACKWARD_TILE = 2048
 BACKWARD_PROGRAMS = 2048
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}

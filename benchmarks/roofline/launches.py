@@ -1,0 +1,130 @@
+"""How a kernel is launched, recorded and not carried out, and what Triton makes of that launch for a GPU that need not
+be there."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+TYPES |= {torch.uint8: "u8"}
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    grid: tuple[int, ...]
+
+    @property
+    def num_programs(self) -> int:
+        return int(torch.Size(self.grid).numel())
+
+    @property
+    def num_warps(self) -> int:
+        return int(self.options.get("num_warps", 4))
+
+
+class Recorder:
+    """Stands where a kernel stands and writes down how it is launched."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **keywords: Any) -> None:
+            named = dict(zip(self.kernel.arg_names, args, strict=False)) | keywords
+            options = {name: named.pop(name) for name in OPTIONS & named.keys()}
+            self.launches.append(Launch(self.kernel, named, options, grid))
+
+        return launch
+
+
+def record_launches(run: Callable[[], Any], modules: Iterable[ModuleType]) -> list[Launch]:
+    """The launches that `run` makes of the kernels of `modules`, none of which is carried out."""
+    launches: list[Launch] = []
+    with contextlib.ExitStack() as patches:
+        for module in modules:
+            for name, kernel in list(vars(module).items()):
+                if name.endswith("_kernel"):
+                    patches.enter_context(mock.patch.object(module, name, Recorder(kernel, launches)))
+        run()
+    return launches
+
+
+def source_of(launch: Launch) -> ASTSource:
+    """What Triton's own launcher would compile: ones are constants, multiples of 16 are known as such."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value, specialized = launch.arguments[parameter.name], not parameter.do_not_specialize
+        number = value.data_ptr() if isinstance(value, Tensor) else value
+        if parameter.is_constexpr or value is None or (specialized and isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        if isinstance(value, Tensor):
+            signature[parameter.name] = "*" + TYPES[value.dtype]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        if specialized and isinstance(number, int) and number % 16 == 0:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def compiled(launch: Launch, capability: int) -> Any:
+    return triton.compile(source_of(launch), target=GPUTarget("cuda", capability, 32), options=launch.options)
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers, and bytes of stack, shared and local memory, as the CUDA tools read them from the machine code."""
+    found = dict(re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", read_cubin(cubin, "--dump-resource-usage")))
+    return {name: int(number) for name, number in found.items()}
+
+
+def read_cubin(cubin: bytes, what: str) -> str:
+    """What cuobjdump says of machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [TOOLS / "cuobjdump", what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def count_serialised_products(ptx: str) -> int:
+    """How many warnings ptxas gives that asynchronous products wait for one another (C7515 and its like)."""
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    assert target is not None
+    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+        file.write(ptx)
+        file.flush()
+        for name in ("ptxas", "ptxas-blackwell"):  # which of them knows this version of PTX depends on Triton's
+            command = [TOOLS / name, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == 0:
+                return (done.stdout + done.stderr).count("serialized")
+    raise RuntimeError(f"no ptxas of Triton's compiles its own code: {done.stderr.strip()}")
+
+
+def narrow_accesses(ptx: str) -> list[str]:
+    """Global loads and stores, and copies to shared memory, of fewer than 16 bytes."""
+    accesses = re.findall(r"\b(?:ld|st)\.global[\w.:]*", ptx)
+    narrow = [access for access in accesses if not re.search(r"\.v4\.[bfu]32|\.v2\.[bfu]64|\.v8\.[bfu]32", access)]
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (0x[0-9a-f]+|\d+)", ptx)
+    return narrow + [f"copy of {size} bytes" for size in copies if int(size, 0) < 16]

@@ -1,0 +1,147 @@
+"""The instructions of a kernel's main loop by the pipe that executes them, read from disassembled machine code."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", re.MULTILINE)
+TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
+TENSOR = ("HMMA", "HGMMA", "QGMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCMMA", "OMMA")
+
+# By the beginning of a mnemonic; the first that fits. From NVIDIA's tables of throughput per compute capability.
+PIPES = (
+    ("tensor", TENSOR),
+    ("fma", ("FFMA", "FMUL", "FADD", "FFMA2", "FMUL2", "FADD2")),
+    ("imad", ("IMAD", "IDP", "HFMA2", "HADD2", "HMUL2")),
+    ("xu", ("MUFU", "I2F", "F2I", "F2F", "FRND", "POPC", "FLO")),
+    ("memory", ("LDG", "STG", "LD.", "ST.", "LDS", "STS", "LDSM", "STSM", "LDGSTS", "ATOM", "RED.", "SHFL", "LDC",
+                "UBLKCP", "UTMALDG", "LDTM", "STTM")),
+    ("control", ("BRA", "BSSY", "BSYNC", "BAR", "EXIT", "CALL", "RET", "WARPSYNC", "WARPGROUP", "DEPBAR", "LDGDEPBAR",
+                 "NOP", "YIELD", "SYNCS", "FENCE", "MEMBAR", "ERRBAR", "CCTL")),
+    ("uniform", ("U", "R2UR", "S2UR")),
+)  # fmt: skip
+
+
+class Instruction(NamedTuple):
+    address: int
+    predicate: str
+    name: str
+    operands: str
+
+    @property
+    def pipe(self) -> str:
+        """What is in no list is an operation of the ALU: integers, logic, comparisons, conversions to 16 bits."""
+        name = self.name + "."
+        return next((pipe for pipe, names in PIPES if name.startswith(names)), "alu")
+
+    @property
+    def target(self) -> int | None:
+        """Where a jump goes."""
+        found = TARGET.search(self.operands) if self.name.startswith("BRA") else None
+        return int(found[1], 16) if found else None
+
+    @property
+    def is_product(self) -> bool:
+        return self.name.startswith(TENSOR)
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes that a thread moves between global memory and itself, or shared memory, if 16 or more at once."""
+        if not self.name.startswith(("LDG", "STG")):
+            return 0
+        return next((size // 8 for size in (256, 128) if f".{size}" in self.name), 0)
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """What a path through the main loop has as much of as it can have: products, and bytes in wide accesses."""
+        return int(self.is_product), self.wide_bytes
+
+
+class Body(NamedTuple):
+    """A path that does a kernel's work once: of its main loop, or of the whole program where there is none."""
+
+    instructions: list[Instruction]
+    is_loop: bool
+
+    @property
+    def issued(self) -> int:
+        return len(self.instructions)
+
+    @property
+    def by_pipe(self) -> Counter[str]:
+        return Counter(instruction.pipe for instruction in self.instructions)
+
+    @property
+    def products(self) -> int:
+        return sum(one.is_product for one in self.instructions)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(one.wide_bytes for one in self.instructions if one.name.startswith("STG"))
+
+    @property
+    def loaded_bytes(self) -> int:
+        return sum(one.wide_bytes for one in self.instructions if one.name.startswith("LDG"))
+
+
+def parse(listing: str) -> list[Instruction]:
+    """What `cuobjdump -sass` prints, without what stands behind the end to fill the memory."""
+    found = [Instruction(int(a, 16), p or "", n, o) for a, p, n, o in INSTRUCTION.findall(listing)]
+    while found and (found[-1].name == "NOP" or found[-1].target == found[-1].address):
+        found.pop()
+    return found
+
+
+def find_body(instructions: list[Instruction]) -> Body:
+    """The main loop, or the whole program where its wide stores are outside of loops.
+
+    That is the loop with the most products; without any, the longest of those that store, for a loop over parameters is
+    short; and where no loop stores, the one that loads most. Where the code branches, the path with the most work
+    counts, and of these the shortest: a tile that lies inside jumps over the code for its borders, and a quotient over
+    the one for subnormal numbers.
+    """
+    loops = [(one.target, one.address) for one in instructions if one.target is not None and one.target < one.address]
+    bodies = [Body(_find_path(instructions, start, end), True) for start, end in loops]
+    whole = Body(_find_path(instructions, instructions[0].address, None), False)
+    best = max(bodies, key=_rank, default=whole)
+    is_main = best.products or best.stored_bytes or (best.loaded_bytes and not whole.stored_bytes)
+    return best if is_main else whole
+
+
+def _rank(body: Body) -> tuple[int, int, int]:
+    return body.products, body.issued if body.stored_bytes else 0, body.loaded_bytes
+
+
+def _find_path(instructions: list[Instruction], start: int, end: int | None) -> list[Instruction]:
+    """From start to the jump at `end`, or to any end of the program; jumps backwards are not taken."""
+    index_of = {one.address: index for index, one in enumerate(instructions)}
+    first, last = index_of[start], len(instructions) - 1 if end is None else index_of[end]
+
+    best: dict[int, tuple[tuple[int, int, int], int | None]] = {}
+    for index in range(last, first - 1, -1):
+        one = instructions[index]
+        follows: list[int | None] = []
+        is_end = index == last or (end is None and one.name == "EXIT" and not one.predicate)
+        if is_end:
+            follows.append(None)
+        elif one.name != "BRA" or _is_conditional(one):
+            follows.append(index + 1)
+        target = one.target
+        if not is_end and target is not None and one.address < target and index_of.get(target, last + 1) <= last:
+            follows.append(index_of[target])
+        reached = [(best[n][0] if n is not None else (0, 0, 0), n) for n in follows if n is None or n in best]
+        if reached:
+            (products, moved, length), following = max(reached, key=lambda found: found[0])
+            best[index] = (products + one.work[0], moved + one.work[1], length - 1), following
+    path: list[Instruction] = []
+    step: int | None = first if first in best else None
+    while step is not None:
+        path.append(instructions[step])
+        step = best[step][1]
+    return path
+
+
+def _is_conditional(jump: Instruction) -> bool:
+    return bool(jump.predicate) or bool(re.match(r"!?U?P\d", jump.operands))
