@@ -75,7 +75,7 @@ _COMMANDS = {
         description="Join the tensor-parallel and ZeRO parts of a checkpoint into one safetensors file.",
     ),
     "doctor": Command(
-        module="tempo_megatron.doctor",
+        module="tempo_megatron.cluster.doctor_command",
         help="say what is installed here, what a run would use, and whether the hosts of a job fit together",
         description="Say what is installed here and what a run would use, and with --hostfile whether the hosts of a "
         "job can be reached and fit together. Each finding says what to do; status 1 where one stops a job.",

@@ -67,10 +67,6 @@ class DeepSpeedCommand:
     is_file: bool
     """Whether `script` is a path, not the name of a module."""
 
-    @property
-    def uses_pdsh(self) -> bool:
-        return bool(self.hosts) and self.launcher == "pdsh"
-
     def with_address(self, address: str) -> list[str]:
         """The command line with rank 0's address, which DeepSpeed else takes from the first host's `hostname -I`."""
         given = ["--master_addr", address] if self.hosts and not self.master_addr else []

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.machinery
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -79,7 +79,8 @@ def resolve(name: str) -> list[str]:
 
 def hash_sources(package: str) -> str | None:
     """A hash of the .py files of a package that Python would import, without importing it; None where it finds none."""
-    spec = importlib.machinery.PathFinder.find_spec(package)
+    # Of a package that lies in no other, this imports nothing.
+    spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
     root = Path(next(iter(spec.submodule_search_locations)))

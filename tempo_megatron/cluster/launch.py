@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from tempo_megatron.cluster import job_processes
 from tempo_megatron.cluster.deepspeed_command import DeepSpeedCommand, read_command
 from tempo_megatron.cluster.findings import judge
 from tempo_megatron.cluster.remote_host import HostError, Ssh, run_on_hosts
-from tempo_megatron.cluster.survey import Survey, survey_hosts
+from tempo_megatron.cluster.survey import DEFAULT_SECONDS, Survey, survey_hosts
 
 _USAGE = """\
 usage: {prog} deepspeed [OPTIONS OF DEEPSPEED] SCRIPT [ARGUMENTS OF SCRIPT]
@@ -34,12 +36,16 @@ looked at (as `tempo-megatron doctor --hostfile` does, at most 10 s); one senten
 starts. SIGTERM or Ctrl-C lets all ranks on all hosts save and end; a second one ends them at once. When it ends, no
 process of the job is left on any host.
 
-{prog} --dry-run deepspeed ...  looks at the hosts and prints the command and the variables, and starts nothing"""
+  {prog} --dry-run deepspeed ...    look at the hosts, print the command and its variables, start nothing
+  {prog} --timeout 60 deepspeed ... give the hosts more than 10 seconds to answer"""
 
 _SSH_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 # Ranks that were still starting when they were first asked to stop are asked again.
 _ASK_AGAIN_SECONDS = 3.0
+# The other hosts' ranks may know more about why one has failed; pdsh would wait for their timeout.
+_SECONDS_FOR_OTHER_HOSTS = 10.0
+_HOST_FAILED = re.compile(rb"pdsh@\S+: \S+: ssh exited with exit code [1-9]")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "tempo-megatron launch") -> int:
@@ -48,8 +54,17 @@ def main(argv: Sequence[str] | None = None, prog: str = "tempo-megatron launch")
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE.format(prog=prog))
         return 0 if words else 2
-    dry_run = words[0] == "--dry-run"
-    words = words[1:] if dry_run else words
+    dry_run, seconds = False, DEFAULT_SECONDS
+    while words and words[0].startswith("-"):
+        option, _, value = words.pop(0).partition("=")
+        if option == "--dry-run" and not value:
+            dry_run = True
+        elif option == "--timeout":
+            seconds = _read_seconds(value or (words.pop(0) if words else ""))
+        else:
+            raise ValueError(
+                f"{option} is given before deepspeed, expected --dry-run or --timeout; write it after deepspeed"
+            )
     if not words or Path(words[0]).name != "deepspeed":
         raise ValueError(
             f"{words[0] if words else 'nothing'} is given, expected `{prog} deepspeed ...`; torchrun, mpirun and srun "
@@ -61,7 +76,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "tempo-megatron launch")
     if command.hosts:
         files = (command.script,) if command.is_file else ()
         survey = survey_hosts(
-            list(command.hosts), ssh, port=command.master_port, master_addr=command.master_addr, files=files
+            list(command.hosts),
+            ssh,
+            port=command.master_port,
+            master_addr=command.master_addr,
+            files=files,
+            seconds=seconds,
         )
         findings = judge(survey)
         for finding in findings:
@@ -72,12 +92,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "tempo-megatron launch")
     return _run(command, ssh, survey, dry_run)
 
 
+def _read_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 3600:
+        raise ValueError(f"--timeout is {text!r}, expected seconds above 0 and below an hour; correct it")
+    return seconds
+
+
 def _run(command: DeepSpeedCommand, ssh: Ssh, survey: Survey | None, dry_run: bool) -> int:
     job = uuid.uuid4().hex
     words = command.with_address(survey.address or "" if survey else "")
-    if command.uses_pdsh and not any(word.startswith("--launcher_args") for word in words):
-        # When one host's ranks have failed the others' wait for a timeout; pdsh then leaves them, and they are ended.
-        words.insert(1, "--launcher_args=-k")
     own = choose_variables(job, survey, os.environ)
     print(f"{shlex.join(words)}\n  with {' '.join(f'{name}={value}' for name, value in own.items())}", flush=True)
     if dry_run:
@@ -139,22 +166,43 @@ class _Job:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._note_request)
         # In a session of its own: Ctrl-C is for this process, which asks the ranks and not their launchers.
-        self._process = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(
+            words, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self._failed_at: float | None = None
+        self._reader = threading.Thread(target=self._pass_errors_on, daemon=True)
+        self._reader.start()
 
     def _note_request(self, number: int, frame: FrameType | None) -> None:
         self._requests += 1
 
+    def _pass_errors_on(self) -> None:
+        """Copy what the command says on standard error, and note when pdsh says there that a host's ranks failed."""
+        assert self._process.stderr
+        for line in self._process.stderr:
+            sys.stderr.buffer.write(line)
+            sys.stderr.flush()
+            if self._failed_at is None and _HOST_FAILED.match(line):
+                self._failed_at = time.monotonic()
+
     def wait(self) -> int:
         """Wait for its end; the exit status."""
         asked_at = -_ASK_AGAIN_SECONDS
+        is_ending = False
         while self._process.poll() is None:
+            failed = self._failed_at is not None and time.monotonic() > self._failed_at + _SECONDS_FOR_OTHER_HOSTS
             if self._requests > 1:
                 self._process.kill()
+            elif failed and not is_ending:
+                is_ending = True
+                self._say("the ranks of a host have failed; those of the others are ended")
+                self._order("end", {})
             elif self._requests and time.monotonic() > asked_at + _ASK_AGAIN_SECONDS:
                 self._ask_ranks_to_stop()
                 asked_at = time.monotonic()
             time.sleep(_POLL_SECONDS)
         code = self._process.wait()
+        self._reader.join(1)
         left = sum(len(processes) for processes in self._order("end", {}).values())
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # pdsh and its ssh, where their parent was killed

@@ -55,7 +55,7 @@ class Ssh:
         paths = os.pathsep.join([self.folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         steps = [
             f"cd {shlex.quote(self.folder)} 2>/dev/null || exit {_NO_FOLDER}",
-            f". {shlex.quote(self.venv_script)} || exit {_NO_VENV_SCRIPT}" if self.venv_script else ":",
+            *self._enter_venv(),
             f"test -x {shlex.quote(self.python)} || exit {_NO_PYTHON}",
             f"PYTHONPATH={shlex.quote(paths)} exec {shlex.join([self.python, '-u', '-c', program, *arguments])}",
         ]
@@ -66,6 +66,11 @@ class Ssh:
         # The user's shell over there may be any.
         return ["ssh", "-T", *settings, host, shlex.join(["exec", "sh", "-c", "; ".join(steps)])]
 
+    def _enter_venv(self) -> list[str]:
+        # A shell ends where it cannot read what it is to source.
+        script = shlex.quote(self.venv_script or "")
+        return [f"test -r {script} || exit {_NO_VENV_SCRIPT}", f". {script}"] if self.venv_script else []
+
     def explain(self, host: str, code: int, said: str) -> str:
         """Why a command of make_command ended with this exit code."""
         if code == _NO_FOLDER:
@@ -73,7 +78,7 @@ class Ssh:
         if code == _NO_PYTHON:
             return f"{self.python} is not there; install the same environment at the same path, or share it"
         if code == _NO_VENV_SCRIPT:
-            return f"--venv_script {self.venv_script} fails there; correct it"
+            return f"--venv_script {self.venv_script} cannot be read there; correct it"
         last = said.strip().splitlines()[-1] if said.strip() else f"exit code {code}"
         for sign, remedy in _SSH_ERRORS:
             if sign in said:
@@ -120,7 +125,9 @@ class HostConnection:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._received:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise HostError("it did not answer in time; make `ssh` to it quick, or start without it")
+                    raise HostError(
+                        "it did not answer in time; start without it, or give it longer with --timeout SECONDS"
+                    )
                 part = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not part:
                     raise HostError(self._explain_end())

@@ -14,8 +14,9 @@ from tempo_megatron.cluster.remote_host import HostConnection, HostError, Ssh
 from tempo_megatron.cluster.versions import PACKAGES
 
 SOURCES = ("tempo_megatron", "tempo_kernels")
-# Together below the ten seconds that somebody waits who has typed a host's name wrongly.
-_DESCRIBE_SECONDS, _LISTEN_SECONDS, _REACH_SECONDS = 6.5, 1.0, 1.5
+DEFAULT_SECONDS = 10.0
+# Shares of the time that all takes: until hosts have described themselves, and for rank 0's port to be tried.
+_DESCRIBE_SHARE, _LISTEN_SHARE, _REACH_SHARE = 0.65, 0.1, 0.2
 
 
 @dataclasses.dataclass
@@ -61,9 +62,15 @@ class Survey:
 
 
 def survey_hosts(
-    hosts: list[Host], ssh: Ssh, *, port: int, master_addr: str = "", files: tuple[str, ...] = ()
+    hosts: list[Host],
+    ssh: Ssh,
+    *,
+    port: int,
+    master_addr: str = "",
+    files: tuple[str, ...] = (),
+    seconds: float = DEFAULT_SECONDS,
 ) -> Survey:
-    """Ask all hosts, in parallel, and never for more than ten seconds.
+    """Ask all hosts, in parallel, and never for longer than `seconds`.
 
     Args:
         hosts: those of the job; rank 0 runs on the first.
@@ -81,9 +88,9 @@ def survey_hosts(
                 connection = stack.enter_context(HostConnection(report.host.name, ssh))
                 names = {"packages": list(PACKAGES), "sources": list(SOURCES), "files": list(files)}
                 # The time of a question that takes nothing but the way there and back.
-                report.facts = connection.ask(start + _DESCRIBE_SECONDS, "describe", **names)
+                report.facts = connection.ask(start + _DESCRIBE_SHARE * seconds, "describe", **names)
                 asked = time.time()
-                again = connection.ask(start + _DESCRIBE_SECONDS, "describe", packages=[], sources=[], files=[])
+                again = connection.ask(start + _DESCRIBE_SHARE * seconds, "describe", packages=[], sources=[], files=[])
                 report.clock_ahead = _find_clock_difference(asked, again["time"], time.time())
             except HostError as error:
                 report.error = str(error)
@@ -96,24 +103,25 @@ def survey_hosts(
             return survey
         survey.candidates = _find_candidates(survey.first, master_addr)
         try:
-            deadline = time.monotonic() + _LISTEN_SECONDS
+            deadline = time.monotonic() + _LISTEN_SHARE * seconds
             survey.port_error = first.ask(deadline, "listen", port=port)["error"]
             if survey.port_error is None:
-                _connect_all(survey, connections, threads)
+                _connect_all(survey, connections, threads, _REACH_SHARE * seconds)
         except HostError as error:
             survey.first.error = str(error)
     return survey
 
 
-def _connect_all(survey: Survey, connections: list[HostConnection | None], threads: ThreadPoolExecutor) -> None:
+def _connect_all(
+    survey: Survey, connections: list[HostConnection | None], threads: ThreadPoolExecutor, seconds: float
+) -> None:
     """Let every host try rank 0's addresses, and take the first that all reach."""
-    # A little more than the hosts themselves take until they give up.
-    deadline = time.monotonic() + _REACH_SECONDS + 0.5
+    deadline = time.monotonic() + seconds
 
     def reach(report: HostReport, connection: HostConnection | None) -> None:
         if connection is None:
             return
-        question = {"addresses": survey.candidates, "port": survey.port, "seconds": _REACH_SECONDS}
+        question = {"addresses": survey.candidates, "port": survey.port, "seconds": 0.75 * seconds}
         try:
             report.reached = connection.ask(deadline, "reach", **question)
         except HostError as error:
