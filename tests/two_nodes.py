@@ -69,10 +69,11 @@ class TwoNodes:
         environ = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
         return {**environ, "PATH": path, "HOME": str(self.folder), **more}
 
-    def list_commands(self, node: str) -> list[str]:
-        """The command lines of the host's processes, without its ssh server's."""
-        done = subprocess.run(self.inside(node, ["ps", "-eo", "args="]), capture_output=True, text=True, check=True)
-        return [line for line in done.stdout.splitlines() if "sshd" not in line and not line.startswith("ps ")]
+    def find_processes(self, node: str, text: str) -> list[str]:
+        """Of the host's processes those with a text in their command line, by their numbers there; without an ssh."""
+        command = ["pgrep", "-a", "-f", text]
+        done = subprocess.run(self.inside(node, command), env=self.environment(), capture_output=True, text=True)
+        return [line.split()[0] for line in done.stdout.splitlines() if "nsenter" not in line]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Open MPI's mpirun, with mpi4py in the environment (pip install tempo-megatron[mpi]). INTERFACE=eth0 says by which network
+# hosts without a default route or DNS find one another.
+set -euo pipefail
+# shellcheck source=launch/multinode/hosts.sh
+. "$(dirname "${BASH_SOURCE[0]}")/hosts.sh"
+check_arguments "bash launch/multinode/openmpi.sh HOSTFILE SCRIPT ARGUMENTS..." 2 "$@"
+
+options=(--bind-to none)
+if [ -n "${INTERFACE:-}" ]; then
+    # Open MPI 5 has handed the first two to PRRTE; 4 takes the last two.
+    options+=(--prtemca oob_tcp_if_include "$INTERFACE" --prtemca prte_if_include "$INTERFACE")
+    options+=(--mca btl_tcp_if_include "$INTERFACE")
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$INTERFACE}
+fi
+# mpirun passes on what is named here, and nothing else of this environment.
+for name in PATH PYTHONPATH LD_LIBRARY_PATH OMP_NUM_THREADS MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME \
+    NCCL_SOCKET_IFNAME NCCL_IB_HCA NCCL_DEBUG DS_ACCELERATOR; do
+    [ -z "${!name:-}" ] || options+=(-x "$name")
+done
+exec mpirun -n "$(count_slots "$1")" --hostfile "$1" "${options[@]}" python "${@:2}"
