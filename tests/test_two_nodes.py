@@ -60,7 +60,7 @@ def test_launch_shows_what_it_found_of_both_hosts(nodes: TwoNodes, tmp_path: Pat
     assert process.wait(120) == 0, (tmp_path / "log").read_text()
     said = (tmp_path / "log").read_text()
     assert f"deepspeed --master_addr {ADDRESSES['node0']} -H {hostfile}" in said
-    assert "GLOO_SOCKET_IFNAME=eth0 DS_ACCELERATOR=cpu" in said
+    assert " GLOO_SOCKET_IFNAME=eth0" in said and " DS_ACCELERATOR=cpu" in said
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_cut_cable_is_one_sentence(nodes: TwoNodes, tmp_path: Path) -> None:
 
 
 def one_host(data: Data, folder: Path, world_size: int) -> Run:
-    return successful(run(data, folder, *LAYOUT, "--train-iters", "3", world_size=world_size))
+    return successful(run(data, folder, *LAYOUT, "--train-iters", "2", world_size=world_size))
 
 
 @pytest.mark.slow
@@ -93,14 +93,14 @@ def test_tensor_parallel_within_hosts_and_a_stop_that_saves(nodes: TwoNodes, dat
     argv = arguments(data, folder, *LAYOUT, "--train-iters", "100000", "--save", str(folder / "save"))
     words = ["-m", "tempo_megatron", "launch", "--timeout", "60", "deepspeed", "-H", hostfile, str(SCRIPT), *argv]
     process = start(nodes, "node0", words, folder / "rank0.log")
-    wait_for_steps(process, folder, 3)
+    wait_for_steps(process, folder, 2)
     (launcher,) = nodes.find_processes("node0", "tempo_megatron launch")
     subprocess.run(nodes.inside("node0", ["kill", "-TERM", launcher]), check=True)
-    code = process.wait(300)
+    code = process.wait(900)
     result = finished(folder, [code])
     assert code == 0, result.output
     assert "4 x CPU" in result.output and "by deepspeed: TP 2 + SP, DP 2" in result.output
-    assert result.losses_hex[:3] == expected.losses_hex
+    assert result.losses_hex[:2] == expected.losses_hex
     assert "asked 4 ranks to save and end" in result.output and "stopped by SIGTERM" in result.output
     latest = (folder / "save" / "latest").read_text().strip()
     assert (folder / "save" / latest / "run.json").exists()
@@ -114,7 +114,7 @@ def test_tensor_parallel_across_hosts(nodes: TwoNodes, data: Data, tmp_path: Pat
     expected = one_host(data, tmp_path / "one", 2)
     folder = tmp_path / "two"
     folder.mkdir()
-    argv = arguments(data, folder, *LAYOUT, "--train-iters", "3")
+    argv = arguments(data, folder, *LAYOUT, "--train-iters", "2")
     ranks = [
         start(
             nodes,
@@ -131,13 +131,13 @@ def test_tensor_parallel_across_hosts(nodes: TwoNodes, data: Data, tmp_path: Pat
         )
         for rank, node in enumerate(ADDRESSES)
     ]
-    result = finished(folder, [process.wait(300) for process in ranks])
+    result = finished(folder, [process.wait(900) for process in ranks])
     assert result.exit_codes == [0, 0], result.output
     assert result.losses_hex == expected.losses_hex
 
 
 def wait_for_steps(process: subprocess.Popen[bytes], folder: Path, steps: int) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while len(finished(folder, []).of_kind("train")) < steps:
         assert process.poll() is None and time.monotonic() < deadline, (folder / "rank0.log").read_text()
         time.sleep(0.1)

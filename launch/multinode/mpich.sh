@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# MPICH's mpiexec (Hydra), with mpi4py in the environment. INTERFACE=eth0 says by which network the hosts find one another.
+# MPICH's mpiexec (Hydra), with mpi4py in the environment. INTERFACE=eth0: the network by which the hosts are reached.
 set -euo pipefail
 # shellcheck source=launch/multinode/hosts.sh
 . "$(dirname "${BASH_SOURCE[0]}")/hosts.sh"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Open MPI's mpirun, with mpi4py in the environment (pip install tempo-megatron[mpi]). INTERFACE=eth0 says by which network
-# hosts without a default route or DNS find one another.
+# Open MPI's mpirun, with mpi4py in the environment (pip install tempo-megatron[mpi]). INTERFACE=eth0 is the network by
+# which hosts without a default route or DNS find one another.
 set -euo pipefail
 # shellcheck source=launch/multinode/hosts.sh
 . "$(dirname "${BASH_SOURCE[0]}")/hosts.sh"
