@@ -138,6 +138,24 @@ def test_a_dry_run_shows_the_command_and_starts_nothing(
     assert capsys.readouterr().out.startswith(f"deepspeed --num_gpus 2 {__file__} --lr 1\n  with {JOB_VARIABLE}=")
 
 
+def test_the_users_variables_win_and_what_deepspeed_would_trip_over_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".deepspeed_env").write_text("OMP_NUM_THREADS=5\n\n# FAST=1\nNCCL_SOCKET_IFNAME = ib0\n")
+    (tmp_path / ".deepspeed_env").write_text("OMP_NUM_THREADS=7\n")
+    assert main(["--dry-run", "deepspeed", __file__]) == 0
+    said = capsys.readouterr().out
+    assert " OMP_NUM_THREADS=7" in said and "NCCL_SOCKET_IFNAME=ib0" in said and "FAST" not in said
+    (tmp_path / ".deepspeed_env").write_text("export NCCL_DEBUG=INFO\n")
+    with pytest.raises(ValueError, match="has the line 'export NCCL_DEBUG=INFO', expected NAME=VALUE; correct it"):
+        main(["--dry-run", "deepspeed", __file__])
+
+
 def test_what_is_set_here_reaches_the_ranks_and_nothing_else_does() -> None:
     environ = {"DS_ACCELERATOR": "cuda", "OMP_NUM_THREADS": "3", "SECRET": "x"}
     assert choose_variables("j", None, environ) == {JOB_VARIABLE: "j", "DS_ACCELERATOR": "cuda", "OMP_NUM_THREADS": "3"}

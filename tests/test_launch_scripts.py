@@ -6,11 +6,14 @@ The launchers are scripts that print their arguments; the arguments of the jobs 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tempo_megatron.cli import main
 from tempo_megatron.cluster.hostfile import read_hostfile
 from tempo_megatron.training.arguments import parse_arguments
 
@@ -99,6 +102,23 @@ def test_what_is_missing_is_one_sentence(tmp_path: Path) -> None:
 def test_the_hostfiles_are_what_their_names_say(path: Path) -> None:
     hosts, slots = map(int, path.stem.split("x"))
     assert [len(host.slots) for host in read_hostfile(path)] == [slots] * hosts
+
+
+@pytest.mark.slow
+def test_the_document_says_what_the_estimate_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    document = (ROOT / "docs" / "multinode.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^tempo-megatron (estimate(?:.*\\\n)*.*)$", document, re.MULTILINE)
+    assert len(commands) == 2
+    tempo, stock = (
+        re.search(rf"^\| peak of a GPU, {name} \|(.*)$", document, re.MULTILINE) for name in ("Tempo", "stock")
+    )
+    for command, *cells in zip(commands, tempo[1].split("|"), stock[1].split("|"), strict=False):
+        assert main(shlex.split(command.replace("\\\n", " "))) == 0
+        (peak,) = re.findall(r"^peak +(\S+) +(\S+)$", capsys.readouterr().out, re.MULTILINE)
+        assert [cell.split()[0] for cell in cells] == [peak[1], peak[0]]
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)

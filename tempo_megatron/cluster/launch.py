@@ -105,15 +105,13 @@ def _read_seconds(text: str) -> float:
 def _run(command: DeepSpeedCommand, ssh: Ssh, survey: Survey | None, dry_run: bool) -> int:
     job = uuid.uuid4().hex
     words = command.with_address(survey.address or "" if survey else "")
-    own = choose_variables(job, survey, os.environ)
+    own = {**choose_variables(job, survey, os.environ), **_read_users_variables()}
     print(f"{shlex.join(words)}\n  with {' '.join(f'{name}={value}' for name, value in own.items())}", flush=True)
     if dry_run:
         return 0
     with tempfile.TemporaryDirectory(prefix="tempo-launch-") as folder:
-        file = Path(folder, "deepspeed_env")
-        file.write_text(
-            "".join(f"{line}\n" for line in [*_read_users_variables(), *(f"{k}={v}" for k, v in own.items())])
-        )
+        file = Path(folder, "deepspeed_env")  # in the place of the user's, whose variables it has
+        file.write_text("".join(f"{name}={value}\n" for name, value in own.items()))
         environ = {**os.environ, "DS_ENV_FILE": str(file)}
         if survey is None:
             environ |= own
@@ -141,17 +139,22 @@ def choose_variables(job: str, survey: Survey | None, environ: os._Environ[str] 
     return chosen
 
 
-def _read_users_variables() -> list[str]:
-    """The lines of the files that DeepSpeed would read: in the home folder, then here."""
+def _read_users_variables() -> dict[str, str]:
+    """What DeepSpeed would read: the file in the home folder, then that here, whose values win.
+
+    DeepSpeed fails at an empty line, and a comment would hide the rest of its command.
+    """
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-    lines: list[str] = []
+    variables: dict[str, str] = {}
     for path in dict.fromkeys([Path.home() / name, Path(name).absolute()]):
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-            if "=" in line:
-                lines.append(line)
-            elif line.strip():
+            variable, equals, value = line.strip().partition("=")
+            if variable.startswith("#") or not line.strip():
+                continue
+            if not equals or not variable.strip().isidentifier():
                 raise ValueError(f"{path} has the line {line!r}, expected NAME=VALUE; correct it")
-    return lines
+            variables[variable.strip()] = value.strip()
+    return variables
 
 
 class _Job:
