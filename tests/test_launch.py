@@ -17,7 +17,9 @@ from tempo_megatron.cluster.launch import choose_variables, main
 ROOT = Path(__file__).parent.parent
 # In the place of DeepSpeed's: starts two ranks by a launcher, as it does, and has no handler for SIGTERM either.
 RUNNER = """
-import subprocess, sys
+import os, subprocess, sys
+if os.path.exists(os.path.join(sys.argv[-1], "one_host_failed")):
+    print("pdsh@here: node1: ssh exited with exit code 7", file=sys.stderr, flush=True)
 sys.exit(subprocess.run([sys.executable, sys.argv[-2], "launcher", *sys.argv[-1:]]).returncode)
 """
 # As a launcher it starts ranks and waits; as a rank it has a child of its own, and saves when it is asked to stop.
@@ -49,17 +51,20 @@ time.sleep(60)
 class Job:
     """A job of two ranks under `launch`, and what it leaves behind in a folder."""
 
-    def __init__(self, folder: Path, *, deaf: bool = False) -> None:
+    def __init__(self, folder: Path, *signs: str) -> None:
         self.folder = folder
+        for sign in signs:
+            (folder / sign).touch()
         package = folder / "deepspeed" / "launcher"
         package.mkdir(parents=True)
         for path in (package.parent, package):
             (path / "__init__.py").touch()
         (package / "runner.py").write_text(RUNNER)
         (folder / "job.py").write_text(JOB)
-        if deaf:
-            (folder / "deaf").touch()
-        code = "import sys; from tempo_megatron.cluster.launch import main; sys.exit(main())"
+        code = (
+            "import sys; from tempo_megatron.cluster import launch; launch._SECONDS_FOR_OTHER_HOSTS = 2.0; "
+            "sys.exit(launch.main())"
+        )
         command = [sys.executable, "-c", code, "deepspeed", "--num_gpus", "2", str(folder / "job.py"), str(folder)]
         paths = os.pathsep.join([str(folder), str(ROOT)])
         self.process = subprocess.Popen(
@@ -98,8 +103,9 @@ def test_a_stop_lets_every_rank_save_and_end(number: signal.Signals, tmp_path: P
     assert not (tmp_path / "worker_was_signalled").exists()
 
 
+@pytest.mark.slow
 def test_a_second_stop_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
-    job = Job(tmp_path, deaf=True)
+    job = Job(tmp_path, "deaf")
     job.process.terminate()
     assert b"asked 2 ranks" in job.process.stderr.readline()
     job.process.terminate()
@@ -115,6 +121,16 @@ def test_ranks_do_not_outlive_a_deepspeed_that_was_killed(tmp_path: Path) -> Non
     assert code == 128 + signal.SIGKILL
     # The launcher, two ranks, and the child of each, unless its rank took it along.
     assert "tempo-megatron launch: ended 5 processes that deepspeed left behind" in errors
+
+
+@pytest.mark.slow
+def test_ranks_of_other_hosts_are_ended_when_those_of_one_have_failed(tmp_path: Path) -> None:
+    """pdsh would wait for them, and they for a timeout."""
+    job = Job(tmp_path, "one_host_failed", "deaf")
+    code, errors = job.finish()
+    assert code != 0
+    assert "pdsh@here: node1: ssh exited with exit code 7" in errors
+    assert "the ranks of a host have failed; those of the others are ended" in errors
 
 
 def test_a_command_that_is_not_deepspeeds_is_one_sentence() -> None:
