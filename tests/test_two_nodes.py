@@ -152,7 +152,9 @@ def test_mpirun_finds_the_way_between_hosts(nodes: TwoNodes, interface: str, tmp
     hostfile = write_hostfile(nodes, "node0 slots=1\nnode1 slots=1\n")
     script = ["launch/multinode/openmpi.sh", hostfile, "-m", "tempo_megatron.cluster.collectives", "--mib", "1"]
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # Open MPI asks root twice
-    environ = {**environment(nodes, **as_root, INTERFACE=interface), "PATH": path}
+    # Its daemons name their folders in /tmp by host and process, of which another pair of hosts may have the same.
+    own = {"TMPDIR": str(nodes.folder), "PRTE_MCA_prte_tmpdir_base": str(nodes.folder)}
+    environ = {**environment(nodes, **as_root, **own, INTERFACE=interface), "PATH": path}
     done = subprocess.run(
         nodes.inside("node0", ["bash", *script]), env=environ, cwd=ROOT, capture_output=True, text=True
     )
