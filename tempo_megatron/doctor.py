@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import os
 import platform
 
@@ -11,34 +9,15 @@ import torch
 
 from tempo_kernels.attention import describe as attention_backend
 from tempo_kernels.compiled import find_compiler, find_obstacle
+from tempo_megatron.cluster.versions import PACKAGES, find_version
 from tempo_megatron.operations import OPERATIONS
-
-_PACKAGES = (
-    ("torch", "torch"),
-    ("megatron-core", "megatron-core"),
-    ("deepspeed", "deepspeed"),
-    ("triton", "triton"),
-    ("apex", "apex"),
-    ("transformer-engine", "transformer_engine"),
-    ("mpi4py", "mpi4py"),
-)
-
-
-def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """`tempo-megatron doctor` has none."""
-
-
-def run_doctor(args: argparse.Namespace) -> int:
-    """Print what is installed."""
-    print(describe_installation())
-    return 0
 
 
 def describe_installation() -> str:
     """Versions, devices, and which implementation each operation takes here, one line each."""
     lines = [f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"]
-    for name, distribution in _PACKAGES:
-        lines.append(f"{name:<21}{_find_version(distribution)}")
+    for name in PACKAGES:
+        lines.append(f"{name:<21}{find_version(name) or 'not installed'}")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
@@ -49,13 +28,17 @@ def describe_installation() -> str:
     obstacle = find_obstacle()
     compiler = f"does not work: {obstacle}. Training runs without; on a CPU what it would compile is slower"
     lines.append(f"C++ compiler         {compiler if obstacle else find_compiler()}")
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    for operation in OPERATIONS.values():
-        if operation.is_for_the_asking:  # Megatron's own modules, once more
-            continue
-        title = operation.title or operation.name
-        lines.append(f"tempo {title:<15}{describe_implementation(operation.name, device_type)}")
+    lines += [f"tempo {name:<15}{text}" for name, text in list_implementations().items()]
     return "\n".join(lines)
+
+
+def list_implementations() -> dict[str, str]:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        operation.title or operation.name: describe_implementation(operation.name, device_type)
+        for operation in OPERATIONS.values()
+        if not operation.is_for_the_asking  # Megatron's own modules, once more
+    }
 
 
 def describe_implementation(operation: str, device_type: str, attention: str = "flash") -> str:
@@ -71,10 +54,3 @@ def describe_implementation(operation: str, device_type: str, attention: str = "
     if operation == "loss" or find_obstacle():
         return "plain torch"
     return "plain torch, compiled where that pays"
-
-
-def _find_version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

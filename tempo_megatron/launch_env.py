@@ -5,7 +5,16 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
+
+from tempo_megatron.cluster.host import (
+    count_gpus,
+    find_interface,
+    find_source,
+    is_loopback,
+    list_addresses,
+    resolve,
+)
 
 DEFAULT_MASTER_PORT = 29500
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -18,11 +27,19 @@ def set_rank_environment(environ: MutableMapping[str, str] | None = None) -> str
     """Fill in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; returns the launcher's name.
 
     What a launcher has set already stays. Under mpirun the ranks come from mpi4py, under srun from Slurm's variables;
-    without a launcher the process is rank 0 of 1 and MPI is not touched.
+    without a launcher the process is rank 0 of 1 and MPI is not touched. On several hosts GLOO_SOCKET_IFNAME, where
+    nobody set it, becomes the interface by which rank 0 is reached.
 
-    Raises ValueError where a launcher was found but its ranks cannot be read.
+    Raises ValueError where a launcher was found but its ranks, rank 0's address or the interface cannot be told.
     """
     environ = os.environ if environ is None else environ
+    launcher = _set_ranks(environ)
+    if int(environ["LOCAL_WORLD_SIZE"]) < int(environ["WORLD_SIZE"]):
+        _set_interface(environ)
+    return launcher
+
+
+def _set_ranks(environ: MutableMapping[str, str]) -> str:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _read_torch(environ)
     if _is_mpirun(environ):
@@ -31,6 +48,32 @@ def set_rank_environment(environ: MutableMapping[str, str] | None = None) -> str
         return _read_slurm(environ)
     _fill(environ, rank=0, world_size=1, local_rank=0, local_world_size=1, address="127.0.0.1", port=_find_free_port())
     return "none"
+
+
+def _set_interface(environ: MutableMapping[str, str]) -> None:
+    """Tell Gloo the interface to rank 0. By itself it takes that of the host's own name, which may be loopback."""
+    name = environ["MASTER_ADDR"]
+    addresses = resolve(name)
+    outer = [address for address in addresses if not is_loopback(address)]
+    if addresses and not outer and int(environ["RANK"]) >= int(environ["LOCAL_WORLD_SIZE"]):
+        raise ValueError(
+            f"MASTER_ADDR is {name}, which on {socket.gethostname()} means {addresses[0]}, this host itself, "
+            "but rank 0 runs on another; expected rank 0's address in their network; give it with --master_addr"
+        )
+    if environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    if interface := next(filter(None, map(find_interface, outer)), None):
+        environ["GLOO_SOCKET_IFNAME"] = interface
+        return
+    own = sorted({interface for interface, address, _ in list_addresses() if not is_loopback(address)})
+    if len(own) == 1:
+        environ["GLOO_SOCKET_IFNAME"] = own[0]
+    elif not count_gpus():  # NCCL finds interfaces of its own
+        raise ValueError(
+            f"by which network interface {socket.gethostname()} reaches the other hosts cannot be told from "
+            f"MASTER_ADDR {name} ({', '.join(addresses) or 'unknown here'}); expected GLOO_SOCKET_IFNAME, one of "
+            f"{', '.join(own) or 'none that is up'}; set it, for DeepSpeed in .deepspeed_env"
+        )
 
 
 def _read_torch(environ: MutableMapping[str, str]) -> str:
@@ -60,8 +103,12 @@ def _ask_mpi(environ: MutableMapping[str, str]) -> str:
             "mpirun started several processes, but mpi4py sees only one: it found another MPI library than mpirun's; "
             "use the mpirun that belongs to the MPI library mpi4py loads"
         )
-    several_hosts = local.Get_size() < world.Get_size()
-    address, port = world.bcast((_find_own_address() if several_hosts else "127.0.0.1", _find_free_port()), root=0)
+    address = environ.get("MASTER_ADDR", "127.0.0.1")
+    if local.Get_size() < world.Get_size():
+        # All take part, and all come to the same end: one that raised alone would leave the others waiting.
+        known = world.allgather((environ.get("MASTER_ADDR"), list_addresses(), _find_outer_address()))
+        address = known[0][0] or choose_address(known[0][2], [addresses for _, addresses, _ in known])
+    address, port = world.bcast((address, environ.get("MASTER_PORT", _find_free_port())), root=0)
     _fill(environ, world.Get_rank(), world.Get_size(), local.Get_rank(), local.Get_size(), address, port)
     return "mpirun"
 
@@ -129,7 +176,7 @@ def _fill(
     local_rank: int,
     local_world_size: int,
     address: str,
-    port: int,
+    port: int | str,
 ) -> None:
     environ["RANK"], environ["WORLD_SIZE"] = str(rank), str(world_size)
     environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = str(local_rank), str(local_world_size)
@@ -137,15 +184,41 @@ def _fill(
     environ.setdefault("MASTER_PORT", str(port))
 
 
-def _find_own_address() -> str:
-    """The address other nodes can reach this host at: that of the route to the outside, else the host name's."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # A UDP connect sends nothing; it only picks the interface. 192.0.2.1 is a documentation address.
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())
+def _find_outer_address() -> str | None:
+    """This host's address on the default route, or of its name; None where it has neither."""
+    # A documentation address, to which nothing is sent.
+    candidates = [find_source("192.0.2.1"), *resolve(socket.gethostname())]
+    return next((address for address in candidates if address and not is_loopback(address)), None)
+
+
+def choose_address(outer: str | None, hosts: Sequence[Sequence[tuple[str, str, str]]]) -> str:
+    """Rank 0's address for all hosts: that to the outside, else one in a network that every host has an address in.
+
+    Args:
+        outer: rank 0's address to the outside, where it has one.
+        hosts: list_addresses() of every rank's host, rank 0's first.
+
+    Raises ValueError where there is none.
+    """
+    own, others = list(hosts[0]), [list(host) for host in hosts[1:] if list(host) != list(hosts[0])]
+    # An address that other hosts have too, as that of a bridge for containers, leads to themselves.
+    taken = {address for host in others for _, address, _ in host}
+    if outer is not None and outer not in taken:
+        return outer
+    for _, address, netmask in own:
+        network = _mask(address, netmask)
+        if address not in taken and all(any(_mask(a, m) == network and m == netmask for _, a, m in h) for h in others):
+            return address
+    choice = ", ".join(address for _, address, _ in own if not is_loopback(address))
+    raise ValueError(
+        "rank 0's host has no default route, and no network that all hosts share, so that its address for the others "
+        f"cannot be told; expected MASTER_ADDR, one of {choice or 'none'}; "
+        "set it on all ranks (mpirun -x MASTER_ADDR=...)"
+    )
+
+
+def _mask(address: str, netmask: str) -> bytes:
+    return bytes(a & m for a, m in zip(socket.inet_aton(address), socket.inet_aton(netmask), strict=True))
 
 
 def _find_free_port() -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tempo_megatron.launch_env import expand_hostlist, set_rank_environment
+from tempo_megatron import launch_env
+from tempo_megatron.launch_env import choose_address, expand_hostlist, set_rank_environment
 
 
 def ranks(environ: dict[str, str]) -> dict[str, str]:
@@ -86,3 +87,72 @@ def test_slurm_node_lists_are_expanded(text: str, hosts: list[str]) -> None:
 def test_a_node_list_with_two_ranges_is_refused() -> None:
     with pytest.raises(ValueError, match="set MASTER_ADDR to its first node"):
         expand_hostlist("r[1-2]n[1-4]")
+
+
+LO = ("lo", "127.0.0.1", "255.0.0.0")
+DOCKER = ("docker0", "172.17.0.1", "255.255.0.0")
+
+
+def test_rank_0s_address_is_in_a_network_that_all_hosts_share() -> None:
+    first = [LO, DOCKER, ("eth0", "192.168.7.1", "255.255.255.0"), ("ib0", "10.1.0.1", "255.255.0.0")]
+    second = [LO, DOCKER, ("eth0", "192.168.8.1", "255.255.255.0"), ("ib0", "10.1.3.9", "255.255.0.0")]
+    assert choose_address(None, [first, first, second]) == "10.1.0.1"
+    # A default route decides, unless its address is one that the other host has for itself.
+    assert choose_address("192.168.7.1", [first, second]) == "192.168.7.1"
+    assert choose_address("172.17.0.1", [first, second]) == "10.1.0.1"
+
+
+def test_without_a_shared_network_the_address_is_asked_for() -> None:
+    first, second = [LO, ("eth0", "192.168.7.1", "255.255.255.0")], [LO, ("eth0", "192.168.8.1", "255.255.255.0")]
+    with pytest.raises(ValueError, match="expected MASTER_ADDR, one of 192.168.7.1; set it on all ranks"):
+        choose_address(None, [first, second])
+
+
+def set_host(
+    monkeypatch: pytest.MonkeyPatch, addresses: list, names: dict[str, list[str]], routes: dict[str, str]
+) -> None:
+    monkeypatch.setattr(launch_env, "list_addresses", lambda: addresses)
+    monkeypatch.setattr(launch_env, "resolve", lambda name: names.get(name, [name] if name[0].isdigit() else []))
+    monkeypatch.setattr(launch_env, "find_interface", routes.get)
+    monkeypatch.setattr(launch_env, "count_gpus", lambda: 0)
+
+
+def several_hosts(rank: int, **more: str) -> dict[str, str]:
+    shared = {"WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1", "CROSS_RANK": "0"}
+    return {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), **more}
+
+
+def test_the_interface_is_that_of_the_route_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    eth, ib = ("eth0", "10.0.0.7", "255.0.0.0"), ("ib0", "10.1.0.7", "255.255.0.0")
+    set_host(monkeypatch, [LO, eth, ib], {"node0": ["10.1.0.1"]}, {"10.1.0.1": "ib0"})
+    environ = several_hosts(rank=2)
+    set_rank_environment(environ)
+    assert environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    environ = several_hosts(rank=2, GLOO_SOCKET_IFNAME="eth0")
+    set_rank_environment(environ)
+    assert environ["GLOO_SOCKET_IFNAME"] == "eth0"  # what somebody set stays
+    environ = several_hosts(rank=0, WORLD_SIZE="2")
+    set_rank_environment(environ)
+    assert "GLOO_SOCKET_IFNAME" not in environ  # one host
+
+
+def test_a_name_that_is_loopback_on_rank_0s_own_host_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    eth, ib = ("eth0", "10.0.0.7", "255.0.0.0"), ("ib0", "10.1.0.7", "255.255.0.0")
+    set_host(monkeypatch, [LO, eth], {"node0": ["127.0.1.1"]}, {})
+    environ = several_hosts(rank=1)
+    set_rank_environment(environ)
+    assert environ["GLOO_SOCKET_IFNAME"] == "eth0"
+    set_host(monkeypatch, [LO, eth, ib], {"node0": ["127.0.1.1"]}, {})
+    with pytest.raises(ValueError, match="expected GLOO_SOCKET_IFNAME, one of eth0, ib0; set it, for DeepSpeed in"):
+        set_rank_environment(several_hosts(rank=1))
+    # NCCL finds its own.
+    monkeypatch.setattr(launch_env, "count_gpus", lambda: 8)
+    set_rank_environment(several_hosts(rank=1))
+
+
+def test_an_address_of_rank_0_that_is_loopback_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_host(monkeypatch, [LO, ("eth0", "10.0.0.7", "255.0.0.0")], {"node0": ["127.0.0.1"]}, {})
+    with pytest.raises(
+        ValueError, match="MASTER_ADDR is node0, which on .* means 127.0.0.1, this host itself, but rank 0"
+    ):
+        set_rank_environment(several_hosts(rank=2))

