@@ -40,7 +40,7 @@ def collect_facts(run: RunConfig, vocabulary: Vocabulary) -> dict[str, Any]:
 
     The data is read by the first rank of each node; the others of it see the same files.
     """
-    settings = {name: value for name, value in _open(run).items() if name not in _FILES}
+    settings = {name: value for name, value in list_settings(run).items() if name not in _FILES}
     described = {name: value for name, value in vocabulary.describe().items() if name != "tokenizer_files"}
     facts: dict[str, Any] = {
         "setting": settings,
@@ -54,6 +54,11 @@ def collect_facts(run: RunConfig, vocabulary: Vocabulary) -> dict[str, Any]:
             f"content of set {number}": compute_checksum(prefix) for number, prefix in enumerate(run.blend[0], start=1)
         }
     return facts
+
+
+def list_settings(run: RunConfig) -> dict[str, Any]:
+    """The fields of a run as plain dicts, whatever they are made of."""
+    return dict(_open(run))
 
 
 def find_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:

@@ -119,7 +119,7 @@ class _Attempt:
     def _report(self, error: Exception) -> None:
         agreed = isinstance(error, AgreedError)
         is_secondary = _follows_from_another(error) or (agreed and self.log.rank != 0)
-        sentence = _find_sentence_for_the_user(error)
+        sentence = find_sentence_for_the_user(error)
         if self.run is not None and (of_memory := _explain_lack_of_memory(error, self.run, self.job)):
             is_secondary, sentence = False, of_memory
         else:
@@ -172,7 +172,7 @@ def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str |
     return sentence
 
 
-def _find_sentence_for_the_user(error: Exception) -> str | None:
+def find_sentence_for_the_user(error: Exception) -> str | None:
     """The text of a ValueError that this repository raised, or DeepSpeed about its JSON; None for a bug."""
     if _follows_from_another(error):
         return f"another rank has ended ({str(error).strip().splitlines()[0]})"
