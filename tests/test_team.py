@@ -34,8 +34,8 @@ from tempo_megatron.training.team import Team
 rank, what = int(sys.argv[1]), sys.argv[2]
 log = RankLog(rank)
 log.set_folder(sys.argv[3])
-team = Team.join(log, timeout_s=60, heartbeat_s=float(sys.argv[4]))
-team.compare({"setting": {"lr": 1.0, "same": [rank * 0, None]}}, 60)
+team = Team.join(log, timeout_s=200, heartbeat_s=float(sys.argv[4]))
+team.compare({"setting": {"lr": 1.0, "same": [rank * 0, None]}}, 200)
 print("met", flush=True)
 if what == "hold the lock" and rank == 1:
     import ctypes
@@ -59,7 +59,7 @@ def start_waiting(folder: Path, what: str, world_size: int = 2, limit: float = 2
     processes = start_ranks(
         folder, [["-c", _RANK, str(rank), what, str(folder / "logs"), str(limit)] for rank in range(world_size)]
     )
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     while not all("met" in read(folder, rank) for rank in range(world_size)):
         assert time.monotonic() < deadline, [read(folder, rank) for rank in range(world_size)]
         time.sleep(0.1)
@@ -170,7 +170,7 @@ def start_job(data: Data, folder: Path, change: Callable[[Path], list[str]], **o
     (folder / "second").mkdir(parents=True)
     argv = arguments(data, folder, "--train-iters", "2", config=ZERO1)
     ranks = start_ranks(folder, [[script, *argv], [script, *argv, *change(folder / "second")]], {1: of_rank_1})
-    codes, _ = wait_for_ranks(ranks, 120)
+    codes, _ = wait_for_ranks(ranks, 400)
     return finished(folder, codes)
 
 

@@ -23,6 +23,7 @@ from tempo_megatron.training.checkpoint_files import CheckpointFiles
 from tempo_megatron.training.cuts import find_cuts
 from tempo_megatron.training.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run_config import RunConfig
+from tempo_megatron.training.store import STORE, open_store
 
 # What a user whose model has diverged can do; the last checkpoint is one from before.
 REMEDY = (
@@ -48,7 +49,10 @@ class MPU:
 
 
 def initialize_distributed(run: RunConfig) -> torch.device:
-    """Start torch.distributed, DeepSpeed's communication and Megatron's groups; returns this rank's device."""
+    """Start torch.distributed, DeepSpeed's communication and Megatron's groups; returns this rank's device.
+
+    Raises ValueError where this is the only rank and its port is taken.
+    """
     device = torch.device("cpu")
     if run.on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -56,11 +60,13 @@ def initialize_distributed(run: RunConfig) -> torch.device:
     # DeepSpeed compiles this extension, which only its inference uses, whenever it starts on a CPU.
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    if run.world_size == 1:  # several have met in theirs
+        open_store(run.distributed_timeout_minutes * 60.0)
     deepspeed.init_distributed(
         dist_backend="nccl" if run.on_gpu else "gloo",
         auto_mpi_discovery=False,
         timeout=datetime.timedelta(minutes=run.distributed_timeout_minutes),
-        init_method="tempo://" if run.world_size > 1 else None,  # the store in which the ranks have met: team.py
+        init_method=STORE,
         verbose=False,
     )
     parallel_state.initialize_model_parallel(

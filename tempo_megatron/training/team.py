@@ -24,15 +24,13 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
-
 from tempo_megatron.training import heartbeat_process
 from tempo_megatron.training.agreement import AgreedError
 from tempo_megatron.training.facts import find_difference
 from tempo_megatron.training.heartbeat_process import CAUSE_SECONDS, FIRST_SECONDS
 from tempo_megatron.training.launchers import find_launchers
 from tempo_megatron.training.rank_log import RankLog
+from tempo_megatron.training.store import open_store
 
 _KEY = "tempo"
 # How long a rank that has failed waits for the cause that all ranks agree upon.
@@ -86,11 +84,10 @@ class Team:
                 return None
             team._start_watcher(None, "", heartbeat_s, launchers)
             return team
-        team = cls(_open_store(timeout_s), rank, world_size, log)
+        team = cls(open_store(timeout_s), rank, world_size, log)
         if heartbeat_s:
             address, token = team._find_judge(heartbeat_s)
             team._start_watcher(address, token, heartbeat_s, launchers)
-        register_rendezvous_handler("tempo", lambda url, **_: iter([(team.store, rank, world_size)]))
         return team
 
     @property
@@ -224,22 +221,6 @@ class Team:
         """On rank 0, or where that is what was lost, on the first rank of each node."""
         if self.rank == 0 or (cause.rank == 0 and cause.is_lost and os.environ.get("LOCAL_RANK") in ("0", "1")):
             print(cause.describe(), file=sys.stderr, flush=True)
-
-
-def _open_store(timeout_s: float) -> Any:
-    try:
-        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
-    except dist.DistError as error:
-        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        if "EADDRINUSE" in str(error):
-            raise ValueError(
-                f"port {port} is in use by another run; give the launcher another --master_port"
-            ) from error
-        text = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"rank 0 at {address}:{port} was not reached ({text}); check that it runs and that no firewall is between"
-        ) from error
-    return store
 
 
 def _start_process(role: str, settings: Mapping[str, Any], **options: Any) -> subprocess.Popen[bytes]:
