@@ -26,14 +26,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     return make_data(tmp_path_factory.mktemp("data"))
 
 
+@pytest.fixture(scope="module")
+def whole(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("whole")
+    return successful(run(data, folder, "--train-iters", str(STEPS), world_size=2, config=ZERO1))
+
+
 @dataclasses.dataclass
 class Kill:
-    """Kills one rank a moment after a save has begun, or after one has ended."""
+    """Kills one rank, or sends it another signal, a moment after a save has begun, or after one has ended."""
 
     rank: int
     save: Path
     inside_a_save: bool
     delay_s: float
+    signal_number: int = signal.SIGKILL
 
     def __call__(self) -> None:
         if int(os.environ["RANK"]) == self.rank:
@@ -47,17 +54,16 @@ class Kill:
         while not set(self._list()) - before:
             time.sleep(0.001)
         time.sleep(self.delay_s)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), self.signal_number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_a_run_that_is_killed_again_and_again_goes_on_as_if_it_never_was(
-    data: Data, tmp_path: Path, kills: int
+    data: Data, whole: Run, tmp_path: Path, kills: int
 ) -> None:
     draw = random.Random(7)
     sizes = ["--train-iters", str(STEPS), "--save-interval", "1", "--heartbeat-seconds", "10"]
-    whole = successful(run(data, tmp_path / "whole", *sizes[:2], world_size=2, config=ZERO1))
     save = tmp_path / "save"
     options = [*sizes, "--save", str(save), "--load", str(save), "--metrics-file", str(tmp_path / "m.jsonl")]
     inside, reached = 0, [0]
@@ -87,14 +93,25 @@ def limit_files() -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_keeps_the_checkpoint_before(data: Data, tmp_path: Path) -> None:
-    sizes, save = ["--train-iters", "6", "--save-interval", "2"], tmp_path / "save"
+def test_a_full_disk_keeps_the_checkpoint_before(data: Data, whole: Run, tmp_path: Path) -> None:
+    sizes, save = ["--train-iters", str(STEPS), "--save-interval", "2"], tmp_path / "save"
     options = [*sizes, "--save", str(save), "--load", str(save)]
-    first = successful(run(data, tmp_path, *options, "--exit-interval", "2", world_size=2, config=ZERO1))
+    successful(run(data, tmp_path, *options, "--exit-interval", "2", world_size=2, config=ZERO1))
     failed = run(data, tmp_path, *options, world_size=2, config=ZERO1, before=limit_files)
     assert failed.exit_codes == [1, 1] and "Traceback" not in failed.output
     assert "the checkpoint of step 4 cannot be written" in failed.output
     assert sorted(path.name for path in save.glob("iter_*")) == ["iter_0000002"]
+    options[3] = str(STEPS)
     resumed = successful(run(data, tmp_path, *options, world_size=2, config=ZERO1))
-    whole = successful(run(data, tmp_path / "whole", "--train-iters", "6", world_size=2, config=ZERO1))
-    assert resumed.losses_hex == whole.losses_hex and first.losses_hex == whole.losses_hex[:2]
+    assert resumed.losses_hex == whole.losses_hex
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_one_rank_saves_on_all(data: Data, whole: Run, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    stop = Kill(1, save, inside_a_save=False, delay_s=0.05, signal_number=signal.SIGINT)
+    options = ["--train-iters", str(STEPS), "--save-interval", "3", "--save", str(save)]
+    stopped = successful(run(data, tmp_path, *options, world_size=2, config=ZERO1, before=stop))
+    reached = int((save / "latest").read_text().strip().removeprefix("iter_"))
+    assert f"stopped by a signal to another rank after step {reached}" in stopped.output and 3 < reached < STEPS
+    assert stopped.losses_hex == whole.losses_hex[:reached]

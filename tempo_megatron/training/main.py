@@ -168,7 +168,7 @@ def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str |
     vocab_size = run.model.vocab_size if job is None else job.vocabulary.padded_size
     order = None if vocab_size is None else make_order(run if job is None else job.run, vocab_size)
     seconds = {"seconds": _REMEDY_SECONDS} if run.world_size > 1 else {}
-    report_out_of_memory(error, order, run.log_dir or run.save, **seconds)
+    report_out_of_memory(error, order, run.save, **seconds)
     return sentence
 
 

@@ -26,6 +26,7 @@ class StopSignal:
         self.name: str | None = None
         """What this rank was asked with, in words."""
         self._since = 0.0
+        self._was_agreed = False
         self._answer: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._previous: dict[int, Any] = {}
         if enabled:
@@ -40,8 +41,10 @@ class StopSignal:
 
     def agree(self) -> bool:
         """Whether to stop. Every rank calls it once per step, and all get the same answer."""
-        if not self.enabled:
-            return False
+        self._was_agreed = self.enabled and self._ask_all()
+        return self._was_agreed
+
+    def _ask_all(self) -> bool:
         # A tensor from a list would wait for the GPU.
         flag = torch.full((1,), float(self.name is not None), dtype=torch.float32, device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -63,8 +66,9 @@ class StopSignal:
         return host, arrived
 
     def close(self) -> None:
+        """A rank that stops because of a signal is not ended by the next one, which a launcher sends it meanwhile."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._was_agreed else handler)
 
 
 def ignore_stop_signals(_: int) -> None:
