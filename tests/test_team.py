@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import Any
 import pytest
 from training_job import Data, Run, arguments, finished, make_data, start_ranks
 
+from tempo_megatron.training import heartbeat_process
 from tempo_megatron.training.facts import find_difference, flatten
 from tempo_megatron.training.launchers import find_launchers, is_launcher
 
@@ -130,6 +135,46 @@ def test_ranks_that_all_stop_are_not_blamed(tmp_path: Path) -> None:
     wait_for_ranks([process for process in ranks if not process.kill()], 10)  # type: ignore[func-returns-value]
 
 
+def test_a_host_that_falls_silent_ends_the_run_at_both_ends() -> None:
+    """As with a link that is cut: nothing is closed, and nothing comes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    judge = heartbeat_process.Judge(listener, "token", 2, 2.0)
+    thread = threading.Thread(target=judge.run, args=(os.getppid(),))
+    thread.start()
+    ends = [socket.create_connection(listener.getsockname()) for _ in range(2)]
+    for rank, end in enumerate(ends):
+        end.sendall(f"hello token {rank} host{rank}\n".encode())
+    heard, deadline = "", time.monotonic() + 20
+    ends[0].settimeout(0.5)
+    while "end " not in heard and time.monotonic() < deadline:
+        ends[0].sendall(b"beat R\n")
+        with contextlib.suppress(TimeoutError):
+            heard += ends[0].recv(4096).decode()
+    assert '"rank": 1, "host": "host1"' in heard and "nothing has come from its host for 2 s" in heard
+    for end in ends:
+        end.close()
+    thread.join(20)
+    listener.close()
+
+    silent = socket.create_server(("127.0.0.1", 0))
+    order = {
+        "address": silent.getsockname(),
+        "token": "t",
+        "rank": 1,
+        "limit": 2,
+        "launchers": [],
+        "parent": os.getpid(),
+    }
+    command = [sys.executable, "-I", "-S", heartbeat_process.__file__, "watch", json.dumps(order)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
+        assert watcher.stdout is not None and watcher.stdout.readline() == "ready\n"
+        said = watcher.stdout.readline()
+        watcher.kill()
+    assert said.startswith("end ") and '"rank": 0' in said and "nothing has come from it for 2 s" in said
+    silent.close()
+
+
 def test_the_first_difference_is_named_with_both_values() -> None:
     first = {"host": "a", "setting": {"lr": 1.0, "deepspeed": {"stage": 1}}, "data": {"content of set 1": "x"}}
     same = {**first, "host": "b", "data": {}}  # another rank of that node reads no data
@@ -175,8 +220,6 @@ def start_job(data: Data, folder: Path, change: Callable[[Path], list[str]], **o
 
 
 def write_config(folder: Path, **content: Any) -> list[str]:
-    import json
-
     path = folder / "deepspeed.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     return ["--deepspeed_config", str(path)]

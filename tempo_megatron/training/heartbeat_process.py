@@ -149,6 +149,8 @@ class Judge:
             if alone_since is not None and (
                 len(self.members) == self.world_size or (os.getppid() != parent and now - alone_since > self.limit)
             ):
+                for connection in self.sockets:
+                    connection.close()
                 return
 
     def _accept(self) -> None:
