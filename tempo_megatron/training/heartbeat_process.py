@@ -260,7 +260,10 @@ class Watcher:
     def run(self, address: tuple[str, int] | None, token: str) -> None:
         connection = None
         if address is not None:
-            connection = socket.create_connection(address, timeout=self.limit)
+            try:
+                connection = socket.create_connection(address, timeout=self.limit)
+            except OSError:
+                return  # the rank says that there is no connection
             self.judge, self.judge_host = Lines(connection.fileno()), address[0]
             self.judge.write(f"hello {token} {self.rank} {socket.gethostname()}")
         self.answers.write("ready")

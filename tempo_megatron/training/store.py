@@ -29,5 +29,8 @@ def open_store(timeout_s: float) -> Any:
         raise ValueError(
             f"rank 0 at {address}:{port} was not reached ({text}); check that it runs and that no firewall is between"
         ) from error
+    # torchrun's own store outlives the ranks that it starts again.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt_{attempt}", store)  # type: ignore[attr-defined]
     register_rendezvous_handler("tempo", lambda url, **_: iter([(store, rank, world_size)]))
     return store
