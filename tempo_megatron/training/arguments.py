@@ -42,7 +42,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """As a ValueError, so that one rank says it instead of every one."""
         if message.startswith("unrecognized arguments: "):
-            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+            words = message.removeprefix("unrecognized arguments: ").split()
+            if not words:
+                raise ValueError("one of the arguments is an empty word; remove it, or the quotes around nothing")
+            unknown = words[0]
             known = [option for action in self._actions for option in action.option_strings]
             near = difflib.get_close_matches(unknown.split("=")[0], known, n=1)
             message += f"; the nearest known one is {near[0]}" if near else "; --help lists the known ones"

@@ -20,13 +20,25 @@ _STALE_SECONDS = 600.0
 _LOOK_SECONDS = 2.0
 
 
+class StaleLockError(ValueError):
+    """A lock that nobody holds."""
+
+
 @contextlib.contextmanager
 def refuse_stale_locks() -> Iterator[None]:
-    """In this context what waits for another process's build raises ValueError where no process can be building."""
+    """In this context what waits for another process's build raises StaleLockError where no process can be
+    building, also where DeepSpeed makes another error of it."""
     original = FileBaton.wait
     FileBaton.wait = _wait  # type: ignore[assignment,method-assign]
     try:
         yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, StaleLockError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
+            raise cause from None
+        raise
     finally:
         FileBaton.wait = original  # type: ignore[method-assign]
 
@@ -38,7 +50,7 @@ def _wait(baton: FileBaton) -> None:
         if now - looked >= _LOOK_SECONDS:
             looked, holders = now, find_holders(path)
             if not holders and age > _STALE_SECONDS and now - start > _LOOK_SECONDS:
-                raise ValueError(
+                raise StaleLockError(
                     f"{path} has been there for {age / 60:.0f} minutes and no process of this machine holds it: a "
                     "build that was killed has left it; remove it and start again"
                 )

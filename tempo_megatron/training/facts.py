@@ -45,7 +45,7 @@ def collect_facts(run: RunConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "setting": settings,
         "package": {"tempo-megatron": hash_sources(), "python": platform.python_version(), **_find_packages()},
-        "environment variable": _take_environment(),
+        "variable": _take_environment(),
         "tokenizer": {**described, **vocabulary.tokenizer.unique_identifiers},
         "data": {"number": len(run.blend[0]), "weights": run.blend[1]},
     }

@@ -102,7 +102,7 @@ class _Attempt:
         """The arguments; the ranks have met, also where those of this one are wrong."""
         try:
             args = parse_arguments(self.argv, self.family)
-        except ValueError:
+        except Exception:
             with contextlib.suppress(ValueError):
                 self._join(_MEETING_SECONDS, _MEETING_SECONDS)
             raise
