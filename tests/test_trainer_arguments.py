@@ -121,7 +121,7 @@ WRONG_ARGUMENTS = {
     "override alone": (["--override-opt-param-scheduler"], "changes what --load brings"),
     "plot alone": (["--loss-plot", "a.png"], "--loss-plot is drawn from the metrics file"),
     "plot of another kind": (["--save", "s", "--loss-plot", "a.pdf"], "does not end in .png"),
-    "empty word": ([""], "one of the arguments is an empty word; remove it"),
+    "empty word": (["--lr", "1e-3", ""], "one of the arguments is an empty word; remove it"),
     "empty": (["--save", ""], "--save is empty; give a value, or leave it out"),
     "seed": (["--seed", "4294967296"], "4294967296 is not below 4294967296"),
     "beyond memory": (["--hidden-size", "9" * 30], "is beyond 1000000000000, the largest number that is taken"),
