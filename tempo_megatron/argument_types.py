@@ -4,12 +4,44 @@ from __future__ import annotations
 
 import argparse
 
+_LARGEST = 10**12
+"""Beyond it no run has a size, and arithmetic with sizes would leave 64 bits."""
+
 
 def parse_whole(text: str) -> int:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"{_shorten(text)} is not a whole number") from None
+    if abs(value) > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{_shorten(text)} is beyond {_LARGEST}, the largest number that is taken")
+    return value
+
+
+def parse_seed(text: str) -> int:
+    """What every generator takes: numpy's has 32 bits."""
+    value = parse_not_negative(text)
+    if value >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not below {2**32}")
+    return value
+
+
+def parse_minutes(text: str) -> int:
+    if (value := parse_positive(text)) > 10**6:
+        raise argparse.ArgumentTypeError(f"{text} is more than 1000000 minutes")
+    return value
+
+
+def parse_heartbeat(text: str) -> float:
+    """Seconds; below 5 a machine that is busy for a moment would be taken for one that is gone."""
+    value = parse_not_negative_float(text)
+    if value and not 5.0 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is neither 0 nor from 5 to 1000000 seconds")
+    return value
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
 def parse_number(text: str) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from tempo_megatron.config import BUDGET, TempoConfig, check_block
+from tempo_megatron.json_text import parse_json
 from tempo_megatron.layer_values import freeze_layers
 from tempo_megatron.memory.memory_size import parse_memory
 from tempo_megatron.operations import CHOICES, OPERATIONS, RENAMED
@@ -79,9 +80,12 @@ def describe_tempo_arguments(args: argparse.Namespace) -> str:
 
 def _read_layers(text: str) -> Mapping[str, Any]:
     try:
-        return freeze_layers(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text} is not valid JSON ({error}); expected ranges of layers") from error
+        layers = parse_json(text)
+    except ValueError as error:
+        said = text if len(text) < 100 else f"{text[:100]}..."
+        raise argparse.ArgumentTypeError(f"{said} is not valid JSON ({error}); expected ranges of layers") from error
+    try:
+        return freeze_layers(layers)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

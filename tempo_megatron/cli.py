@@ -77,6 +77,10 @@ _COMMANDS = {
         module="tempo_megatron.megatron_lm.run",
         help="run a training script of a Megatron-LM checkout with --use-tempo",
     ),
+    "config": Command(
+        module="tempo_megatron.training.config_command",
+        help="print what a training run would work with, and where each value comes from",
+    ),
     "export": Command(
         module="tempo_megatron.training.export",
         help="write a checkpoint's weights as one safetensors file",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tempo_megatron.json_text import read_json
 from tempo_megatron.layer_values import (
     LAYER_OPERATIONS,
     FrozenDict,
@@ -171,10 +171,7 @@ class TempoConfig:
 
         Raises ValueError where the file is not JSON or a key is unknown, OSError where it cannot be read.
         """
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON ({error}); correct it or give another file") from error
+        content = read_json(path)
         if not isinstance(content, dict):
             raise ValueError(f"{path} holds a {type(content).__name__}; expected a JSON object")
         if "tempo" in content:

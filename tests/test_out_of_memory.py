@@ -114,7 +114,11 @@ def test_all_ranks_end_when_one_runs_out(data: Data, tmp_path: Path, rank: int) 
     logs = [(tmp_path / f"rank{n}.log").read_text() for n in range(2)]
     assert failed.exit_codes == [1, 1], logs
     assert f"error on rank {rank}: out of memory" in logs[rank]
-    assert "another rank has ended, and says why" in logs[1 - rank] and "Traceback" not in "".join(logs)
+    assert "Traceback" not in "".join(logs)
+    assert rank == 0 or "error on rank 1 (" in logs[0]  # told by rank 0, too
+    assert "This rank was here:" in (tmp_path / "save" / "logs" / f"rank_{1 - rank:05d}.log").read_text() or (
+        "out of memory" in (tmp_path / "save" / "logs" / f"rank_{1 - rank:05d}.log").read_text()
+    )
 
 
 def limit_memory() -> None:

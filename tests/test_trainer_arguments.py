@@ -121,6 +121,12 @@ WRONG_ARGUMENTS = {
     "override alone": (["--override-opt-param-scheduler"], "changes what --load brings"),
     "plot alone": (["--loss-plot", "a.png"], "--loss-plot is drawn from the metrics file"),
     "plot of another kind": (["--save", "s", "--loss-plot", "a.pdf"], "does not end in .png"),
+    "empty word": (["--lr", "1e-3", ""], "one of the arguments is an empty word; remove it"),
+    "empty": (["--save", ""], "--save is empty; give a value, or leave it out"),
+    "seed": (["--seed", "4294967296"], "4294967296 is not below 4294967296"),
+    "beyond memory": (["--hidden-size", "9" * 30], "is beyond 1000000000000, the largest number that is taken"),
+    "heartbeat": (["--heartbeat-seconds", "1"], "1 is neither 0 nor from 5 to 1000000 seconds"),
+    "nested layers": (["--use-tempo", "--tempo-layers", "[" * 5000], "is not valid JSON (it is nested too deeply)"),
     "tempo off": (["--tempo-activation", "inplace"], "--tempo-activation is given but Tempo is off; add --use-tempo"),
 }
 
@@ -279,6 +285,19 @@ NONSENSE = {
     "null block": ({"zero_optimization": None}, '"zero_optimization" is None; expected an object {...}'),
     "stage in words": ({"zero_optimization": {"stage": "two"}}, "\"zero_optimization.stage\" is 'two'; expected 0"),
     "breakdown": ({"memory_breakdown": "perhaps"}, "\"memory_breakdown\" is 'perhaps'; expected true or false"),
+    "negative clipping": ({"gradient_clipping": -1}, '"gradient_clipping" is -1; expected a number of at least 0'),
+    "empty block": ({"zero_optimization": []}, '"zero_optimization" is []; expected an object {...}'),
+    "block of DeepSpeed": ({"flops_profiler": "x"}, "\"flops_profiler\" is 'x'; expected an object {...}"),
+    "capitals": ({"TEMPO": {}}, '"TEMPO" is unknown; the nearest known name is "tempo"'),
+    "British": ({"optimiser": {}}, 'the nearest known name is "optimizer", which is not used here: the trainer builds'),
+    "inner name": ({"zero_optimization": {"stge": 1}}, 'the nearest known name is "zero_optimization.stage"'),
+    "offload": (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "gpu"}}},
+        '"zero_optimization.offload_optimizer.device" is \'gpu\'; expected "none" or "cpu" or "nvme"',
+    ),
+    "infinite": ('{"gradient_clipping": 1e999}', "1e999 is beyond the numbers that there are"),
+    "nothing": ("", "is not valid JSON (it is empty)"),
+    "nested": ("[" * 5000, "is not valid JSON (it is nested too deeply)"),
     "universal": ({"checkpoint": {"load_universal": "yes"}}, '"checkpoint.load_universal" is not used here'),
 }
 

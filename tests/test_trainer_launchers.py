@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from training_job import SCRIPT, Data, Run, arguments, free_port, launch, make_data, wait_for
 
@@ -84,21 +85,28 @@ def test_a_port_that_is_taken_is_one_sentence(data: Data, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_exits(data: Data, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launcher", "number"), [("torchrun", signal.SIGTERM), ("deepspeed", signal.SIGKILL)])
+def test_the_ranks_save_and_end_with_their_launcher(data: Data, tmp_path: Path, launcher: str, number: int) -> None:
+    """Also where it has no time to tell them: nobody is left behind."""
     save = tmp_path / "checkpoints"
     argv = arguments(
         data, tmp_path, *TP2, "--train-iters", "100000", "--save", str(save), "--metrics-file", str(save / "m")
     )
-    process = launch([*prefix_of("torchrun"), str(SCRIPT), *argv], tmp_path)
+    process = launch([*prefix_of(launcher), str(SCRIPT), *argv], tmp_path)
     deadline = time.monotonic() + 120
     while not any(line.startswith("step") for line in read_log(tmp_path)):
         assert process.poll() is None and time.monotonic() < deadline, read_log(tmp_path)
         time.sleep(0.2)
-    os.kill(process.pid, signal.SIGTERM)
+    everything = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, number)
     wait_for(process, tmp_path, timeout_s=60)
+    _, alive = psutil.wait_procs(everything, timeout=60)
+    assert not alive
     latest = (save / "latest").read_text().strip()
     assert (save / latest / "run.json").exists()
-    assert f"stopped by SIGTERM after step {int(latest.removeprefix('iter_'))}" in "\n".join(read_log(tmp_path))
+    step = int(latest.removeprefix("iter_"))
+    said = [line for line in read_log(tmp_path) if line.startswith("stopped by ")]
+    assert said in ([f"stopped by {reason} after step {step}"] for reason in ("SIGTERM", "a signal to another rank"))
 
 
 def read_log(folder: Path) -> list[str]:

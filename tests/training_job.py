@@ -206,6 +206,25 @@ def environment(rank: int | None = None, world_size: int = 1, port: int = 0) -> 
     return values
 
 
+def start_ranks(
+    folder: Path, commands: list[list[str]], variables: dict[int, dict[str, str]] | None = None
+) -> list[subprocess.Popen[bytes]]:
+    """Start Python with the arguments in `commands`, one process for each rank; its output in rankN.log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port, started = free_port(), []
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    for rank, command in enumerate(commands):
+        of_rank = environment(rank=rank, world_size=len(commands), port=port)
+        environ = {**os.environ, **of_rank, "PYTHONPATH": os.pathsep.join(paths), **(variables or {}).get(rank, {})}
+        with open(folder / f"rank{rank}.log", "wb") as log:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, *command], cwd=folder, env=environ, stdout=log, stderr=subprocess.STDOUT
+                )
+            )
+    return started
+
+
 def launch(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
     """Start a command in a process group of its own, its output in rank0.log."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -223,7 +223,7 @@ def _load_json(path: str) -> Any:
     try:
         with open(path, "rb") as stream:
             return json.load(stream)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; check it") from error
@@ -254,6 +254,8 @@ def _check_index(prefix: str) -> tuple[Any, int]:
         raise DataError(broken)
     lengths = np.fromfile(prefix + ".idx", np.int32, sequences, offset=INDEX_HEADER.size)
     tokens = int(lengths.sum(dtype=np.int64))
+    if not _has_whole_tables(prefix, lengths, borders, np.dtype(DTYPES[code]).itemsize):
+        raise DataError(broken)
     if tokens == 0:
         raise DataError(f"{prefix} has no documents; prepare the data again")
     if tokens * np.dtype(DTYPES[code]).itemsize != bin_size:
@@ -262,6 +264,22 @@ def _check_index(prefix: str) -> tuple[Any, int]:
             f"{np.dtype(DTYPES[code]).itemsize} bytes: they do not belong together; prepare the data again"
         )
     return DTYPES[code], tokens
+
+
+def _has_whole_tables(prefix: str, lengths: Any, borders: int, itemsize: int) -> bool:
+    """Whether the sequences of an index lie one behind the other, and its documents are runs of them."""
+    with open(prefix + ".idx", "rb") as stream:
+        stream.seek(INDEX_HEADER.size + lengths.nbytes)
+        places = np.fromfile(stream, np.int64, len(lengths))
+        documents = np.fromfile(stream, np.int64, borders)
+    if len(places) < len(lengths) or len(documents) < borders or (lengths < 0).any():
+        return False
+    ends = np.cumsum(lengths, dtype=np.int64) * itemsize
+    lies_in_a_row = not len(places) or (places[0] == 0 and bool((places[1:] == ends[:-1]).all()))
+    if not lies_in_a_row or not borders:
+        return False
+    steps = np.diff(documents)
+    return bool(documents[0] == 0 and documents[-1] == len(lengths) and (steps >= 0).all())
 
 
 def _find_token_range(prefix: str, dtype: Any, tokens: int, scan_bytes: int) -> tuple[int, int]:

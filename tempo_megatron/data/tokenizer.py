@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tempo_megatron.data.data_error import DataError
 from tempo_megatron.data.long_runs import cut_long_runs
+from tempo_megatron.json_text import decode, parse_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing's from Python 3.11 on
@@ -233,11 +234,16 @@ def read_tokenizer_file(path: str) -> bytes:
 
 def _parse_vocab(path: str, content: bytes) -> dict[str, int]:
     try:
-        vocab = json.loads(content)
+        vocab = parse_json(decode(content))
     except ValueError as error:
         raise DataError(f"{path} is not JSON ({error}); --vocab-file takes GPT-2's vocab.json") from error
     if not (isinstance(vocab, dict) and vocab and all(type(v) is int and v >= 0 for v in vocab.values())):
         raise DataError(f"{path} does not map tokens to ids; --vocab-file takes GPT-2's vocab.json")
+    if max(vocab.values()) >= 2**31:
+        raise DataError(
+            f"{path} gives {max(vocab, key=lambda token: vocab[token])!r} the id {max(vocab.values())}, and the "
+            "largest that a data set can hold is 2147483647; --vocab-file takes GPT-2's vocab.json"
+        )
     if len(set(vocab.values())) < len(vocab):
         raise DataError(f"{path} gives one id to several tokens; --vocab-file takes GPT-2's vocab.json")
     return vocab

@@ -26,8 +26,15 @@ from tempo_megatron.memory.memory_size import format_bytes
 from tempo_megatron.memory.model_states import OptimizerSettings
 from tempo_megatron.models.shape import ModelShape
 
-_SECONDS = 300
-_TEXTS = ("DefaultCPUAllocator", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_SECONDS = 300.0
+_TEXTS = (
+    "DefaultCPUAllocator",
+    "not enough memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Storage size calculation overflowed",
+    "multiplication overflow",
+)
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -69,13 +76,16 @@ def find_capacity() -> int | None:
     return int(free + torch.cuda.memory_reserved())
 
 
-def report_out_of_memory(error: BaseException, order: Order | None, folder: str | None = None) -> None:
+def report_out_of_memory(
+    error: BaseException, order: Order | None, folder: str | None = None, seconds: float = _SECONDS
+) -> None:
     """Print it on stderr, and write the traceback to a file.
 
     Args:
         error: is_out_of_memory.
         order: the run; None where it is none that the estimate knows.
         folder: of the file (default: where the run was started).
+        seconds: that the explanation may take.
     """
     rank = int(os.environ.get("RANK", "0"))
     file = Path(folder or ".").resolve() / f"out_of_memory.rank{rank}.txt"
@@ -99,10 +109,10 @@ def report_out_of_memory(error: BaseException, order: Order | None, folder: str 
     print("\n".join(lines), file=sys.stderr, flush=True)
     if order is not None:
         found = dataclasses.replace(order, requested=requested, capacity=capacity)
-        print(_explain_elsewhere(found), file=sys.stderr, flush=True)
+        print(_explain_elsewhere(found, seconds), file=sys.stderr, flush=True)
 
 
-def _explain_elsewhere(order: Order) -> str:
+def _explain_elsewhere(order: Order, seconds: float) -> str:
     """`remedies.explain` in a process of its own, without a GPU and without this one's limit."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     text = base64.b64encode(pickle.dumps(order)).decode()
@@ -113,7 +123,7 @@ def _explain_elsewhere(order: Order) -> str:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=seconds,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

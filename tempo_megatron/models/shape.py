@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tempo_megatron.json_text import decode, parse_json
 from tempo_megatron.models.checks import check_shape, check_value
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
@@ -149,9 +150,12 @@ def read_shape_file(path: str | Path, option: str = "--model") -> dict[str, Any]
     Raises ValueError, which begins with `option`, where it cannot be read or says what no model has.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{option} {path} cannot be read ({error.strerror}); give a file of configs/model") from error
+        content = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{option} {path} cannot be read ({reason}); give a file of configs/model") from error
+    try:
+        values = parse_json(decode(content))
     except ValueError as error:
         raise ValueError(f"{option} {path} is not valid JSON ({error}); correct it") from error
     if not isinstance(values, dict):

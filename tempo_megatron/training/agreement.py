@@ -7,15 +7,19 @@ from typing import Any
 import torch.distributed as dist
 
 
+class AgreedError(ValueError):
+    """What every rank raises at once, with the same words: rank 0 says it, and none has failed by itself."""
+
+
 def raise_on_all_ranks(sentence: str | None) -> None:
-    """Raise ValueError on every rank where some rank has a sentence, so that none waits for one that has ended.
+    """Raise AgreedError on every rank where some rank has a sentence, so that none waits for one that has ended.
 
     Every rank calls it, with None where nothing is wrong. The sentence is that of the lowest rank that has one.
     """
     sentences: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(sentences, sentence)
     if wrong := [text for text in sentences if text is not None]:
-        raise ValueError(wrong[0])
+        raise AgreedError(wrong[0])
 
 
 def differs_between_ranks(value: Any) -> bool:

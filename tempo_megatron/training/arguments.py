@@ -11,10 +11,13 @@ from typing import Any, NoReturn
 from tempo_megatron import __version__
 from tempo_megatron.argument_types import (
     parse_fraction,
+    parse_heartbeat,
+    parse_minutes,
     parse_not_negative,
     parse_not_negative_float,
     parse_positive,
     parse_positive_float,
+    parse_seed,
 )
 from tempo_megatron.arguments import add_ledger_argument, add_tempo_arguments
 from tempo_megatron.models.arguments import add_model_arguments, replace_model
@@ -39,7 +42,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """As a ValueError, so that one rank says it instead of every one."""
         if message.startswith("unrecognized arguments: "):
-            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+            words = message.removeprefix("unrecognized arguments: ").split()
+            if not words:
+                raise ValueError("one of the arguments is an empty word; remove it, or the quotes around nothing")
+            unknown = words[0]
             known = [option for action in self._actions for option in action.option_strings]
             near = difflib.get_close_matches(unknown.split("=")[0], known, n=1)
             message += f"; the nearest known one is {near[0]}" if near else "; --help lists the known ones"
@@ -64,9 +70,20 @@ def parse_arguments(argv: Sequence[str] | None = None, family: str = "gpt") -> a
     Raises ValueError for what is unknown or malformed, or contradicts another thing.
     """
     args = build_parser(family).parse_args(sys.argv[1:] if argv is None else list(argv))
+    _check_words(args)
     if family == "bert":
         args = argparse.Namespace(**{**vars(args), **take_masking(args)})
     return replace_model(args, family)
+
+
+def _check_words(args: argparse.Namespace) -> None:
+    """Raise ValueError for a word that is empty, or that no file can be called."""
+    for name, value in vars(args).items():
+        for word in value if isinstance(value, list) else [value]:
+            if word == "":
+                raise ValueError(f"--{name.replace('_', '-')} is empty; give a value, or leave it out")
+            if isinstance(word, str) and "\0" in word:
+                raise ValueError(f"--{name.replace('_', '-')} {word!r} has a character of number 0; remove it")
 
 
 def build_parser(family: str) -> argparse.ArgumentParser:
@@ -111,9 +128,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--exit-signal-handler",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="on SIGTERM finish the step, save and exit (default on)",
+        help="on SIGTERM or Ctrl-C, to the launcher or to a rank, finish the step, save and exit; on a second Ctrl-C "
+        "exit at once (default on)",
     )
-    group.add_argument("--seed", type=parse_not_negative, default=1234, help="default %(default)s")
+    group.add_argument("--seed", type=parse_seed, default=1234, help="default %(default)s")
     group.add_argument("--bf16", action="store_true", help="bfloat16 (the DeepSpeed JSON must not say otherwise)")
     group.add_argument("--fp16", action="store_true", help="float16 (the DeepSpeed JSON must not say otherwise)")
 
@@ -222,6 +240,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events there")
     group.add_argument("--metrics-file", metavar="JSONL", help="one JSON line per step (default DIR of --save)")
     group.add_argument("--loss-plot", metavar="PNG", help="loss curve drawn at the end (default DIR of --save)")
+    group.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="where each rank writes rank_NNNNN.log when the run fails: its traceback, or where it was when another "
+        "rank failed (default logs in DIR of --save)",
+    )
     add_ledger_argument(group)
 
 
@@ -238,7 +262,21 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--use-cpu-initialization", action="store_true", help="draw the weights on the CPU: same for any TP"
     )
-    group.add_argument("--distributed-timeout-minutes", type=parse_positive, default=10, help="default %(default)s")
+    group.add_argument(
+        "--distributed-timeout-minutes",
+        type=parse_minutes,
+        default=10,
+        help="how long the ranks wait for one another, at the start and in a collective: a rank that runs but does not "
+        "get on ends the run after this (default %(default)s)",
+    )
+    group.add_argument(
+        "--heartbeat-seconds",
+        type=parse_heartbeat,
+        default=30.0,
+        help="how long a rank may be stopped, or its host silent, until the run ends; a rank that is busy is neither, "
+        "and one that dies ends the run at once. A small process beside each rank watches it. 0 lets nobody watch "
+        "(default %(default)g)",
+    )
     group.add_argument(
         "--local_rank", "--local-rank", type=int, default=-1, help="set by launchers; LOCAL_RANK decides"
     )

@@ -16,7 +16,8 @@ from tempo_megatron.memory.plan_run import RunPlan
 from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots.choices import Choices
 from tempo_megatron.slots.report import TempoReport
-from tempo_megatron.training.deepspeed_config import find_unknown_keys, offloads_optimizer, read_zero_stage
+from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_zero_stage
+from tempo_megatron.training.deepspeed_names import find_unknown_keys
 from tempo_megatron.training.run_config import RunConfig
 
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")

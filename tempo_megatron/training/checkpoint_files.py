@@ -48,7 +48,7 @@ def read_tensors(path: str | Path, map_location: Any = "cpu", *, is_mapped: bool
         raise ValueError(find_fault(path) or f"{path} is damaged; give another checkpoint") from error
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing, so the checkpoint is not whole; give another checkpoint") from error
-    except (OSError, RuntimeError, EOFError) as error:
+    except Exception as error:  # bytes that mean nothing end in the unpickler with an error of any kind
         raise ValueError(
             f"{path} is damaged or cannot be read ({_take_first_line(error)}); give another one"
         ) from error

@@ -87,6 +87,8 @@ def _check_recompute(run: RunConfig) -> None:
 def _check_data(run: RunConfig) -> None:
     if run.eval_iters and not run.split_weights[1]:
         raise ValueError(f"--split {run.split} leaves nothing for validation; add --eval-iters 0 or change the split")
+    if run.num_workers > 1024:
+        raise ValueError(f"--num-workers {run.num_workers} is more than 1024 processes a rank; give a few")
     has_merges = run.model.family == "gpt" or bool(run.merge_file)  # WordPiece has none
     if bool(run.vocab_file) != bool(run.merge_file) and has_merges:
         given, missing = ("vocab", "merge") if run.vocab_file else ("merge", "vocab")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from tempo_megatron.training.run_config import RunConfig
+if TYPE_CHECKING:
+    from tempo_megatron.training.run_config import RunConfig
 
 _BLOCK = 1 << 16
 _BLOCKS = 64
@@ -27,6 +29,7 @@ def identify_data(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
     return {"data": identity[0], "tokenizer": hashlib.sha256("\n".join(files).encode()).hexdigest()}
 
 
+@cache
 def compute_checksum(prefix: str) -> str:
     """sha256 of all of PREFIX.idx and of 64 evenly spaced blocks of PREFIX.bin, which may be too large to read."""
     digest = hashlib.sha256()

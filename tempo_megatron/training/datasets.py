@@ -17,6 +17,7 @@ from torch import Tensor
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer, validate_dataset
 from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.training.run_config import RunConfig
+from tempo_megatron.training.stop_signal import ignore_stop_signals
 from tempo_megatron.training.task import Batch, Collate, Task
 
 
@@ -133,10 +134,10 @@ def build_datasets(run: RunConfig, task: Task, tokenizer: Any) -> Datasets:
     first, valid = _build_part(run, task, tokenizer, run.seed, sample_parts[0], valid_samples)
     parts = [first]
     for number, samples in enumerate(sample_parts[1:], start=1):
-        parts.append(_build_part(run, task, tokenizer, run.seed + number, samples, 0)[0])
+        parts.append(_build_part(run, task, tokenizer, (run.seed + number) % 2**32, samples, 0)[0])
     missing = needed - sum(len(part) for part in parts)
     if missing > 0:
-        parts.append(_build_part(run, task, tokenizer, run.seed + len(parts), missing, 0)[0])
+        parts.append(_build_part(run, task, tokenizer, (run.seed + len(parts)) % 2**32, missing, 0)[0])
         sample_parts = (*sample_parts, missing)
     train = first if len(parts) == 1 else torch.utils.data.ConcatDataset(parts)
     return Datasets(train, valid, sample_parts)
@@ -251,6 +252,7 @@ class BatchStream:
             batch_sampler=sampler,  # type: ignore[arg-type]
             num_workers=run.num_workers,
             collate_fn=collate,
+            worker_init_fn=ignore_stop_signals,
             pin_memory=device.type == "cuda",
             # A generator of its own: the loader draws from it, and the run's random states must not move.
             generator=torch.Generator(),

@@ -5,7 +5,6 @@ Nothing here imports deepspeed, so that a wrong configuration is reported before
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,60 +13,31 @@ from typing import Any
 import hjson
 from pydantic import TypeAdapter, ValidationError
 
+from tempo_megatron.json_text import decode, read_finite, refuse_duplicates
 from tempo_megatron.training.arguments import DEFAULTS
+from tempo_megatron.training.deepspeed_names import BATCH_KEYS, check_kinds, check_names
 
-# What would take over a decision that belongs to the trainer, with where to make that decision instead.
-_REFUSED = {
-    "optimizer": "the trainer builds AdamW itself; use --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps",
-    "scheduler": "the trainer has Megatron's schedule; use --lr-decay-style, --lr-warmup-iters and --min-lr",
-    "activation_checkpointing": "recomputation is Megatron's; use --recompute-granularity",
-    "pipeline": "the trainer has no pipeline parallelism; remove the block",
-    "tensor_parallel": "tensor parallelism is Megatron's; use --tensor-model-parallel-size",
-    "sequence_parallel_size": "sequence parallelism is Megatron's; use --sequence-parallel",
-    "data_efficiency": "the samples come from Megatron's GPTDataset; remove the block",
-    "curriculum_learning": "the samples come from Megatron's GPTDataset; remove the block",
-    "hybrid_engine": "it is for generation; remove the block",
-    "amp": "Apex AMP is not supported; use bf16 or fp16",
-    "torch_autocast": "the model itself is built in bf16 or fp16; use those blocks",
-    "nebula": "checkpoints are written by the trainer; remove the block and use --save",
-    "compile": "torch.compile of the whole engine is not supported; remove the block",
-    "expert_parallel": "the model has no experts; remove the block",
-}
 _REFUSED_CHECKPOINT = ("writer", "use_node_local_storage", "load_universal")
-_KNOWN = (
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16 "
-    "zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer data_types communication_data_type "
-    "prescale_gradients gradient_predivide_factor steps_per_print wall_clock_breakdown dump_state memory_breakdown "
-    "log_level flops_profiler comms_logger tensorboard wandb csv_monitor comet monitor aio checkpoint "
-    "graph_harvesting gradient_allreduce_op timers seq_parallel_communication_data_type disable_allgather tempo"
-).split()
-# The blocks that this package itself reads.
-_BLOCKS = ("bf16", "fp16", "zero_optimization", "data_types", "checkpoint")
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def read_deepspeed_config(path: str) -> dict[str, Any]:
     """The JSON as a dict. Raises ValueError where it cannot be read, is no object, or holds what is refused."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+        content = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"--deepspeed_config {path} cannot be read ({error.strerror}); give a file such as "
+            f"--deepspeed_config {path} cannot be read ({reason}); give a file such as "
             "configs/deepspeed/zero1_bf16.json"
         ) from error
     try:
-        config = hjson.loads(text, object_pairs_hook=_refuse_duplicates)
+        config = _parse(decode(content))
     except ValueError as error:
         raise ValueError(f"--deepspeed_config {path} is not valid JSON ({error}); correct it") from error
     if not isinstance(config, dict):
         raise ValueError(f"--deepspeed_config {path} holds a {type(config).__name__}; expected a JSON object")
-    for key, reason in _REFUSED.items():
-        if key in config:
-            raise ValueError(f'--deepspeed_config {path}: "{key}" is not used here: {reason}')
-    _check_names(path, config)
-    for key in _BLOCKS:
-        if not isinstance(config.get(key, {}), dict):
-            raise ValueError(f'--deepspeed_config {path}: "{key}" is {config[key]!r}; expected an object {{...}}')
+    check_names(path, config)
+    check_kinds(path, config)
     if "memory_breakdown" in config:
         config["memory_breakdown"] = _parse_boolean(path, "memory_breakdown", config["memory_breakdown"])
     for name in ("bf16", "fp16"):
@@ -91,23 +61,14 @@ def _parse_boolean(path: str, key: str, value: Any) -> bool:
         raise ValueError(f'--deepspeed_config {path}: "{key}" is {value!r}; expected true or false') from None
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"{min(twice)} appears twice")
-    return dict(pairs)
-
-
-def _check_names(path: str, config: Mapping[str, Any]) -> None:
-    for key in find_unknown_keys(config):
-        if near := difflib.get_close_matches(key, _KNOWN, n=1, cutoff=0.8):
-            raise ValueError(f'--deepspeed_config {path}: "{key}" is unknown; the nearest known name is "{near[0]}"')
-
-
-def find_unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """Top-level keys that neither DeepSpeed nor the trainer reads: DeepSpeed accepts any name without a word."""
-    return [key for key in config if key not in _KNOWN]
+def _parse(text: str) -> Any:
+    """As DeepSpeed, which takes Hjson too: comments, and no quotes where none are needed."""
+    if not text.strip():
+        raise ValueError("it is empty")
+    try:
+        return hjson.loads(text, object_pairs_hook=refuse_duplicates, parse_float=read_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_zero_stage(config: Mapping[str, Any]) -> int:
@@ -116,7 +77,7 @@ def read_zero_stage(config: Mapping[str, Any]) -> int:
 
 def decides_batch_size(config: Mapping[str, Any]) -> bool:
     """Whether the JSON has a number that the size of a global batch follows from."""
-    total_key, _, steps_key = _BATCH_KEYS
+    total_key, _, steps_key = BATCH_KEYS
     return any(config.get(key, "auto") not in (None, "auto") for key in (total_key, steps_key))
 
 
@@ -199,7 +160,7 @@ def _agree(option: str, given: Any, key: str, configured: Any) -> Any:
 
 
 def _decide_batch_sizes(config: Mapping[str, Any], given: Mapping[str, Any], data_parallel_size: int) -> dict[str, int]:
-    total_key, micro_key, steps_key = _BATCH_KEYS
+    total_key, micro_key, steps_key = BATCH_KEYS
     micro = _agree("--micro-batch-size", given["micro_batch_size"], micro_key, _read_number(config, micro_key))
     total = _agree("--global-batch-size", given["global_batch_size"], total_key, _read_number(config, total_key))
     steps = _read_number(config, steps_key)

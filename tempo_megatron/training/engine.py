@@ -18,10 +18,12 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from tempo_megatron.training.build_locks import refuse_stale_locks
 from tempo_megatron.training.checkpoint_files import CheckpointFiles
 from tempo_megatron.training.cuts import find_cuts
 from tempo_megatron.training.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run_config import RunConfig
+from tempo_megatron.training.store import STORE, open_store
 
 # What a user whose model has diverged can do; the last checkpoint is one from before.
 REMEDY = (
@@ -49,7 +51,7 @@ class MPU:
 def initialize_distributed(run: RunConfig) -> torch.device:
     """Start torch.distributed, DeepSpeed's communication and Megatron's groups; returns this rank's device.
 
-    Raises ValueError where rank 0's port is taken or the ranks do not find one another.
+    Raises ValueError where this is the only rank and its port is taken.
     """
     device = torch.device("cpu")
     if run.on_gpu:
@@ -58,22 +60,15 @@ def initialize_distributed(run: RunConfig) -> torch.device:
     # DeepSpeed compiles this extension, which only its inference uses, whenever it starts on a CPU.
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    try:
-        deepspeed.init_distributed(
-            dist_backend="nccl" if run.on_gpu else "gloo",
-            auto_mpi_discovery=False,
-            timeout=datetime.timedelta(minutes=run.distributed_timeout_minutes),
-            verbose=False,
-        )
-    except dist.DistNetworkError as error:
-        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        if "EADDRINUSE" in str(error):
-            raise ValueError(
-                f"port {port} is in use by another run; give the launcher another --master_port"
-            ) from error
-        raise ValueError(
-            f"rank 0 at {address}:{port} was not reached ({error}); check that it runs and that no firewall is between"
-        ) from error
+    if run.world_size == 1:  # several have met in theirs
+        open_store(run.distributed_timeout_minutes * 60.0)
+    deepspeed.init_distributed(
+        dist_backend="nccl" if run.on_gpu else "gloo",
+        auto_mpi_discovery=False,
+        timeout=datetime.timedelta(minutes=run.distributed_timeout_minutes),
+        init_method=STORE,
+        verbose=False,
+    )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=run.tensor_model_parallel_size,
         distributed_timeout_minutes=run.distributed_timeout_minutes,
@@ -212,7 +207,7 @@ class Engine:
         quiet = (
             contextlib.nullcontext() if config.get("memory_breakdown") else contextlib.redirect_stdout(io.StringIO())
         )
-        with quiet:
+        with quiet, refuse_stale_locks():
             self.deepspeed, optimizer, _, _ = deepspeed.initialize(
                 model=model, optimizer=build_optimizer(model, run), config=copy_deepspeed_config(config), mpu=MPU()
             )

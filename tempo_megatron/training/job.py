@@ -21,6 +21,7 @@ from tempo_megatron.training.banner import find_versions, write_banner
 from tempo_megatron.training.checkpoint_folder import LATEST
 from tempo_megatron.training.data_identity import identify_data
 from tempo_megatron.training.datasets import build_datasets, load_vocabulary
+from tempo_megatron.training.facts import collect_facts
 from tempo_megatron.training.loop import Trainer
 from tempo_megatron.training.planning import plan_memory
 from tempo_megatron.training.plots import plot_losses
@@ -28,6 +29,7 @@ from tempo_megatron.training.resume import describe_run
 from tempo_megatron.training.rng_state import seed_all
 from tempo_megatron.training.run_config import RunConfig
 from tempo_megatron.training.task import find_task
+from tempo_megatron.training.team import Team
 
 Decide = Callable[[Mapping[str, str]], tuple[RunConfig, dict[str, Any] | None]]
 
@@ -65,12 +67,22 @@ class Job:
         launcher: for the banner.
         decide_without: takes checkpoints that turned out to be damaged, by name, with the reason; returns the run that
             goes on from the newest other one, and that one's description.
+        team: the other ranks; None where there are none.
     """
 
-    def __init__(self, run: RunConfig, saved: dict[str, Any] | None, launcher: str, decide_without: Decide) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        saved: dict[str, Any] | None,
+        launcher: str,
+        decide_without: Decide,
+        team: Team | None = None,
+    ) -> None:
         self.save_folder = checkpoint.claim_save_folder(run)
         self.task = find_task(run.model.family)
         self.vocabulary = load_vocabulary(run, self.task)
+        if team is not None:
+            team.compare(collect_facts(run, self.vocabulary), run.distributed_timeout_minutes * 60.0)
         if not run.on_gpu:
             use_cpu()
         self.device = engine.initialize_distributed(run)

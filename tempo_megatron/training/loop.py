@@ -88,7 +88,7 @@ class Trainer:
                 if run.save_interval and iteration % run.save_interval == 0:
                     self._save()
                 if stop.agree():
-                    reason = "stopped by SIGTERM"
+                    reason = f"stopped by {stop.name or 'a signal to another rank'}"
                 elif run.exit_interval and iteration % run.exit_interval == 0:
                     reason = "stopped at --exit-interval"
             self._flush()

@@ -5,91 +5,177 @@ Everything that can be wrong with the command line is found before deepspeed is 
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tempo_megatron.launch_env import set_rank_environment
+from tempo_megatron.training.agreement import AgreedError
 from tempo_megatron.training.arguments import parse_arguments
 from tempo_megatron.training.checks import check_run
 from tempo_megatron.training.deepspeed_config import read_deepspeed_config
+from tempo_megatron.training.launchers import find_launchers
+from tempo_megatron.training.rank_log import RankLog
 from tempo_megatron.training.resume import read_saved_run
 from tempo_megatron.training.run_config import RunConfig, complete_run
 
-# What gloo says where a rank is gone. NCCL says nothing: the launcher ends its ranks.
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+if TYPE_CHECKING:
+    from tempo_megatron.training.team import Team
+
+# What gloo says where a rank is gone. NCCL says nothing: the heartbeat ends its ranks.
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+# A rank whose command line is wrong has no time limit of its own for meeting the others.
+_MEETING_SECONDS = 60.0
+# While a rank computes what would have fitted, the others wait.
+_REMEDY_SECONDS = 30.0
 
 
 def train(argv: Sequence[str] | None, family: str) -> int:
     """Train a model of `family`; the exit code.
 
-    A user's error is one sentence on rank 0, a bug a traceback on the rank that has it.
+    A user's error is one sentence on rank 0, a bug one there and a traceback in the log of the rank that has it.
     """
-    is_running = False
-    run: RunConfig | None = None
-    job: Any = None
     _ignore_known_warnings()
-    try:
-        args = parse_arguments(argv, family)
-        deepspeed_config = read_deepspeed_config(args.deepspeed_config)
-        saved = read_saved_run(args)
-        launcher = set_rank_environment()
-        on_gpu = _prepare_device()
-        world_size = int(os.environ["WORLD_SIZE"])
-
-        def decide(saved: dict[str, Any] | None) -> RunConfig:
-            run = complete_run(args, deepspeed_config, saved, world_size=world_size, on_gpu=on_gpu)
-            check_run(run)
-            return run
-
-        def decide_without(damaged: Mapping[str, str]) -> tuple[RunConfig, dict[str, Any] | None]:
-            older = read_saved_run(args, damaged)
-            return decide(older), older
-
-        run = decide(saved)
-        # It imports deepspeed and Megatron-core, which takes seconds and reads what _prepare_device has set.
-        from tempo_megatron.training.job import Job
-
-        job = Job(run, saved, launcher, decide_without)
-        is_running = True
-        job.train()
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        if run is not None and _explain_lack_of_memory(error, run, job):
-            return 1
-        rank, sentence = int(os.environ.get("RANK", "0")), _find_sentence_for_the_user(error)
-        if sentence is None:
-            print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        elif rank == 0 or is_running:
-            print(
-                f"error: {sentence}" if rank == 0 else f"error on rank {rank}: {sentence}", file=sys.stderr, flush=True
-            )
-        return 1
-    return 0
+    return _Attempt(argv, family).make()
 
 
-def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> bool:
-    """Say what stood at the peak and what would have fitted, where memory is what ended."""
+class _Attempt:
+    """One start of the trainer in this process, with what it had got to when it failed."""
+
+    def __init__(self, argv: Sequence[str] | None, family: str) -> None:
+        self.argv, self.family = argv, family
+        self.run: RunConfig | None = None
+        self.job: Any = None
+        self.team: Team | None = None
+        self.log = RankLog(0)
+
+    def make(self) -> int:
+        try:
+            launcher = set_rank_environment()
+            self.log.rank = int(os.environ["RANK"])
+            args = self._meet()
+            deepspeed_config = read_deepspeed_config(args.deepspeed_config)
+            saved = read_saved_run(args)
+            on_gpu = _prepare_device()
+            world_size = int(os.environ["WORLD_SIZE"])
+
+            def decide(saved: dict[str, Any] | None) -> RunConfig:
+                run = complete_run(args, deepspeed_config, saved, world_size=world_size, on_gpu=on_gpu)
+                check_run(run)
+                return run
+
+            def decide_without(damaged: Mapping[str, str]) -> tuple[RunConfig, dict[str, Any] | None]:
+                older = read_saved_run(args, damaged)
+                return decide(older), older
+
+            self.run = decide(saved)
+            self.log.set_folder(self.run.log_dir)
+            # It imports deepspeed and Megatron-core, which takes seconds and reads what _prepare_device has set.
+            from tempo_megatron.training.job import Job
+
+            self.job = Job(self.run, saved, launcher, decide_without, self.team)
+            self.job.train()
+        except KeyboardInterrupt:
+            self._tell("it was interrupted (Ctrl-C)")
+            return self._leave_at_once(130)
+        except Exception as error:
+            self._report(error)
+            return self._leave_at_once(1)
+        if self.team is not None:
+            self.team.leave()
+        return 0
+
+    def _leave_at_once(self, code: int) -> int:
+        """A process group of which a rank is gone cannot always be taken down: it may wait for that rank."""
+        if self.team is not None and self.team.is_watched:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        return code
+
+    def _meet(self) -> argparse.Namespace:
+        """The arguments; the ranks have met, also where those of this one are wrong."""
+        try:
+            args = parse_arguments(self.argv, self.family)
+        except Exception:
+            with contextlib.suppress(ValueError):
+                self._join(_MEETING_SECONDS, _MEETING_SECONDS)
+            raise
+        self._join(args.distributed_timeout_minutes * 60.0, args.heartbeat_seconds)
+        return args
+
+    def _join(self, timeout_s: float, heartbeat_s: float) -> None:
+        """A run of one process that no launcher has started has nobody to meet, and imports torch later."""
+        if int(os.environ["WORLD_SIZE"]) > 1 or find_launchers():
+            from tempo_megatron.training.team import Team
+
+            self.team = Team.join(self.log, timeout_s=timeout_s, heartbeat_s=heartbeat_s)
+
+    def _report(self, error: Exception) -> None:
+        agreed = isinstance(error, AgreedError)
+        is_secondary = _follows_from_another(error) or (agreed and self.log.rank != 0)
+        sentence = find_sentence_for_the_user(error)
+        if self.run is not None and (of_memory := _explain_lack_of_memory(error, self.run, self.job)):
+            is_secondary, sentence = False, of_memory
+        else:
+            has_file = self.log.write(traceback.format_exc())
+            if sentence is None:
+                sentence = f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
+                if has_file:
+                    sentence += f" (traceback in {self.log.path})"
+                else:
+                    print(f"rank {self.log.rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            if self.log.rank == 0 and not is_secondary:
+                print(f"error: {sentence}", file=sys.stderr, flush=True)
+        self._tell(sentence, is_secondary=is_secondary)
+
+    def _tell(self, sentence: str, *, is_secondary: bool = False) -> None:
+        """Let every rank end; on rank 0 say why where that has not been said."""
+        if self.team is None or not self.team.is_watched:
+            if self.log.rank != 0 or is_secondary:
+                print(f"error on rank {self.log.rank}: {sentence}", file=sys.stderr, flush=True)
+            return
+        cause = self.team.fail(sentence, is_secondary=is_secondary)
+        if cause.sentence != sentence or is_secondary:
+            self.log.write(cause.describe())
+            self.team.say(cause)
+        self.team.confirm()
+
+
+def _follows_from_another(error: Exception) -> bool:
+    """Whether an error is what a rank sees when another one is gone."""
+    import torch.distributed as dist
+
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER)
+
+
+def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str | None:
+    """Say what stood at the peak and what would have fitted, where memory is what ended; a sentence for the others."""
     from tempo_megatron.memory.out_of_memory import is_out_of_memory, report_out_of_memory
 
     if not is_out_of_memory(error):
-        return False
+        return None
     from tempo_megatron.training.job import make_order
 
+    sentence = f"out of memory: {str(error).strip().splitlines()[0]}"
     vocab_size = run.model.vocab_size if job is None else job.vocabulary.padded_size
     order = None if vocab_size is None else make_order(run if job is None else job.run, vocab_size)
-    report_out_of_memory(error, order, run.save)
-    return True
+    seconds = {"seconds": _REMEDY_SECONDS} if run.world_size > 1 else {}
+    report_out_of_memory(error, order, run.save, **seconds)
+    return sentence
 
 
-def _find_sentence_for_the_user(error: Exception) -> str | None:
+def find_sentence_for_the_user(error: Exception) -> str | None:
     """The text of a ValueError that this repository raised, or DeepSpeed about its JSON; None for a bug."""
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER):
-        return f"another rank has ended, and says why ({str(error).strip().splitlines()[0]})"
+    if _follows_from_another(error):
+        return f"another rank has ended ({str(error).strip().splitlines()[0]})"
     if not isinstance(error, ValueError):
         return None
     if type(error).__module__.startswith("pydantic"):

@@ -111,7 +111,12 @@ class Report:
         if run.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(run.tensorboard_dir, purge_step=first_iteration + 1 if resumes else None)
+            try:
+                self._board = SummaryWriter(run.tensorboard_dir, purge_step=first_iteration + 1 if resumes else None)
+            except OSError as error:
+                raise ValueError(
+                    f"--tensorboard-dir {run.tensorboard_dir} cannot be written ({error}); give another folder"
+                ) from error
         # disable=None: no bar where the output is not a terminal, only lines.
         self._bar = tqdm(
             total=run.train_iters,

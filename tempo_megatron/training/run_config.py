@@ -99,6 +99,7 @@ class RunConfig:
     metrics_file: str | None
     loss_plot: str | None
     tempo_ledger: str | None
+    log_dir: str | None
 
     # Distributed
     world_size: int
@@ -107,6 +108,7 @@ class RunConfig:
     sequence_parallel: bool
     use_cpu_initialization: bool
     distributed_timeout_minutes: int
+    heartbeat_seconds: float
     on_gpu: bool
     deepspeed_config: str
     """Path of the JSON."""
@@ -209,4 +211,5 @@ def _complete_output(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "metrics_file": args.metrics_file or str(Path(args.save) / "metrics.jsonl"),
         "loss_plot": args.loss_plot or str(Path(args.save) / "loss.png"),
+        "log_dir": args.log_dir or str(Path(args.save) / "logs"),
     }

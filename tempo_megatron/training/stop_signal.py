@@ -1,13 +1,17 @@
-"""SIGTERM on any rank lets every rank stop after the same step."""
+"""SIGTERM or Ctrl-C on any rank lets every rank stop after the same step."""
 
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_NAMES: dict[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+_PASSED_ON_SECONDS = 3.0
 
 
 class StopSignal:
@@ -19,19 +23,30 @@ class StopSignal:
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self.device, self.enabled = device, enabled
-        self.received = False
+        self.name: str | None = None
+        """What this rank was asked with, in words."""
+        self._since = 0.0
+        self._was_agreed = False
         self._answer: tuple[torch.Tensor, torch.cuda.Event] | None = None
-        self._previous: Any = signal.signal(signal.SIGTERM, self._note_signal) if enabled else None
+        self._previous: dict[int, Any] = {}
+        if enabled:
+            self._previous = {number: signal.signal(number, self._note_signal) for number in _NAMES}
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
+        """A second Ctrl-C stops at once. A launcher passes the first one on, so that it comes twice in a moment."""
+        if self.name is None:
+            self.name, self._since = _NAMES[number], time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._since > _PASSED_ON_SECONDS:
+            raise KeyboardInterrupt
 
     def agree(self) -> bool:
         """Whether to stop. Every rank calls it once per step, and all get the same answer."""
-        if not self.enabled:
-            return False
+        self._was_agreed = self.enabled and self._ask_all()
+        return self._was_agreed
+
+    def _ask_all(self) -> bool:
         # A tensor from a list would wait for the GPU.
-        flag = torch.full((1,), float(self.received), dtype=torch.float32, device=self.device)
+        flag = torch.full((1,), float(self.name is not None), dtype=torch.float32, device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if self.device.type != "cuda":
             return bool(flag)
@@ -51,5 +66,12 @@ class StopSignal:
         return host, arrived
 
     def close(self) -> None:
-        if self.enabled:
-            signal.signal(signal.SIGTERM, self._previous)
+        """A rank that stops because of a signal is not ended by the next one, which a launcher sends it meanwhile."""
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_IGN if self._was_agreed else handler)
+
+
+def ignore_stop_signals(_: int) -> None:
+    """In a DataLoader's worker: a launcher signals it as well, and its rank needs batches to the end of the step."""
+    for number in _NAMES:
+        signal.signal(number, signal.SIG_IGN)

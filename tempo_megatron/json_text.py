@@ -1,0 +1,61 @@
+"""JSON as people write it by hand: read strictly, and refused with one sentence where it is not what it seems."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+def read_json(path: str | Path) -> Any:
+    """The content of a JSON file; OSError where it cannot be read, else as parse_json, with the file's name."""
+    content = Path(path).read_bytes()
+    try:
+        return parse_json(decode(content))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); correct it or give another file") from error
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises ValueError, without the text, for what is no JSON, for a name that appears twice in an object, for a number
+    that is not finite and for a nesting that is too deep.
+    """
+    if not text.strip():
+        raise ValueError("it is empty")
+    try:
+        return json.loads(
+            text, object_pairs_hook=refuse_duplicates, parse_constant=_refuse_constant, parse_float=read_finite
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def decode(content: bytes) -> str:
+    """UTF-8, with a byte order mark or without; ValueError for other bytes."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is no UTF-8") from None
+
+
+def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these names and values; ValueError where a name appears twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{min(name for name in found if names.count(name) > 1)} appears twice")
+    return found
+
+
+def read_finite(text: str) -> float:
+    """A number with a point or an exponent; ValueError where it is beyond what a float holds."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is beyond the numbers that there are")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")

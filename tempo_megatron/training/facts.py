@@ -1,0 +1,144 @@
+"""What the ranks of a run have to have in common: settings, code, packages, data and environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tempo_kernels
+import tempo_megatron
+from tempo_megatron.training.data_identity import compute_checksum
+
+if TYPE_CHECKING:
+    from tempo_megatron.training.datasets import Vocabulary
+    from tempo_megatron.training.run_config import RunConfig
+
+# Names of files may differ from node to node; what is in those that are read is compared by itself.
+_FILES = ("deepspeed_config", "data_path", "blend", "vocab_file", "merge_file", "data_cache_path")
+_PACKAGES = ("torch", "megatron-core", "deepspeed", "triton", "numpy", "transformer_engine", "apex", "flash-attn")
+# Variables that change what is computed or which collectives are called, by the beginning of their names.
+_VARIABLES = (
+    *("TORCH_", "PYTORCH_", "NVTE_", "NCCL_", "CUBLAS_", "CUDNN_", "CUDA_", "NVIDIA_TF32_", "DS_", "TRITON_"),
+    *("TEMPO_", "MKL_", "MEGATRON_", "ATEN_"),
+)
+# Of these those that say where something is, or that differ from node to node or from rank to rank.
+_LOCAL = (
+    *("_DIR", "_HOME", "_PATH", "_IFNAME", "_HCA", "_FILE", "_ROOT", "_DEBUG", "_LOGS", "_DEVICES", "_VERSION"),
+    *("_HOSTNAME", "_ADDR", "_NUMA", "_EXTENSIONS", "_CPP_LOG_LEVEL", "_NCCL_ASYNC_ERROR_HANDLING"),
+)
+
+
+def collect_facts(run: RunConfig, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Everything that has to be the same on every rank, by name.
+
+    The data is read by the first rank of each node; the others of it see the same files.
+    """
+    settings = {name: value for name, value in list_settings(run).items() if name not in _FILES}
+    described = {name: value for name, value in vocabulary.describe().items() if name != "tokenizer_files"}
+    facts: dict[str, Any] = {
+        "setting": settings,
+        "package": {"tempo-megatron": hash_sources(), "python": platform.python_version(), **_find_packages()},
+        "variable": _take_environment(),
+        "tokenizer": {**described, **vocabulary.tokenizer.unique_identifiers},
+        "data": {"number": len(run.blend[0]), "weights": run.blend[1]},
+    }
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        facts["data"] |= {
+            f"content of set {number}": compute_checksum(prefix) for number, prefix in enumerate(run.blend[0], start=1)
+        }
+    return facts
+
+
+def list_settings(run: RunConfig) -> dict[str, Any]:
+    """The fields of a run as plain dicts, whatever they are made of."""
+    return dict(_open(run))
+
+
+def find_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
+    """One sentence about the first rank whose facts, of collect_facts and with its host, differ from rank 0's."""
+    first = flatten(facts[0])
+    for rank, other in enumerate(facts[1:], start=1):
+        found = flatten(other)
+        names = [name for name in {**first, **found} if _is_other(name, first, found)]
+        if names:
+            name = names[0]
+            more = f" ({len(names) - 1} more: {', '.join(names[1:4])})" if names[1:] else ""
+            return (
+                f"the ranks are not of one run: {name} is {_write(found, name)} on rank {rank} ({other['host']}) and "
+                f"{_write(first, name)} on rank 0 ({facts[0]['host']}){more}; start every rank with the same command "
+                "line, files, packages and environment"
+            )
+    return None
+
+
+def flatten(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"setting": {"deepspeed": {"stage": 1}}}` -> `{"setting deepspeed.stage": 1}`."""
+
+    def walk(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if not isinstance(value, Mapping):
+            yield name, value
+            return
+        for key, inner in value.items():
+            yield from walk(f"{name}.{key}" if " " in name else f"{name} {key}", inner)
+
+    return dict(pair for kind, block in facts.items() for pair in walk(kind, block))
+
+
+def _open(value: Any) -> Any:
+    """Dataclasses as dicts, and mappings of any kind as well."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _open(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _open(inner) for key, inner in value.items()}
+    return value
+
+
+def _is_other(name: str, first: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    if name == "host":
+        return False
+    if name.startswith("data content of set "):  # told by the first rank of a node only
+        return name in first and name in found and bool(first[name] != found[name])
+    return bool(first.get(name, _ABSENT) != found.get(name, _ABSENT))
+
+
+_ABSENT = object()
+
+
+def _write(facts: Mapping[str, Any], name: str) -> str:
+    return repr(facts[name]) if name in facts else "not set"
+
+
+@cache
+def hash_sources() -> str:
+    """sha256 over the Python sources of both packages, in their order of names."""
+    digest = hashlib.sha256()
+    for package in (tempo_kernels, tempo_megatron):
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _find_packages() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _take_environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_VARIABLES) and not name.endswith(_LOCAL)
+    }

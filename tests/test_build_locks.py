@@ -1,0 +1,62 @@
+"""Whether a run that waits for a build waits for somebody."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from tempo_megatron.training import build_locks
+from tempo_megatron.training.build_locks import StaleLockError, find_holders, refuse_stale_locks
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_locks, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(build_locks, "_PATIENCE_SECONDS", 0.0)
+
+
+def make_lock(folder: Path, age: float) -> str:
+    path = folder / "lock"
+    path.touch()
+    os.utime(path, (time.time() - age, time.time() - age))
+    return str(path)
+
+
+def test_a_lock_of_a_killed_build_is_named(tmp_path: Path) -> None:
+    path = make_lock(tmp_path, 7200)
+    original = FileBaton.wait
+    with refuse_stale_locks(), pytest.raises(ValueError, match=f"{path} has been there for 120 minutes and no process"):
+        FileBaton(path).wait()
+    assert FileBaton.wait is original and os.path.exists(path)
+
+
+def test_what_deepspeed_makes_of_it_is_not_what_is_told(tmp_path: Path) -> None:
+    path = make_lock(tmp_path, 7200)
+    with pytest.raises(StaleLockError, match="remove it and start again"), refuse_stale_locks():
+        try:
+            FileBaton(path).wait()
+        except Exception as error:
+            raise RuntimeError("requires the cpu_adam op, which failed to build/load") from error
+
+
+def test_a_lock_that_a_process_holds_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_lock(tmp_path, 7200)
+    with open(path) as held, refuse_stale_locks():
+        assert find_holders(path) == [os.getpid()]
+        threading.Timer(3.0, os.remove, [path]).start()
+        FileBaton(path).wait()
+        assert not held.closed
+    assert capsys.readouterr().err.count(f"waiting until {path} is gone (process {os.getpid()} builds there)") == 1
+
+
+def test_a_young_lock_may_be_another_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_lock(tmp_path, 60)
+    threading.Timer(3.0, os.remove, [path]).start()
+    with refuse_stale_locks():
+        FileBaton(path).wait()
+    assert "no process of this machine holds it" in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""kill -9 of one rank or another, between steps and inside a save, again and again: nothing is lost or differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_job import Data, Run, make_data, run, successful
+
+from tempo_megatron.training.metrics import read_metrics
+
+ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("whole")
+    return successful(run(data, folder, "--train-iters", str(STEPS), world_size=2, config=ZERO1))
+
+
+@dataclasses.dataclass
+class Kill:
+    """Kills one rank, or sends it another signal, a moment after a save has begun, or after one has ended."""
+
+    rank: int
+    save: Path
+    inside_a_save: bool
+    delay_s: float
+    signal_number: int = signal.SIGKILL
+
+    def __call__(self) -> None:
+        if int(os.environ["RANK"]) == self.rank:
+            threading.Thread(target=self._wait_and_kill, args=(set(self._list()),), daemon=True).start()
+
+    def _list(self) -> list[str]:
+        names = os.listdir(self.save) if self.save.exists() else []
+        return [name for name in names if name.startswith("iter_") and name.endswith(".tmp") == self.inside_a_save]
+
+    def _wait_and_kill(self, before: set[str]) -> None:
+        while not set(self._list()) - before:
+            time.sleep(0.001)
+        time.sleep(self.delay_s)
+        os.kill(os.getpid(), self.signal_number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_a_run_that_is_killed_again_and_again_goes_on_as_if_it_never_was(
+    data: Data, whole: Run, tmp_path: Path, kills: int
+) -> None:
+    draw = random.Random(7)
+    sizes = ["--train-iters", str(STEPS), "--save-interval", "1", "--heartbeat-seconds", "10"]
+    save = tmp_path / "save"
+    options = [*sizes, "--save", str(save), "--load", str(save), "--metrics-file", str(tmp_path / "m.jsonl")]
+    inside, reached = 0, [0]
+    for number in range(kills):
+        kill = Kill(draw.randrange(2), save, number % 2 == 0, draw.random() * (0.1 if number % 2 == 0 else 0.3))
+        start = time.monotonic()
+        killed = run(data, tmp_path / "killed", *options, world_size=2, config=ZERO1, before=kill, timeout_s=400)
+        if set(killed.exit_codes) == {0}:
+            break
+        assert killed.exit_codes[kill.rank] == -9 and killed.exit_codes[1 - kill.rank] == 1, killed.output
+        assert "Traceback" not in killed.output and time.monotonic() - start < 400
+        inside += bool(list(save.glob("iter_*.tmp")))
+        latest = save / "latest"
+        reached.append(int(latest.read_text().strip().removeprefix("iter_")) if latest.exists() else 0)
+    assert reached == sorted(reached)  # no checkpoint was lost
+    resumed = successful(run(data, tmp_path / "killed", *options, world_size=2, config=ZERO1, timeout_s=400))
+    print(f"{len(reached) - 1} kills, {inside} of them inside a save; steps reached: {reached[1:]}")
+    assert "no checkpoint that is whole" not in resumed.output and "is damaged" not in resumed.output
+    assert Run([0], "", read_metrics(tmp_path / "m.jsonl")).losses_hex == whole.losses_hex
+
+
+def limit_files() -> None:
+    """Every file may have 100 kB, on rank 1 only: Python gets an OSError, as on a disk that is full."""
+    if os.environ["RANK"] == "1":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_the_checkpoint_before(data: Data, whole: Run, tmp_path: Path) -> None:
+    sizes, save = ["--train-iters", str(STEPS), "--save-interval", "2"], tmp_path / "save"
+    options = [*sizes, "--save", str(save), "--load", str(save)]
+    successful(run(data, tmp_path, *options, "--exit-interval", "2", world_size=2, config=ZERO1))
+    failed = run(data, tmp_path, *options, world_size=2, config=ZERO1, before=limit_files)
+    assert failed.exit_codes == [1, 1] and "Traceback" not in failed.output
+    assert "the checkpoint of step 4 cannot be written" in failed.output
+    assert sorted(path.name for path in save.glob("iter_*")) == ["iter_0000002"]
+    options[3] = str(STEPS)
+    resumed = successful(run(data, tmp_path, *options, world_size=2, config=ZERO1))
+    assert resumed.losses_hex == whole.losses_hex
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_one_rank_saves_on_all(data: Data, whole: Run, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    stop = Kill(1, save, inside_a_save=False, delay_s=0.05, signal_number=signal.SIGINT)
+    options = ["--train-iters", str(STEPS), "--save-interval", "3", "--save", str(save)]
+    stopped = successful(run(data, tmp_path, *options, world_size=2, config=ZERO1, before=stop))
+    reached = int((save / "latest").read_text().strip().removeprefix("iter_"))
+    assert f"stopped by a signal to another rank after step {reached}" in stopped.output and 3 <= reached < STEPS
+    assert stopped.losses_hex == whole.losses_hex[:reached]

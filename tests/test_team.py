@@ -1,0 +1,235 @@
+"""The ranks as one another's witnesses: a difference is told before anything starts, and a loss ends all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_job import Data, Run, arguments, finished, make_data, start_ranks
+
+from tempo_megatron.training import heartbeat_process
+from tempo_megatron.training.facts import find_difference, flatten
+from tempo_megatron.training.launchers import find_launchers, is_launcher
+
+ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+# The ranks of a team that does nothing but wait, in processes that import torch alone.
+_RANK = """
+import sys, time
+from tempo_megatron.training.rank_log import RankLog
+from tempo_megatron.training.team import Team
+rank, what = int(sys.argv[1]), sys.argv[2]
+log = RankLog(rank)
+log.set_folder(sys.argv[3])
+team = Team.join(log, timeout_s=200, heartbeat_s=float(sys.argv[4]))
+team.compare({"setting": {"lr": 1.0, "same": [rank * 0, None]}}, 200)
+print("met", flush=True)
+if what == "hold the lock" and rank == 1:
+    import ctypes
+    ctypes.PyDLL(None).sleep(6)  # a C function that does not release the interpreter's lock
+elif what == "fail" and rank == 1:
+    time.sleep(1)
+    team.fail("the cause")
+    team.confirm()
+    sys.exit(1)
+elif what == "leave":
+    team.leave()
+    sys.exit(0)
+else:
+    time.sleep(100)
+team.leave()
+"""
+
+
+def start_waiting(folder: Path, what: str, world_size: int = 2, limit: float = 2.0) -> list[subprocess.Popen[bytes]]:
+    """Ranks that have met."""
+    processes = start_ranks(
+        folder, [["-c", _RANK, str(rank), what, str(folder / "logs"), str(limit)] for rank in range(world_size)]
+    )
+    deadline = time.monotonic() + 200
+    while not all("met" in read(folder, rank) for rank in range(world_size)):
+        assert time.monotonic() < deadline, [read(folder, rank) for rank in range(world_size)]
+        time.sleep(0.1)
+    return processes
+
+
+def read(folder: Path, rank: int) -> str:
+    return (folder / f"rank{rank}.log").read_text(encoding="utf-8")
+
+
+def wait_for_ranks(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[list[int], float]:
+    """Exit codes, and after how many seconds the last one ended."""
+    start = time.monotonic()
+    try:
+        codes = [process.wait(max(0.1, timeout_s - (time.monotonic() - start))) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return codes, time.monotonic() - start
+
+
+FAULTS: dict[str, tuple[str, Callable[[list[subprocess.Popen[bytes]]], None], int, str, list[int]]] = {
+    "killed": ("wait", lambda ranks: ranks[1].kill(), 0, "error on rank 1 (.*): its process has ended", [1, -9]),
+    "the first one killed": ("wait", lambda r: r[0].kill(), 1, "error on rank 0 (.*): its process has", [-9, 1]),
+    "stopped": ("wait", lambda r: r[1].send_signal(signal.SIGSTOP), 0, "error on rank 1 (.*): its .*stopped", [1, -9]),
+    "failed": ("fail", lambda ranks: None, 0, "error on rank 1 (.*): the cause", [1, 1]),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "act", "speaker", "words", "codes"), FAULTS.values(), ids=FAULTS)
+def test_a_rank_that_is_gone_ends_the_others(
+    tmp_path: Path, what: str, act: Callable[[Any], None], speaker: int, words: str, codes: list[int]
+) -> None:
+    ranks = start_waiting(tmp_path, what)
+    act(ranks)
+    found, seconds = wait_for_ranks(ranks, 30)
+    assert found == codes and seconds < 20
+    assert re.search(words, read(tmp_path, speaker))
+    assert [rank for rank in range(2) if "error" in read(tmp_path, rank)] == [speaker]
+    log = (tmp_path / "logs" / f"rank_{speaker:05d}.log").read_text(encoding="utf-8")
+    assert "This rank was here:" in log and 'File "<string>", line' in log and re.search(words, log)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_busy_is_not_gone(tmp_path: Path) -> None:
+    """Three times the limit inside a C function that holds the interpreter's lock, in one rank; then all end well."""
+    ranks = start_waiting(tmp_path, "hold the lock")
+    found = ranks[1].wait(30)
+    assert found == 0 and ranks[0].poll() is None
+    assert "error" not in read(tmp_path, 0) + read(tmp_path, 1)
+    ranks[0].kill()
+    ranks[0].wait()
+
+
+@pytest.mark.slow
+def test_ranks_that_all_stop_are_not_blamed(tmp_path: Path) -> None:
+    """Ctrl-Z stops all of them, and they go on later."""
+    ranks = start_waiting(tmp_path, "wait")
+    for process in ranks:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    for process in ranks:
+        process.send_signal(signal.SIGCONT)
+    time.sleep(1.5)
+    assert [process.poll() for process in ranks] == [None, None]
+    wait_for_ranks([process for process in ranks if not process.kill()], 10)  # type: ignore[func-returns-value]
+
+
+def test_a_host_that_falls_silent_ends_the_run_at_both_ends() -> None:
+    """As with a link that is cut: nothing is closed, and nothing comes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    judge = heartbeat_process.Judge(listener, "token", 2, 2.0)
+    thread = threading.Thread(target=judge.run, args=(os.getppid(),))
+    thread.start()
+    ends = [socket.create_connection(listener.getsockname()) for _ in range(2)]
+    for rank, end in enumerate(ends):
+        end.sendall(f"hello token {rank} host{rank}\n".encode())
+    heard, deadline = "", time.monotonic() + 20
+    ends[0].settimeout(0.5)
+    while "end " not in heard and time.monotonic() < deadline:
+        ends[0].sendall(b"beat R\n")
+        with contextlib.suppress(TimeoutError):
+            heard += ends[0].recv(4096).decode()
+    assert '"rank": 1, "host": "host1"' in heard and "nothing has come from its host for 2 s" in heard
+    for end in ends:
+        end.close()
+    thread.join(20)
+    listener.close()
+
+    silent = socket.create_server(("127.0.0.1", 0))
+    order = {
+        "address": silent.getsockname(),
+        "token": "t",
+        "rank": 1,
+        "limit": 2,
+        "launchers": [],
+        "parent": os.getpid(),
+    }
+    command = [sys.executable, "-I", "-S", heartbeat_process.__file__, "watch", json.dumps(order)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
+        assert watcher.stdout is not None and watcher.stdout.readline() == "ready\n"
+        said = watcher.stdout.readline()
+        watcher.kill()
+    assert said.startswith("end ") and '"rank": 0' in said and "nothing has come from it for 2 s" in said
+    silent.close()
+
+
+def test_the_first_difference_is_named_with_both_values() -> None:
+    first = {"host": "a", "setting": {"lr": 1.0, "deepspeed": {"stage": 1}}, "data": {"content of set 1": "x"}}
+    same = {**first, "host": "b", "data": {}}  # another rank of that node reads no data
+    assert find_difference([first, same]) is None
+    other = {**same, "setting": {"lr": 1.0, "deepspeed": {"stage": 3}}, "package": {"torch": "2"}}
+    said = find_difference([first, same, other]) or ""
+    assert "setting deepspeed.stage is 3 on rank 2 (b) and 1 on rank 0 (a) (1 more: package torch)" in said
+    assert "\n" not in said
+    assert find_difference([first, {**same, "data": {"content of set 1": "y"}}]) is not None
+    assert flatten(first)["setting deepspeed.stage"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["/usr/bin/python", "/opt/bin/deepspeed", "--num_gpus", "2", "train.py"], True),
+        (["python", "-u", "-m", "deepspeed.launcher.launch", "--world_info=x"], True),
+        (["/opt/bin/python", "/opt/bin/torchrun", "--nproc_per_node", "2"], True),
+        (["python", "-m", "torch.distributed.run", "train.py"], True),
+        (["bash", "run_deepspeed.sh"], False),
+        (["/bin/sh", "-c", "deepspeed train.py"], False),
+        (["python", "train.py", "--deepspeed"], False),
+        ([], False),
+    ],
+)
+def test_launchers_are_known_by_their_command_lines(words: list[str], expected: bool) -> None:
+    assert is_launcher(words) is expected
+
+
+def test_a_test_has_no_launcher() -> None:
+    assert find_launchers() == []
+    assert os.getppid() and sys.executable
+
+
+def start_job(data: Data, folder: Path, change: Callable[[Path], list[str]], **of_rank_1: str) -> Run:
+    """Two ranks of which the second has other arguments or variables; waits for their end."""
+    script = str(Path(__file__).parent.parent / "launch" / "pretrain_gpt.py")
+    (folder / "second").mkdir(parents=True)
+    argv = arguments(data, folder, "--train-iters", "2", config=ZERO1)
+    ranks = start_ranks(folder, [[script, *argv], [script, *argv, *change(folder / "second")]], {1: of_rank_1})
+    codes, _ = wait_for_ranks(ranks, 400)
+    return finished(folder, codes)
+
+
+def write_config(folder: Path, **content: Any) -> list[str]:
+    path = folder / "deepspeed.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return ["--deepspeed_config", str(path)]
+
+
+@pytest.mark.slow
+def test_another_clipping_and_missing_data_on_one_rank_are_told_by_rank_0(data: Data, tmp_path: Path) -> None:
+    clipped = start_job(data, tmp_path / "clip", lambda folder: write_config(folder, gradient_clipping=0.5, **ZERO1))
+    assert clipped.exit_codes == [1, 1] and "Traceback" not in clipped.output
+    assert "setting clip_grad is 0.5 on rank 1" in clipped.output and "and 1.0 on rank 0" in clipped.output
+    missing = start_job(data, tmp_path / "data", lambda folder: ["--data-path", str(folder / "none")])
+    assert missing.exit_codes == [1, 1] and "Traceback" not in missing.output
+    assert "none.idx and " in missing.output and "error on rank 1 (" in missing.output
