@@ -83,10 +83,9 @@ class _Part:
 
 def _solve(problem: Problem, enough: int, work_limit: int) -> _Part:
     """The best order found of a range; one whose peak is at most `enough` needs no improvement."""
-    order: Sequence[int] = range(len(problem))
+    order = _tighten(problem, range(len(problem)))
     peak = problem.count_peak(order)
     if peak > enough:
-        order = _tighten(problem, order)
         other = list_by_memory(problem)
         if problem.count_peak(other) < problem.count_peak(order):
             order = _tighten(problem, other)
