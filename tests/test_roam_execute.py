@@ -165,6 +165,28 @@ def test_fifty_steps_of_a_gpt_are_those_of_eager_mode(tempo_config: TempoConfig,
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tempo_config", "sentence"),
+    [
+        (TempoConfig.off(), "draws from one of Megatron's random states"),
+        (WRITTEN, "has the dropout masks of the micro batch that was captured"),
+    ],
+    ids=["stock", "tempo"],
+)
+def test_a_gpt_with_dropout_is_planned_and_not_run(tempo_config: TempoConfig, sentence: str) -> None:
+    cpu.use_cpu()
+    with simulate_layout(1):
+        model_parallel_cuda_manual_seed(1234)
+        dropout_rng.set_micro_batch(5, 0)
+        model = build_gpt(gpt_config(dropout=0.1), tempo_config)
+        with use_megatron_fakes():
+            captured = capture_step(model, compute_token_loss, draw_tokens(0))
+        assert find_order(captured.graph).is_optimal
+        with pytest.raises(ValueError, match=sentence):
+            OrderedStep(captured, model)
+
+
 def test_without_an_optimizer_the_gradients_are_kept() -> None:
     model = build_resnet()
     captured = capture_step(model, compute_image_loss, draw_images(0))

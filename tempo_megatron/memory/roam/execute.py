@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from tempo_megatron.memory.roam.graph import check_order
-from tempo_megatron.memory.roam.read_graph import CapturedStep
+from tempo_megatron.memory.roam.read_graph import CapturedStep, get_arguments, is_random
 
 
 class OrderedStep:
@@ -23,9 +23,12 @@ class OrderedStep:
         captured: the step.
         model: the one that was captured, of real tensors.
         order: of the captured graph's operations; None is the order of eager mode.
+
+    Raises ValueError where dropout draws from what is no part of the trace.
     """
 
     def __init__(self, captured: CapturedStep, model: torch.nn.Module, order: Sequence[int] | None = None) -> None:
+        _check_draws(captured, model)
         self._module = reorder(captured, range(len(captured.nodes)) if order is None else order)
         self._state: list[Tensor] = [*dict(model.named_parameters()).values(), *dict(model.named_buffers()).values()]
 
@@ -50,6 +53,23 @@ def reorder(captured: CapturedStep, order: Iterable[int]) -> fx.GraphModule:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.lint()
     return fx.GraphModule(captured.module, graph)
+
+
+def _check_draws(captured: CapturedStep, model: torch.nn.Module) -> None:
+    """Raises ValueError where a run would draw other random numbers than eager mode."""
+    is_megatron = any(type(each).__module__.startswith("megatron.") for each in model.modules())
+    for node in (node for nodes in captured.nodes for node in nodes):
+        arguments = get_arguments(node)
+        if arguments.get("key_low") is not None and (arguments.get("p") or arguments.get("dropout_p")):
+            raise ValueError(
+                f"{node.name} has the dropout masks of the micro batch that was captured; expected a model without "
+                "dropout to run it (to plan it is possible)"
+            )
+        if is_megatron and is_random(node):
+            raise ValueError(
+                f"{node.name} draws from one of Megatron's random states, which are no part of the trace; expected a "
+                "model without dropout to run it (to plan it is possible)"
+            )
 
 
 def _check_shapes(module: fx.GraphModule, num_state: int, tensors: Sequence[Tensor]) -> None:

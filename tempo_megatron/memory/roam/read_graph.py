@@ -125,7 +125,7 @@ class GraphReader:
         made = [s for s in self._number(node) if s >= known]
         # A view of a parameter makes no storage, and is there only when its node has run.
         after = sorted({self._places[each] for each in node.all_input_nodes if each in self._places})
-        if _is_random(node):
+        if is_random(node):
             after += [self._last_random] if self._last_random is not None else []
             self._last_random = len(self._operations)
         if _get_name(node).partition("::")[0] in _COLLECTIVES:
@@ -205,7 +205,15 @@ def list_written(node: fx.Node) -> list[fx.Node]:
     return [each for each in tree_leaves(found) if isinstance(each, fx.Node)]
 
 
-def _is_random(node: fx.Node) -> bool:
+def get_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operation by the names of its schema."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else []
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether it draws from a generator."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
