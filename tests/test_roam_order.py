@@ -16,7 +16,7 @@ from tempo_megatron.memory.roam.search import Search
 from tempo_megatron.memory.roam.shift import advance_frees, delay_makes, list_by_memory
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(graphs())
 def test_the_order_is_of_the_least_peak_that_any_order_has(graph: StepGraph) -> None:
     plan = find_order(graph)
@@ -25,7 +25,7 @@ def test_the_order_is_of_the_least_peak_that_any_order_has(graph: StepGraph) -> 
     assert plan.is_optimal
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(graphs())
 def test_the_search_alone_finds_the_least_peak(graph: StepGraph) -> None:
     problem = make_problem(graph)
@@ -34,7 +34,7 @@ def test_the_search_alone_finds_the_least_peak(graph: StepGraph) -> None:
     assert problem.count_peak(result.order) == result.lower_bound == find_least_peak(graph)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(graphs(max_operations=10))
 def test_without_work_the_plan_is_valid_and_its_bound_is_one(graph: StepGraph) -> None:
     best, plan = find_order(graph), find_order(graph, work_limit=0)
@@ -43,7 +43,7 @@ def test_without_work_the_plan_is_valid_and_its_bound_is_one(graph: StepGraph) -
     assert plan == find_order(graph, work_limit=0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(graphs(max_operations=10))
 def test_shifts_raise_no_peak(graph: StepGraph) -> None:
     problem = make_problem(graph)
@@ -54,7 +54,7 @@ def test_shifts_raise_no_peak(graph: StepGraph) -> None:
     check_order(graph, list_by_memory(problem))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(graphs())
 def test_the_least_state_is_the_least_of_all_states_before_an_operation(graph: StepGraph) -> None:
     problem = make_problem(graph)
@@ -79,7 +79,7 @@ def test_the_least_state_is_the_least_of_all_states_before_an_operation(graph: S
             assert count_alive(state) == least.bytes_before
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(graphs(max_operations=10))
 def test_ranges_of_a_cut_have_the_steps_of_the_whole(graph: StepGraph) -> None:
     problem = make_problem(graph)
