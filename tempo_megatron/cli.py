@@ -59,6 +59,13 @@ _COMMANDS = {
         needs="megatron",
         arguments=_MEMORY_ARGUMENTS,
     ),
+    "order": Command(
+        module="tempo_megatron.memory.roam.order_command",
+        help="order a training step's operations so that its peak memory is least",
+        description="Trace one step of the real model without memory, and find the order of its operations and the "
+        "addresses of its tensors with which it needs least, without recomputing anything.",
+        needs="megatron",
+    ),
     "flops": Command(
         module="tempo_megatron.memory.flops_command",
         help="count the FLOPs of a step, and with its time the utilisation of the GPUs (MFU, HFU)",

@@ -1,0 +1,189 @@
+"""The order command: a model's training step on tensors without memory, in the order that needs least of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from tempo_megatron import cpu
+from tempo_megatron.argument_types import parse_positive
+from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.data.tokenizer import pad_vocab_size
+from tempo_megatron.extras import check_installed
+from tempo_megatron.memory.gpu import write_size
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
+from tempo_megatron.memory.requested_shape import add_shape_arguments, read_requested_shape
+from tempo_megatron.memory.roam.capture import capture_step
+from tempo_megatron.memory.roam.graph import count_bytes
+from tempo_megatron.memory.roam.layout import Layout, find_layout, list_rectangles
+from tempo_megatron.memory.roam.megatron_fakes import use_megatron_fakes
+from tempo_megatron.memory.roam.order import WORK_LIMIT, OrderPlan, find_order
+from tempo_megatron.memory.roam.read_graph import CapturedStep
+from tempo_megatron.models.build import DTYPES, build_model, choose_for_model
+from tempo_megatron.models.inputs import make_inputs
+from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.operations import STACKS
+from tempo_megatron.slots import dropout_rng
+
+_OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+# Of every address: what torch's allocators align to.
+_ALIGNMENT = 512
+
+
+def add_order_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tempo-megatron order`."""
+    parser.add_argument("--model", required=True, metavar="JSON", help="a model, such as configs/model/gpt2_tiny.json")
+    add_shape_arguments(parser)
+    parser.add_argument("--dropout", type=float, default=0.1, metavar="P", help="hidden and attention (default 0.1)")
+    parser.add_argument("--optimizer", choices=_OPTIMIZERS, default="adam", help="default %(default)s")
+    parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
+    parser.add_argument(
+        "--work-limit",
+        type=parse_positive,
+        default=WORK_LIMIT,
+        metavar="N",
+        help="operations that the exact search looks at in each part of the graph (default %(default)s)",
+    )
+    parser.add_argument("--no-layout", action="store_true", help="order only; no addresses in one arena")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures and the order to FILE")
+    parser.add_argument("--plot", metavar="PNG", help="also draw the memory of each operation, before and after")
+    add_tempo_arguments(parser)
+
+
+def run_order(args: argparse.Namespace) -> int:
+    """Capture, order and lay out one step, and print what that gains. Raises ValueError for what cannot be captured."""
+    if args.plot:
+        check_installed("--plot", "train", "matplotlib")
+    tempo_config = _read_tempo_config(args)
+    shape = read_requested_shape(args)
+    title = f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, {args.optimizer}"
+    start = time.perf_counter()
+    captured = capture_megatron_step(shape, tempo_config, args)
+    captured_at = time.perf_counter()
+    with show_progress("order") as note:
+        plan = find_order(captured.graph, work_limit=args.work_limit, note_progress=note)
+    ordered_at = time.perf_counter()
+    layout = None
+    if not args.no_layout:
+        rectangles = list_rectangles(captured.graph, plan.order)[1]
+        with show_progress("layout") as note:
+            layout = find_layout(rectangles, alignment=_ALIGNMENT, note_progress=note)
+    seconds = {
+        "capture": captured_at - start,
+        "order": ordered_at - captured_at,
+        "layout": time.perf_counter() - ordered_at,
+    }
+    print(title)
+    print(format_order(captured, plan, layout, seconds))
+    if args.plot:
+        from tempo_megatron.memory.roam.order_plot import plot_order
+
+        plot_order(
+            captured.count_eager_bytes(), count_bytes(captured.graph, plan.order), plan.lower_bound, args.plot, title
+        )
+    if args.json:
+        figures = list_figures(captured, plan, layout, seconds)
+        Path(args.json).write_text(json.dumps({"title": title, **figures}, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
+    block = {}
+    if args.deepspeed_config:
+        block = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
+    return tempo_config_from(args, block)
+
+
+def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: argparse.Namespace) -> CapturedStep:
+    """One micro batch forward and backward, and the update, on one rank, in the dtype of the parameters."""
+    cpu.use_cpu()
+    with simulate_layout(1):
+        model_parallel_cuda_manual_seed(1234)
+        dropout_rng.set_micro_batch(1234, 0)
+        with use_megatron_fakes():
+            dtype, recompute = DTYPES[args.dtype], tuple(args.recompute)
+            config = build_ledger_config(shape, sequence_parallel=False, dtype=dtype, recompute=recompute)
+            chosen = choose_for_model(shape, config, tempo_config).config
+            vocab_size = pad_vocab_size(shape.vocab_size or 0, shape.make_vocab_size_divisible_by, 1)
+            model = build_model(shape, config, chosen, vocab_size)
+            convert_parameters(model, dtype)
+            model.train()
+            # Stock attention needs the mask given on a CPU.
+            gives_mask = any(chosen.for_layer(0, stack).attention == "off" for stack in STACKS)
+            inputs = make_inputs(shape, vocab_size, args.micro_batch_size, causal_mask=gives_mask)
+            optimizer = _OPTIMIZERS[args.optimizer](model.parameters())
+
+            def compute_loss(model: torch.nn.Module, inputs: Any) -> Tensor:
+                result = model(**inputs)
+                losses: Tensor = result[0] if isinstance(result, tuple) else result
+                return losses.float().mean()
+
+            return capture_step(model, compute_loss, (inputs,), optimizer)
+
+
+@contextlib.contextmanager
+def show_progress(what: str) -> Iterator[Any]:
+    """A progress bar on a terminal, where tqdm is installed; yields what is called with the number done and all."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=what, unit="op", leave=False) as bar:
+
+        def note(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield note
+
+
+def format_order(captured: CapturedStep, plan: OrderPlan, layout: Layout | None, seconds: dict[str, float]) -> str:
+    """The peak before and after, what bounds it, the arena, and how long that took."""
+    given, peak, standing = max(captured.count_eager_bytes()), plan.peak_bytes, captured.standing_bytes
+    proof = "no order needs less" if plan.is_optimal else f"no order needs less than {write_size(plan.lower_bound)}"
+    lines = [
+        f"{len(plan.order)} operations in {plan.num_cuts} parts; {write_size(standing)} are there throughout",
+        f"peak of eager mode       {write_size(given)}",
+        f"peak of this plan        {write_size(peak)}, {_percent(given - peak, given)} less "
+        f"({_percent(given - peak, given - standing)} of what is not there throughout); {proof}",
+    ]
+    if layout is not None:
+        waste = layout.height - layout.lower_bound
+        lines.append(
+            f"arena                    {write_size(layout.height)}, {_percent(waste, layout.height)} above its bound"
+        )
+    times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
+    return "\n".join([*lines, times])
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.2f} %"
+
+
+def list_figures(
+    captured: CapturedStep, plan: OrderPlan, layout: Layout | None, seconds: dict[str, float]
+) -> dict[str, Any]:
+    """What --json writes: the plan, its order by name, and the arena."""
+    return {
+        **{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "order"},
+        "eager_peak_bytes": max(captured.count_eager_bytes()),
+        "standing_bytes": captured.standing_bytes,
+        "arena_bytes": layout.height if layout else None,
+        "arena_lower_bound": layout.lower_bound if layout else None,
+        "seconds": seconds,
+        "order": [captured.graph.operations[place].name for place in plan.order],
+    }

@@ -1,0 +1,53 @@
+"""Random graphs, small enough that every order of their operations can be tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tempo_megatron.memory.roam.graph import Operation, StepGraph, count_bytes
+
+
+@st.composite
+def graphs(draw: Any, max_operations: int = 7) -> StepGraph:
+    """Operations that make, share, change and keep storages; some of them inputs, some with scratch."""
+    sizes = [draw(st.integers(0, 9)) for _ in range(draw(st.integers(0, 2)))]
+    operations = []
+    for place in range(draw(st.integers(1, max_operations))):
+        used = draw(st.lists(st.sampled_from(range(len(sizes))), max_size=3, unique=True)) if sizes else []
+        num_written = draw(st.integers(0, 1)) if used else 0
+        made = range(len(sizes), len(sizes) + draw(st.integers(0, 2)))
+        sizes += [draw(st.integers(0, 9)) for _ in made]
+        operations.append(
+            Operation(
+                name=f"op{place}",
+                makes=tuple(made),
+                reads=tuple(used[num_written:]),
+                writes=tuple(used[:num_written]),
+                after=(draw(st.integers(0, place - 1)),) if place and draw(st.integers(0, 4)) == 0 else (),
+                scratch_bytes=draw(st.integers(0, 5)),
+            )
+        )
+    kept = draw(st.frozensets(st.sampled_from(range(len(sizes))), max_size=2)) if sizes else frozenset()
+    return StepGraph(tuple(operations), tuple(sizes), kept)
+
+
+def list_orders(graph: StepGraph) -> Iterator[list[int]]:
+    """Every order that is allowed."""
+    predecessors = graph.find_predecessors()
+
+    def extend(order: list[int]) -> Iterator[list[int]]:
+        if len(order) == len(predecessors):
+            yield order
+        for place, before in enumerate(predecessors):
+            if place not in order and all(other in order for other in before):
+                yield from extend([*order, place])
+
+    return extend([])
+
+
+def find_least_peak(graph: StepGraph) -> int:
+    """By trying every order."""
+    return min(max(count_bytes(graph, order)) for order in list_orders(graph))

@@ -1,0 +1,158 @@
+"""The order of least peak memory: compared with every order there is, on graphs small enough for that."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from roam_cases import find_least_peak, graphs
+
+from tempo_megatron.memory.roam.graph import Operation, StepGraph, check_order, count_bytes
+from tempo_megatron.memory.roam.least_state import find_least_state
+from tempo_megatron.memory.roam.order import find_order
+from tempo_megatron.memory.roam.problem import cut, make_problem, restrict
+from tempo_megatron.memory.roam.search import Search
+from tempo_megatron.memory.roam.shift import advance_frees, delay_makes, list_by_memory
+
+
+@settings(max_examples=120, deadline=None)
+@given(graphs())
+def test_the_order_is_of_the_least_peak_that_any_order_has(graph: StepGraph) -> None:
+    plan = find_order(graph)
+    check_order(graph, plan.order)
+    assert max(count_bytes(graph, plan.order)) == plan.peak_bytes == find_least_peak(graph)
+    assert plan.is_optimal
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs())
+def test_the_search_alone_finds_the_least_peak(graph: StepGraph) -> None:
+    problem = make_problem(graph)
+    result = Search(problem).run(1 << 40, 1 << 40)
+    assert result.order is not None
+    assert problem.count_peak(result.order) == result.lower_bound == find_least_peak(graph)
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(max_operations=10))
+def test_without_work_the_plan_is_valid_and_its_bound_is_one(graph: StepGraph) -> None:
+    best, plan = find_order(graph), find_order(graph, work_limit=0)
+    check_order(graph, plan.order)
+    assert plan.lower_bound <= best.peak_bytes <= plan.peak_bytes <= plan.given_peak_bytes
+    assert plan == find_order(graph, work_limit=0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(max_operations=10))
+def test_shifts_raise_no_peak(graph: StepGraph) -> None:
+    problem = make_problem(graph)
+    peak = max(count_bytes(graph, range(len(problem))))
+    for order in (advance_frees(problem, range(len(problem))), delay_makes(problem, range(len(problem)))):
+        check_order(graph, order)
+        assert max(count_bytes(graph, order)) <= peak
+    check_order(graph, list_by_memory(problem))
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs())
+def test_the_least_state_is_the_least_of_all_states_before_an_operation(graph: StepGraph) -> None:
+    problem = make_problem(graph)
+    n = len(problem)
+    states = [s for s in range(1 << n) if all(problem.ancestors[i] & ~s == 0 for i in range(n) if s >> i & 1)]
+
+    def count_alive(state: int) -> int:
+        made = [
+            s
+            for s, users in enumerate(problem.users)
+            if users and (state << 1 | 1) >> 1 + problem.makers.get(s, -1) & 1
+        ]
+        alive = (s for s in made if s in problem.kept or any(not state >> user & 1 for user in problem.users[s]))
+        return problem.base_bytes + sum(problem.sizes[s] for s in alive)
+
+    for place in range(n):
+        allowed = [s for s in states if problem.ancestors[place] & ~s == 0 and not s >> place & 1]
+        least = find_least_state(problem, place)
+        assert least.bytes_before == min(map(count_alive, allowed))
+        for state in (least.smallest, least.largest):
+            assert state in allowed
+            assert count_alive(state) == least.bytes_before
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(max_operations=10))
+def test_ranges_of_a_cut_have_the_steps_of_the_whole(graph: StepGraph) -> None:
+    problem = make_problem(graph)
+    steps = list[int]()
+    for inside in cut(problem):
+        part = restrict(problem, inside)
+        steps += part.count_steps(range(len(part)))
+    assert steps == problem.count_steps(range(len(problem))) == count_bytes(graph, range(len(problem)))
+
+
+def make_training_graph(num_layers: int, seed: int) -> StepGraph:
+    """Forward, backward, then an update of every weight, as eager mode runs them; a skip over every layer."""
+    sizes, operations, rng = [], [], random.Random(seed)
+
+    def make(size: int) -> int:
+        sizes.append(size)
+        return len(sizes) - 1
+
+    weights = [make(rng.randrange(50, 200)) for _ in range(num_layers)]
+    kept = [make(100)]
+    for layer in range(num_layers):
+        hidden = make(rng.randrange(100, 400))
+        operations.append(Operation(name=f"up{layer}", makes=(hidden,), reads=(kept[-1], weights[layer])))
+        kept.append(make(100))
+        operations.append(Operation(name=f"down{layer}", makes=(kept[-1],), reads=(hidden, kept[-2])))
+    grad, grads = make(100), []
+    operations.append(Operation(name="loss", makes=(grad,), reads=(kept[-1],)))
+    for layer in reversed(range(num_layers)):
+        grads.append(make(sizes[weights[layer]]))
+        operations.append(Operation(name=f"dw{layer}", makes=(grads[-1],), reads=(grad, kept[layer])))
+        below = make(100)
+        operations.append(Operation(name=f"dx{layer}", makes=(below,), reads=(grad, weights[layer])))
+        grad = below
+    for weight, of_weight in zip(reversed(weights), grads, strict=True):
+        operations.append(
+            Operation(name=f"update{weight}", reads=(of_weight,), writes=(weight,), scratch_bytes=2 * sizes[weight])
+        )
+    return StepGraph(tuple(operations), tuple(sizes), frozenset(weights))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_order_of_a_large_training_step_is_proven_best(seed: int) -> None:
+    graph = make_training_graph(300, seed)
+    plan = find_order(graph)
+    assert plan.is_optimal
+    assert plan.peak_bytes < 0.95 * plan.given_peak_bytes
+
+
+def test_an_update_is_delayed_where_its_scratch_would_be_the_peak() -> None:
+    sizes = (10, 10, 100, 100)  # weight, its gradient, an activation, another gradient
+    graph = StepGraph(
+        (
+            Operation(name="forward", makes=(2,), reads=(0,)),
+            Operation(name="dw", makes=(1,), reads=(2,)),
+            Operation(name="update", reads=(1,), writes=(0,), scratch_bytes=150),
+            Operation(name="dx", makes=(3,), reads=(2,)),
+        ),
+        sizes,
+        frozenset({0}),
+    )
+    plan = find_order(graph)
+    assert [graph.operations[place].name for place in plan.order] == ["forward", "dx", "dw", "update"]
+    assert (plan.given_peak_bytes, plan.peak_bytes) == (270, 210)
+
+
+def test_a_graph_whose_order_does_not_run_is_refused() -> None:
+    reader = Operation(name="reader", reads=(0,))
+    maker = Operation(name="maker", makes=(0,))
+    with pytest.raises(ValueError, match="reader uses storage 0 before an operation makes it"):
+        StepGraph((reader, maker), (1,))
+    with pytest.raises(ValueError, match="maker makes storage 0, which maker has made"):
+        StepGraph((maker, maker), (1,))
+    with pytest.raises(ValueError, match="reader comes after an operation that is given behind it"):
+        StepGraph((Operation(name="reader", after=(1,)), maker), (1,))
+    with pytest.raises(ValueError, match="fewer than 0 bytes"):
+        StepGraph((maker,), (-1,))
