@@ -65,6 +65,7 @@ _COMMANDS = {
         description="Trace one step of the real model without memory, and find the order of its operations and the "
         "addresses of its tensors with which it needs least, without recomputing anything.",
         needs="megatron",
+        arguments=_MEMORY_ARGUMENTS,
     ),
     "flops": Command(
         module="tempo_megatron.memory.flops_command",

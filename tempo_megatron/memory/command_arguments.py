@@ -1,4 +1,4 @@
-"""The arguments of `tempo-megatron ledger`, `estimate`, `plan` and `flops`.
+"""The arguments of `tempo-megatron ledger`, `estimate`, `plan`, `order` and `flops`.
 
 They stand apart from the commands, which import torch and Megatron: help and a slip of the pen take no seconds.
 """
@@ -23,9 +23,7 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sizes(parser, tp="tensor")
     _add_sequence_parallel(parser)
     _add_shape(parser)
-    parser.add_argument(
-        "--dropout", type=parse_fraction, default=0.1, metavar="P", help="hidden and attention (default 0.1)"
-    )
+    _add_drawn_dropout(parser)
     parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
     _add_outputs(parser, plot="stacked bars, stock beside Tempo,")
     parser.add_argument(
@@ -126,6 +124,26 @@ def add_flops_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(dropout=None)
 
 
+def add_order_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tempo-megatron order`."""
+    _add_model(parser, "configs/model/gpt2_tiny.json")
+    _add_shape(parser)
+    _add_drawn_dropout(parser)
+    parser.add_argument("--optimizer", choices=("adam", "adamw", "sgd"), default="adam", help="default %(default)s")
+    parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
+    parser.add_argument(
+        "--work-limit",
+        type=parse_positive,
+        default=300_000,
+        metavar="N",
+        help="operations that the exact search looks at in each part of the graph (default %(default)s)",
+    )
+    parser.add_argument("--no-layout", action="store_true", help="order only; no addresses in one arena")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures and the order to FILE")
+    parser.add_argument("--plot", metavar="PNG", help="also draw the memory of each operation, before and after")
+    add_tempo_arguments(parser)
+
+
 def _add_model(parser: Any, example: str = "configs/model/gpt3_175b.json") -> None:
     parser.add_argument("--model", required=True, metavar="JSON", help=f"a model, such as {example}")
 
@@ -169,6 +187,13 @@ def _add_shape(parser: Any) -> None:
         default=[],
         metavar="WHAT",
         help="Megatron's recomputation: full, or any of core_attn and mlp",
+    )
+
+
+def _add_drawn_dropout(parser: Any) -> None:
+    """Of commands in which there is dropout whatever the model's file says."""
+    parser.add_argument(
+        "--dropout", type=parse_fraction, default=0.1, metavar="P", help="hidden and attention (default 0.1)"
     )
 
 

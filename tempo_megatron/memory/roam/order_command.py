@@ -17,20 +17,19 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from tempo_megatron import cpu
-from tempo_megatron.argument_types import parse_positive
-from tempo_megatron.arguments import add_tempo_arguments, tempo_config_from
+from tempo_megatron.arguments import tempo_config_from
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.extras import check_installed
-from tempo_megatron.memory.gpu import write_size
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
-from tempo_megatron.memory.requested_shape import add_shape_arguments, read_requested_shape
+from tempo_megatron.memory.memory_size import format_bytes
+from tempo_megatron.memory.requested_shape import read_requested_shape
 from tempo_megatron.memory.roam.capture import capture_step
 from tempo_megatron.memory.roam.graph import count_bytes
 from tempo_megatron.memory.roam.layout import Layout, find_layout, list_rectangles
 from tempo_megatron.memory.roam.megatron_fakes import use_megatron_fakes
-from tempo_megatron.memory.roam.order import WORK_LIMIT, OrderPlan, find_order
+from tempo_megatron.memory.roam.order import OrderPlan, find_order
 from tempo_megatron.memory.roam.read_graph import CapturedStep
 from tempo_megatron.models.build import DTYPES, build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
@@ -41,26 +40,6 @@ from tempo_megatron.slots import dropout_rng
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 # Of every address: what torch's allocators align to.
 _ALIGNMENT = 512
-
-
-def add_order_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `tempo-megatron order`."""
-    parser.add_argument("--model", required=True, metavar="JSON", help="a model, such as configs/model/gpt2_tiny.json")
-    add_shape_arguments(parser)
-    parser.add_argument("--dropout", type=float, default=0.1, metavar="P", help="hidden and attention (default 0.1)")
-    parser.add_argument("--optimizer", choices=_OPTIMIZERS, default="adam", help="default %(default)s")
-    parser.add_argument("--deepspeed_config", metavar="JSON", help='take the "tempo" block of this file')
-    parser.add_argument(
-        "--work-limit",
-        type=parse_positive,
-        default=WORK_LIMIT,
-        metavar="N",
-        help="operations that the exact search looks at in each part of the graph (default %(default)s)",
-    )
-    parser.add_argument("--no-layout", action="store_true", help="order only; no addresses in one arena")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures and the order to FILE")
-    parser.add_argument("--plot", metavar="PNG", help="also draw the memory of each operation, before and after")
-    add_tempo_arguments(parser)
 
 
 def run_order(args: argparse.Namespace) -> int:
@@ -154,17 +133,17 @@ def show_progress(what: str) -> Iterator[Any]:
 def format_order(captured: CapturedStep, plan: OrderPlan, layout: Layout | None, seconds: dict[str, float]) -> str:
     """The peak before and after, what bounds it, the arena, and how long that took."""
     given, peak, standing = max(captured.count_eager_bytes()), plan.peak_bytes, captured.standing_bytes
-    proof = "no order needs less" if plan.is_optimal else f"no order needs less than {write_size(plan.lower_bound)}"
+    proof = "no order needs less" if plan.is_optimal else f"no order needs less than {format_bytes(plan.lower_bound)}"
     lines = [
-        f"{len(plan.order)} operations in {plan.num_cuts} parts; {write_size(standing)} are there throughout",
-        f"peak of eager mode       {write_size(given)}",
-        f"peak of this plan        {write_size(peak)}, {_percent(given - peak, given)} less "
+        f"{len(plan.order)} operations in {plan.num_cuts} parts; {format_bytes(standing)} are there throughout",
+        f"peak of eager mode       {format_bytes(given)}",
+        f"peak of this plan        {format_bytes(peak)}, {_percent(given - peak, given)} less "
         f"({_percent(given - peak, given - standing)} of what is not there throughout); {proof}",
     ]
     if layout is not None:
         waste = layout.height - layout.lower_bound
         lines.append(
-            f"arena                    {write_size(layout.height)}, {_percent(waste, layout.height)} above its bound"
+            f"arena                    {format_bytes(layout.height)}, {_percent(waste, layout.height)} above its bound"
         )
     times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
     return "\n".join([*lines, times])
