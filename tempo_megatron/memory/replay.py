@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tempo_kernels.opaque import Opaque
 from tempo_megatron.memory.peak_bytes import PeakBytes
 
-# Numbers that say which random bits are drawn, not how many.
-_PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
+PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
+"""Arguments of operations that say which random bits are drawn, not how many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Replay:
         """The operation's own function, or what it told."""
         schema = getattr(torch.ops.tempo_kernels, operation.name).default._schema
         inputs = zip(schema.arguments, (first, *others), strict=True)
-        sizes = (None if argument.name in _PLACES else value for argument, value in inputs)
+        sizes = (None if argument.name in PLACES else value for argument, value in inputs)
         found: Sequence[Tensor] = self.call((operation.name, *sizes), lambda: operation.call(first, *others))
         return found
 

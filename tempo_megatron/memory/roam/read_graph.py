@@ -11,8 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from tempo_kernels.opaque import Opaque
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
+from tempo_megatron.memory.replay import PLACES
 from tempo_megatron.memory.roam.graph import Operation, StepGraph, count_bytes
 from tempo_megatron.memory.roam.updates import UpdateBytes
+from tempo_megatron.memory.simulated_device import on_device, tell_repeated_operations
 
 # They write to the running statistics, which their schemas do not say: the places of these among the arguments, and of
 # the one that says whether they do.
@@ -176,10 +178,18 @@ class GraphReader:
         if space != "tempo_kernels" or name not in self._opaque:
             return 0
         args: Any = fx.map_arg(node.args, lambda each: each.meta["val"])
-        key = name, tuple(map(_describe, tree_leaves(args)))
+        names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+        sizes = [value for argument, value in zip(names, args, strict=True) if argument not in PLACES]
+        key = name, tuple(map(_describe, tree_leaves(sizes)))
         if key not in self._scratch:
             tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-            with tensors[0].fake_mode, torch.no_grad(), PeakBytes(*tensors) as seen:  # type: ignore[attr-defined]
+            with (
+                tensors[0].fake_mode,  # type: ignore[attr-defined]
+                torch.no_grad(),
+                on_device("cpu"),
+                PeakBytes(*tensors) as seen,
+                tell_repeated_operations(seen, "cpu"),
+            ):
                 results, rise = seen.measure(lambda: self._opaque[name].call(*args))
             self._scratch[key] = max(0, rise - sum(storage.nbytes() for storage in list_storages(results)))
         return self._scratch[key]
