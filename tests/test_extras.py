@@ -67,11 +67,11 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     assert done.stderr.splitlines()[-1] == f"tempo_megatron.extras.MissingExtraError: {sentence}"
 
 
-@pytest.mark.parametrize("command", ["ledger", "prepare-data", "export"])
-def test_a_command_that_lacks_a_package_says_so_without_a_traceback(bare_site: Path, command: str) -> None:
-    done = run_bare(bare_site, "from tempo_megatron.cli import main; sys.exit(main())", command)
+@pytest.mark.parametrize("argv", [["ledger", "--model", "gpt.json"], ["prepare-data"], ["export"]], ids=" ".join)
+def test_a_command_that_lacks_a_package_says_so_without_a_traceback(bare_site: Path, argv: list[str]) -> None:
+    done = run_bare(bare_site, "from tempo_megatron.cli import main; sys.exit(main())", *argv)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"tempo-megatron {command}: ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"tempo-megatron {argv[0]}: ") and done.stderr.count("\n") == 1
     assert 'which is not installed; pip install "tempo-megatron[' in done.stderr
 
 

@@ -155,7 +155,7 @@ def test_an_impossible_budget_says_by_how_much_and_names_the_nearest_plan() -> N
     with pytest.raises(ValueError, match="a GPU are given") as error:
         make_plan(request, smallest.peak_bytes - 3 * 2**20)
     text = str(error.value)
-    assert ", 3.0 MiB more: activation=" in text and "\n" not in text
+    assert ", 3.00 MiB more: activation=" in text and "\n" not in text
     assert "--recompute-granularity full --recompute-method block --recompute-num-layers" in text
     assert make_plan(request, smallest.peak_bytes) == smallest
 
