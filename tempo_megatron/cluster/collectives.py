@@ -70,7 +70,7 @@ def measure(device: torch.device, mib: int) -> dict[str, Any]:
     dist.all_gather_object(hosts, socket.gethostname())
     reduces = []
     for num_bytes in sorted({4096, min(4, mib) * _MIB, mib * _MIB}):
-        tensor = torch.full((num_bytes // 4,), float(rank + 1), device=device)
+        tensor = torch.full((num_bytes // 4,), float(rank + 1), dtype=torch.float32, device=device)
         dist.all_reduce(tensor)
         expected = world_size * (world_size + 1) / 2
         if not torch.all(tensor == expected):
@@ -96,7 +96,7 @@ def _measure_links(hosts: list[str], device: torch.device, num_bytes: int) -> li
     if len(leaders) == 1:
         return []
     rank, links = dist.get_rank(), []
-    tensor = torch.zeros(num_bytes // 4, device=device)
+    tensor = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
     pairs = list(zip(leaders, leaders[1:] + leaders[:1], strict=True))
     for source, target in pairs if len(leaders) > 2 else pairs[:1]:
 

@@ -65,8 +65,10 @@ def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None
 
 def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
     """As in eager.py; `kept.out` is there where `cpu_flash.can_run_backward`."""
-    if kept.out is not None and kept.logsumexp is not None and cpu_flash.is_small(kept.logsumexp):
-        return cpu_flash.backward(grad_out, inputs, kept, settings)
+    if kept.probabilities is None and cpu_flash.can_run_backward(inputs, settings):
+        assert kept.logsumexp is not None
+        if cpu_flash.is_small(kept.logsumexp):
+            return cpu_flash.backward(grad_out, inputs, kept, settings)
     q, k, v, _, _ = inputs
     batch, heads = q.shape[1:3]
     compute_dtype = torch.promote_types(q.dtype, torch.float32)

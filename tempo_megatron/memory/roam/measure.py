@@ -17,7 +17,7 @@ def measure_allocated(function: Callable[[], _Result]) -> tuple[_Result, int]:
     Every allocation counts, also those that an operation makes and gives back inside itself. On a GPU
     torch.cuda.max_memory_allocated says the same.
     """
-    torch.empty(1)
+    torch.empty(1, dtype=torch.float32)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         result = function()
     assert found.profiler is not None and found.profiler.kineto_results is not None
