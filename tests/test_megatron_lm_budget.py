@@ -59,7 +59,7 @@ def test_recomputation_stays_as_written(results: dict[str, dict[str, Any]]) -> N
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("impossible", "memory budget: 1.0 MiB a GPU are given, and the least that fits is"),
+        ("impossible", "memory budget: 1.00 MiB a GPU are given, and the least that fits is"),
         ("sgd", "the run has the optimizer sgd, and the planner knows adam; leave the memory budget out"),
     ],
 )
