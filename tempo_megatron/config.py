@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.json_text import read_json
+from tempo_megatron.json_text import read_object
 from tempo_megatron.layer_values import (
     LAYER_OPERATIONS,
     FrozenDict,
@@ -171,9 +171,7 @@ class TempoConfig:
 
         Raises ValueError where the file is not JSON or a key is unknown, OSError where it cannot be read.
         """
-        content = read_json(path)
-        if not isinstance(content, dict):
-            raise ValueError(f"{path} holds a {type(content).__name__}; expected a JSON object")
+        content = read_object(path)
         if "tempo" in content:
             return cls.from_dict(content["tempo"])
         if content and not set(content) & {*_KEYS, *RENAMED}:

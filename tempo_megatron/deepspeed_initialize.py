@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import deepspeed
 from torch import nn
 
+from tempo_megatron.json_text import read_json
 from tempo_torch import CHOICES, tempoize
 
 _KEYS = ("enabled", "seed", *CHOICES)
@@ -40,10 +40,7 @@ def read_block(config: Any) -> dict[str, Any] | None:
     """The "tempo" block of a DeepSpeed configuration, a dictionary or the path of a JSON file; None without one or
     where it is not enabled. Raises ValueError for an unknown key."""
     if isinstance(config, str | Path):
-        try:
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{config} is not valid JSON ({error}); correct it or give another file") from error
+        config = read_json(config)
     if not isinstance(config, Mapping) or "tempo" not in config:
         return None
     block = config["tempo"]

@@ -17,6 +17,14 @@ def read_json(path: str | Path) -> Any:
         raise ValueError(f"{path} is not valid JSON ({error}); correct it or give another file") from error
 
 
+def read_object(path: str | Path) -> dict[str, Any]:
+    """As read_json, of a file that holds an object; ValueError where it holds anything else."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected a JSON object")
+    return content
+
+
 def parse_json(text: str) -> Any:
     """The value of a JSON text.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tempo_megatron.arguments import tempo_config_from
 from tempo_megatron.config import TempoConfig
+from tempo_megatron.json_text import read_object
 from tempo_megatron.memory.estimate import PART_NAMES, RankEstimate, RankLayout, describe_part, estimate_ranks
 from tempo_megatron.memory.memory_size import format_bytes
 from tempo_megatron.memory.model_states import OptimizerSettings
@@ -29,7 +30,7 @@ def run_estimate(args: argparse.Namespace) -> int:
 
     Raises ValueError for what cannot be estimated.
     """
-    block = _read_json(args.deepspeed_config) if args.deepspeed_config else {}
+    block = read_object(args.deepspeed_config) if args.deepspeed_config else {}
     shape, layout, optimizer = read_requested_shape(args), _read_layout(args), _read_optimizer(args, block)
     tempo_config = tempo_config_from(args, block)
     columns = {"stock": TempoConfig.off()} | ({} if tempo_config.is_off else {"Tempo": tempo_config})
@@ -149,16 +150,6 @@ def _describe_optimizer(optimizer: OptimizerSettings) -> str:
         return f"DeepSpeed ZeRO {optimizer.zero_stage}"
     distributed = "distributed optimizer" if optimizer.distributed else "optimizer"
     return f"Megatron's {distributed}" if optimizer.kind == "megatron" else "no optimizer"
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--deepspeed_config {path} is not valid JSON ({error}); correct it") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"--deepspeed_config {path} holds a {type(found).__name__}; expected a JSON object")
-    return found
 
 
 def _list_figures(rank: RankEstimate) -> dict[str, Any]:

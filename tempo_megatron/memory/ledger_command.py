@@ -12,6 +12,7 @@ from tempo_megatron import cpu
 from tempo_megatron.arguments import tempo_config_from
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.data.tokenizer import pad_vocab_size
+from tempo_megatron.json_text import read_object
 from tempo_megatron.memory.attribution import Row
 from tempo_megatron.memory.layer_kinds import measure_model
 from tempo_megatron.memory.layout import simulate_layout
@@ -153,7 +154,7 @@ def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
         raise ValueError("--no-use-tempo is given, but the ledger's second column is Tempo; leave it out")
     block = {}
     if args.deepspeed_config:
-        block = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
+        block = read_object(args.deepspeed_config)
         if "tempo" not in block:
             raise ValueError(f'{args.deepspeed_config} has no "tempo" block; add one or leave --deepspeed_config out')
     return tempo_config_from(argparse.Namespace(**{**vars(args), "use_tempo": True}), block)

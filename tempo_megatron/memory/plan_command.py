@@ -12,6 +12,7 @@ import torch
 
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.extras import check_installed
+from tempo_megatron.json_text import read_object
 from tempo_megatron.memory.estimate import RankLayout
 from tempo_megatron.memory.gpu import Gpu, read_gpu
 from tempo_megatron.memory.ledger_command import format_layout
@@ -95,9 +96,7 @@ def make_question(shape: ModelShape, gpu: Gpu, args: argparse.Namespace) -> Ques
     """What the arguments ask. Raises ValueError where the DeepSpeed JSON is none."""
     optimizer = OptimizerSettings()
     if args.deepspeed_config:
-        optimizer = OptimizerSettings.from_deepspeed(
-            json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
-        )
+        optimizer = OptimizerSettings.from_deepspeed(read_object(args.deepspeed_config))
     layout = RankLayout(
         tensor_parallel=args.tp,
         pipeline_parallel=args.pp,

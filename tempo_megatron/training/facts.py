@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tempo_kernels
-import tempo_megatron
+from tempo_megatron.cluster.host import hash_sources
 from tempo_megatron.training.data_identity import compute_checksum
 
 if TYPE_CHECKING:
@@ -22,6 +18,7 @@ if TYPE_CHECKING:
 
 # Names of files may differ from node to node; what is in those that are read is compared by itself.
 _FILES = ("deepspeed_config", "data_path", "blend", "vocab_file", "merge_file", "data_cache_path")
+_SOURCES = ("tempo_kernels", "tempo_megatron")
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "triton", "numpy", "transformer_engine", "apex", "flash-attn")
 # Variables that change what is computed or which collectives are called, by the beginning of their names.
 _VARIABLES = (
@@ -44,7 +41,11 @@ def collect_facts(run: RunConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     described = {name: value for name, value in vocabulary.describe().items() if name != "tokenizer_files"}
     facts: dict[str, Any] = {
         "setting": settings,
-        "package": {"tempo-megatron": hash_sources(), "python": platform.python_version(), **_find_packages()},
+        "package": {
+            **{package: hash_sources(package) for package in _SOURCES},
+            "python": platform.python_version(),
+            **_find_packages(),
+        },
         "variable": _take_environment(),
         "tokenizer": {**described, **vocabulary.tokenizer.unique_identifiers},
         "data": {"number": len(run.blend[0]), "weights": run.blend[1]},
@@ -113,17 +114,6 @@ _ABSENT = object()
 
 def _write(facts: Mapping[str, Any], name: str) -> str:
     return repr(facts[name]) if name in facts else "not set"
-
-
-@cache
-def hash_sources() -> str:
-    """sha256 over the Python sources of both packages, in their order of names."""
-    digest = hashlib.sha256()
-    for package in (tempo_kernels, tempo_megatron):
-        root = Path(package.__path__[0])
-        for path in sorted(root.rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _find_packages() -> dict[str, str]:

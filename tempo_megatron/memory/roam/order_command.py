@@ -21,6 +21,7 @@ from tempo_megatron.arguments import tempo_config_from
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.extras import check_installed
+from tempo_megatron.json_text import read_object
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.memory_size import format_bytes
@@ -82,7 +83,7 @@ def run_order(args: argparse.Namespace) -> int:
 def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
     block = {}
     if args.deepspeed_config:
-        block = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
+        block = read_object(args.deepspeed_config)
     return tempo_config_from(args, block)
 
 
