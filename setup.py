@@ -84,6 +84,8 @@ setup(
             "tempo-megatron = tempo_megatron.cli:main",
             "tempo-pretrain-bert = tempo_megatron.cli:pretrain_bert",
             "tempo-pretrain-gpt = tempo_megatron.cli:pretrain_gpt",
-        ]
+        ],
+        # Names that torch.compile(backend=...) knows.
+        "torch_dynamo_backends": ["tempo_order = tempo_megatron.memory.roam.inductor:compile_ordered"],
     },
 )

@@ -4,11 +4,13 @@ Without dropout it is torch's own flash attention, where that computes the same.
 
 After FlashAttention-2 (Dao, arXiv 2307.08691), with a whole row of keys per block of queries. Backward computes the
 scores again, or reads the probabilities that forward kept. Causal and windowed blocks end where their queries see no
-more keys. The softmax form runs here on a GPU too.
+more keys. Scores carry a factor of log2(e) and powers are of 2: torch's exp takes 15 times as long where a score is
+minus infinity. The softmax form runs here on a GPU too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -16,12 +18,14 @@ from torch import Tensor
 
 from tempo_kernels.attention import cpu_flash
 from tempo_kernels.attention.settings import MASKED_SCORE, Inputs, Kept, Settings
-from tempo_kernels.philox import drop_, effective_probability, keep_bits
+from tempo_kernels.philox import drop_, keep_bits
 
-BLOCK_ELEMENTS = 1 << 17
+BLOCK_ELEMENTS = 1 << 19
 GPU_BLOCK_ELEMENTS = 1 << 26
 MIN_BLOCK_ROWS = 64
+LOG2_E = math.log2(math.e)
 _LOWEST = torch.finfo(torch.float32).min
+_MASKED_SCORE = MASKED_SCORE * LOG2_E
 
 
 def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -30,36 +34,33 @@ def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None
         out, logsumexp = cpu_flash.forward(inputs, settings)
         if cpu_flash.is_small(logsumexp):
             return out, logsumexp
-    q, k, v, _, _ = inputs
+    q, v = inputs.q, inputs.v
     num_rows, batch, heads, _ = q.shape
     out = torch.empty(*q.shape[:-1], v.size(-1), dtype=q.dtype, device=q.device)
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     logsumexp = torch.empty(batch, heads, num_rows, dtype=compute_dtype, device=q.device)
-    keep_scale = 1.0 / (1.0 - effective_probability(settings.dropout_p))
-    for sample in range(batch):
-        # [a, sq, d] and [g, sk, d]
-        q_sample, k_sample, v_sample = (t[:, sample].transpose(0, 1).contiguous() for t in (q, k, v))
-        for block in _cut_into_blocks(inputs, sample, settings):
+    rows_per_block, samples_per_block = _find_block(inputs, settings)
+    for samples in _cut(batch, samples_per_block):
+        q_heads, k_heads, v_heads = (_order_heads(t, samples) for t in inputs[:3])
+        for rows in _cut(num_rows, rows_per_block):
+            block = _Block(samples, rows, inputs, settings)
             if block.num_keys == 0:
-                out[block.rows, sample], logsumexp[sample, :, block.rows] = 0.0, float("inf")
+                out[rows, samples], logsumexp[samples, :, rows] = 0.0, float("inf")
                 continue
-            scores = block.find_scores(q_sample, k_sample)
-            top = scores.amax(-1, keepdim=True)
-            probabilities = scores.sub_(top.clamp_min_(_LOWEST)).exp_()
+            scores = block.find_scores(q_heads, k_heads)
+            top = scores.amax(-1, keepdim=True).clamp_min_(_LOWEST)
+            probabilities = scores.sub_(top).exp2_()
             total = probabilities.sum(-1, keepdim=True)
             # Infinite where there is nothing to normalise: it divides to 0, and backward finds probabilities of 0.
             total.masked_fill_(total == 0.0, float("inf"))
-            logsumexp[sample, :, block.rows] = (top + total.log()).view(heads, -1)
+            logsumexp[samples, :, rows] = block.split_heads(top.add_(total.log2()).div_(LOG2_E)).squeeze(-1)
             if probabilities_out is not None:
-                probabilities_out[sample, :, block.rows, block.keys] = (probabilities / total).view(
-                    heads, -1, block.num_keys
-                )
+                probabilities_out[samples, :, rows, block.keys] = block.split_heads(probabilities / total)
             if settings.dropout_p > 0:
                 drop_(probabilities, block.draw_keep_bits())
-            context = torch.bmm(probabilities.to(q.dtype), v_sample[:, block.keys])
-            context = context.to(compute_dtype).div_(total).mul_(keep_scale)
-            # [rows, a, d]
-            out[block.rows, sample] = context.view(heads, -1, v.size(-1)).transpose(0, 1).to(q.dtype)
+            context = torch.bmm(probabilities.to(q.dtype), v_heads[:, block.keys])
+            context = context.to(compute_dtype).div_(total).mul_(settings.keep_scale)
+            out[rows, samples] = block.split_heads(context).permute(2, 0, 1, 3).to(q.dtype)
     return out, logsumexp
 
 
@@ -69,146 +70,192 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
         assert kept.logsumexp is not None
         if cpu_flash.is_small(kept.logsumexp):
             return cpu_flash.backward(grad_out, inputs, kept, settings)
-    q, k, v, _, _ = inputs
-    batch, heads = q.shape[1:3]
-    compute_dtype = torch.promote_types(q.dtype, torch.float32)
-    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    keep_scale = 1.0 / (1.0 - effective_probability(settings.dropout_p))
-    for sample in range(batch):
-        # [a, sq, d] and [g, sk, d]
-        q_sample, k_sample, v_sample, grad_sample = (
-            t[:, sample].transpose(0, 1).contiguous() for t in (q, k, v, grad_out)
-        )
-        grad_q = torch.empty_like(q_sample)
-        # Per query head; summed over the heads of a group at the end, as torch does, which is also more precise.
-        grad_k, grad_v = (t.new_zeros(heads, *t.shape[1:], dtype=compute_dtype) for t in (k_sample, v_sample))
-        for block in _cut_into_blocks(inputs, sample, settings):
-            if block.num_keys == 0:
-                grad_q[:, block.rows] = 0.0
-                continue
-            if kept.probabilities is None:
-                assert kept.logsumexp is not None
-                probabilities = block.find_probabilities(q_sample, k_sample, kept.logsumexp[sample])
-            else:
-                probabilities = kept.probabilities[sample, :, block.rows, block.keys].to(compute_dtype)
-                probabilities = probabilities.reshape(block.groups, -1, block.num_keys)
-            # [g, a/g * rows, d]
-            grad_block = block.cut(grad_sample)
-            grad_probabilities = torch.bmm(grad_block, v_sample[:, block.keys].transpose(1, 2)).to(compute_dtype)
-            survivors = probabilities
-            if settings.dropout_p > 0:
-                bits = block.draw_keep_bits()
-                survivors = drop_(probabilities.clone(), bits)
-                drop_(grad_probabilities, bits)
-            block.accumulate(grad_v, survivors.to(q.dtype), grad_block, keep_scale)
-            grad_probabilities.mul_(keep_scale)
-            grad_scores = grad_probabilities.mul_(probabilities)
-            grad_scores.addcmul_(probabilities, grad_scores.sum(-1, keepdim=True), value=-1.0)
-            if block.mask is not None:
-                grad_scores.masked_fill_(block.mask, 0.0)
-            grad_scores = grad_scores.to(q.dtype)
-            grad_block_q = torch.bmm(grad_scores, k_sample[:, block.keys]).mul_(settings.softmax_scale)
-            grad_q[:, block.rows] = grad_block_q.view(heads, -1, q.size(-1))
-            block.accumulate(grad_k, grad_scores, block.cut(q_sample), settings.softmax_scale)
-        for grad, grad_of_sample in zip(grads, (grad_q, grad_k, grad_v), strict=True):
-            grouped = grad_of_sample.view(grad.size(2), -1, *grad_of_sample.shape[1:]).sum(1)
-            grad[:, sample] = grouped.transpose(0, 1)
+    q = inputs.q
+    num_rows, batch = q.shape[:2]
+    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
+    rows_per_block, samples_per_block = _find_block(inputs, settings)
+    for samples in _cut(batch, samples_per_block):
+        q_heads, k_heads, v_heads = (_order_heads(t, samples) for t in inputs[:3])
+        grads_of_samples = _Gradients(q_heads, k_heads, v_heads, _order_heads(grad_out, samples))
+        for rows in _cut(num_rows, rows_per_block):
+            grads_of_samples.add_block(_Block(samples, rows, inputs, settings), kept)
+        for grad, found in zip(grads, grads_of_samples.find_sums(), strict=True):
+            grad[:, samples] = found.view(-1, *grad.shape[2:3], *found.shape[1:]).permute(2, 0, 1, 3)
     return grads[0], grads[1], grads[2]
 
 
-def _cut_into_blocks(inputs: Inputs, sample: int, settings: Settings) -> Iterator[_Block]:
-    """Few queries a block, for its scores to stay in the cache and causal blocks to end early, but enough of them for
-    a fast matrix product."""
+class _Gradients:
+    """Of q, k and v [n * a or n * g, s, d] of some samples, one block of queries after the other."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> None:
+        self.q, self.k, self.v, self.grad_out = q, k, v, grad_out
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        self.grad_q = torch.empty_like(q)
+        # Per query head; summed over the heads of a group at the end, as torch does, which is also more precise.
+        self.grad_k, self.grad_v = (torch.zeros(q.size(0), *t.shape[1:], dtype=dtype, device=t.device) for t in (k, v))
+
+    def add_block(self, block: _Block, kept: Kept) -> None:
+        """The gradients that come from the block's queries."""
+        if block.num_keys == 0:
+            self.grad_q[:, block.rows] = 0.0
+            return
+        dtype, settings = self.q.dtype, block.settings
+        probabilities = block.find_probabilities(self.q, self.k, kept)
+        # [n * g, a/g * rows, d]
+        grad_block, q_block = block.cut(self.grad_out), block.cut(self.q)
+        grad_probabilities = torch.bmm(grad_block, self.v[:, block.keys].mT).to(probabilities.dtype)
+        survivors = probabilities
+        if settings.dropout_p > 0:
+            bits = block.draw_keep_bits()
+            survivors = drop_(probabilities.clone(), bits)
+            drop_(grad_probabilities, bits)
+        block.accumulate(self.grad_v, survivors.to(dtype), grad_block, settings.keep_scale)
+        grad_probabilities.mul_(settings.keep_scale)
+        # probabilities * (grad_probabilities - sum(probabilities * grad_probabilities)) in one pass
+        grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
+        if block.shown is not None:
+            drop_(grad_scores, block.shown)
+        grad_scores = grad_scores.to(dtype)
+        grad_q_block = torch.bmm(grad_scores, self.k[:, block.keys]).mul_(settings.softmax_scale)
+        self.grad_q[:, block.rows] = grad_q_block.view(self.grad_q.size(0), -1, self.grad_q.size(-1))
+        block.accumulate(self.grad_k, grad_scores, q_block, settings.softmax_scale)
+
+    def find_sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        """grad_q [n * a, sq, d], grad_k and grad_v [n * g, sk, d]."""
+        grad_k, grad_v = (t.view(self.k.size(0), -1, *t.shape[1:]).sum(1) for t in (self.grad_k, self.grad_v))
+        return self.grad_q, grad_k, grad_v
+
+
+def _find_block(inputs: Inputs, settings: Settings) -> tuple[int, int]:
+    """Queries and samples a block: so few that its scores stay in the cache and causal blocks end early, but enough of
+    them for fast matrix products and for calls that are worth their overhead."""
     q, k = inputs.q, inputs.k
     elements = BLOCK_ELEMENTS if q.device.type == "cpu" else GPU_BLOCK_ELEMENTS
-    step = max(MIN_BLOCK_ROWS, elements // max(1, q.size(2) * k.size(0)) // 16 * 16)
-    for start in range(0, q.size(0), step):
-        yield _Block(start, min(start + step, q.size(0)), sample, inputs, settings)
+    elements_per_row = max(1, q.size(2) * k.size(0))
+    rows = elements // elements_per_row
+    if settings.find_window(q.size(0), k.size(0)) != (None, None):
+        rows = min(rows, k.size(0) // 4)
+    rows = max(MIN_BLOCK_ROWS, rows // 16 * 16)
+    # Samples of different lengths see different keys.
+    together = 1 if inputs.key_lengths is not None else elements // (elements_per_row * min(rows, max(1, q.size(0))))
+    return rows, max(1, together)
+
+
+def _cut(size: int, step: int) -> Iterator[slice]:
+    for start in range(0, size, step):
+        yield slice(start, min(start + step, size))
+
+
+def _order_heads(t: Tensor, samples: slice) -> Tensor:
+    """[n * a, s, d] of t [s, b, a, d]."""
+    return t[:, samples].permute(1, 2, 0, 3).flatten(0, 1).contiguous()
 
 
 class _Block:
-    """Queries [start, stop) of every head of one sample, and the keys that they can see."""
+    """Some queries of every head of n samples, and the keys that they can see."""
 
-    def __init__(self, start: int, stop: int, sample: int, inputs: Inputs, settings: Settings) -> None:
+    def __init__(self, samples: slice, rows: slice, inputs: Inputs, settings: Settings) -> None:
         q, k, _, mask, key_lengths = inputs
-        self.rows = slice(start, stop)
-        self.sample = sample
+        self.samples, self.rows = samples, rows
+        self.num_samples = samples.stop - samples.start
         self.heads, self.groups = q.size(2), k.size(2)
         self.settings = settings
         self.device = q.device
+        self.compute_dtype = torch.promote_types(q.dtype, torch.float32)
         self.first, self.last = settings.find_window(q.size(0), k.size(0))
-        seen = k.size(0) if key_lengths is None else max(0, min(k.size(0), int(key_lengths[sample])))
-        last = seen if self.last is None else max(0, min(seen, stop + self.last))
-        self.keys = slice(0 if self.first is None else max(0, min(last, start + self.first)), last)
+        seen = k.size(0) if key_lengths is None else max(0, min(k.size(0), int(key_lengths[samples.start])))
+        last = seen if self.last is None else max(0, min(seen, rows.stop + self.last))
+        self.keys = slice(0 if self.first is None else max(0, min(last, rows.start + self.first)), last)
         self.num_keys = self.keys.stop - self.keys.start
-        self.mask = None if mask is None else self._cut_mask(mask)
+        self.shown = None if mask is None else self._find_shown(mask)
 
-    def _cut_mask(self, mask: Tensor) -> Tensor:
-        """[g or 1, rows or a/g * rows, keys] of mask [b or 1, a or 1, sq or 1, sk]."""
-        part = mask[self.sample if mask.size(0) > 1 else 0]
-        part = (part[:, self.rows] if part.size(1) > 1 else part)[..., self.keys]
-        if part.size(0) == 1 and self.groups == self.heads:
-            return part
-        return part.expand(self.heads, self.rows.stop - self.rows.start, -1).reshape(self.groups, -1, self.num_keys)
+    def _find_shown(self, mask: Tensor) -> Tensor:
+        """0 where mask [b or 1, a or 1, sq or 1, sk] hides a key, all bits set elsewhere, for `drop_`:
+        [n * g or 1, rows or a/g * rows or 1, keys]."""
+        part = mask[self.samples] if mask.size(0) > 1 else mask
+        part = (part[:, :, self.rows] if part.size(2) > 1 else part)[..., self.keys]
+        if self.groups != self.heads or part.shape[:2] not in ((1, 1), (self.num_samples, self.heads)):
+            num_rows = part.size(2) if self.groups == self.heads else self.rows.stop - self.rows.start
+            part = part.expand(self.num_samples, self.heads, num_rows, -1)
+            part = part.reshape(self.num_samples * self.groups, -1, self.num_keys)
+        else:
+            part = part.flatten(0, 1)
+        return part.to(torch.int64 if self.compute_dtype == torch.float64 else torch.int32) - 1
 
     def cut(self, t: Tensor) -> Tensor:
-        """[g, a/g * rows, d] of t [a, sq, d]."""
-        return t[:, self.rows].reshape(self.groups, -1, t.size(-1))
+        """[n * g, a/g * rows, d] of t [n * a, s, d]."""
+        return t[:, self.rows].reshape(self.num_samples * self.groups, -1, t.size(-1))
+
+    def split_heads(self, t: Tensor) -> Tensor:
+        """[n, a, rows, x] of t [n * g, a/g * rows, x]."""
+        return t.view(self.num_samples, self.heads, -1, t.size(-1))
 
     def find_scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """[g, a/g * rows, keys] in the dtype of computation."""
-        scores = torch.bmm(self.cut(q), k[:, self.keys].transpose(1, 2))
-        scores = scores.to(torch.promote_types(q.dtype, torch.float32)).mul_(self.settings.softmax_scale)
-        if self.mask is not None:
-            scores.masked_fill_(self.mask, MASKED_SCORE)
-        self._hide_outside_of_the_window(scores.view(self.heads, -1, self.num_keys))
-        if self.mask is not None:
+        """log2(e) times the scores [n * g, a/g * rows, keys] in the dtype of computation."""
+        scale, operands = self.settings.softmax_scale * LOG2_E, (self.cut(q), k[:, self.keys].mT)
+        if q.dtype == self.compute_dtype:
+            shape = (*operands[0].shape[:2], self.num_keys)
+            scores = torch.empty(shape, dtype=q.dtype, device=q.device).baddbmm_(*operands, beta=0, alpha=scale)
+        else:
+            scores = torch.bmm(*operands).to(self.compute_dtype).mul_(scale)
+        if self.shown is not None:
+            drop_(scores, self.shown).add_(~self.shown & 1, alpha=_MASKED_SCORE)
+        self._hide_outside_of_the_window(scores.view(-1, self.rows.stop - self.rows.start, self.num_keys))
+        if self.shown is not None:
             # A logsumexp near MASKED_SCORE would have no digits left for the differences between scores.
             top = scores.amax(-1, keepdim=True)
-            scores.sub_(top.masked_fill_(top != MASKED_SCORE, 0.0))
+            scores.sub_(top.masked_fill_(top != _MASKED_SCORE, 0.0))
         return scores
 
-    def find_probabilities(self, q: Tensor, k: Tensor, logsumexp: Tensor) -> Tensor:
-        """[g, a/g * rows, keys], from logsumexp [a, sq]."""
-        row_sum = logsumexp[:, self.rows].reshape(self.groups, -1, 1)
-        probabilities = self.find_scores(q, k).sub_(row_sum).exp_()
+    def find_probabilities(self, q: Tensor, k: Tensor, kept: Kept) -> Tensor:
+        """[n * g, a/g * rows, keys] in the dtype of computation."""
+        shape = (self.num_samples * self.groups, -1)
+        if kept.probabilities is not None:
+            found = kept.probabilities[self.samples, :, self.rows, self.keys].to(self.compute_dtype)
+            return found.reshape(*shape, self.num_keys)
+        assert kept.logsumexp is not None
+        row_sum = kept.logsumexp[self.samples, :, self.rows].reshape(*shape, 1) * LOG2_E
+        probabilities = self.find_scores(q, k).sub_(row_sum).exp2_()
         # The whole row is here: normalising it again takes the rounding of its logsumexp out, which for scores around
         # 1e8 is as large as the logarithm of how many are equal. Of none it stays 0.
         total = probabilities.sum(-1, keepdim=True)
         return probabilities.div_(total.masked_fill_(total == 0.0, float("inf")))
 
     def _hide_outside_of_the_window(self, scores: Tensor) -> None:
-        """Minus infinity in scores [a, rows, keys]; only columns at either end hold keys that some rows do not see."""
-        rows, keys = self.rows, self.keys
-        row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=self.device).unsqueeze(-1)
-        if self.last is not None:
-            first = max(keys.start, min(keys.stop, rows.start + self.last + 1))
-            hidden = torch.arange(first, keys.stop, dtype=torch.int64, device=self.device) > row + self.last
-            scores[..., first - keys.start :].masked_fill_(hidden, float("-inf"))
-        if self.first is not None:
-            stop = max(keys.start, min(keys.stop, rows.stop - 1 + self.first))
-            hidden = torch.arange(keys.start, stop, dtype=torch.int64, device=self.device) < row + self.first
-            scores[..., : stop - keys.start].masked_fill_(hidden, float("-inf"))
+        """Minus infinity in scores [n * a, rows, keys]: a triangle at either end holds keys that some rows do not see.
+
+        0 is written first, since a hidden score may be NaN. Both steps together take a third of masked_fill_'s time.
+        """
+        num_rows, num_keys = scores.shape[1:]
+        # A row sees the columns from its own number + first to + last.
+        offset = self.rows.start - self.keys.start
+        if self.last is not None and (last := offset + self.last) < num_keys - 1:
+            start = max(0, last + 1)
+            hidden = torch.full((num_rows, num_keys - start), -math.inf, dtype=scores.dtype, device=self.device)
+            scores.tril_(last)[..., start:].add_(hidden.triu_(last + 1 - start))
+        if self.first is not None and (first := offset + self.first) > 1 - num_rows:
+            stop = max(0, min(num_keys, num_rows - 1 + first))
+            hidden = torch.full((num_rows, stop), -math.inf, dtype=scores.dtype, device=self.device)
+            scores.triu_(first)[..., :stop].add_(hidden.tril_(first - 1))
 
     def accumulate(self, total: Tensor, weights: Tensor, values: Tensor, scale: float) -> None:
-        """total [a, keys, d] += scale * weights^T values of [g, a/g * rows, keys] and [g, a/g * rows, d]."""
-        weights = weights.view(self.heads, -1, self.num_keys).transpose(1, 2)
-        values = values.view(self.heads, -1, values.size(-1))
-        part = total[:, self.keys]
-        if part.dtype == weights.dtype:
-            part.baddbmm_(weights, values, alpha=scale)
-        else:
-            part.add_(torch.bmm(weights, values), alpha=scale)
+        """total [n * a, keys, d] += scale * weights^T values, both [n * g, a/g * rows, ...]."""
+        weights = weights.view(total.size(0), -1, self.num_keys).mT
+        values = values.view(total.size(0), -1, values.size(-1))
+        total[:, self.keys].add_(torch.bmm(weights, values), alpha=scale)
 
     def draw_keep_bits(self) -> Tensor:
-        """What dropout keeps, [g, a/g * rows, keys]."""
-        settings, first_head, device = self.settings, self.settings.first_head, self.device
+        """What dropout keeps, [n * g, a/g * rows, keys]."""
+        settings = self.settings
         bits = keep_bits(
             int(settings.dropout_key or 0) % 2**64,
             settings.dropout_p,
-            sample=torch.tensor(int(settings.first_sample or 0) + self.sample, dtype=torch.int64, device=device),
-            head=torch.arange(first_head, first_head + self.heads, dtype=torch.int64, device=device).unsqueeze(-1),
-            row=torch.arange(self.rows.start, self.rows.stop, dtype=torch.int64, device=device),
+            sample=self._count(self.samples, int(settings.first_sample or 0)).view(-1, 1, 1),
+            head=self._count(slice(0, self.heads), settings.first_head).view(-1, 1),
+            row=self._count(self.rows, 0),
             num_columns=self.keys.stop,
         )
-        return bits[..., self.keys].reshape(self.groups, -1, self.num_keys)
+        return bits[..., self.keys].reshape(self.num_samples * self.groups, -1, self.num_keys)
+
+    def _count(self, where: slice, first: int) -> Tensor:
+        return torch.arange(first + where.start, first + where.stop, dtype=torch.int64, device=self.device)

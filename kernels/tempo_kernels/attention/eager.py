@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tempo_kernels.attention.settings import MASKED_SCORE, Inputs, Kept, Settings
-from tempo_kernels.philox import drop_mask, effective_probability
+from tempo_kernels.philox import drop_mask
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -34,7 +34,7 @@ def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None
     total = total.masked_fill(total == 0.0, float("inf"))
     if probabilities_out is not None:
         probabilities_out.copy_(powers / total)
-    context = (_drop(powers, settings).to(q.dtype) @ heads_v).to(total.dtype) / total * _find_keep_scale(settings)
+    context = (_drop(powers, settings).to(q.dtype) @ heads_v).to(total.dtype) / total * settings.keep_scale
     return context.to(q.dtype).permute(2, 0, 1, 3).contiguous(), (top + total.log()).squeeze(-1)
 
 
@@ -52,8 +52,8 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
         probabilities = powers / total.masked_fill(total == 0.0, float("inf"))
     else:
         probabilities = kept.probabilities.to(torch.promote_types(q.dtype, torch.float32))
-    grad_v = (_drop(probabilities, settings).to(q.dtype).mT @ grad).to(probabilities.dtype) * _find_keep_scale(settings)
-    grad_probabilities = _drop((grad @ heads_v.mT).to(probabilities.dtype), settings) * _find_keep_scale(settings)
+    grad_v = (_drop(probabilities, settings).to(q.dtype).mT @ grad).to(probabilities.dtype) * settings.keep_scale
+    grad_probabilities = _drop((grad @ heads_v.mT).to(probabilities.dtype), settings) * settings.keep_scale
     grad_scores = probabilities * grad_probabilities
     grad_scores = grad_scores - probabilities * grad_scores.sum(-1, keepdim=True)
     if mask is not None:
@@ -113,7 +113,3 @@ def _drop(weights: Tensor, settings: Settings) -> Tensor:
         num_columns=weights.size(-1),
     )
     return weights.masked_fill(dropped, 0.0)
-
-
-def _find_keep_scale(settings: Settings) -> float:
-    return 1.0 / (1.0 - effective_probability(settings.dropout_p))

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 
 from tempo_kernels.attention.kernel_tile import (
+    DRAWN,
     PADDING,
     VARYING,
+    compute_anew,
     count_keys,
     find_probabilities,
     find_score_gradients,
@@ -25,11 +27,12 @@ from tempo_kernels.attention.kernel_tile import (
     order_keys,
     store_rows,
 )
+from tempo_kernels.kernel_launch import launch_named
 from tempo_kernels.philox.kernel import load_draw
 
 
 @triton.jit
-def _find_queries(
+def find_queries(
     start_key, num_queries, num_seen, first_offset, last_offset,
     LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +79,7 @@ def _grad_kv_kernel(
     start_key, index = tl.program_id(0) % num_key_blocks * BLOCK_KEYS, tl.program_id(0) // num_key_blocks
     sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
     num_seen = count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS)
-    first, full_start, full_stop, stop = _find_queries(
+    first, full_start, full_stop, stop = find_queries(
         start_key, num_queries, num_seen, first_offset, last_offset,
         LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS,
     )  # fmt: skip
@@ -102,13 +105,16 @@ def _grad_kv_kernel(
     group_head = (kv_head * group_size).to(tl.int32)
     num_blocks = tl.cdiv(tl.maximum(stop - first, 0), BLOCK_QUERIES)
     # One loop over heads and queries, since two nested loops spill registers.
+    q_stride, grad_stride = q_row, grad_row
     for step in range(0, num_blocks * group_size):
+        if KEEPS_APART:
+            q_stride, grad_stride = compute_anew(q_stride), compute_anew(grad_stride)
         head = (group_head + step // num_blocks).to(tl.int64)
         start_row = tl.multiple_of(first + step % num_blocks * BLOCK_QUERIES, BLOCK_QUERIES)
         row = start_row + block_row
         q_head_ptr, grad_head_ptr = q_ptr + head * q_head * UNIT, grad_out_ptr + head * grad_head * UNIT
-        q = load_rows(q_head_ptr, start_row, block_row, q_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
-        grad_out = load_rows(grad_head_ptr, start_row, block_row, grad_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
+        q = load_rows(q_head_ptr, start_row, block_row, q_stride * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
+        grad_out = load_rows(grad_head_ptr, start_row, block_row, grad_stride * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
         logsumexp = tl.load(logsumexp_ptr + head * padded + start_row + block_row)
         delta = tl.load(delta_ptr + head * padded + start_row + block_row)
         mask_head_ptr = mask_ptr
@@ -142,4 +148,4 @@ def _grad_kv_kernel(
 
 def launch_grad_kv(num_programs: int, **arguments: Any) -> None:
     """Launches the pass for grad_k and grad_v; the arguments have the kernel's names."""
-    _grad_kv_kernel[(num_programs,)](**arguments)
+    launch_named(_grad_kv_kernel, (num_programs,), DRAWN, arguments)

@@ -15,20 +15,24 @@ import triton
 import triton.language as tl
 
 from tempo_kernels.attention.kernel_tile import (
+    DRAWN,
     PADDING,
     VARYING,
+    compute_anew,
     count_keys,
     draw_drops,
     find_probabilities,
     find_score_gradients,
     find_seen_keys,
     hide_unseen,
+    keep_apart,
     load_mask,
     load_rows,
     multiply,
     order_keys,
     store_rows,
 )
+from tempo_kernels.kernel_launch import launch_named
 from tempo_kernels.philox.kernel import load_draw
 
 
@@ -98,8 +102,10 @@ def _forward_kernel(
     top = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_QUERIES,), tl.float32)
     out = tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32)
+    k_stride, v_stride = k_row, v_row
     for start_key in range(first, stop, BLOCK_KEYS):
-        k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        k_stride, v_stride = compute_anew(k_stride), compute_anew(v_stride)
+        k = load_rows(k_ptr, start_key, order, k_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
         scores = multiply(q, k, False)
         if HAS_MASK:
             hides = load_mask(mask_ptr, row, start_key, mask_row, mask_column, num_queries, num_keys, BLOCK_KEYS, False)
@@ -120,8 +126,8 @@ def _forward_kernel(
             drops = draw_drops(
                 row, start_key, first_head + head, first_sample + sample, key_low, key_high, limit, BLOCK_KEYS, False
             )
-            probabilities = tl.where(drops, 0.0, probabilities)
-        v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+            probabilities = keep_apart(tl.where(drops, 0.0, probabilities))
+        v = load_rows(v_ptr, start_key, order, v_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
         out = tl.dot(probabilities.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
         top = new_top
     sees_nothing = total == 0.0
@@ -216,9 +222,11 @@ def _grad_q_kernel(
     tl.store(statistics_ptr + row, logsumexp)
     tl.store(statistics_ptr + batch.to(tl.int64) * num_heads * padded + row, delta)
     grad_q = tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32)
+    k_stride, v_stride = k_row, v_row
     for start_key in range(first, stop, BLOCK_KEYS):
-        k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
-        v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        k_stride, v_stride = compute_anew(k_stride), compute_anew(v_stride)
+        k = load_rows(k_ptr, start_key, order, k_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        v = load_rows(v_ptr, start_key, order, v_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
         is_edge = (start_key < full_start) | (start_key + BLOCK_KEYS > full_stop)
         probabilities, hides = find_probabilities(
             q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
@@ -238,9 +246,9 @@ def _grad_q_kernel(
 
 def launch_forward(num_programs: int, **arguments: Any) -> None:
     """Launches the forward pass; the arguments have the kernel's names."""
-    _forward_kernel[(num_programs,)](**arguments)
+    launch_named(_forward_kernel, (num_programs,), DRAWN, arguments)
 
 
 def launch_grad_q(num_programs: int, **arguments: Any) -> None:
     """Launches the pass for grad_q and delta; the arguments have the kernel's names."""
-    _grad_q_kernel[(num_programs,)](**arguments)
+    launch_named(_grad_q_kernel, (num_programs,), DRAWN, arguments)

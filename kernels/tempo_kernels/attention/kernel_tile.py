@@ -32,7 +32,8 @@ VARYING = [f"{name}_{axis}" for name in ("q", "k", "v", "grad") for axis in ("ro
 VARYING += ["mask_sample", "mask_head", "mask_row", "mask_column"]
 VARYING += ["num_queries", "num_keys", "batch", "num_heads", "group_size", "first_offset", "last_offset"]
 VARYING += ["mask_ptr", "lengths_ptr", "key_ptr", "first_sample_ptr"]
-VARYING += ["key_low", "key_high", "first_sample", "first_head", "limit"]
+DRAWN = ("key_low", "key_high", "first_sample", "first_head")
+VARYING += [*DRAWN, "limit"]
 
 
 @triton.jit
@@ -87,18 +88,21 @@ def draw_drops(
         key_low,
         key_high,
     )
-    # [m, keys / 8, 2, 2], [first or second pair][word of the pair]
+    limit = limit.to(tl.uint32)
     if KEYS_FIRST:
-        # The compiler draws each of four joined tensors once and moves it, as a transposed tile needs it.
+        # [m, keys / 8, 2, 2], [first or second pair][word of the pair]. The compiler draws each of four joined tensors
+        # once and moves it, as a transposed tile needs it.
         words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
+        drops = tl.join((words & 0xFFFF) < limit, words < (limit << 16))
     else:
-        # The compiler computes each element of two joined tensors where it is used: nothing moves.
+        # [m, keys / 8, 4, 2], [word][half of it]: the compiler computes each element where it is used, and nothing
+        # moves. Of joined tensors Triton 3.6 would take a layout before sm_90 whose products move probabilities.
+        index, half = tl.arange(0, 4)[None, None, :], tl.arange(0, 2)[None, None, None, :]
         first = word0.to(tl.uint64) | (word1.to(tl.uint64) << 32)
         second = word2.to(tl.uint64) | (word3.to(tl.uint64) << 32)
-        pairs = tl.join(first, second)
-        words = tl.join(pairs.to(tl.uint32), (pairs >> 32).to(tl.uint32))
-    limit = limit.to(tl.uint32)
-    drops = tl.join((words & 0xFFFF) < limit, words < (limit << 16))
+        pairs = tl.where(index < 2, first[:, :, None], second[:, :, None])
+        words = (pairs >> (32 * (index & 1)).to(tl.uint64)).to(tl.uint32)[:, :, :, None]
+        drops = tl.where(half == 0, (words & 0xFFFF) < limit, words < (limit << 16))
     drops = tl.reshape(drops, (row.shape[0], BLOCK_KEYS))
     if KEYS_FIRST:
         drops = tl.trans(drops)
@@ -222,10 +226,19 @@ IS_COMPILED = tl.constexpr(isinstance(multiply, triton.JITFunction))  # Triton's
 def keep_apart(sums):
     """The same sums, of which the compiler does not know it. On sm_90 a product is added to its sums while others run;
     where ptxas sees the sums of a loop move between registers at its end, it makes every product wait for the last
-    (its warning C7515)."""
+    (its warning C7515). Of probabilities it keeps LLVM from dropping them in pairs of 16 bits, at twice the price."""
     if IS_COMPILED:
         sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], dtype=tl.float32, is_pure=True, pack=1)
     return sums
+
+
+@triton.jit
+def compute_anew(number):
+    """The same 32-bit number, of which the compiler does not know it. A loop that passes a number on to its next turn
+    by this computes anew what follows from it; else it would be kept in registers that are needed for the tile."""
+    if IS_COMPILED:
+        number = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=True, pack=1)
+    return number
 
 
 @triton.jit
@@ -269,8 +282,13 @@ def find_score_gradients(
         else:
             drops = draw_drops_key_by_key(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS)
         kept = tl.where(drops, 0.0, probabilities)
-        grad_probabilities = tl.where(drops, 0.0, grad_probabilities)
-    grad_scores = probabilities * (grad_probabilities - expand_queries(delta, KEYS_FIRST))
+    if DRAWS and v.dtype != tl.float32:
+        # One selection less; what it rounds more is far below what the products of 16 bits round.
+        grad_scores = kept * grad_probabilities - probabilities * expand_queries(delta, KEYS_FIRST)
+    else:
+        if DRAWS:
+            grad_probabilities = tl.where(drops, 0.0, grad_probabilities)
+        grad_scores = probabilities * (grad_probabilities - expand_queries(delta, KEYS_FIRST))
     if HAS_MASK:
         grad_scores = tl.where(hides, 0.0, grad_scores)
     return kept, grad_scores

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tempo_kernels.opaque import join_key, split_key
+from tempo_kernels.philox import effective_probability
 
 MASKED_SCORE = -10000.0
 """What Megatron writes over masked scores; a row whose every key is masked attends to all of them equally."""
@@ -66,7 +67,7 @@ class Settings:
     def split(self) -> tuple[Settings, list[Tensor | None]]:
         """The settings without their tensors, and the tensors: autograd keeps those and notices a change of them."""
         numbers = (self.dropout_key, self.first_sample)
-        if not any(isinstance(number, Tensor) for number in numbers):
+        if not (isinstance(numbers[0], Tensor) or isinstance(numbers[1], Tensor)):
             return self, [None, None]
         tensors = [number if isinstance(number, Tensor) else None for number in numbers]
         key, first_sample = (None if isinstance(number, Tensor) else number for number in numbers)
@@ -81,6 +82,11 @@ class Settings:
             dropout_key=self.dropout_key if key is None else key,
             first_sample=self.first_sample if first_sample is None else first_sample,
         )
+
+    @property
+    def keep_scale(self) -> float:
+        """What survivors of dropout are multiplied with."""
+        return 1.0 / (1.0 - effective_probability(self.dropout_p))
 
     def find_window(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
         """(first, last) such that query i sees keys i + first to i + last; None where there is no limit."""

@@ -23,9 +23,12 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw)
     scale = 1.0 / (1.0 - effective_probability(draw.p))
     for rows, block, bits in _blocks(out, draw):
         # [rows, b, h]
-        block.copy_(x[rows])
-        if bias is not None:
-            block += bias
+        if bias is not None and x.dtype == block.dtype:
+            torch.add(x[rows], bias, out=block)
+        else:
+            block.copy_(x[rows])
+            if bias is not None:
+                block += bias
         if bits is not None:
             drop_(block, bits)
         if residual is None:
@@ -35,7 +38,9 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw)
     return out
 
 
-def backward(grad_out: Tensor, draw: Draw, has_grad_bias: bool) -> tuple[Tensor, Tensor | None]:
+def backward(
+    grad_out: Tensor, draw: Draw, has_grad_bias: bool, sum_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None]:
     """As in eager.py."""
     grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
     compute_dtype = torch.promote_types(grad_out.dtype, torch.float32)
@@ -43,14 +48,17 @@ def backward(grad_out: Tensor, draw: Draw, has_grad_bias: bool) -> tuple[Tensor,
     scale = 1.0 / (1.0 - effective_probability(draw.p))
     for rows, block, bits in _blocks(grad_x, draw):
         # [rows, b, h]
-        block.copy_(grad_out[rows]).mul_(scale)
+        if grad_out.dtype == block.dtype:
+            torch.mul(grad_out[rows], scale, out=block)
+        else:
+            block.copy_(grad_out[rows]).mul_(scale)
         if bits is not None:
             drop_(block, bits)
         if block.dtype != grad_x.dtype:
             grad_x[rows] = block
         if grad_bias is not None:
             grad_bias += block.sum((0, 1))
-    return grad_x, grad_bias
+    return grad_x, None if grad_bias is None else grad_bias.to(sum_dtype or compute_dtype)
 
 
 def _blocks(out: Tensor, draw: Draw) -> Iterator[tuple[slice, Tensor, Tensor | None]]:

@@ -68,12 +68,16 @@ class Draw(NamedTuple):
 
     def split(self) -> tuple[Draw, list[Tensor | None]]:
         """The draw without its tensors, and the tensors, which autograd is to keep: it notices when one is changed."""
+        if isinstance(self.key, int) and isinstance(self.first_sample, int):
+            return self, [None, None]
         tensors = [number if isinstance(number, Tensor) else None for number in (self.key, self.first_sample)]
         key, first_sample = (0 if isinstance(number, Tensor) else number for number in (self.key, self.first_sample))
         return Draw(self.p, key, first_sample, self.first_row), tensors
 
     def join(self, key: Tensor | None, first_sample: Tensor | None) -> Draw:
         """The whole draw from what `split` made of it."""
+        if key is None and first_sample is None:
+            return self
         return Draw(
             self.p,
             self.key if key is None else key,

@@ -22,10 +22,13 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw)
     return (out if residual is None else residual + out).to(x.dtype)
 
 
-def backward(grad_out: Tensor, draw: Draw, has_grad_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """grad_x [s, b, h], contiguous, and its sum over s and b in float32 [h]."""
+def backward(
+    grad_out: Tensor, draw: Draw, has_grad_bias: bool, sum_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """grad_x [s, b, h], contiguous, and its sum over s and b, [h] of sum_dtype; None for the one it is computed in,
+    float32 or float64."""
     grad_x = _drop(grad_out.contiguous().to(torch.promote_types(grad_out.dtype, torch.float32)), draw)
-    return grad_x.to(grad_out.dtype), grad_x.sum((0, 1)) if has_grad_bias else None
+    return grad_x.to(grad_out.dtype), grad_x.sum((0, 1)).to(sum_dtype or grad_x.dtype) if has_grad_bias else None
 
 
 def _drop(x: Tensor, draw: Draw) -> Tensor:

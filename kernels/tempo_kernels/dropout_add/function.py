@@ -62,16 +62,18 @@ def _forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, *operands:
     return [choose_backend(x, cpu).forward(x, bias, residual, Draw.from_operands(*operands))]
 
 
-def _allocate_gradients(grad_out: Tensor, has_grad_bias: bool, *_: Any) -> list[Tensor]:
+def _allocate_gradients(grad_out: Tensor, bias_dtype: torch.dtype | None, *_: Any) -> list[Tensor]:
     grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
-    sum_dtype = torch.promote_types(grad_out.dtype, torch.float32)
-    return [grad_x, grad_x.new_empty(grad_out.shape[-1:], dtype=sum_dtype)] if has_grad_bias else [grad_x]
+    return [grad_x] if bias_dtype is None else [grad_x, grad_x.new_empty(grad_out.shape[-1:], dtype=bias_dtype)]
 
 
-@opaque(f"bias_dropout_add_backward(Tensor grad_out, bool has_grad_bias, {OPERANDS}) -> Tensor[]", _allocate_gradients)
-def _backward(grad_out: Tensor, has_grad_bias: bool, *operands: Any) -> list[Tensor]:
-    """grad_x and, where it is asked for, grad_bias."""
-    grads = choose_backend(grad_out, cpu).backward(grad_out, Draw.from_operands(*operands), has_grad_bias)
+@opaque(
+    f"bias_dropout_add_backward(Tensor grad_out, ScalarType? bias_dtype, {OPERANDS}) -> Tensor[]", _allocate_gradients
+)
+def _backward(grad_out: Tensor, bias_dtype: torch.dtype | None, *operands: Any) -> list[Tensor]:
+    """grad_x and, where a dtype says that it is asked for, grad_bias."""
+    draw = Draw.from_operands(*operands)
+    grads = choose_backend(grad_out, cpu).backward(grad_out, draw, bias_dtype is not None, bias_dtype)
     return [grad for grad in grads if grad is not None]
 
 
@@ -90,6 +92,6 @@ class _BiasDropoutAdd(torch.autograd.Function):
         grads: list[Tensor | None] = [None, None]
         if has_grad_x or has_grad_bias:
             operands = ctx.draw.join(*ctx.saved_tensors).operands
-            grad_x, *grad_bias = _backward(grad_out, has_grad_bias, *operands)
-            grads = [grad_x if has_grad_x else None, grad_bias[0].to(ctx.bias_dtype) if grad_bias else None]
+            grad_x, *grad_bias = _backward(grad_out, ctx.bias_dtype if has_grad_bias else None, *operands)
+            grads = [grad_x if has_grad_x else None, grad_bias[0] if grad_bias else None]
         return *grads, grad_out if has_grad_residual else None, None

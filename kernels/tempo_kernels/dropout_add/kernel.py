@@ -4,11 +4,12 @@ Tensors are read as [s * b, h] in tiles of a few rows by a strip of columns. The
 forward and again in backward, by Philox4x32 (Salmon et al., SC 2011), whose counter is the element's position: nothing
 is stored, and no tiling changes a mask. One call gives 8 x 16 bits, and a thread holds eight neighbours of a row, so
 that it draws what it needs, once, beside loads of 16 bytes. The bias gradient is summed over rows in two stages of
-fixed order: in registers over a program's tiles, then by torch over the programs.
+fixed order: in registers over a program's tiles, then over the programs as pointwise/kernel_sums.py says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,16 +18,28 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.dropout_add.draw import Draw
+from tempo_kernels.kernel_launch import Plan, cache_plans, launch
 from tempo_kernels.philox import effective_probability, threshold
 from tempo_kernels.philox.kernel import drop_mask, key_words, load_draw
+from tempo_kernels.pointwise.kernel_sums import (
+    NO_SUMS,
+    STRIP_COLUMNS,
+    add_up,
+    allocate_sums,
+    choose_tiles_per_program,
+    is_last,
+    store_sums,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE_BYTES = 8192
-BACKWARD_PROGRAMS = 1024
+BACKWARD_PROGRAMS = 5
+"""That share a multiprocessor: of 96 registers a thread."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
-# Arguments that change from call to call: no value of theirs compiles a kernel anew.
-VARYING = ("key_ptr", "first_sample_ptr", "key_low", "key_high", "first_sample", "first_row", "limit")
+# Numbers that change from call to call; no value of theirs, or of the other arguments, compiles a kernel anew.
+DRAWN = ("key_low", "key_high", "first_sample", "first_row")
+VARYING = ("key_ptr", "first_sample_ptr", *DRAWN, "limit", "inverse", "shift")
 
 
 @triton.jit
@@ -39,18 +52,20 @@ def _place_tile(block_row, block_column, num_columns, BLOCK_ROWS: tl.constexpr, 
 
 @triton.jit
 def _drop_tile(
-    row, block_column, batch, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS: tl.constexpr
-):
-    """The mask of one tile: row r of [s * b, h] is row r // b of sample r % b."""
+    row, block_column, batch, inverse, shift, first_sample, first_row, limit, key_low, key_high,
+    BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The mask of one tile: row r of [s * b, h] is row r // b of sample r % b; find_inverse says what inverse is."""
     group = block_column * (BLOCK_COLUMNS // 8) + tl.arange(0, BLOCK_COLUMNS // 8)
-    sample = first_sample + (row % batch)
-    return drop_mask(group[None, :], (first_row + row // batch)[:, None], 0, sample[:, None], key_low, key_high, limit)
+    position = (row.to(tl.uint32).to(tl.uint64) * inverse.to(tl.uint32) >> shift).to(tl.int32)
+    sample = first_sample + (row - position * batch)
+    return drop_mask(group[None, :], (first_row + position)[:, None], 0, sample[:, None], key_low, key_high, limit)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _forward_kernel(
     x_ptr, bias_ptr, residual_ptr, out_ptr, key_ptr, first_sample_ptr,
-    num_rows, column_units, batch, first_sample, first_row, limit, scale, key_low, key_high,
+    num_rows, column_units, batch, inverse, shift, first_sample, first_row, limit, scale, key_low, key_high,
     UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +84,9 @@ def _forward_kernel(
         key_low, key_high, first_sample = load_draw(
             key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
         )
-        dropped = _drop_tile(row, block_column, batch, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS)
+        dropped = _drop_tile(
+            row, block_column, batch, inverse, shift, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS
+        )
         out = tl.where(dropped, 0.0, out)
     if HAS_RESIDUAL:
         out = tl.fma(out, scale, residual)
@@ -80,13 +97,13 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=[*VARYING, "tiles_per_program"])
 def _backward_kernel(
-    grad_out_ptr, grad_x_ptr, partial_ptr, key_ptr, first_sample_ptr,
-    num_rows, column_units, batch, first_sample, first_row, limit, scale, key_low, key_high, tiles_per_program,
+    grad_out_ptr, grad_x_ptr, partial_ptr, counters_ptr, grad_bias_ptr, key_ptr, first_sample_ptr,
+    num_rows, column_units, batch, inverse, shift, first_sample, first_row, limit, scale, key_low, key_high,
+    tiles_per_program,
     UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     HAS_GRAD_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program computes tiles_per_program tiles that lie below one another, and writes their sum over rows to its
-    row of partial."""
+    """One program computes tiles_per_program tiles that lie below one another, and their sum over rows."""
     num_columns = column_units * UNIT
     num_strips = tl.cdiv(num_columns, BLOCK_COLUMNS)
     chunk, block_column = tl.program_id(0) // num_strips, tl.program_id(0) % num_strips
@@ -100,72 +117,92 @@ def _backward_kernel(
         grad = tl.load(grad_out_ptr + offset, mask=inside, other=0.0).to(tl.float32) * scale
         if DRAWS:
             dropped = _drop_tile(
-                row, block_column, batch, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS
-            )
+                row, block_column, batch, inverse, shift, first_sample, first_row, limit, key_low, key_high,
+                BLOCK_COLUMNS,
+            )  # fmt: skip
             grad = tl.where(dropped, 0.0, grad)
         tl.store(grad_x_ptr + offset, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
         if HAS_GRAD_BIAS:
             total += grad
     if HAS_GRAD_BIAS:
         column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        partial = partial_ptr + chunk.to(tl.int64) * num_columns + column
-        tl.store(partial, tl.sum(total, axis=0), mask=column < num_columns)
+        store_sums(partial_ptr, tl.sum(total, axis=0), chunk, column, num_columns)
+        num_chunks = tl.num_programs(0) // num_strips
+        if is_last(counters_ptr + block_column, num_chunks):
+            add_up(partial_ptr, grad_bias_ptr, column, num_chunks, num_columns, num_columns)
 
 
 def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw) -> Tensor:
     """As in eager.py."""
     _check(x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
-    tile = _plan_tiles(x)
-    with torch.cuda.device_of(x):
-        _forward_kernel[(tile.row_blocks * tile.strips,)](
-            x.contiguous(),
-            None if bias is None else bias.contiguous(),
-            None if residual is None else residual.contiguous(),
-            out,
-            **_make_draw_arguments(x, draw),
-            HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=residual is not None,
-            BLOCK_ROWS=tile.rows,
-            BLOCK_COLUMNS=tile.columns,
-            **OPTIONS,
-        )
+    drawn_tensors, drawn_numbers = _list_drawn(draw)
+    has_tensors = [t is not None for t in (bias, residual, *drawn_tensors)]
+    tensors = (
+        x.contiguous(),
+        None if bias is None else bias.contiguous(),
+        None if residual is None else residual.contiguous(),
+        out,
+        *drawn_tensors,
+    )
+    launch(_forward_kernel, _plan_forward(x.shape, x.element_size(), draw.p, *has_tensors), tensors, drawn_numbers)
     return out
 
 
-def backward(grad_out: Tensor, draw: Draw, has_grad_bias: bool) -> tuple[Tensor, Tensor | None]:
+@cache_plans
+def _plan_forward(
+    shape: torch.Size, item_size: int, p: float, has_bias: bool, has_residual: bool, loads_key: bool, loads_sample: bool
+) -> Plan:
+    tile = _plan_tiles(shape, item_size)
+    arguments = _list_arguments(shape, tile, p, loads_key, loads_sample)
+    return Plan((tile.row_blocks * tile.strips,), DRAWN, HAS_BIAS=has_bias, HAS_RESIDUAL=has_residual, **arguments)
+
+
+def backward(
+    grad_out: Tensor, draw: Draw, has_grad_bias: bool, sum_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None]:
     """As in eager.py.
 
-    The sum over rows has two stages, each in a fixed order: the same bits every time on every GPU.
+    The sum over rows has two stages, each in a fixed order: the same bits every time on the same GPU.
     """
     _check(grad_out)
-    grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
-    num_columns = grad_out.size(-1)
+    grad_x = torch.empty_like(grad_out, memory_format=torch.contiguous_format)
+    num_columns, sum_dtype = grad_out.size(-1), sum_dtype or torch.float32
     if grad_out.numel() == 0:
-        grad_bias = torch.zeros(num_columns, dtype=torch.float32, device=grad_out.device) if has_grad_bias else None
-        return grad_x, grad_bias
-    tile = _plan_tiles(grad_out)
-    tiles_per_program, partial = 1, None
+        return grad_x, grad_x.new_zeros(num_columns, dtype=sum_dtype) if has_grad_bias else None
+    drawn_tensors, drawn_numbers = _list_drawn(draw)
+    loads = [t is not None for t in drawn_tensors]
+    num_chunks, num_strips, plan = _plan_backward(
+        grad_out.shape, grad_out.element_size(), grad_out.device, draw.p, has_grad_bias, *loads
+    )
+    sums = NO_SUMS
     if has_grad_bias:
-        tiles_per_program = -(-tile.row_blocks * tile.strips // BACKWARD_PROGRAMS)
+        sums = allocate_sums(num_chunks, num_strips, num_columns, sum_dtype, grad_out.device)
+    launch(_backward_kernel, plan, (grad_out.contiguous(), grad_x, *sums, *drawn_tensors), drawn_numbers)
+    return grad_x, sums[-1]
+
+
+@cache_plans
+def _plan_backward(
+    shape: torch.Size,
+    item_size: int,
+    device: torch.device,
+    p: float,
+    has_grad_bias: bool,
+    loads_key: bool,
+    loads_sample: bool,
+) -> tuple[int, int, Plan]:
+    """How many rows of partial sums there are, how many strips of columns, and how to launch."""
+    tile = _plan_tiles(shape, item_size, has_grad_bias)
+    tiles_per_program = 1
+    if has_grad_bias:
+        tiles_per_program = choose_tiles_per_program(tile.row_blocks, tile.strips, BACKWARD_PROGRAMS, device)
     num_chunks = -(-tile.row_blocks // tiles_per_program)
-    if has_grad_bias:
-        partial = torch.empty(num_chunks, num_columns, dtype=torch.float32, device=grad_out.device)
-    with torch.cuda.device_of(grad_out):
-        _backward_kernel[(num_chunks * tile.strips,)](
-            grad_out.contiguous(),
-            grad_x,
-            partial,
-            **_make_draw_arguments(grad_out, draw),
-            tiles_per_program=tiles_per_program,
-            HAS_GRAD_BIAS=has_grad_bias,
-            BLOCK_ROWS=tile.rows,
-            BLOCK_COLUMNS=tile.columns,
-            **OPTIONS,
-        )
-    return grad_x, None if partial is None else partial.sum(0)
+    arguments = _list_arguments(shape, tile, p, loads_key, loads_sample)
+    arguments |= {"tiles_per_program": tiles_per_program, "HAS_GRAD_BIAS": has_grad_bias}
+    return num_chunks, tile.strips, Plan((num_chunks * tile.strips,), DRAWN, **arguments)
 
 
 class _Tile(NamedTuple):
@@ -175,37 +212,49 @@ class _Tile(NamedTuple):
     strips: int
 
 
-def _plan_tiles(x: Tensor) -> _Tile:
-    """The widest strip of 256 to 1024 columns that divides h, and as many rows as fill TILE_BYTES."""
-    num_columns = x.size(-1)
-    columns = max(256, min(1024, num_columns & -num_columns))
-    rows = TILE_BYTES // (columns * x.element_size())
-    return _Tile(rows, columns, -(-x.size(0) * x.size(1) // rows), -(-num_columns // columns))
+def _plan_tiles(shape: torch.Size, item_size: int, sums_rows: bool = False) -> _Tile:
+    """The widest strip of 256 to 1024 columns that divides h, of STRIP_COLUMNS where rows are summed, and as many rows
+    as fill TILE_BYTES."""
+    num_columns = shape[-1]
+    columns = STRIP_COLUMNS if sums_rows else max(256, min(1024, num_columns & -num_columns))
+    rows = TILE_BYTES // (columns * item_size)
+    return _Tile(rows, columns, -(-shape[0] * shape[1] // rows), -(-num_columns // columns))
 
 
-def _make_draw_arguments(x: Tensor, draw: Draw) -> dict[str, Any]:
-    """The launch arguments of a kernel that draws; h in units of 8, so that the compiler knows it for a multiple."""
-    num_columns = x.size(-1)
+def _list_arguments(shape: torch.Size, tile: _Tile, p: float, loads_key: bool, loads_sample: bool) -> dict[str, Any]:
+    """The launch arguments of both kernels; h in units of 8, so that the compiler knows it for a multiple."""
+    num_columns = shape[-1]
     unit = 1 if num_columns % 8 else 8
-    numbers, (key, first_sample) = draw.split()
-    key_low, key_high = key_words(int(numbers.key))
+    inverse, shift = find_inverse(shape[1])
     return {
-        "key_ptr": key,
-        "first_sample_ptr": first_sample,
-        "num_rows": x.size(0) * x.size(1),
+        "num_rows": shape[0] * shape[1],
         "column_units": num_columns // unit,
-        "batch": x.size(1),
-        "first_sample": numbers.first_sample,
-        "first_row": draw.first_row,
-        "limit": threshold(draw.p),
-        "scale": 1.0 / (1.0 - effective_probability(draw.p)),
-        "key_low": key_low,
-        "key_high": key_high,
+        "batch": shape[1],
+        "inverse": inverse,
+        "shift": shift,
+        "limit": threshold(p),
+        "scale": 1.0 / (1.0 - effective_probability(p)),
         "UNIT": unit,
-        "DRAWS": threshold(draw.p) > 0,
-        "LOADS_KEY": key is not None,
-        "LOADS_SAMPLE": first_sample is not None,
+        "DRAWS": threshold(p) > 0,
+        "LOADS_KEY": loads_key,
+        "LOADS_SAMPLE": loads_sample,
+        "BLOCK_ROWS": tile.rows,
+        "BLOCK_COLUMNS": tile.columns,
+        **OPTIONS,
     }
+
+
+def find_inverse(divisor: int) -> tuple[int, int]:
+    """(inverse, shift) such that n // divisor is n * inverse >> shift for every n of 31 bits: a third of a division's
+    instructions (Granlund and Montgomery, PLDI 1994). inverse has 32 bits, the highest of them set."""
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
+def _list_drawn(draw: Draw) -> tuple[Sequence[Tensor | None], tuple[int, ...]]:
+    """What a mask is drawn from: key and first sample where they are tensors, and the numbers that DRAWN names."""
+    numbers, tensors = draw.split()
+    return tensors, (*key_words(int(numbers.key)), int(numbers.first_sample), draw.first_row)
 
 
 def _check(x: Tensor) -> None:

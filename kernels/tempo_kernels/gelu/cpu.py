@@ -7,7 +7,9 @@ and more take one compiled pass instead.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,8 +18,8 @@ from tempo_kernels.compiled import Compiled, pays_for
 from tempo_kernels.gelu.inverse import INVERSES, Y_MAX, Inverse, derivative_float64, evaluate
 from tempo_kernels.pointwise import choose_chunk_size, sum_rows
 
-COMPILED_ELEMENTS = (1 << 20) + 1
-"""Elements of a tensor above which one compilation, which takes seconds, is worth its time."""
+COMPILED_ELEMENTS = 1 << 20
+"""Elements of a tensor from which on one compilation, which takes seconds, is worth its time."""
 
 _tables: dict[tuple[torch.dtype, str], Tensor] = {}
 
@@ -36,22 +38,25 @@ def backward(
 def _differentiate_compiled(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str) -> Tensor:
     signs = torch.tensor(_SIGNS, dtype=torch.int64, device=y.device)
     sign = signs.index_select(0, bits.int()).view(torch.int8)[: y.numel()]
-    grad_x: Tensor = _COMPILED[approximate](grad_y.reshape(-1), y.view(-1), sign)
+    grad_x: Tensor = _compile_gradient(approximate)(grad_y.reshape(-1), y.view(-1), sign)
     return grad_x.view(y.shape)
 
 
-def _compile_gradient(inverse: Inverse) -> Compiled:
+@functools.cache
+def _compile_gradient(approximate: str) -> Compiled:
     """grad_y, y, sign [n] -> grad_y GELU'(x(y)) of y's dtype."""
 
+    # Else its numbers are compiled as arguments, and read for every element. Called on use only, since it imports the
+    # compiler.
+    load: Callable[[], Inverse] = torch.compiler.assume_constant_result(lambda: INVERSES[approximate])
+
     def gradient(grad_y: Tensor, y: Tensor, sign: Tensor) -> Tensor:
-        above = y.float() - inverse.y_min  # exact near the minimum, where it matters
-        root = (above - inverse.y_min_low).clamp(0.0, Y_MAX - inverse.y_min).sqrt() * sign
-        return (evaluate(inverse, root) * grad_y.float()).to(y.dtype)
+        numbers = load()
+        above = y.float() - numbers.y_min  # exact near the minimum, where it matters
+        root = (above - numbers.y_min_low).clamp(0.0, Y_MAX - numbers.y_min).sqrt() * sign
+        return (evaluate(numbers, root) * grad_y.float()).to(y.dtype)
 
     return Compiled(gradient)
-
-
-_COMPILED = {approximate: _compile_gradient(inverse) for approximate, inverse in INVERSES.items()}
 
 
 def _differentiate_in_chunks(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str) -> Tensor:
@@ -79,7 +84,8 @@ def _evaluate_slope(y: Tensor, sign: Tensor, inverse: Inverse, buffers: Tensor) 
     """GELU'(x(y)) in float32 by the formula of inverse.py; sign is 1 right of the minimum, -1 left of it."""
     root, numerator, denominator = buffers
     torch.sub(y, inverse.y_min, out=root)  # exact near the minimum, where it matters
-    root.clamp_(inverse.y_min_low, Y_MAX - inverse.y_min).sub_(inverse.y_min_low).sqrt_().mul_(sign)
+    numerator.copy_(sign)  # a product of two dtypes would make a buffer for it
+    root.clamp_(inverse.y_min_low, Y_MAX - inverse.y_min).sub_(inverse.y_min_low).sqrt_().mul_(numerator)
     _evaluate_polynomial(inverse.numerator, root, out=numerator)
     _evaluate_polynomial(inverse.denominator, root, out=denominator)
     slope: Tensor = numerator.div_(denominator).mul_(root)

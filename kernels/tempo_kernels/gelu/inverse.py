@@ -10,8 +10,9 @@ in which both branches are one analytic function. It is 0 at s = 0 (the minimum)
     GELU'(x(y)) = s (s + root_zero) P(s) / Q(s)        for y up to Y_MAX, constant beyond,
 
 with one pair of polynomials for both branches. A quotient follows the logarithmic singularity of the left tail, which
-a polynomial does not: of degree 14, on that branch alone, it is off by 1e-4. `python -m tempo_kernels.gelu.inverse`
-refits P and Q and prints them with their error.
+a polynomial does not: of degree 14, on that branch alone, it is off by 1e-4. For a 16-bit y, whose rounding moves GELU'
+by up to 7e-3 and 1.6e-2, kernels take shorter ones, off by up to 4.0e-4 and 1.4e-3. `python -m
+tempo_kernels.gelu.inverse` refits P and Q and prints them with their error.
 
 Carried in the lowest mantissa bit of negative outputs, the bit would be free but GELU' off by 1.9 (float32) and 1.6
 (bfloat16) times what an exact inverse is, and by 1.5 and 1.2 with any decoder: benchmarks/gelu_branch_bit.py.
@@ -90,6 +91,37 @@ INVERSES = {
         fit_error=2.7783289931804234e-05,
     ),
 }
+
+SHORT_DEGREES = {torch.bfloat16: (4, 5), torch.float16: (5, 7)}
+"""Of P and Q for a 16-bit y, whose rounding costs more than they do."""
+
+SHORT_INVERSES = {
+    ("none", torch.bfloat16): replace(
+        INVERSES["none"],
+        numerator=(-0.300598234, 2.02764559, -3.62606621, 0.989071727, 2.25113845),
+        denominator=(0.164392546, -0.000391334295, -0.00371176191, -0.962971747, 1.55462301, 1),
+        fit_error=0.0012595698415218681,
+    ),
+    ("none", torch.float16): replace(
+        INVERSES["none"],
+        numerator=(0.106912591, -1.15343332, 4.22156334, -5.81428432, 1.40132046, 2.25347447),
+        denominator=(-0.0802057087, 0.465738386, -1.0126797, 1.30438995, -0.372259945, -1.73961496, 1.76171839, 1),
+        fit_error=0.0003282757439127667,
+    ),
+    ("tanh", torch.bfloat16): replace(
+        INVERSES["tanh"],
+        numerator=(-0.331781417, 2.20365453, -4.02266932, 1.31447673, 2.24966192),
+        denominator=(0.126332924, 0.105158046, -0.109893709, -0.973491609, 1.6987499, 1),
+        fit_error=0.0013575724861873972,
+    ),
+    ("tanh", torch.float16): replace(
+        INVERSES["tanh"],
+        numerator=(0.0970833302, -1.16100156, 4.30087614, -5.90337276, 1.39348042, 2.25014734),
+        denominator=(-0.100943714, 0.527285159, -1.09838259, 1.35022175, -0.355267346, -1.80293918, 1.75750792, 1),
+        fit_error=0.00039555051233798773,
+    ),
+}
+"""What the kernels take for a 16-bit y."""
 
 
 def gelu_float64(x: Tensor, approximate: str) -> Tensor:
@@ -193,15 +225,16 @@ def _round_to_float32(value: float) -> float:
 
 
 def main() -> None:
-    """Prints the entries of INVERSES from a fresh fit."""
+    """Prints P and Q of INVERSES and SHORT_INVERSES from a fresh fit, and what else an Inverse has."""
     for approximate in ("none", "tanh"):
-        inverse = fit(approximate)
-        print(f'    "{approximate}": Inverse(')
-        for field in fields(inverse):
-            value = getattr(inverse, field.name)
-            digits = [f"{number:.9g}" for number in value] if isinstance(value, tuple) else []
-            print(f"        {field.name}={'(' + ', '.join(digits) + ')' if digits else repr(value)},")
-        print("    ),")
+        for degrees in ((7, 9), *SHORT_DEGREES.values()):
+            inverse = fit(approximate, *degrees)
+            print(f'    "{approximate}", P of degree {degrees[0]} and Q of degree {degrees[1]}: Inverse(')
+            for field in fields(inverse):
+                value = getattr(inverse, field.name)
+                digits = [f"{number:.9g}" for number in value] if isinstance(value, tuple) else []
+                print(f"        {field.name}={'(' + ', '.join(digits) + ')' if digits else repr(value)},")
+            print("    ),")
 
 
 if __name__ == "__main__":

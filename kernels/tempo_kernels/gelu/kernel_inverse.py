@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from tempo_kernels.gelu.inverse import INVERSES, Y_MAX
+from tempo_kernels.gelu.inverse import INVERSES, SHORT_INVERSES, Y_MAX
+from tempo_kernels.pointwise.kernel_activations import invert
 
 
 @cache
-def list_coefficients(approximate: str, is_narrow: bool) -> dict[str, float]:
-    """The meta-parameters of find_slope."""
-    inverse = INVERSES[approximate]
+def list_coefficients(approximate: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The meta-parameters of find_slope, for a y of `dtype`."""
+    inverse = INVERSES[approximate] if dtype == torch.float32 else SHORT_INVERSES[approximate, dtype]
     return {
         "Y_MIN": inverse.y_min,
         # No 16-bit y is so near to the minimum that its digits beyond float32 mattered.
-        "Y_MIN_LOW": 0.0 if is_narrow else inverse.y_min_low,
+        "Y_MIN_LOW": inverse.y_min_low if dtype == torch.float32 else 0.0,
         "ROOT_ZERO": inverse.root_zero,
         "TOP": Y_MAX - inverse.y_min,
-        **{f"P{7 - index}": coefficient for index, coefficient in enumerate(inverse.numerator)},
-        **{f"Q{9 - index}": coefficient for index, coefficient in enumerate(inverse.denominator[:-1])},
+        "NUMERATOR": inverse.numerator,
+        "DENOMINATOR": inverse.denominator,
     }
+
+
+@triton.jit
+def _evaluate(s, COEFFICIENTS: tl.constexpr):
+    """The polynomial with these coefficients, highest power first."""
+    value = COEFFICIENTS[0] * s + COEFFICIENTS[1]
+    for index in tl.static_range(2, len(COEFFICIENTS)):
+        value = value * s + COEFFICIENTS[index]
+    return value
 
 
 @triton.jit
 def find_slope(
     y, is_left,
-    Y_MIN, Y_MIN_LOW, ROOT_ZERO, TOP, P7, P6, P5, P4, P3, P2, P1, P0, Q9, Q8, Q7, Q6, Q5, Q4, Q3, Q2, Q1,
+    Y_MIN: tl.constexpr, Y_MIN_LOW: tl.constexpr, ROOT_ZERO: tl.constexpr, TOP: tl.constexpr,
+    NUMERATOR: tl.constexpr, DENOMINATOR: tl.constexpr,
 ):  # fmt: skip
     """GELU'(x(y)) by the formula of inverse.py; the sign bit of is_left, an int32, is set left of the minimum."""
     # NaN stays NaN.
     square = tl.maximum(y - Y_MIN, Y_MIN_LOW, propagate_nan=tl.PropagateNan.ALL)
     square = tl.minimum(square, TOP, propagate_nan=tl.PropagateNan.ALL) - Y_MIN_LOW
     s = (tl.sqrt(square).to(tl.int32, bitcast=True) | (is_left & -0x80000000)).to(tl.float32, bitcast=True)
-    p = ((((((P7 * s + P6) * s + P5) * s + P4) * s + P3) * s + P2) * s + P1) * s + P0
-    q = ((((((((Q9 * s + Q8) * s + Q7) * s + Q6) * s + Q5) * s + Q4) * s + Q3) * s + Q2) * s + Q1) * s + 1.0
-    root = tl.rsqrt(q)
-    return (p * root) * (root * (square + ROOT_ZERO * s))
+    return _evaluate(s, NUMERATOR) * invert(_evaluate(s, DENOMINATOR)) * (square + ROOT_ZERO * s)

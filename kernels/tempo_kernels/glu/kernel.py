@@ -3,12 +3,11 @@
 A tile is a few rows by a strip of columns of y. Gates and ups lie f columns apart in x. One program reads both, so that
 x is read once, y or grad_x is written once, and nothing else is. A thread holds eight neighbours of each, 16 bytes of a
 16-bit type. Backward computes the activation and its derivative from the gate together, since they share their
-exponential, and sums grad_x over rows in two stages of fixed order, as pointwise/kernel_tiles.py says.
+exponential, and sums grad_x over rows in two stages of fixed order, as pointwise/kernel_sums.py says.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels.kernel_launch import Plan, cache_plans, launch
 from tempo_kernels.pointwise.kernel_activations import activate, differentiate
-from tempo_kernels.pointwise.kernel_tiles import BACKWARD_PROGRAMS, OPTIONS, check_dtype
+from tempo_kernels.pointwise.kernel_sums import (
+    NO_SUMS,
+    STRIP_COLUMNS,
+    add_up,
+    allocate_sums,
+    choose_tiles_per_program,
+    is_last,
+    store_sums,
+)
+from tempo_kernels.pointwise.kernel_tiles import OPTIONS, allocate_like, check_dtype, describe
 
 TILE_ELEMENTS = 2048
 SUMS_TILE = 1024
+BACKWARD_PROGRAMS = 5
+"""That share a multiprocessor: of 96 registers a thread."""
 
 
 @triton.jit
@@ -68,12 +79,12 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "tiles_per_program"])
 def _backward_kernel(
-    grad_y_ptr, x_ptr, bias_ptr, grad_x_ptr, partial_ptr,
+    grad_y_ptr, x_ptr, bias_ptr, grad_x_ptr, partial_ptr, counters_ptr, grad_bias_ptr,
     num_rows, half_units, tiles_per_program,
     UNIT: tl.constexpr, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_GRAD_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tiles_per_program tiles below one another, and their sums over rows into its row of partial."""
+    """One program: tiles_per_program tiles below one another, and their sums over rows."""
     half = half_units * UNIT
     num_strips = tl.cdiv(half, BLOCK_COLUMNS)
     chunk, block_column = (tl.program_id(0) // num_strips).to(tl.int64), tl.program_id(0) % num_strips
@@ -99,9 +110,13 @@ def _backward_kernel(
             up_total += grad_up
     if HAS_GRAD_BIAS:
         column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        partial = partial_ptr + chunk * (2 * half) + column
-        tl.store(partial, tl.sum(gate_total, axis=0), mask=column < half)
-        tl.store(partial + half, tl.sum(up_total, axis=0), mask=column < half)
+        num_chunks = tl.num_programs(0) // num_strips
+        # The halves of a row of partial count as two rows.
+        store_sums(partial_ptr, tl.sum(gate_total, axis=0), 2 * chunk, column, half)
+        store_sums(partial_ptr + half, tl.sum(up_total, axis=0), 2 * chunk, column, half)
+        if is_last(counters_ptr + block_column, num_chunks):
+            add_up(partial_ptr, grad_bias_ptr, column, num_chunks, 2 * half, half)
+            add_up(partial_ptr + half, grad_bias_ptr + half, column, num_chunks, 2 * half, half)
 
 
 def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
@@ -110,46 +125,53 @@ def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None 
     y = torch.empty(*x.shape[:-1], x.size(-1) // 2, dtype=x.dtype, device=x.device) if out is None else out
     if x.numel() == 0:
         return y
-    tiling = _plan_tiles(x, TILE_ELEMENTS)
-    with torch.cuda.device_of(x):
-        _forward_kernel[(tiling.row_blocks * tiling.strips,)](
-            x.contiguous(),
-            None if bias is None else bias.contiguous(),
-            y,
-            **_list_arguments(x, bias, activation, tiling),
-            **OPTIONS,
-        )
+    plan = _plan_forward(*describe(x), bias is not None, activation)
+    launch(_forward_kernel, plan, (x.contiguous(), None if bias is None else bias.contiguous(), y))
     return y
+
+
+@cache_plans
+def _plan_forward(numel: int, num_columns: int, dtype: torch.dtype, has_bias: bool, activation: str) -> Plan:
+    tiling = _plan_tiles(numel, num_columns, TILE_ELEMENTS)
+    arguments = _list_arguments(numel, num_columns, dtype, has_bias, activation, tiling)
+    return Plan((tiling.row_blocks * tiling.strips,), **arguments)
 
 
 def backward(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """grad_x [..., 2f], contiguous, and its sum over all dimensions but the last in float32 [2f].
+    """grad_x [..., 2f], contiguous, and its sum over all dimensions but the last, [2f] of its dtype.
 
     The sum has two stages, each in a fixed order: the same bits every time on every GPU.
     """
     check_dtype("glu", x)
-    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grad_x = allocate_like(x)
     if x.numel() == 0:
-        return grad_x, torch.zeros(x.size(-1), dtype=torch.float32, device=x.device) if has_grad_bias else None
-    tiling = _plan_tiles(x, SUMS_TILE if has_grad_bias else TILE_ELEMENTS)
-    tiles_per_program = -(-tiling.row_blocks * tiling.strips // BACKWARD_PROGRAMS)
+        return grad_x, grad_x.new_zeros(x.size(-1)) if has_grad_bias else None
+    num_chunks, num_strips, plan = _plan_backward(*describe(x), x.device, bias is not None, activation, has_grad_bias)
+    sums = allocate_sums(num_chunks, num_strips, x.size(-1), x.dtype, x.device) if has_grad_bias else NO_SUMS
+    bias = None if bias is None else bias.contiguous()
+    launch(_backward_kernel, plan, (grad_y.contiguous(), x.contiguous(), bias, grad_x, *sums))
+    return grad_x, sums[-1]
+
+
+@cache_plans
+def _plan_backward(
+    numel: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_bias: bool,
+    activation: str,
+    has_grad_bias: bool,
+) -> tuple[int, int, Plan]:
+    """How many rows of partial sums there are, how many strips of columns, and how to launch."""
+    tiling = _plan_tiles(numel, num_columns, SUMS_TILE if has_grad_bias else TILE_ELEMENTS, has_grad_bias)
+    tiles_per_program = choose_tiles_per_program(tiling.row_blocks, tiling.strips, BACKWARD_PROGRAMS, device)
     num_chunks = -(-tiling.row_blocks // tiles_per_program)
-    partial = torch.empty(num_chunks, x.size(-1), dtype=torch.float32, device=x.device) if has_grad_bias else None
-    with torch.cuda.device_of(x):
-        _backward_kernel[(num_chunks * tiling.strips,)](
-            grad_y.contiguous(),
-            x.contiguous(),
-            None if bias is None else bias.contiguous(),
-            grad_x,
-            partial,
-            **_list_arguments(x, bias, activation, tiling),
-            tiles_per_program=tiles_per_program,
-            HAS_GRAD_BIAS=has_grad_bias,
-            **OPTIONS,
-        )
-    return grad_x, None if partial is None else partial.sum(0)
+    arguments = _list_arguments(numel, num_columns, dtype, has_bias, activation, tiling)
+    arguments |= {"tiles_per_program": tiles_per_program, "HAS_GRAD_BIAS": has_grad_bias}
+    return num_chunks, tiling.strips, Plan((num_chunks * tiling.strips,), **arguments)
 
 
 class _Tiling(NamedTuple):
@@ -159,25 +181,30 @@ class _Tiling(NamedTuple):
     strips: int
 
 
-def _plan_tiles(x: Tensor, tile_elements: int) -> _Tiling:
-    """The widest strip of 256 to 1024 columns that divides f, or all of f, and as many rows as fill tile_elements."""
-    half, num_rows = x.size(-1) // 2, math.prod(x.shape[:-1])
+def _plan_tiles(numel: int, num_columns: int, tile_elements: int, sums_rows: bool = False) -> _Tiling:
+    """The widest strip of 256 to 1024 columns that divides f, of STRIP_COLUMNS where rows are summed, or all of f, and
+    as many rows as fill tile_elements."""
+    half, num_rows = num_columns // 2, numel // num_columns
     columns = max(256, min(1024, half & -half)) if half > 128 else max(8, triton.next_power_of_2(half))
+    columns = min(columns, STRIP_COLUMNS) if sums_rows else columns
     rows = tile_elements // columns
     return _Tiling(rows, columns, -(-num_rows // rows), -(-half // columns))
 
 
-def _list_arguments(x: Tensor, bias: Tensor | None, activation: str, tiling: _Tiling) -> dict[str, Any]:
+def _list_arguments(
+    numel: int, num_columns: int, dtype: torch.dtype, has_bias: bool, activation: str, tiling: _Tiling
+) -> dict[str, Any]:
     """The launch arguments that both kernels share; f in units of 8, so that the compiler knows it for a multiple."""
-    half = x.size(-1) // 2
+    half = num_columns // 2
     unit = 1 if half % 8 else 8
     return {
-        "num_rows": math.prod(x.shape[:-1]),
+        "num_rows": numel // num_columns,
         "half_units": half // unit,
         "UNIT": unit,
         "ACTIVATION": activation,
-        "IS_NARROW": x.dtype.itemsize == 2,
-        "HAS_BIAS": bias is not None,
+        "IS_NARROW": dtype.itemsize == 2,
+        "HAS_BIAS": has_bias,
         "BLOCK_ROWS": tiling.rows,
         "BLOCK_COLUMNS": tiling.columns,
+        **OPTIONS,
     }

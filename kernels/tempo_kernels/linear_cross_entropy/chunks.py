@@ -17,6 +17,7 @@ from tempo_kernels.linear_cross_entropy.settings import Rows, Settings
 ROW_BLOCK_BYTES = 1 << 25
 # How many columns of the vocabulary a CPU's product takes at once, for the result of few tokens to stay in the cache.
 CPU_BLOCK_COLUMNS = 1024
+_HAS_WIDE_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 class Head(NamedTuple):
@@ -208,8 +209,12 @@ class Gradients:
 
 def _accumulate(total: Tensor, grad_logits: Tensor, tokens: Tensor, is_empty: bool) -> None:
     """total [v/p, h] = or, where it is not empty, += grad_logits^T tokens."""
+    beta = 0 if is_empty else 1
     if total.dtype == grad_logits.dtype:
-        torch.addmm(total, grad_logits.t(), tokens, beta=0 if is_empty else 1, out=total)
+        torch.addmm(total, grad_logits.t(), tokens, beta=beta, out=total)
+        return
+    if _multiplies_into(total):
+        torch.addmm(total, grad_logits.t(), tokens, out_dtype=total.dtype, beta=beta, out=total)
         return
     # The product of 16-bit matrices is rounded to 16 bits once per chunk, but the sum over chunks is not rounded.
     step = max(1, ROW_BLOCK_BYTES // (total.size(1) * tokens.element_size()))
@@ -218,3 +223,9 @@ def _accumulate(total: Tensor, grad_logits: Tensor, tokens: Tensor, is_empty: bo
         part = total[block]
         # Nothing keeps the product alive while the next one is made.
         (part.copy_ if is_empty else part.add_)(grad_logits[:, block].t() @ tokens)
+
+
+def _multiplies_into(total: Tensor) -> bool:
+    """Whether torch adds a product of 16-bit matrices to a float32 `total` with no rounding between: from about 2.8 on,
+    and on a GPU."""
+    return total.is_cuda and total.dtype == torch.float32 and _HAS_WIDE_PRODUCT

@@ -1,12 +1,13 @@
-"""The norms of eager.py, fast on a CPU, where the cost is passes over memory.
+"""The norms of eager.py, fast on a CPU, where the cost is passes over memory and calls of torch.
 
-Work goes block by block of rows whose float32 copies stay in the cache, in place where memory is new. Tensors that are
-worth it take cpu_compiled.py, whose passes are fewer; keep="input" never does.
+torch's own LayerNorm does what it can: its forward, and its backward wherever the normalised x is at hand in at least
+float32, for it adds the sums of 16-bit gradients up in 16 bits. What goes block by block of rows keeps its float32
+copies in the cache. Tensors that are worth it take cpu_compiled.py, whose passes are fewer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,107 +23,92 @@ def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = T
     """As in eager.py."""
     rows, affine = view_rows(x), norm.compute_affine(x.dtype)
     dtype = choose_output_dtype(x.dtype, norm.weight.dtype)
-    lost = list_lost_channels(norm, dtype, needs_grad, keeps_lost)
+    lost = list_lost_channels(norm, affine, dtype, needs_grad, keeps_lost)
+    if not norm.subtracts_mean and cpu_compiled.pays_for(rows):
+        y_rows, statistics = cpu_compiled.rms_norm(rows, affine[0], norm.eps)
+    else:
+        y_rows, statistics = _forward(rows, affine, norm)
     lost_xhat = torch.empty(rows.size(0), lost.numel(), dtype=dtype, device=x.device)
-    if cpu_compiled.pays_for(rows):
-        y_rows, statistics = cpu_compiled.forward(rows, affine, norm.eps)
-        if lost.numel():
-            lost_xhat = _normalize_by(rows[:, lost], statistics).to(dtype)
-        return y_rows.to(dtype).view(x.shape), Kept(statistics.rstd, affine, lost, lost_xhat)
-    y, statistics = _allocate(x, norm)
-    for block, xhat in _fill_statistics(rows, norm, statistics):
-        if lost.numel():
-            lost_xhat[block] = xhat[:, lost].to(dtype)
-        view_rows(y)[block] = _scale(xhat, affine)
-    return y, Kept(statistics.rstd, affine, lost, lost_xhat)
+    if lost.numel():
+        lost_xhat.copy_(_normalize(rows[:, lost], statistics))
+    return y_rows.to(dtype).view(x.shape), Kept(statistics.rstd, affine, lost, lost_xhat)
 
 
 def backward(
-    grad_y: Tensor, y: Tensor, kept: Kept, subtracts_mean: bool, x_dtype: torch.dtype
+    grad_y: Tensor, y: Tensor, kept: Kept, subtracts_mean: bool, x_dtype: torch.dtype, sums_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
-    rows, gamma = view_rows(y), kept.affine[0]
+    rows, (gamma, *beta) = view_rows(y), kept.affine
+    if not kept.lost.numel() and cpu_compiled.pays_for_backward(rows):
+        differentiate = cpu_compiled.layer_norm_backward if beta else cpu_compiled.rms_norm_backward
+        grad_x, sums = differentiate(view_rows(grad_y).to(x_dtype), rows, kept.affine, kept.rstd)
+        return grad_x.view(y.shape), sums.to(sums_dtype)
     inverse = gamma.index_fill(0, kept.lost, 1.0).reciprocal_()
-    if cpu_compiled.pays_for(rows):
-        grad_x, sums = cpu_compiled.backward(view_rows(grad_y), rows, kept, inverse, x_dtype)
-        return grad_x.view(y.shape), sums
 
     def recover_xhat(block: slice) -> Tensor:
-        has_bias = kept.affine.size(0) == 2
-        xhat = rows[block].to(gamma.dtype, copy=not has_bias)
-        if has_bias:
-            xhat = xhat - kept.affine[1]
-        xhat *= inverse
+        xhat: Tensor = (torch.sub(rows[block], beta[0]) if beta else rows[block].to(gamma.dtype)) * inverse
         if kept.lost.numel():
             xhat.index_copy_(1, kept.lost, kept.lost_xhat[block].to(gamma.dtype))
         return xhat
 
-    return _differentiate(grad_y, recover_xhat, kept.rstd, kept.affine, subtracts_mean, x_dtype)
+    grad_x, sums = _differentiate(grad_y, recover_xhat, kept.rstd, kept.affine, subtracts_mean, x_dtype)
+    return grad_x, sums.to(sums_dtype)
 
 
 def forward_from_input(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     """As in eager.py."""
-    affine = norm.compute_affine(x.dtype)
-    y, statistics = _allocate(x, norm)
-    for block, xhat in _fill_statistics(view_rows(x), norm, statistics):
-        view_rows(y)[block] = _scale(xhat, affine)
-    return y, statistics
+    y_rows, statistics = _forward(view_rows(x), norm.compute_affine(x.dtype), norm)
+    return y_rows.to(choose_output_dtype(x.dtype, norm.weight.dtype)).view(x.shape), statistics
 
 
 def refill(out: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> None:
-    """As in eager.py."""
+    """As in eager.py; forward finds the statistics again, in the pass that it makes anyway."""
     rows, affine = view_rows(x), norm.compute_affine(x.dtype)
     for block in _blocks(rows):
-        view_rows(out)[block] = _scale(_normalize_by(rows[block], statistics, block), affine)
+        view_rows(out)[block] = _forward(rows[block], affine, norm)[0]
 
 
 def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
-    rows, affine = view_rows(x), norm.compute_affine(x.dtype)
+    (rstd, mean), affine = statistics, norm.compute_affine(x.dtype)
+    rows = view_rows(x)
+    if mean is not None and x.dtype == affine.dtype:
+        grad_x, sums = _differentiate_layer_norm(view_rows(grad_y).to(x.dtype), rows, mean, rstd, affine)
+        return grad_x.view(x.shape), sums.to(norm.sums_dtype)
+    if mean is not None and cpu_compiled.pays_for_backward(rows):
+        operands = (view_rows(grad_y).to(x.dtype), rows, mean, rstd, affine[0])
+        grad_x, sums = cpu_compiled.layer_norm_backward_from_input(*operands)
+        return grad_x.view(x.shape), sums.to(norm.sums_dtype)
 
     def recover_xhat(block: slice) -> Tensor:
-        return _normalize_by(rows[block], statistics, block)
+        return _normalize(rows[block], Statistics(rstd[block], None if mean is None else mean[block]))
 
-    return _differentiate(grad_y, recover_xhat, statistics.rstd, affine, norm.subtracts_mean, x.dtype)
-
-
-def _allocate(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
-    """Memory for y and for mean and rstd."""
-    y = torch.empty(x.shape, dtype=choose_output_dtype(x.dtype, norm.weight.dtype), device=x.device)
-    rstd = torch.empty(view_rows(x).size(0), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    return y, Statistics(rstd, torch.empty_like(rstd) if norm.subtracts_mean else None)
+    grad_x, sums = _differentiate(grad_y, recover_xhat, rstd, affine, norm.subtracts_mean, x.dtype)
+    return grad_x, sums.to(norm.sums_dtype)
 
 
-def _fill_statistics(rows: Tensor, norm: Norm, statistics: Statistics) -> Iterator[tuple[slice, Tensor]]:
-    """(block, its xhat [rows, h] in new memory) for consecutive blocks, whose mean and rstd it fills in."""
+def _forward(rows: Tensor, affine: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
+    """y [n, h] of the rows' dtype, and their statistics [n] in that of affine."""
+    if norm.subtracts_mean:
+        gamma, beta = affine.unbind()
+        y, mean, rstd = torch.native_layer_norm(rows, rows.shape[1:], gamma, beta, norm.eps)
+        # Real statistics have this dtype already; those of fake 16-bit tensors have, by an error of torch, 16 bits.
+        return y, Statistics(rstd.view(-1).to(affine.dtype), mean.view(-1).to(affine.dtype))
+    y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    rstd = torch.empty(rows.size(0), dtype=affine.dtype, device=rows.device)
     for block in _blocks(rows):
-        xhat = rows[block].to(statistics.rstd.dtype, copy=True)
-        if statistics.mean is not None:
-            mean = xhat.mean(-1)
-            statistics.mean[block] = mean
-            xhat -= mean.unsqueeze(-1)
-        rstd = xhat.square().mean(-1).add_(norm.eps).rsqrt_()
-        statistics.rstd[block] = rstd
-        xhat *= rstd.unsqueeze(-1)
-        yield block, xhat
+        x = rows[block].to(affine.dtype)
+        of_block = x.square().mean(-1).add_(norm.eps).rsqrt_()
+        rstd[block] = of_block
+        torch.mul(x * of_block.unsqueeze(-1), affine[0], out=y[block])
+    return y, Statistics(rstd, None)
 
 
-def _normalize_by(x: Tensor, statistics: Statistics, block: slice = slice(None)) -> Tensor:
-    """xhat of these rows and any columns in new memory, the same bits as _fill_statistics gives."""
+def _normalize(x: Tensor, statistics: Statistics) -> Tensor:
+    """xhat of these rows and any columns."""
     rstd, mean = statistics
-    xhat = x.to(rstd.dtype, copy=mean is None)
-    if mean is not None:
-        xhat = xhat - mean[block].unsqueeze(-1)
-    xhat *= rstd[block].unsqueeze(-1)
-    return xhat
-
-
-def _scale(xhat: Tensor, affine: Tensor) -> Tensor:
-    """gamma * xhat + beta, over xhat."""
-    xhat *= affine[0]
-    if affine.size(0) == 2:
-        xhat += affine[1]
-    return xhat
+    centred = x.to(rstd.dtype) if mean is None else x - mean.unsqueeze(-1)
+    return centred * rstd.unsqueeze(-1)
 
 
 def _differentiate(
@@ -133,24 +119,33 @@ def _differentiate(
     subtracts_mean: bool,
     x_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """As backward; recover_xhat gives the xhat of a block of rows, in new memory."""
+    """As backward; recover_xhat gives the xhat of a block of rows."""
     grad_x = torch.empty(grad_y.shape, dtype=x_dtype, device=grad_y.device)
-    grad_rows, hidden_size = view_rows(grad_y), grad_y.size(-1)
+    grad_rows, rows_grad_x, rstd = view_rows(grad_y), view_rows(grad_x), rstd.unsqueeze(-1)
     sums = torch.zeros_like(affine)
     for block in _blocks(grad_rows):
-        xhat, grad = recover_xhat(block), grad_rows[block].to(rstd.dtype)
-        product = grad * xhat
-        sums[0] += product.sum(0)
-        if sums.size(0) == 2:
-            sums[1] += grad.sum(0)
-        xhat *= product.mv(affine[0]).div_(hidden_size).unsqueeze(-1)
-        grad = grad * affine[0]
+        xhat, grad = recover_xhat(block), grad_rows[block].to(affine.dtype)
         if subtracts_mean:
-            xhat += grad.mean(-1, keepdim=True)
-        grad -= xhat
-        grad *= rstd[block].unsqueeze(-1)
-        view_rows(grad_x)[block] = grad
+            # Normalised rows have mean 0 and standard deviation 1.
+            one = torch.ones_like(rstd[block])
+            grad, part = _differentiate_layer_norm(grad, xhat, torch.zeros_like(one), one, affine)
+        else:
+            product = grad * xhat
+            part = product.sum(0, keepdim=True)
+            slope = product.mv(affine[0]).div_(max(1, grad.size(1)))
+            grad = (grad * affine[0]).addcmul_(xhat, slope.unsqueeze(-1), value=-1)
+        sums += part
+        torch.mul(grad, rstd[block], out=rows_grad_x[block])
     return grad_x, sums
+
+
+def _differentiate_layer_norm(
+    grad_y: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, affine: Tensor
+) -> tuple[Tensor, Tensor]:
+    """grad_x, and the sums [2, h], all in one dtype; by torch."""
+    operands = (grad_y, x, affine.shape[1:], mean, rstd, *affine.unbind())
+    grad_x, *sums = torch.ops.aten.native_layer_norm_backward(*operands, [True, True, True])
+    return grad_x, torch.stack(sums)
 
 
 def _blocks(rows: Tensor) -> list[slice]:

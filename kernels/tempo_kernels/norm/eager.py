@@ -21,19 +21,20 @@ from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dt
 def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = True) -> tuple[Tensor, Kept]:
     """y [..., h], and what keep="output" keeps beside it; here, `lost` holds the numbers of the channels."""
     y, statistics = forward_from_input(x, norm)
-    lost = list_lost_channels(norm, y.dtype, needs_grad, keeps_lost)
+    affine = norm.compute_affine(x.dtype)
+    lost = list_lost_channels(norm, affine, y.dtype, needs_grad, keeps_lost)
     lost_xhat = _normalize(x, statistics)[:, lost].to(y.dtype)
-    return y, Kept(statistics.rstd, norm.compute_affine(x.dtype), lost, lost_xhat)
+    return y, Kept(statistics.rstd, affine, lost, lost_xhat)
 
 
 def backward(
-    grad_y: Tensor, y: Tensor, kept: Kept, subtracts_mean: bool, x_dtype: torch.dtype
+    grad_y: Tensor, y: Tensor, kept: Kept, subtracts_mean: bool, x_dtype: torch.dtype, sums_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """grad_x [..., h] of x's dtype, and grad_gamma and, where there is a beta, grad_beta: [2 or 1, h] in float32."""
+    """grad_x [..., h] of x_dtype, and grad_gamma and, where there is a beta, grad_beta: [2 or 1, h] of sums_dtype."""
     gamma, beta = kept.affine[0], kept.affine[1:].sum(0)
     xhat = (view_rows(y) - beta) / gamma
     xhat[:, kept.lost] = kept.lost_xhat.to(xhat.dtype)
-    return _differentiate(grad_y, xhat, kept.rstd, kept.affine, subtracts_mean, x_dtype)
+    return _differentiate(grad_y, xhat, kept.rstd, kept.affine, subtracts_mean, x_dtype, sums_dtype)
 
 
 def forward_from_input(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
@@ -54,9 +55,9 @@ def refill(out: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> None:
 
 
 def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> tuple[Tensor, Tensor]:
-    """As backward, from what forward_from_input kept."""
+    """As backward, from what forward_from_input kept; the sums are of norm.sums_dtype."""
     xhat, affine = _normalize(x, statistics), norm.compute_affine(x.dtype)
-    return _differentiate(grad_y, xhat, statistics.rstd, affine, norm.subtracts_mean, x.dtype)
+    return _differentiate(grad_y, xhat, statistics.rstd, affine, norm.subtracts_mean, x.dtype, norm.sums_dtype)
 
 
 def _normalize(x: Tensor, statistics: Statistics) -> Tensor:
@@ -67,7 +68,13 @@ def _normalize(x: Tensor, statistics: Statistics) -> Tensor:
 
 
 def _differentiate(
-    grad_y: Tensor, xhat: Tensor, rstd: Tensor, affine: Tensor, subtracts_mean: bool, x_dtype: torch.dtype
+    grad_y: Tensor,
+    xhat: Tensor,
+    rstd: Tensor,
+    affine: Tensor,
+    subtracts_mean: bool,
+    x_dtype: torch.dtype,
+    sums_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     grad = view_rows(grad_y).to(rstd.dtype)
     sums = torch.stack([(grad * xhat).sum(0), grad.sum(0)][: affine.size(0)])
@@ -75,4 +82,4 @@ def _differentiate(
     grad_x = g - xhat * (g * xhat).mean(-1, keepdim=True)
     if subtracts_mean:
         grad_x -= g.mean(-1, keepdim=True)
-    return (grad_x * rstd.unsqueeze(-1)).to(x_dtype).view(grad_y.shape), sums
+    return (grad_x * rstd.unsqueeze(-1)).to(x_dtype).view(grad_y.shape), sums.to(sums_dtype)

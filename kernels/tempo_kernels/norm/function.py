@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -86,10 +85,12 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
         raise ValueError(f"x is {x.dtype} of shape {list(x.shape)}; expected a floating-point [..., h] tensor; cast it")
     # As of a float32 residual: y has the 16 bits of the linear that follows.
     has_wide_x = x.dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
-    allowed = [weight.dtype] if has_wide_x else [x.dtype, torch.float32]
-    parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    for name, parameter in parameters.items():
-        if parameter.shape != x.shape[-1:]:
+    allowed = (weight.dtype,) if has_wide_x else (x.dtype, torch.float32)
+    shape = x.shape[-1:]
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if parameter.shape != shape:
             raise ValueError(
                 f"{name} has shape {list(parameter.shape)}; expected [{x.size(-1)}], as x's last size; reshape it"
             )
@@ -135,17 +136,17 @@ def _forward(x: Tensor, *operands: Any) -> list[Tensor]:
 
 
 def _allocate_gradients(grad_y: Tensor, y: Tensor, *kept: Any) -> list[Tensor]:
-    x_dtype, affine = kept[-1], kept[1]
-    return [torch.empty(y.shape, dtype=x_dtype, device=y.device), torch.empty_like(affine)]
+    affine, (x_dtype, sums_dtype) = kept[1], kept[-2:]
+    return [torch.empty(y.shape, dtype=x_dtype, device=y.device), torch.empty_like(affine, dtype=sums_dtype)]
 
 
 @opaque(
     "norm_backward(Tensor grad_y, Tensor y, Tensor rstd, Tensor affine, Tensor lost, Tensor lost_xhat, "
-    "bool subtracts_mean, ScalarType x_dtype) -> Tensor[]",
+    "bool subtracts_mean, ScalarType x_dtype, ScalarType sums_dtype) -> Tensor[]",
     _allocate_gradients,
 )
 def _backward(grad_y: Tensor, y: Tensor, *kept: Any) -> list[Tensor]:
-    """grad_x, and grad_gamma and perhaps grad_beta in one tensor."""
+    """grad_x, and grad_gamma and perhaps grad_beta in one tensor of sums_dtype."""
     return [*choose_backend(y, cpu).backward(grad_y, y, Kept(*kept[:4]), *kept[4:])]
 
 
@@ -164,7 +165,7 @@ def _forward_from_input(x: Tensor, *operands: Any) -> list[Tensor]:
 
 def _allocate_gradients_from_input(grad_y: Tensor, x: Tensor, *operands: Any) -> list[Tensor]:
     norm, statistics = Norm(*operands[:5]), Statistics(*operands[5:])
-    sums = statistics.rstd.new_empty(1 if norm.bias is None else 2, x.size(-1))
+    sums = statistics.rstd.new_empty(1 if norm.bias is None else 2, x.size(-1), dtype=norm.sums_dtype)
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device), sums]
 
 
@@ -173,7 +174,7 @@ def _allocate_gradients_from_input(grad_y: Tensor, x: Tensor, *operands: Any) ->
     _allocate_gradients_from_input,
 )
 def _backward_from_input(grad_y: Tensor, x: Tensor, *operands: Any) -> list[Tensor]:
-    """As _backward, from what the other form keeps."""
+    """As _backward, from what the other form keeps; in one tensor of the norm's sums_dtype."""
     norm, statistics = Norm(*operands[:5]), Statistics(*operands[5:])
     return [*choose_backend(x, cpu).backward_from_input(grad_y, x, norm, statistics)]
 
@@ -185,7 +186,7 @@ class _FromOutput(torch.autograd.Function):
         # How many channels are lost is data: a compiled graph, whose shapes must be known before, has room for none.
         y, *kept = _forward(x, *norm, needs_grad, not is_traced(x))
         ctx.save_for_backward(y, *kept)
-        ctx.form, ctx.parameter_dtypes = (norm.subtracts_mean, x.dtype), _parameter_dtypes(norm)
+        ctx.form, ctx.parameter_dtypes = (norm.subtracts_mean, x.dtype, norm.sums_dtype), _parameter_dtypes(norm)
         return y
 
     @staticmethod
@@ -226,8 +227,7 @@ def _parameter_dtypes(norm: Norm) -> list[torch.dtype]:
 def _cast_needed(ctx: Any, grad_x: Tensor, sums: Tensor) -> list[Tensor | None]:
     """The gradients of x, weight and bias that somebody asked for; an RMSNorm has no bias."""
     dtypes = ctx.parameter_dtypes
-    # One launch where it serves both.
-    sums = sums.to(dtypes[0]) if len(set(dtypes)) == 1 else sums
-    grads = [grad_x, *(total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True))]
-    needed = ctx.needs_input_grad[:3]
-    return [grad if needs else None for grad, needs in itertools.zip_longest(grads, needed)]
+    has_grad_x, *has_grads = ctx.needs_input_grad[: 1 + len(dtypes)]
+    parts = zip(sums.unbind(0), dtypes, has_grads, strict=True)
+    grads = [part.to(dtype) if has_grad else None for part, dtype, has_grad in parts]
+    return [grad_x if has_grad_x else None, *grads, *[None] * (2 - len(grads))]

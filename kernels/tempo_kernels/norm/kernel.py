@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.kernel_launch import Plan, cache_plans
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
 from tempo_kernels.norm.kernel_lost_channels import DTYPES, SMALLEST, prepare_lost_channels
@@ -22,6 +23,8 @@ from tempo_kernels.norm.reserve import check_after_backward
 
 FORWARD_ROW_BYTES = 32768
 BACKWARD_ROW_BYTES = 16384
+_NONE_LOST = (None, None, None)
+"""affine, slots and lost_xhat of a form that keeps its input."""
 
 
 def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = True) -> tuple[Tensor, Kept]:
@@ -35,22 +38,13 @@ def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = T
         return y, Kept(rstd, affine, rstd.new_empty(0, dtype=torch.int32), y.new_empty(rstd.numel(), 0))
     with torch.cuda.device_of(x):
         lost = prepare_lost_channels(norm, y, needs_grad, keeps_lost)
-        kept = Kept(rstd, lost.affine, lost.slots, y.new_empty(rstd.numel(), lost.capacity))
-        _choose_rows(x, lost.capacity > 0, FORWARD_ROW_BYTES).forward(
-            x_ptr=x.contiguous(),
-            y_ptr=y,
-            affine_ptr=lost.affine,
-            counts_ptr=lost.counts,
-            eps=norm.eps,
-            REFILLS=False,
-            **_arguments_of_output(y, kept),
-            **_arguments_of_norm(x, norm),
-        )
+    kept = Kept(rstd, lost.affine, lost.slots, y.new_empty(rstd.numel(), lost.capacity))
+    _launch_forward(x, norm, y, (rstd, None, *kept[1:], lost.counts), lost.capacity)
     return y, kept
 
 
 def backward(
-    grad_y: Tensor, y: Tensor, kept: Kept, subtracts_mean: bool, x_dtype: torch.dtype
+    grad_y: Tensor, y: Tensor, kept: Kept, subtracts_mean: bool, x_dtype: torch.dtype, sums_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """As in eager.py.
 
@@ -58,120 +52,146 @@ def backward(
     """
     with torch.cuda.device_of(y):
         check_after_backward(y.device)
-    gamma, *beta = kept.affine
-    norm = Norm(gamma, beta[0] if beta else None, 0.0, subtracts_mean, zero_centered=False)
-    return _differentiate(grad_y, y, norm, x_dtype, _arguments_of_output(y, kept))
+    affine = kept.affine.unbind(0)
+    norm = Norm(affine[0], affine[1] if len(affine) == 2 else None, 0.0, subtracts_mean, zero_centered=False)
+    return _differentiate(grad_y, y, norm, (x_dtype, sums_dtype), (kept.rstd, None), kept[2:])
 
 
 def forward_from_input(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     """As in eager.py."""
     y, rstd = _allocate(x, norm)
     statistics = Statistics(rstd, torch.empty_like(rstd) if norm.subtracts_mean else None)
-    _fill(y, x, norm, statistics, refills=False)
+    if x.numel():
+        _launch_forward(x, norm, y, (*statistics, *_NONE_LOST, None), 0, from_input=True)
     return y, statistics
 
 
 def refill(out: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> None:
     """As in eager.py."""
-    _fill(out, x, norm, statistics, refills=True)
+    if x.numel():
+        _launch_forward(x, norm, out, (*statistics, *_NONE_LOST, None), 0, from_input=True, refills=True)
 
 
 def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
-    return _differentiate(grad_y, x.contiguous(), norm, x.dtype, _arguments_of_input(x, statistics))
+    return _differentiate(grad_y, x.contiguous(), norm, (x.dtype, norm.sums_dtype), statistics, None)
 
 
 def _allocate(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """Memory for y and rstd; raises ValueError for a dtype that the kernels do not compute."""
     if x.dtype not in DTYPES:
         raise ValueError(f"norm: x is {x.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it")
-    y = torch.empty(x.shape, dtype=choose_output_dtype(x.dtype, norm.weight.dtype), device=x.device)
+    dtype = choose_output_dtype(x.dtype, norm.weight.dtype)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     return y, torch.empty(math.prod(x.shape[:-1]), dtype=torch.float32, device=x.device)
 
 
-def _fill(y: Tensor, x: Tensor, norm: Norm, statistics: Statistics, refills: bool) -> None:
-    if x.numel() == 0:
-        return
-    with torch.cuda.device_of(x):
-        _choose_rows(x, False, FORWARD_ROW_BYTES).forward(
-            x_ptr=x.contiguous(),
-            y_ptr=y,
-            affine_ptr=None,
-            counts_ptr=None,
-            eps=norm.eps,
-            REFILLS=refills,
-            **_arguments_of_input(x, statistics),
-            **_arguments_of_norm(x, norm),
-        )
+def _launch_forward(
+    x: Tensor,
+    norm: Norm,
+    y: Tensor,
+    kept: tuple[Tensor | None, ...],
+    capacity: int,
+    from_input: bool = False,
+    refills: bool = False,
+) -> None:
+    """Fills y and what is kept: rstd, mean, affine, slots, lost_xhat and counts, None where the form has no such."""
+    shape, form = (*x.shape[-1:], x.numel(), x.element_size()), (y.dtype, capacity, from_input)
+    rows, plan = _plan_forward(*shape, *form, norm.bias is not None, *norm[2:], refills)
+    parameters = norm.weight.contiguous(), None if norm.bias is None else norm.bias.contiguous()
+    rows.launch_forward(plan, (x.contiguous(), *parameters, y, *kept))
+
+
+@cache_plans
+def _plan_forward(
+    hidden_size: int,
+    numel: int,
+    item_size: int,
+    dtype: torch.dtype,
+    capacity: int,
+    from_input: bool,
+    has_bias: bool,
+    eps: float,
+    subtracts_mean: bool,
+    zero_centered: bool,
+    refills: bool,
+) -> tuple[ModuleType, Plan]:
+    """The kernels for rows of this length, and how to launch them."""
+    rows = _choose_rows(hidden_size * item_size, capacity > 0, FORWARD_ROW_BYTES)
+    form = _list_arguments(hidden_size, numel, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
+    return rows, rows.plan_forward(hidden_size, eps=eps, REFILLS=refills, **form)
 
 
 def _differentiate(
-    grad_y: Tensor, source: Tensor, norm: Norm, x_dtype: torch.dtype, kept: dict[str, Any]
+    grad_y: Tensor,
+    source: Tensor,
+    norm: Norm,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    statistics: tuple[Tensor, Tensor | None],
+    lost: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """grad_x and the sums, from `source`, which is y or x, and the launch arguments for what was kept beside it."""
-    grad_x = torch.empty(source.shape, dtype=x_dtype, device=source.device)
+    """grad_x and the sums, of these dtypes, from `source`, which is x, or y where there are slots and columns of lost
+    channels."""
+    grad_x = torch.empty_like(source, dtype=dtypes[0])
+    sums_shape = (1 if norm.bias is None else 2, source.size(-1))
     if source.numel() == 0:
-        num_sums = 1 if norm.bias is None else 2
-        return grad_x, torch.zeros(num_sums, source.size(-1), dtype=torch.float32, device=source.device)
-    with torch.cuda.device_of(source):
-        partial = _choose_rows(grad_x, kept["HAS_LOST"], BACKWARD_ROW_BYTES).backward(
-            grad_y_ptr=grad_y.contiguous(),
-            source_ptr=source,
-            grad_x_ptr=grad_x,
-            **kept,
-            **_arguments_of_norm(source, norm),
-        )
-        return grad_x, partial.sum(1)
+        return grad_x, source.new_zeros(sums_shape, dtype=dtypes[1])
+    sums = source.new_empty(sums_shape, dtype=dtypes[1])
+    shape = (*source.shape[-1:], source.numel(), grad_x.element_size(), source.device)
+    form = (source.dtype, 0 if lost is None else lost[1].size(1), lost is None)
+    rows, plan = _plan_backward(*shape, *form, norm.bias is not None, *norm[3:])
+    parameters = norm.weight.contiguous(), None if norm.bias is None else norm.bias.contiguous()
+    tensors = (grad_y.contiguous(), source, *statistics, *parameters, *(lost or _NONE_LOST[1:]))
+    rows.launch_backward(plan, tensors, grad_x, sums)
+    return grad_x, sums
 
 
-def _choose_rows(x: Tensor, has_lost: bool, limit: int) -> ModuleType:
-    """The kernels for rows of x, whose dtype is the widest: a program's registers hold `limit` bytes of a row, or half
-    of that where channels are lost."""
-    is_long = x.size(-1) * x.element_size() * (2 if has_lost else 1) > limit
-    return long_rows if is_long else whole_rows
+@cache_plans
+def _plan_backward(
+    hidden_size: int,
+    numel: int,
+    item_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    capacity: int,
+    from_input: bool,
+    has_bias: bool,
+    subtracts_mean: bool,
+    zero_centered: bool,
+) -> tuple[ModuleType, Any]:
+    """As _plan_forward; item_size is grad_x's and dtype that of what it is computed from."""
+    rows = _choose_rows(hidden_size * item_size, capacity > 0, BACKWARD_ROW_BYTES)
+    form = _list_arguments(hidden_size, numel, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
+    return rows, rows.plan_backward(hidden_size, device, **form)
 
 
-def _arguments_of_output(y: Tensor, kept: Kept) -> dict[str, Any]:
-    """The launch arguments for what is kept beside y."""
-    capacity = kept.lost_xhat.size(1)
-    return {
-        "rstd_ptr": kept.rstd,
-        "mean_ptr": None,
-        "slots_ptr": kept.lost,
-        "lost_xhat_ptr": kept.lost_xhat,
-        "capacity": capacity,
-        "HAS_LOST": capacity > 0,
-        "FROM_INPUT": False,
-        "SMALLEST": SMALLEST[y.dtype],
-    }
+def _choose_rows(row_bytes: int, has_lost: bool, limit: int) -> ModuleType:
+    """The kernels for rows of the widest dtype: a program's registers hold `limit` bytes of a row, or half of that
+    where channels are lost."""
+    return long_rows if row_bytes * (2 if has_lost else 1) > limit else whole_rows
 
 
-def _arguments_of_input(x: Tensor, statistics: Statistics) -> dict[str, Any]:
-    """The launch arguments for what is kept beside x."""
-    return {
-        "rstd_ptr": statistics.rstd,
-        "mean_ptr": statistics.mean,
-        "slots_ptr": None,
-        "lost_xhat_ptr": None,
-        "capacity": 0,
-        "HAS_LOST": False,
-        "FROM_INPUT": True,
-        "SMALLEST": SMALLEST[x.dtype],
-    }
-
-
-def _arguments_of_norm(x: Tensor, norm: Norm) -> dict[str, Any]:
+def _list_arguments(
+    hidden_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    capacity: int,
+    from_input: bool,
+    has_bias: bool,
+    subtracts_mean: bool,
+    zero_centered: bool,
+) -> dict[str, Any]:
     """The launch arguments of every kernel; h in units of 8, so that the compiler knows it for a multiple."""
-    hidden_size = x.size(-1)
     unit = 1 if hidden_size % 8 else 8
     return {
-        "hidden_size": hidden_size,
-        "num_rows": x.numel() // hidden_size,
+        "num_rows": numel // hidden_size,
         "column_units": hidden_size // unit,
-        "weight_ptr": norm.weight.contiguous(),
-        "bias_ptr": None if norm.bias is None else norm.bias.contiguous(),
+        "capacity": capacity,
         "UNIT": unit,
-        "SUBTRACTS_MEAN": norm.subtracts_mean,
-        "HAS_BIAS": norm.bias is not None,
-        "ZERO_CENTERED": norm.zero_centered,
+        "SUBTRACTS_MEAN": subtracts_mean,
+        "HAS_BIAS": has_bias,
+        "ZERO_CENTERED": zero_centered,
+        "HAS_LOST": capacity > 0,
+        "FROM_INPUT": from_input,
+        "SMALLEST": SMALLEST[dtype],
     }

@@ -5,18 +5,20 @@ columns. The mathematics, its sources and the arguments are those of kernel_whol
    after it, and to write y. The second and third reads come from the L2 cache, where a row of this length stays.
 2. Backward reads each row twice: for the sums of g xhat and of g over the row, then for grad_x.
 3. A program of it sees a whole row and so cannot add up columns in registers. _sums_kernel does, in strips of columns:
-   a third read of y (or x) and grad_y, cheaper than atomics and in a fixed order.
+   a third read of y (or x) and grad_y, cheaper than atomics and in a fixed order. A last launch adds up what its
+   programs found.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels.kernel_launch import Plan, launch
 from tempo_kernels.norm.kernel_lost_channels import (
     choose_divisor,
     find_channels,
@@ -24,10 +26,11 @@ from tempo_kernels.norm.kernel_lost_channels import (
     restore_lost,
     store_lost,
 )
-from tempo_kernels.norm.kernel_rows import load_parameters, place_tile, store_sums
+from tempo_kernels.norm.kernel_rows import launch_sums, load_parameters, place_tile, plan_sums, store_sums
+from tempo_kernels.pointwise.kernel_activations import invert
 
-OPTIONS = {"BLOCK_COLUMNS": 4096, "num_warps": 8, "enable_fp_fusion": True}
-SUMS_OPTIONS = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 256, "num_warps": 4, "enable_fp_fusion": True}
+OPTIONS: dict[str, Any] = {"BLOCK_COLUMNS": 4096, "num_warps": 8, "enable_fp_fusion": True}
+SUMS_OPTIONS: dict[str, Any] = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 256, "num_warps": 4, "enable_fp_fusion": True}
 SUMS_PROGRAMS = 1024
 
 
@@ -91,7 +94,7 @@ def _recover_xhat(source, gamma, beta, mean, rstd, FROM_INPUT: tl.constexpr, HAS
     if FROM_INPUT:
         xhat = (source - mean[:, None]) * rstd[:, None]
     else:
-        xhat = (source - beta[None, :]) * (1.0 / choose_divisor(gamma, beta, HAS_LOST))[None, :]
+        xhat = (source - beta[None, :]) * invert(choose_divisor(gamma, beta, HAS_LOST))[None, :]
     return xhat
 
 
@@ -194,25 +197,45 @@ def _sums_kernel(
     store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, HAS_BIAS)
 
 
-def forward(hidden_size: int, **arguments: Any) -> None:
-    """Fills y and rstd, and what the form keeps besides; the arguments are the kernel's."""
+class BackwardPlan(NamedTuple):
+    partial_shape: tuple[int, int, int]
+    launch: Plan
+    launch_partial: Plan
+    launch_sums: Plan
+
+
+def plan_forward(hidden_size: int, **arguments: Any) -> Plan:
+    """How `launch_forward` launches; the arguments are the kernel's."""
     counts = not (arguments["HAS_LOST"] or arguments["FROM_INPUT"])
-    _forward_kernel[(arguments["num_rows"] + counts,)](COUNTS=counts, **arguments, **OPTIONS)
+    return Plan((arguments["num_rows"] + counts,), COUNTS=counts, **arguments, **OPTIONS)
 
 
-def backward(hidden_size: int, grad_x_ptr: Tensor, **arguments: Any) -> Tensor:
-    """Fills grad_x; returns partial sums [2 or 1, programs, h] of grad_gamma and grad_beta."""
+def launch_forward(plan: Plan, tensors: tuple[Tensor | None, ...]) -> None:
+    """Fills y and rstd, and what the form keeps besides; the tensors are the kernel's."""
+    launch(_forward_kernel, plan, tensors)
+
+
+def plan_backward(hidden_size: int, device: torch.device, **arguments: Any) -> BackwardPlan:
+    """How `launch_backward` launches; the arguments are the kernels'."""
     num_rows = arguments["num_rows"]
     # The slots of lost channels take the registers of as many elements.
     block = OPTIONS["BLOCK_COLUMNS"] // (2 if arguments["HAS_LOST"] else 1)
-    _backward_kernel[(num_rows,)](grad_x_ptr=grad_x_ptr, **arguments, **OPTIONS | {"BLOCK_COLUMNS": block})
     num_strips = -(-hidden_size // SUMS_OPTIONS["BLOCK_COLUMNS"])
     num_tiles = -(-num_rows // SUMS_OPTIONS["BLOCK_ROWS"])
     tiles_per_program = -(-num_tiles * num_strips // SUMS_PROGRAMS)
     num_programs = -(-num_tiles // tiles_per_program)
-    num_sums = 1 + arguments["HAS_BIAS"]
-    partial = torch.empty(num_sums, num_programs, hidden_size, dtype=torch.float32, device=grad_x_ptr.device)
-    _sums_kernel[(num_programs, num_strips)](
-        partial_ptr=partial, tiles_per_program=tiles_per_program, **arguments, **SUMS_OPTIONS
+    shape = (1 + arguments["HAS_BIAS"], num_programs, hidden_size)
+    return BackwardPlan(
+        shape,
+        Plan((num_rows,), **arguments, **OPTIONS | {"BLOCK_COLUMNS": block}),
+        Plan((num_programs, num_strips), tiles_per_program=tiles_per_program, **arguments, **SUMS_OPTIONS),
+        plan_sums(*shape),
     )
-    return partial
+
+
+def launch_backward(plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad_x: Tensor, sums: Tensor) -> None:
+    """Fills grad_x, and sums [2 or 1, h] with grad_gamma and grad_beta."""
+    partial = torch.empty(plan.partial_shape, dtype=torch.float32, device=grad_x.device)
+    launch(_backward_kernel, plan.launch, (*tensors, grad_x))
+    launch(_sums_kernel, plan.launch_partial, (*tensors, partial))
+    launch_sums(plan.launch_sums, partial, sums)

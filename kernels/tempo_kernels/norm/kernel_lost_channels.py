@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels.kernel_launch import Plan, cache_plans, launch
 from tempo_kernels.norm import lost_channels
 from tempo_kernels.norm.kernel_rows import load_parameters
 from tempo_kernels.norm.operands import Norm
@@ -29,6 +30,7 @@ from tempo_kernels.norm.reserve import find_reserve
 MAX_OFFSET = tl.constexpr(lost_channels.MAX_OFFSET)
 SMALLEST_DRIFT = tl.constexpr(lost_channels.SMALLEST_DRIFT)
 DRIFT_SHARE = tl.constexpr(lost_channels.DRIFT_SHARE)
+LARGEST = tl.constexpr(lost_channels.LARGEST)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SMALLEST = {dtype: lost_channels.find_smallest_carried(dtype) for dtype in DTYPES}
 OPTIONS: dict[str, Any] = {"BLOCK_COLUMNS": 4096, "num_warps": 8, "enable_fp_fusion": True}
@@ -45,8 +47,9 @@ class LostChannels(NamedTuple):
 
 @triton.jit
 def is_lost(gamma, beta, SMALLEST: tl.constexpr):
-    """Whether a rounded y does not carry xhat; a channel whose gamma is NaN counts as lost."""
-    return ~(gamma > SMALLEST) | (beta > MAX_OFFSET * gamma)
+    """Whether a rounded y does not carry xhat; a channel whose gamma is NaN counts as lost, and one whose gamma is so
+    large that `invert` gives 0."""
+    return ~((gamma > SMALLEST) & (gamma <= LARGEST)) | (beta > MAX_OFFSET * gamma)
 
 
 @triton.jit
@@ -152,17 +155,20 @@ def prepare_lost_channels(norm: Norm, y: Tensor, needs_grad: bool, keeps_lost: b
     if not capacity:
         return LostChannels(reserve.no_slots, 0, counts, affine)
     slots = torch.empty(num_columns, dtype=torch.int32, device=y.device)
-    _slots_kernel[(1,)](
-        weight.contiguous(),
-        None if bias is None else bias.contiguous(),
-        affine,
-        slots,
-        counts,
+    plan = _plan_slots(num_columns, capacity, bias is not None, norm.zero_centered, y.dtype)
+    parameters = weight.contiguous(), None if bias is None else bias.contiguous()
+    launch(_slots_kernel, plan, (*parameters, affine, slots, counts))
+    return LostChannels(slots, capacity, counts, affine)
+
+
+@cache_plans
+def _plan_slots(num_columns: int, capacity: int, has_bias: bool, zero_centered: bool, dtype: torch.dtype) -> Plan:
+    return Plan(
+        (1,),
         num_columns=num_columns,
         capacity=capacity,
-        HAS_BIAS=bias is not None,
-        ZERO_CENTERED=norm.zero_centered,
-        SMALLEST=SMALLEST[y.dtype],
+        HAS_BIAS=has_bias,
+        ZERO_CENTERED=zero_centered,
+        SMALLEST=SMALLEST[dtype],
         **OPTIONS,
     )
-    return LostChannels(slots, capacity, counts, affine)

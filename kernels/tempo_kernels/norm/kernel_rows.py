@@ -1,9 +1,17 @@
-"""Device functions that the norms' kernels share: their parameters, and their sums over rows."""
+"""What the norms' kernels share: how parameters are read, and the sums over rows."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from tempo_kernels.kernel_launch import Plan, launch
+from tempo_kernels.pointwise.kernel_sums import add_up
+
+SUMS_COLUMNS = 32
+SUMS_ROWS = 128
+"""Of partial, that the last launch reads at once: 16 numbers a thread, and many programs, for they wait for memory."""
 
 
 @triton.jit
@@ -36,3 +44,36 @@ def store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, 
     if HAS_BIAS:
         partial += tl.num_programs(0).to(tl.int64) * num_columns
         tl.store(partial, tl.sum(grad_beta, axis=0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _add_up_kernel(
+    partial_ptr, sums_ptr,
+    num_chunks, column_units,
+    UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program adds up the rows of partial [2 or 1, num_chunks, h] in one strip of columns of one sum."""
+    num_columns, sum_index = column_units * UNIT, tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    partial, out = partial_ptr + sum_index * num_chunks * num_columns, sums_ptr + sum_index * num_columns
+    add_up(partial, out, column, num_chunks, num_columns, num_columns, BLOCK_ROWS)
+
+
+def plan_sums(num_sums: int, num_chunks: int, num_columns: int) -> Plan:
+    """How `launch_sums` launches."""
+    unit = 1 if num_columns % 8 else 8
+    return Plan(
+        (-(-num_columns // SUMS_COLUMNS), num_sums),
+        num_chunks=num_chunks,
+        column_units=num_columns // unit,
+        UNIT=unit,
+        BLOCK_ROWS=SUMS_ROWS,
+        BLOCK_COLUMNS=SUMS_COLUMNS,
+        num_warps=8,
+        enable_fp_fusion=True,
+    )
+
+
+def launch_sums(plan: Plan, partial: Tensor, sums: Tensor) -> None:
+    """Fills sums [2 or 1, h] with those over the rows of partial [2 or 1, programs, h], rounded once."""
+    launch(_add_up_kernel, plan, (partial, sums))

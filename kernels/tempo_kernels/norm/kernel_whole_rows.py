@@ -7,21 +7,21 @@ from the output after In-Place Activated BatchNorm (Rota Bulo et al., CVPR 2018)
 2. A variance is the mean of squares of what is left after the mean: two passes, but over registers, and exact where
    the mean is large beside the deviation, as E[x^2] - E[x]^2 is not.
 3. Backward needs two sums of each row, of g xhat and of g, and two sums of each column, for gamma and beta. The
-   latter stay in registers until a program is through with its tiles: one row of `partial` for each program, which
-   torch adds up. The order is fixed, where atomics would give other bits every time.
+   latter stay in registers until a program is through with its tiles: one row of `partial` for each program. A launch
+   behind this one adds those up and rounds once; the order is fixed, where atomics would give other bits every time.
 4. From y, backward computes with gamma xhat = y - beta and divides by gamma late, where fewer registers are alive.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels.kernel_launch import Plan, count_multiprocessors, launch
 from tempo_kernels.norm.kernel_lost_channels import (
     choose_divisor,
     find_channels,
@@ -29,11 +29,10 @@ from tempo_kernels.norm.kernel_lost_channels import (
     restore_lost,
     store_lost,
 )
-from tempo_kernels.norm.kernel_rows import load_parameters, place_tile, store_sums
+from tempo_kernels.norm.kernel_rows import launch_sums, load_parameters, place_tile, plan_sums, store_sums
+from tempo_kernels.pointwise.kernel_activations import invert
 
 FORWARD_PROGRAMS = 2048
-MULTIPROCESSORS = 132
-"""Where there is no GPU to ask."""
 BACKWARD_WARPS = 16
 """Of backward's 128 registers a thread, so many warps fit into a multiprocessor."""
 STAGES = tl.constexpr(2)
@@ -143,35 +142,55 @@ def _backward_kernel(
         along_xhat = tl.sum(product, axis=1) / num_columns
         if SUBTRACTS_MEAN:
             grad -= (tl.sum(grad, axis=1) / num_columns)[:, None]
-        xhat = _divide_by_gamma(scaled, gamma, beta, FROM_INPUT, HAS_LOST)
-        grad_x = (grad - xhat * along_xhat[:, None]) * rstd[:, None]
+        if FROM_INPUT:
+            along = scaled * along_xhat[:, None]
+        else:
+            # scaled / (gamma / along_xhat): one rounding more than xhat along_xhat, but no number that stays the same
+            # from tile to tile, which the compiler would keep in registers that are not there.
+            inverse = tl.where(along_xhat == 0.0, float("inf"), 1.0 / tl.where(along_xhat == 0.0, 1.0, along_xhat))
+            along = scaled * invert(choose_divisor(gamma, beta, HAS_LOST)[None, :] * inverse[:, None])
+        grad_x = (grad - along) * rstd[:, None]
         tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
     grad_gamma = _divide_by_gamma(grad_gamma, gamma, beta, FROM_INPUT, HAS_LOST)
     store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, HAS_BIAS)
 
 
-def forward(hidden_size: int, **arguments: Any) -> None:
-    """Fills y and rstd, and what the form keeps besides; the arguments are the kernel's."""
+class BackwardPlan(NamedTuple):
+    partial_shape: tuple[int, int, int]
+    launch: Plan
+    launch_sums: Plan
+
+
+def plan_forward(hidden_size: int, **arguments: Any) -> Plan:
+    """How `launch_forward` launches; the arguments are the kernel's."""
     has_lost = arguments["HAS_LOST"]
     num_programs, tiles = _plan_tiles(arguments["num_rows"], hidden_size, has_lost, FORWARD_PROGRAMS)
     counts = not (has_lost or arguments["FROM_INPUT"])
-    _forward_kernel[(num_programs + counts,)](COUNTS=counts, **arguments, **tiles)
+    return Plan((num_programs + counts,), COUNTS=counts, **arguments, **tiles)
 
 
-def backward(hidden_size: int, **arguments: Any) -> Tensor:
-    """Fills grad_x; returns partial sums [2 or 1, programs, h] of grad_gamma and grad_beta."""
-    grad_x = arguments["grad_x_ptr"]
+def launch_forward(plan: Plan, tensors: tuple[Tensor | None, ...]) -> None:
+    """Fills y and rstd, and what the form keeps besides; the tensors are the kernel's."""
+    launch(_forward_kernel, plan, tensors)
+
+
+def plan_backward(hidden_size: int, device: torch.device, **arguments: Any) -> BackwardPlan:
+    """How `launch_backward` launches; the arguments are the kernel's."""
     has_lost = arguments["HAS_LOST"]
     # As many as run at once.
-    max_programs = _count_multiprocessors(grad_x.device) * (BACKWARD_WARPS // _count_warps(hidden_size, has_lost))
+    max_programs = count_multiprocessors(device) * (BACKWARD_WARPS // _count_warps(hidden_size, has_lost))
     num_programs, tiles = _plan_tiles(arguments["num_rows"], hidden_size, has_lost, max_programs)
-    num_sums = 1 + arguments["HAS_BIAS"]
-    partial = torch.empty(num_sums, num_programs, hidden_size, dtype=torch.float32, device=grad_x.device)
-    _backward_kernel[(num_programs,)](partial_ptr=partial, **arguments, **tiles)
-    return partial
+    shape = (1 + arguments["HAS_BIAS"], num_programs, hidden_size)
+    return BackwardPlan(shape, Plan((num_programs,), **arguments, **tiles), plan_sums(*shape))
 
 
-@lru_cache(maxsize=256)
+def launch_backward(plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad_x: Tensor, sums: Tensor) -> None:
+    """Fills grad_x, and sums [2 or 1, h] with grad_gamma and grad_beta."""
+    partial = torch.empty(plan.partial_shape, dtype=torch.float32, device=grad_x.device)
+    launch(_backward_kernel, plan.launch, (*tensors, grad_x, partial))
+    launch_sums(plan.launch_sums, partial, sums)
+
+
 def _plan_tiles(num_rows: int, hidden_size: int, has_lost: bool, max_programs: int) -> tuple[int, dict[str, Any]]:
     """Programs and their meta-parameters: 16 elements a thread, 8 where it has lost channels to find too."""
     columns = triton.next_power_of_2(hidden_size)
@@ -190,8 +209,3 @@ def _plan_tiles(num_rows: int, hidden_size: int, has_lost: bool, max_programs: i
 def _count_warps(hidden_size: int, has_lost: bool) -> int:
     columns: int = triton.next_power_of_2(hidden_size)
     return min(16, max(2048, columns) // (256 if has_lost else 512))
-
-
-@lru_cache(maxsize=256)
-def _count_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS

@@ -20,6 +20,12 @@ class Norm(NamedTuple):
     subtracts_mean: bool
     zero_centered: bool
 
+    @property
+    def sums_dtype(self) -> torch.dtype:
+        """What the gradients of weight and bias are rounded to together: the wider one's dtype."""
+        weight, bias = self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
+        return bias if bias.itemsize > weight.itemsize else weight
+
     def compute_affine(self, x_dtype: torch.dtype) -> Tensor:
         """gamma and, where there is a bias, beta: [2 or 1, h] in the dtype that a norm of x_dtype computes in."""
         gamma = compute_gamma(self.weight, x_dtype, self.zero_centered)
@@ -47,9 +53,9 @@ class Statistics(NamedTuple):
 
 
 def compute_gamma(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
-    """gamma, of weight's shape, in the dtype that a norm of `dtype` computes in, in new memory."""
-    gamma = weight.to(torch.promote_types(dtype, torch.float32), copy=True)
-    return gamma.add_(1.0) if zero_centered else gamma
+    """gamma, of weight's shape, in the dtype that a norm of `dtype` computes in; weight itself where that is gamma."""
+    gamma = weight.to(torch.promote_types(dtype, torch.float32))
+    return gamma + 1.0 if zero_centered else gamma
 
 
 def choose_output_dtype(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtype:

@@ -153,7 +153,8 @@ def keep_bits(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, 
     else:
         numbers = (torch.tensor(number, dtype=torch.int64, device=row.device) for number in (k0, k1, limit))
         bits = _compiled_keep_bits(group, c1, c2, c3, *numbers)
-    return bits.view(*shape, group.numel() * LANES)[..., :num_columns]
+    # As memory orders the halves of 64 bits wherever torch runs: the lower half first.
+    return bits.view(*shape, group.numel() * LANES // 2).view(torch.int32)[..., :num_columns]
 
 
 def foresee(num_repeats: int) -> None:
@@ -191,12 +192,15 @@ def drop_(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def _keep_bits(group: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Any, k1: Any, limit: Tensor | int) -> Tensor:
-    """int32 [n, 8 * groups] for the rows at c1, c2, c3 [n]."""
-    words = _rounds(group, c1.unsqueeze(-1), c2.unsqueeze(-1), c3.unsqueeze(-1), k0, k1, ROUNDS)
-    # [n, groups, 4], a quarter of the memory from here on
-    pairs = torch.stack(words, dim=-1).to(torch.int32)
-    lanes = torch.stack((pairs & 0xFFFF, (pairs >> 16) & 0xFFFF), dim=-1).flatten(1)
-    return ~((lanes - limit) >> 31)
+    """int64 [n, groups, 4] for the rows at c1, c2, c3 [n]: 32 bits for each of two columns, the lower for the first.
+
+    It is 64 bits wide from end to end and puts the words side by side at the end: so Inductor vectorises all of it, in
+    half the time.
+    """
+    words = torch.stack(_rounds(group, c1.unsqueeze(-1), c2.unsqueeze(-1), c3.unsqueeze(-1), k0, k1, ROUNDS))
+    first, second = ((words & 0xFFFF) - limit) >> 63, ((words >> 16) - limit) >> 63
+    kept = ~((first & _WORD) | (second << 32))
+    return kept.permute(1, 2, 0).contiguous()
 
 
 _compiled_keep_bits = Compiled(_keep_bits)

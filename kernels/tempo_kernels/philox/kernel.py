@@ -71,5 +71,6 @@ def drop_mask(group, row, head, sample, key_low, key_high, limit):
     # [m, n, 2, 2], [first or second pair][word of the pair]
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
     limit = limit.to(tl.uint32)
-    dropped = tl.join((words & 0xFFFF) < limit, words < (limit << 16))
+    # Shifts and comparisons run on different pipes, "and" and comparisons on the same.
+    dropped = tl.join((words << 16) < (limit << 16), words < (limit << 16))
     return tl.reshape(dropped, (word0.shape[0], word0.shape[1] * LANES))

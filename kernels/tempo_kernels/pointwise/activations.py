@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,8 @@ class Activation(NamedTuple):
 
     value: Callable[..., Tensor]
     """value(x, out=None): f(x), written to `out` where that is given."""
-    grad_x: Callable[[Tensor, Tensor], Tensor]
-    """grad_y f'(x), of grad_y and x."""
+    grad_x: Callable[..., Tensor]
+    """grad_x(grad_y, x, out=None): grad_y f'(x), written to `out` where that is given."""
     rounds_sum: bool = True
     """Whether x + bias is rounded to the dtype of x before f, as torch rounds it. Megatron's fused GELU does not."""
 
@@ -27,16 +27,29 @@ def _square_relu(x: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mul(rectified, rectified, out=out)
 
 
+def _differentiate_square_relu(grad_y: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.clamp_min(x, 0, out=out).mul_(2).mul_(grad_y)
+
+
+def _differentiate(function: Any, *numbers: Any, **names: Any) -> Callable[..., Tensor]:
+    """grad_x by an operator of torch, which writes to `out` under the name grad_input."""
+
+    def grad_x(grad_y: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return function(grad_y, x, *numbers, **names)  # type: ignore[no-any-return]
+        return function.grad_input(grad_y, x, *numbers, **names, grad_input=out)  # type: ignore[no-any-return]
+
+    return grad_x
+
+
 ACTIVATIONS = {
-    "silu": Activation(torch._C._nn.silu, lambda grad_y, x: torch.ops.aten.silu_backward(grad_y, x)),
-    "gelu": Activation(F.gelu, lambda grad_y, x: torch.ops.aten.gelu_backward(grad_y, x)),
+    "silu": Activation(torch._C._nn.silu, _differentiate(torch.ops.aten.silu_backward)),
+    "gelu": Activation(F.gelu, _differentiate(torch.ops.aten.gelu_backward)),
     "gelu_tanh": Activation(
         partial(F.gelu, approximate="tanh"),
-        lambda grad_y, x: torch.ops.aten.gelu_backward(grad_y, x, approximate="tanh"),
+        _differentiate(torch.ops.aten.gelu_backward, approximate="tanh"),
         rounds_sum=False,
     ),
-    "relu": Activation(
-        partial(torch.clamp_min, min=0), lambda grad_y, x: torch.ops.aten.threshold_backward(grad_y, x, 0)
-    ),
-    "squared_relu": Activation(_square_relu, lambda grad_y, x: x.clamp_min(0).mul_(2).mul_(grad_y)),
+    "relu": Activation(partial(torch.clamp_min, min=0), _differentiate(torch.ops.aten.threshold_backward, 0)),
+    "squared_relu": Activation(_square_relu, _differentiate_square_relu),
 }

@@ -1,6 +1,8 @@
 """An activation of x + bias as in eager.py, fast on a CPU, where the cost is passes over memory and not arithmetic.
 
-Each function walks over chunks that stay in the processor's cache, in buffers allocated once per call.
+Each function walks over chunks that stay in the processor's cache, in buffers allocated once per call. What needs no
+sum with a bias is torch's own function of the whole tensor. A backward over COMPILED_ELEMENTS and more takes one
+compiled pass, which adds the bias as it goes.
 """
 
 from __future__ import annotations
@@ -11,47 +13,80 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tempo_kernels.compiled import Compiled, pays_for
 from tempo_kernels.pointwise.activations import ACTIVATIONS
 from tempo_kernels.pointwise.eager import find_sum_dtype, smallest_at_least, sum_rows
+
+COMPILED_ELEMENTS = 1 << 20
+"""Elements of a tensor from which on one compilation, which takes seconds, is worth its time."""
 
 _CHUNK_PER_THREAD = 1 << 18
 _MAX_CHUNK = 1 << 22
 # A chunk fills whole bytes of bits, and whole vector registers: torch computes what is left over with other roundings.
 _CHUNK_STEP = 128
 
-# Eight bytes of 0 or 1 in a little-endian word: the product has them in its top byte, the first in the highest bit.
-_COLLECT_BITS = -0x7FBFDFEFF7FBFDFF
+# Four bytes of 0 or 1 in a little-endian word: the product has them in the lower half of its top byte, the first in the
+# highest bit. Products of 64 bits, for eight bytes at once, take longer.
+_COLLECT_BITS = 0x08040201
 
 
 def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
     """As in eager.py."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    for rows, total in _add_in_chunks(x, bias, activation):
-        _write_value(total, activation, y.view(-1, _count_columns(bias))[rows])
+    if bias is None:
+        # In one contiguous piece: torch computes what does not fill a vector register with other roundings.
+        return ACTIVATIONS[activation].value(x.contiguous(), out=y)
+    for total, y_rows in _add_in_chunks(x, bias, activation, y):
+        _write_value(total, activation, y_rows)
     return y
 
 
 def forward_with_bits(x: Tensor, bias: Tensor | None, activation: str, threshold: float) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
     threshold = smallest_at_least(threshold, find_sum_dtype(x, bias, activation))
-    flags = torch.empty(_count_rows(x, bias) * _count_columns(bias), dtype=torch.int8, device=x.device)
-    for rows, total in _add_in_chunks(x, bias, activation):
-        _write_value(total, activation, y.view(-1, _count_columns(bias))[rows])
-        _pack(total, threshold, flags, bits[rows.start * _count_columns(bias) // 8 :])
-    return y, bits
+    flags = torch.empty(x.numel() + -x.numel() % 8, dtype=torch.int8, device=x.device)
+    flags[x.numel() :] = 0
+    for total, y_rows, flag_rows in _add_in_chunks(x, bias, activation, y, flags[: x.numel()]):
+        _write_value(total, activation, y_rows)
+        # Into another dtype than that of what it compares torch takes longer, by way of a buffer.
+        flag_rows.copy_(torch.ge(total, threshold, out=torch.empty_like(total) if bias is None else total))
+    return y, _pack(flags)
 
 
 def backward(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As in eager.py."""
+    differentiate = ACTIVATIONS[activation].grad_x
+    grad_y = grad_y.contiguous()
+    if bias is None:
+        grad_x = differentiate(grad_y, x.contiguous())
+        return grad_x, sum_rows(grad_x) if has_grad_bias else None
+    if activation in _COMPILED and pays_for(x, COMPILED_ELEMENTS, x.numel() // max(x.size(-1), 1), x.size(-1)):
+        operands = (t.contiguous().view(-1, x.size(-1)) for t in (grad_y, x))
+        grad_x = _COMPILED[activation](*operands, bias.contiguous()).view(x.shape)
+        return grad_x, sum_rows(grad_x) if has_grad_bias else None
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows_grad_y, rows_grad_x = (t.view(-1, _count_columns(bias)) for t in (grad_y.contiguous(), grad_x))
-    for rows, total in _add_in_chunks(x, bias, activation):
-        rows_grad_x[rows] = ACTIVATIONS[activation].grad_x(rows_grad_y[rows].to(total.dtype), total)
+    for total, rows_grad_y, rows_grad_x in _add_in_chunks(x, bias, activation, grad_y, grad_x):
+        if total.dtype == x.dtype:
+            differentiate(rows_grad_y, total, out=rows_grad_x)
+        else:
+            rows_grad_x.copy_(differentiate(rows_grad_y.to(total.dtype), total))
     return grad_x, sum_rows(grad_x) if has_grad_bias else None
+
+
+def _compile_backward(activation: str) -> Compiled:
+    """grad_y, x [n, f], bias [f] -> grad_y f'(x + bias) of x's dtype."""
+
+    def backward(grad_y: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+        return ACTIVATIONS[activation].grad_x(grad_y.float(), x.float() + bias).to(x.dtype)
+
+    return Compiled(backward)
+
+
+# The gradients of the others are torch's bit for bit.
+_COMPILED = {activation: _compile_backward(activation) for activation in ("silu", "gelu", "gelu_tanh")}
 
 
 def choose_chunk_size(numel: int) -> int:
@@ -60,18 +95,16 @@ def choose_chunk_size(numel: int) -> int:
     return size + -size % _CHUNK_STEP
 
 
-def _add_in_chunks(x: Tensor, bias: Tensor | None, activation: str) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, x + bias of these rows [rows, f], in one buffer for all) for consecutive chunks; f is 1 without a bias."""
-    rows_x, num_rows = x.contiguous().view(-1, _count_columns(bias)), _count_rows(x, bias)
+def _add_in_chunks(x: Tensor, bias: Tensor | None, activation: str, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """(x + bias of some rows [rows, f], in one buffer for all, the same rows of others...) for consecutive chunks; f is
+    1 without a bias."""
+    columns, num_rows = _count_columns(bias), _count_rows(x, bias)
     if x.numel() == 0:
         return
     dtype = find_sum_dtype(x, bias, activation)
-    sums = torch.empty((0 if bias is None else num_rows, _count_columns(bias)), dtype=dtype, device=x.device)
-    for start in range(0, rows_x.shape[0], num_rows):
-        total = rows_x[start : start + num_rows]
-        if bias is not None:
-            total = _add(total, bias, out=sums[: total.shape[0]])
-        yield slice(start, start + total.shape[0]), total
+    sums = torch.empty((0 if bias is None else num_rows, columns), dtype=dtype, device=x.device)
+    for rows_x, *rows in zip(*(t.view(-1, columns).split(num_rows) for t in (x.contiguous(), *others)), strict=True):
+        yield rows_x if bias is None else _add(rows_x, bias, out=sums[: rows_x.size(0)]), *rows
 
 
 def _count_columns(bias: Tensor | None) -> int:
@@ -79,7 +112,7 @@ def _count_columns(bias: Tensor | None) -> int:
 
 
 def _count_rows(x: Tensor, bias: Tensor | None) -> int:
-    """Rows of whole bytes of bits."""
+    """Rows of whole vector registers."""
     step = _CHUNK_STEP // math.gcd(_CHUNK_STEP, _count_columns(bias))
     return -(-choose_chunk_size(x.numel()) // (_count_columns(bias) * step)) * step
 
@@ -96,11 +129,7 @@ def _write_value(total: Tensor, activation: str, out: Tensor) -> None:
         out.copy_(ACTIVATIONS[activation].value(total))
 
 
-def _pack(total: Tensor, threshold: float, flags: Tensor, bits: Tensor) -> None:
-    """Writes the bits total >= threshold to the first bytes of bits."""
-    length = total.numel()
-    padded = length + -length % 8
-    torch.ge(total, threshold, out=flags[:length].view(total.shape))
-    flags[length:padded] = 0
-    words = flags[:padded].view(torch.int64).mul_(_COLLECT_BITS).bitwise_right_shift_(56)
-    bits[: padded // 8].view(torch.int8).copy_(words)
+def _pack(flags: Tensor) -> Tensor:
+    """Eight flags to a byte; overwrites the flags."""
+    products = flags.view(torch.int32).mul_(_COLLECT_BITS).view(torch.uint8).view(-1, 8)
+    return torch.add(products[:, 7], products[:, 3], alpha=16)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels.kernel_launch import Plan, cache_plans, launch
 from tempo_kernels.pointwise import kernel_tiles as tiles
 from tempo_kernels.pointwise.activations import ACTIVATIONS
 from tempo_kernels.pointwise.eager import smallest_at_least
@@ -46,12 +47,12 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["num_units", "tiles_per_program"])
 def _backward_kernel(
-    grad_y_ptr, x_ptr, bias_ptr, grad_x_ptr, partial_ptr,
+    grad_y_ptr, x_ptr, bias_ptr, grad_x_ptr, partial_ptr, counters_ptr, grad_bias_ptr,
     num_units, row_groups, bias_size, tiles_per_program,
     UNIT: tl.constexpr, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, HAS_BIAS: tl.constexpr, WRAPS: tl.constexpr,
     ROUNDS: tl.constexpr, HAS_GRAD_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tiles_per_program tiles below one another, and their sum over rows into its row of partial."""
+    """One program: tiles_per_program tiles below one another, and their sum over rows."""
     chunk, strip, total = tiles.start_chunk(row_groups, BLOCK_ROWS, BLOCK_GROUPS)
     for row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
         first, _, elements, _, inside = tiles.place_tile(
@@ -63,21 +64,23 @@ def _backward_kernel(
         _, slope = differentiate(x, ACTIVATION, IS_NARROW)
         total += tiles.store_gradient(grad_y_ptr, slope, grad_x_ptr, first, elements, inside)
     if HAS_GRAD_BIAS:
-        tiles.store_sums(partial_ptr, total, chunk, strip, row_groups, BLOCK_GROUPS)
+        tiles.finish_sums(
+            partial_ptr, counters_ptr, grad_bias_ptr, total, chunk, strip, row_groups, BLOCK_ROWS, BLOCK_GROUPS
+        )
 
 
 def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
     """y = f(x + bias), contiguous."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    y = tiles.allocate_like(x) if out is None else out
     _launch_forward(x, bias, activation, y, None, 0.0)
     return y
 
 
 def forward_with_bits(x: Tensor, bias: Tensor | None, activation: str, threshold: float) -> tuple[Tensor, Tensor]:
     """y, and the bits x + bias >= threshold as eager.py packs them."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = tiles.allocate_like(x)
     bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
-    _launch_forward(x, bias, activation, y, bits, smallest_at_least(threshold, torch.float32))
+    _launch_forward(x, bias, activation, y, bits, threshold)
     return y, bits
 
 
@@ -87,41 +90,61 @@ def _launch_forward(
     tiles.check_dtype(activation, x)
     if x.numel() == 0:
         return
-    tiling = tiles.plan_tiles(x, bias is not None, tiles.FORWARD_TILE_BYTES // x.element_size())
-    with torch.cuda.device_of(x):
-        _forward_kernel[(tiling.row_blocks * tiling.strips,)](
-            x.contiguous(),
-            None if bias is None else bias.contiguous(),
-            y,
-            bits,
-            HAS_BITS=bits is not None,
-            THRESHOLD=threshold,
-            **tiling.sizes,
-            **_list_arguments(x, bias, activation, tiling),
-            **tiles.OPTIONS,
-        )
+    plan = _plan_forward(*tiles.describe(x), bias is not None, activation, bits is not None, threshold)
+    launch(_forward_kernel, plan, (x.contiguous(), None if bias is None else bias.contiguous(), y, bits))
+
+
+@cache_plans
+def _plan_forward(
+    numel: int, num_columns: int, dtype: torch.dtype, has_bias: bool, activation: str, has_bits: bool, threshold: float
+) -> Plan:
+    tiling = tiles.plan_tiles(numel, num_columns, has_bias, tiles.FORWARD_TILE[dtype.itemsize])
+    return Plan(
+        (tiling.row_blocks * tiling.strips,),
+        HAS_BITS=has_bits,
+        THRESHOLD=smallest_at_least(threshold, torch.float32),
+        **_list_arguments(num_columns, dtype, has_bias, activation, tiling),
+    )
 
 
 def backward(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """grad_x = grad_y f'(x + bias), contiguous, and its sum over all dimensions but the last in float32 [f].
+    """grad_x = grad_y f'(x + bias), contiguous, and its sum over all dimensions but the last, [f] of its dtype.
 
     The sum has two stages, each in a fixed order: the same bits every time on every GPU.
     """
-    tiling = tiles.plan_tiles(x, bias is not None, tiles.BACKWARD_TILE)
+    plan = _plan_backward(*tiles.describe(x), x.device, bias is not None, activation, has_grad_bias)
     tensors = (grad_y.contiguous(), x.contiguous(), None if bias is None else bias.contiguous())
-    arguments = _list_arguments(x, bias, activation, tiling)
-    return tiles.launch_backward(_backward_kernel, tensors, x, tiling, has_grad_bias, arguments)
+    return tiles.launch_backward(_backward_kernel, plan, tensors, x, has_grad_bias)
 
 
-def _list_arguments(x: Tensor, bias: Tensor | None, activation: str, tiling: tiles.Tiling) -> dict[str, Any]:
+@cache_plans
+def _plan_backward(
+    numel: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_bias: bool,
+    activation: str,
+    has_grad_bias: bool,
+) -> tiles.BackwardPlan:
+    tiling = tiles.plan_tiles(numel, num_columns, has_bias, tiles.BACKWARD_TILE_BYTES // dtype.itemsize, has_grad_bias)
+    arguments = _list_arguments(num_columns, dtype, has_bias, activation, tiling)
+    return tiles.plan_backward(tiling, has_grad_bias, device, **arguments)
+
+
+def _list_arguments(
+    num_columns: int, dtype: torch.dtype, has_bias: bool, activation: str, tiling: tiles.Tiling
+) -> dict[str, Any]:
     """The launch arguments that both kernels share."""
     return {
-        "bias_size": 1 if bias is None else bias.numel(),
+        "bias_size": num_columns if has_bias else 1,
         "ACTIVATION": activation,
-        "IS_NARROW": x.dtype.itemsize == 2,
-        "HAS_BIAS": bias is not None,
+        "IS_NARROW": dtype.itemsize == 2,
+        "HAS_BIAS": has_bias,
         "WRAPS": not tiling.has_columns,
         "ROUNDS": ACTIVATIONS[activation].rounds_sum,
+        **tiling.sizes,
+        **tiles.OPTIONS,
     }

@@ -5,7 +5,7 @@ A kernel reads its tensors as [rows, row_groups, 8]. A group is eight neighbours
 a bias, a row is a row of x; without one, any FLAT_COLUMNS neighbours make a row.
 
 A bias gradient is summed in two stages, each in a fixed order: a program adds up its tiles, which lie below one
-another, in registers and writes a row of float32; torch sums these rows. Atomics would give other bits every time.
+another, in registers and writes a row of float32; the last program of a strip adds up these rows (kernel_sums.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels.kernel_launch import Plan, launch
+from tempo_kernels.pointwise.kernel_sums import (
+    NO_SUMS,
+    STRIP_COLUMNS,
+    add_up,
+    allocate_sums,
+    choose_tiles_per_program,
+    is_last,
+    store_sums,
+)
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLAT_COLUMNS = 1024
-FORWARD_TILE_BYTES = 8192
-BACKWARD_TILE = 2048
-BACKWARD_PROGRAMS = 2048
+FORWARD_TILE = {2: 8192, 4: 2048}
+"""Elements, by the bytes of each: float32's erf takes more registers."""
+BACKWARD_TILE_BYTES = 4096
+BACKWARD_PROGRAMS = 6
+"""That share a multiprocessor: of 80 registers a thread."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
@@ -95,11 +108,19 @@ def store_gradient(grad_y_ptr, slope, grad_x_ptr, first, elements, inside):
 
 
 @triton.jit
-def store_sums(partial_ptr, total, chunk, strip, row_groups, GROUPS: tl.constexpr):
-    """The sum of total [m, n, 8] over its rows, to row `chunk` of partial."""
-    column = (strip * GROUPS + tl.arange(0, GROUPS))[:, None] * 8 + tl.arange(0, 8)[None, :]
-    partial = partial_ptr + chunk * row_groups * 8 + column
-    tl.store(partial, tl.sum(total, axis=0), mask=column < row_groups * 8)
+def finish_sums(
+    partial_ptr, counters_ptr, out_ptr, total, chunk, strip, row_groups,
+    BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The sum of total [m, n, 8] over its rows to row `chunk` of partial; and by the strip's last program, the sum of
+    partial's rows to `out`."""
+    num_columns = row_groups * 8
+    column = strip * (BLOCK_GROUPS * 8) + tl.arange(0, BLOCK_GROUPS * 8)
+    sums = tl.sum(tl.reshape(total, (BLOCK_ROWS, BLOCK_GROUPS * 8)), axis=0)
+    store_sums(partial_ptr, sums, chunk, column, num_columns)
+    num_chunks = tl.num_programs(0) // tl.cdiv(row_groups, BLOCK_GROUPS)
+    if is_last(counters_ptr + strip, num_chunks):
+        add_up(partial_ptr, out_ptr, column, num_chunks, num_columns, num_columns)
 
 
 class Tiling(NamedTuple):
@@ -111,16 +132,36 @@ class Tiling(NamedTuple):
     """The launch arguments that all kernels share."""
 
 
-def plan_tiles(x: Tensor, needs_columns: bool, tile_elements: int) -> Tiling:
-    """Strips of 256 to 1024 columns that divide a row, and as many rows as fill tile_elements.
+class BackwardPlan(NamedTuple):
+    num_chunks: int
+    """How many rows of partial sums there are."""
+    num_strips: int
+    sums_rows: bool
+    launch: Plan
+
+
+def describe(x: Tensor) -> tuple[int, int, torch.dtype]:
+    """What a launch depends on: the number of elements, the last size (1 without dimensions), and the dtype."""
+    return x.numel(), x.size(-1) if x.dim() else 1, x.dtype
+
+
+def allocate_like(x: Tensor) -> Tensor:
+    """Memory of x's shape and dtype, contiguous."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def plan_tiles(numel: int, last_size: int, needs_columns: bool, tile_elements: int, sums_rows: bool = False) -> Tiling:
+    """Strips of 256 to 1024 columns that divide a row, of STRIP_COLUMNS where rows are summed, and as many rows as fill
+    tile_elements.
 
     Rows of an odd length would share bytes of bits: then, as without a bias, the tensor is read as one long row, cut
     into pieces.
     """
-    numel = x.numel()
-    has_columns = needs_columns and x.size(-1) % 8 == 0
-    num_columns = x.size(-1) if has_columns else FLAT_COLUMNS
+    has_columns = needs_columns and last_size % 8 == 0
+    num_columns = last_size if has_columns else FLAT_COLUMNS
     block_columns = max(256, min(1024, num_columns & -num_columns))
+    if sums_rows and has_columns:
+        block_columns = STRIP_COLUMNS
     rows = tile_elements // block_columns
     num_rows = -(-numel // num_columns) if numel else 0
     unit = 1 if numel % 8 else 8
@@ -138,38 +179,35 @@ def plan_tiles(x: Tensor, needs_columns: bool, tile_elements: int) -> Tiling:
     )
 
 
-def launch_backward(
-    kernel: Any,
-    tensors: tuple[Tensor | None, ...],
-    like: Tensor,
-    tiling: Tiling,
-    has_grad_bias: bool,
-    arguments: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """grad_x in the shape of `like`, and its sum over all dimensions but the last in float32 [f]."""
-    grad_x = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    tiles_per_program = max(1, -(-tiling.row_blocks * tiling.strips // BACKWARD_PROGRAMS))
+def plan_backward(tiling: Tiling, has_grad_bias: bool, device: torch.device, **arguments: Any) -> BackwardPlan:
+    """How `launch_backward` launches; the arguments are the kernel's own beside those that all kernels share."""
+    tiles_per_program = choose_tiles_per_program(tiling.row_blocks, tiling.strips, BACKWARD_PROGRAMS, device)
     num_chunks = -(-tiling.row_blocks // tiles_per_program)
-    sums = has_grad_bias and tiling.has_columns
-    partial = torch.empty(num_chunks, like.size(-1), dtype=torch.float32, device=like.device) if sums else None
+    sums_rows = has_grad_bias and tiling.has_columns
+    named = tiling.sizes | OPTIONS | arguments
+    plan = Plan((num_chunks * tiling.strips,), tiles_per_program=tiles_per_program, HAS_GRAD_BIAS=sums_rows, **named)
+    return BackwardPlan(num_chunks, tiling.strips, sums_rows, plan)
+
+
+def launch_backward(
+    kernel: Any, plan: BackwardPlan, tensors: tuple[Tensor | None, ...], like: Tensor, has_grad_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """grad_x in the shape of `like`, and its sum over all dimensions but the last, [f] of its dtype."""
+    grad_x = allocate_like(like)
+    # Of no rows the sums are 0, and no kernel writes them.
+    grad_bias = grad_x.new_zeros(like.size(-1)) if plan.sums_rows and not like.numel() else None
     if like.numel():
-        with torch.cuda.device_of(like):
-            kernel[(num_chunks * tiling.strips,)](
-                *tensors,
-                grad_x,
-                partial,
-                **tiling.sizes,
-                **arguments,
-                tiles_per_program=tiles_per_program,
-                HAS_GRAD_BIAS=sums,
-                **OPTIONS,
-            )
+        sums = NO_SUMS
+        if plan.sums_rows:
+            sums = allocate_sums(plan.num_chunks, plan.num_strips, like.size(-1), like.dtype, like.device)
+        launch(kernel, plan.launch, (*tensors, grad_x, *sums))
+        grad_bias = sums[-1]
     if not has_grad_bias:
         return grad_x, None
-    if partial is None:
+    if not plan.sums_rows:
         # A dimension more, since no dimensions at all would mean every one.
-        return grad_x, grad_x.unsqueeze(0).sum(tuple(range(like.dim())), dtype=torch.float32)
-    return grad_x, partial.sum(0)
+        return grad_x, grad_x.unsqueeze(0).sum(tuple(range(like.dim())))
+    return grad_x, grad_bias
 
 
 def check_dtype(operation: str, x: Tensor) -> None:

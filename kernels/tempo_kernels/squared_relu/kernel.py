@@ -8,21 +8,23 @@ Forward, and the derivative from the input, are pointwise/kernel.py's.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels.kernel_launch import cache_plans
 from tempo_kernels.pointwise import kernel_tiles as tiles
 
 
 @triton.jit(do_not_specialize=["num_units", "tiles_per_program"])
 def _backward_kernel(
-    grad_y_ptr, y_ptr, grad_x_ptr, partial_ptr,
+    grad_y_ptr, y_ptr, grad_x_ptr, partial_ptr, counters_ptr, grad_bias_ptr,
     num_units, row_groups, tiles_per_program,
     UNIT: tl.constexpr, IS_NARROW: tl.constexpr, HAS_GRAD_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tiles_per_program tiles below one another, and their sum over rows into its row of partial."""
+    """One program: tiles_per_program tiles below one another, and their sum over rows."""
     chunk, strip, total = tiles.start_chunk(row_groups, BLOCK_ROWS, BLOCK_GROUPS)
     for row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
         first, _, elements, _, inside = tiles.place_tile(
@@ -32,14 +34,24 @@ def _backward_kernel(
         root = tl.sqrt(y).to(y_ptr.dtype.element_ty).to(tl.float32) if IS_NARROW else tl.sqrt_rn(y)
         total += tiles.store_gradient(grad_y_ptr, 2.0 * root, grad_x_ptr, first, elements, inside)
     if HAS_GRAD_BIAS:
-        tiles.store_sums(partial_ptr, total, chunk, strip, row_groups, BLOCK_GROUPS)
+        tiles.finish_sums(
+            partial_ptr, counters_ptr, grad_bias_ptr, total, chunk, strip, row_groups, BLOCK_ROWS, BLOCK_GROUPS
+        )
 
 
 def backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """grad_x = 2 sqrt(y) grad_y, contiguous, and its sum over all dimensions but the last in float32 [f].
+    """grad_x = 2 sqrt(y) grad_y, contiguous, and its sum over all dimensions but the last, [f] of its dtype.
 
     The sum has two stages, each in a fixed order: the same bits every time on every GPU.
     """
-    tiling = tiles.plan_tiles(y, has_grad_bias, tiles.BACKWARD_TILE)
-    arguments = {"IS_NARROW": y.dtype.itemsize == 2}
-    return tiles.launch_backward(_backward_kernel, (grad_y.contiguous(), y), y, tiling, has_grad_bias, arguments)
+    plan = _plan_backward(*tiles.describe(y), y.device, has_grad_bias)
+    return tiles.launch_backward(_backward_kernel, plan, (grad_y.contiguous(), y), y, has_grad_bias)
+
+
+@cache_plans
+def _plan_backward(
+    numel: int, num_columns: int, dtype: torch.dtype, device: torch.device, has_grad_bias: bool
+) -> tiles.BackwardPlan:
+    tile = tiles.BACKWARD_TILE_BYTES // dtype.itemsize
+    tiling = tiles.plan_tiles(numel, num_columns, has_grad_bias, tile, has_grad_bias)
+    return tiles.plan_backward(tiling, has_grad_bias, device, IS_NARROW=dtype.itemsize == 2)

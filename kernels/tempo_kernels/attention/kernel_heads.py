@@ -1,0 +1,223 @@
+"""Attention's backward in one walk, in Triton: programs own whole heads, and compute scores and dropout once.
+
+FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 2) adds every block's part of the gradient of q to memory. Blocks of
+other programs would do so in another order each time. Here the blocks of keys of a head go to one program, one after
+the other, or to a few, each of which has sums of its own: the order is fixed, and the same inputs give the same bits.
+The sums are float32; a last launch adds them up. kernel.py says where there are enough heads for that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tempo_kernels.attention.kernel_columns import find_queries
+from tempo_kernels.attention.kernel_tile import (
+    DRAWN,
+    PADDING,
+    VARYING,
+    compute_anew,
+    count_keys,
+    find_probabilities,
+    find_score_gradients,
+    find_seen_keys,
+    keep_apart,
+    load_rows,
+    order_keys,
+    store_rows,
+)
+from tempo_kernels.kernel_launch import launch_named
+from tempo_kernels.philox.kernel import load_draw
+
+
+@triton.jit
+def _find_block(step, split, NUM_SPLITS: tl.constexpr):
+    """The block of keys of a step. The splits take turns in being first, so that a causal limit leaves them equal."""
+    turn = split
+    if NUM_SPLITS > 1:
+        turn = tl.where(step % 2 == 0, split, NUM_SPLITS - 1 - split)
+    return step * NUM_SPLITS + turn
+
+
+@triton.jit
+def _lay_out(tile, BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """The numbers of a tile [queries, dim] in the order in which sm_90's threads hold them after a product, four at a
+    time: a thread adds 16 bytes at once, and nothing moves between threads."""
+    tile = tl.reshape(tile, (BLOCK_QUERIES // 16, 2, 8, BLOCK_DIM // 8, 4, 2))
+    return tl.reshape(tl.permute(tile, (3, 0, 2, 4, 1, 5)), (BLOCK_QUERIES * BLOCK_DIM,))
+
+
+@triton.jit
+def _lay_back(numbers, BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """The tile [queries, dim] of what _lay_out returned."""
+    tile = tl.reshape(numbers, (BLOCK_DIM // 8, BLOCK_QUERIES // 16, 8, 4, 2, 2))
+    return tl.reshape(tl.permute(tile, (1, 4, 2, 0, 3, 5)), (BLOCK_QUERIES, BLOCK_DIM))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _prepare_kernel(
+    out_ptr, grad_out_ptr, logsumexp_ptr, statistics_ptr, sums_ptr, grad_row, grad_sample, grad_head,
+    num_queries, batch, num_heads, keep_scale,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Writes the statistics, as kernel_rows.py does, and zeros over the sums, of one block of queries."""
+    num_blocks = tl.cdiv(num_queries, PADDING) * (PADDING // BLOCK_QUERIES)
+    start_row, index = tl.program_id(0) % num_blocks * BLOCK_QUERIES, (tl.program_id(0) // num_blocks).to(tl.int64)
+    sample, head = index // num_heads, index % num_heads
+    block_row = tl.arange(0, BLOCK_QUERIES)
+    row = start_row + block_row
+    grad_out_ptr += (sample * grad_sample + head * grad_head) * UNIT
+    out_row = batch.to(tl.int64) * num_heads * HEAD_DIM
+    grad_out = load_rows(grad_out_ptr, start_row, block_row, grad_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
+    out = load_rows(out_ptr + index * HEAD_DIM, start_row, block_row, out_row, num_queries, HEAD_DIM, BLOCK_DIM)
+    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1) / keep_scale
+    logsumexp = tl.load(logsumexp_ptr + index * num_queries + row, mask=row < num_queries, other=float("inf"))
+    num_rows = batch.to(tl.int64) * num_heads * num_blocks * BLOCK_QUERIES
+    first_row = index * num_blocks * BLOCK_QUERIES + start_row
+    tl.store(statistics_ptr + first_row + block_row, logsumexp)
+    tl.store(statistics_ptr + num_rows + first_row + block_row, delta)
+    place = tl.arange(0, BLOCK_QUERIES * BLOCK_DIM)
+    for split in tl.static_range(NUM_SPLITS):
+        tl.store(sums_ptr + (split * num_rows + first_row) * BLOCK_DIM + place, tl.zeros_like(place).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _finish_kernel(
+    sums_ptr, grad_q_ptr, num_queries, batch, num_heads, softmax_scale, keep_scale,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_QUERIES: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Writes grad_q [sq, b, a, d] of one block of queries."""
+    num_blocks = tl.cdiv(num_queries, PADDING) * (PADDING // BLOCK_QUERIES)
+    start_row, index = tl.program_id(0) % num_blocks * BLOCK_QUERIES, (tl.program_id(0) // num_blocks).to(tl.int64)
+    num_rows = batch.to(tl.int64) * num_heads * num_blocks * BLOCK_QUERIES
+    first_row = index * num_blocks * BLOCK_QUERIES + start_row
+    place = tl.arange(0, BLOCK_QUERIES * BLOCK_DIM)
+    total = tl.load(sums_ptr + first_row * BLOCK_DIM + place)
+    for split in tl.static_range(1, NUM_SPLITS):
+        total += tl.load(sums_ptr + (split * num_rows + first_row) * BLOCK_DIM + place)
+    grad_q = _lay_back(total, BLOCK_QUERIES, BLOCK_DIM) * (softmax_scale * keep_scale)
+    out_row = batch.to(tl.int64) * num_heads * HEAD_DIM
+    block_row = tl.arange(0, BLOCK_QUERIES)
+    store_rows(grad_q_ptr + index * HEAD_DIM, start_row, block_row, out_row, num_queries, grad_q, HEAD_DIM, BLOCK_DIM)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _grad_heads_kernel(
+    q_ptr, k_ptr, v_ptr, grad_out_ptr, statistics_ptr, sums_ptr, grad_k_ptr, grad_v_ptr,
+    mask_ptr, lengths_ptr, key_ptr, first_sample_ptr,
+    q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head, grad_row, grad_sample, grad_head,
+    mask_sample, mask_head, mask_row, mask_column,
+    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, scale, softmax_scale, masked_score,
+    key_low, key_high, first_sample, first_head, limit, keep_scale,
+    UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
+    PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, KEEPS_APART: tl.constexpr,
+):  # fmt: skip
+    """Writes grad_k and grad_v [sk, b, g, d] of a key-value head's blocks of keys that are this split's, and adds its
+    queries' part of grad_q to sums [splits, b, a, sq up to a multiple of PADDING, BLOCK_DIM], which begin as zeros."""
+    num_groups = num_heads // group_size
+    split, index = tl.program_id(0) % NUM_SPLITS, tl.program_id(0) // NUM_SPLITS
+    sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
+    num_seen = count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS)
+    key_low, key_high, first_sample = load_draw(
+        key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
+    )
+    if HAS_MASK:
+        mask_ptr += sample * mask_sample
+    padded = tl.cdiv(num_queries, PADDING) * PADDING
+    num_rows = batch.to(tl.int64) * num_heads * padded
+    group_head = (kv_head * group_size).to(tl.int32)
+    q_ptr += sample * q_sample * UNIT
+    grad_out_ptr += sample * grad_sample * UNIT
+    logsumexp_ptr = statistics_ptr + sample * num_heads * padded
+    delta_ptr = logsumexp_ptr + num_rows
+    sums_ptr += (split * num_rows + sample * num_heads * padded) * BLOCK_DIM
+    k_ptr += (sample * k_sample + kv_head * k_head) * UNIT
+    v_ptr += (sample * v_sample + kv_head * v_head) * UNIT
+    out_offset = (sample * num_groups + kv_head) * HEAD_DIM
+    out_row = batch.to(tl.int64) * num_groups * HEAD_DIM
+    block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, False)
+    place = tl.arange(0, BLOCK_QUERIES * BLOCK_DIM)
+    num_key_blocks = tl.cdiv(num_keys, BLOCK_KEYS)
+    for turn in range(0, tl.cdiv(num_key_blocks, NUM_SPLITS)):
+        start_key = _find_block(turn, split, NUM_SPLITS) * BLOCK_KEYS
+        first, full_start, full_stop, stop = find_queries(
+            start_key, num_queries, num_seen, first_offset, last_offset,
+            LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS,
+        )  # fmt: skip
+        k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        grad_k = tl.zeros((BLOCK_KEYS, BLOCK_DIM), tl.float32)
+        grad_v = tl.zeros((BLOCK_KEYS, BLOCK_DIM), tl.float32)
+        num_blocks = tl.cdiv(tl.maximum(stop - first, 0), BLOCK_QUERIES)
+        head, next_row = group_head.to(tl.int64), first
+        q_stride, grad_stride = q_row, grad_row
+        for _ in range(0, num_blocks * group_size):
+            start_row = tl.multiple_of(next_row, BLOCK_QUERIES)
+            row = start_row + block_row
+            q_head_ptr, grad_head_ptr = q_ptr + head * q_head * UNIT, grad_out_ptr + head * grad_head * UNIT
+            q_stride, grad_stride = compute_anew(q_stride), compute_anew(grad_stride)
+            q = load_rows(q_head_ptr, start_row, block_row, q_stride * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
+            grad_out = load_rows(
+                grad_head_ptr, start_row, block_row, grad_stride * UNIT, num_queries, HEAD_DIM, BLOCK_DIM
+            )
+            logsumexp = tl.load(logsumexp_ptr + head * padded + start_row + block_row)
+            delta = tl.load(delta_ptr + head * padded + start_row + block_row)
+            mask_head_ptr = mask_ptr
+            if HAS_MASK:
+                mask_head_ptr += head * mask_head
+            first_key, last_key = find_seen_keys(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
+            is_edge = (start_row < full_start) | (start_row + BLOCK_QUERIES > full_stop)
+            probabilities, hides = find_probabilities(
+                q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
+                mask_head_ptr, mask_row, mask_column, num_queries, num_keys, scale, masked_score,
+                LIMITS_LEFT, HAS_MASK, PRECISE, BRANCHES, BLOCK_KEYS, False,
+            )  # fmt: skip
+            probabilities, grad_scores = find_score_gradients(
+                probabilities, hides, v, grad_out, delta, row, start_key, first_head + head, first_sample + sample,
+                key_low, key_high, limit, HAS_MASK, DRAWS, BLOCK_KEYS, False,
+            )  # fmt: skip
+            grad_scores = grad_scores.to(q.dtype)
+            grad_q = tl.dot(grad_scores, k, input_precision="ieee")
+            tl.atomic_add(
+                sums_ptr + (head * padded + start_row) * BLOCK_DIM + place,
+                _lay_out(grad_q, BLOCK_QUERIES, BLOCK_DIM),
+                sem="relaxed",
+            )
+            grad_v = tl.dot(tl.trans(probabilities.to(grad_out.dtype)), grad_out, grad_v, input_precision="ieee")
+            grad_k = tl.dot(tl.trans(grad_scores), q, grad_k, input_precision="ieee")
+            if KEEPS_APART:
+                grad_v, grad_k = keep_apart(grad_v), keep_apart(grad_k)
+            next_row += BLOCK_QUERIES
+            is_last = next_row >= stop
+            head += is_last.to(tl.int64)
+            next_row = tl.where(is_last, first, next_row)
+        grad_k *= softmax_scale * keep_scale
+        grad_v *= keep_scale
+        store_rows(grad_k_ptr + out_offset, start_key, order, out_row, num_keys, grad_k, HEAD_DIM, BLOCK_DIM)
+        store_rows(grad_v_ptr + out_offset, start_key, order, out_row, num_keys, grad_v, HEAD_DIM, BLOCK_DIM)
+
+
+PREPARES = (
+    "out_ptr", "grad_out_ptr", "logsumexp_ptr", "statistics_ptr", "sums_ptr", "grad_row", "grad_sample", "grad_head",
+    "num_queries", "batch", "num_heads", "keep_scale", "UNIT", "HEAD_DIM", "BLOCK_DIM", "BLOCK_QUERIES", "NUM_SPLITS",
+    "num_warps", "enable_fp_fusion",
+)  # fmt: skip
+FINISHES = (
+    "sums_ptr", "grad_q_ptr", "num_queries", "batch", "num_heads", "softmax_scale", "keep_scale", "HEAD_DIM",
+    "BLOCK_DIM", "BLOCK_QUERIES", "NUM_SPLITS", "num_warps", "enable_fp_fusion",
+)  # fmt: skip
+
+
+def launch(num_row_blocks: int, num_kv_heads: int, **arguments: Any) -> None:
+    """Launches three kernels: two for blocks of queries, and between them one for key-value heads. The
+    arguments have the kernels' names."""
+    walks = arguments.keys() - {"out_ptr", "logsumexp_ptr", "grad_q_ptr"}
+    grid = (num_kv_heads * arguments["NUM_SPLITS"],)
+    launch_named(_prepare_kernel, (num_row_blocks,), (), {name: arguments[name] for name in PREPARES})
+    launch_named(_grad_heads_kernel, grid, DRAWN, {name: arguments[name] for name in walks})
+    launch_named(_finish_kernel, (num_row_blocks,), (), {name: arguments[name] for name in FINISHES})

@@ -1,0 +1,89 @@
+"""A sum over rows by the kernel that computes the rows: the program that arrives last adds up what all have found.
+
+A backward pass that is followed by a reduction and a rounding waits for two more launches. Instead every program writes
+its sums over its own rows to its row of `partial` and then counts itself; the last one of a strip of columns finds all
+rows of partial in the L2 cache, adds them up in the order of the rows, whoever was last, and rounds once: the same bits
+every time. A strip is narrow, so that many programs finish at once, and none reads more than a few KiB.
+
+The count is one atomic addition that releases this program's row and acquires the others'; the barrier before it
+stands for the program's other threads. The last program leaves the counter at 0 for the next launch. Kernels on one
+stream follow one another, so that each stream has counters of its own; in a CUDA graph, whose replays may run on any
+stream, a launch gets new ones, which the graph zeroes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tempo_kernels.kernel_launch import count_multiprocessors
+
+STRIP_COLUMNS = 128
+NUM_COUNTERS = 4096
+ROWS_AT_ONCE = 8
+
+Sums = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""partial, counters and the sums themselves, as the kernels take them."""
+NO_SUMS: Sums = (None, None, None)
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+@triton.jit
+def store_sums(partial_ptr, sums, chunk, column, num_columns):
+    """sums [n] to row `chunk` of partial."""
+    tl.store(partial_ptr + chunk.to(tl.int64) * num_columns + column, sums, mask=column < num_columns)
+
+
+@triton.jit
+def is_last(counter_ptr, num_chunks):
+    """Whether this is the last of num_chunks programs to call this; all that the others stored before is visible
+    then."""
+    tl.debug_barrier()
+    found = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_chunks - 1
+    if found:
+        tl.store(counter_ptr, 0)
+    return found
+
+
+@triton.jit
+def add_up(
+    partial_ptr, out_ptr, column, num_chunks, stride, num_columns, BLOCK_ROWS: tl.constexpr = ROWS_AT_ONCE
+):  # fmt: skip
+    """The sum of some columns [n] of partial, whose rows, `stride` numbers apart, other programs wrote, to `out`."""
+    inside = column < num_columns
+    row = tl.arange(0, BLOCK_ROWS)
+    total = tl.zeros((BLOCK_ROWS, column.shape[0]), dtype=tl.float32)
+    for first in range(0, num_chunks, BLOCK_ROWS):
+        place = (first + row).to(tl.int64)[:, None] * stride + column[None, :]
+        mask = (first + row < num_chunks)[:, None] & inside[None, :]
+        # From the L2 cache: a multiprocessor's own may have an older row.
+        total += tl.load(partial_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
+    tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def find_counters(device: torch.device, number: int) -> Tensor:
+    """At least `number` int32 that are 0 when the next kernel on the current stream begins."""
+    is_cuda = device.type == "cuda"
+    if number > NUM_COUNTERS or (is_cuda and torch.cuda.is_current_stream_capturing()):
+        return torch.zeros(number, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
+    if key not in _counters:
+        _counters[key] = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+def allocate_sums(num_chunks: int, num_strips: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Sums:
+    """What a kernel takes to sum rows: partial, counters, and the sums [num_columns] of `dtype` that it writes."""
+    partial = torch.empty(num_chunks, num_columns, dtype=torch.float32, device=device)
+    return partial, find_counters(device, num_strips), torch.empty(num_columns, dtype=dtype, device=device)
+
+
+def choose_tiles_per_program(
+    row_blocks: int, strips: int, programs_per_multiprocessor: int, device: torch.device
+) -> int:
+    """How many tiles below one another a program takes so that all programs run at once."""
+    num_programs = count_multiprocessors(device) * programs_per_multiprocessor
+    return max(1, -(-row_blocks // max(1, num_programs // max(1, strips))))
