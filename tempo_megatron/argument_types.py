@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 _LARGEST = 10**12
 """Beyond it no run has a size, and arithmetic with sizes would leave 64 bits."""
@@ -73,6 +75,28 @@ def parse_not_negative_float(text: str) -> float:
     if not 0.0 <= (value := parse_number(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is negative or not finite")
     return value
+
+
+def parse_output(text: str) -> str:
+    """A file to write when the work is done, whose folder is made: that it cannot be is found before."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; give a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} cannot be written, the folder {path.parent} cannot be made ({error.strerror}); give another place"
+        ) from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written here; give another place")
+    return text
+
+
+def parse_png(text: str) -> str:
+    if Path(text).suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"{text} does not end in .png, which is what is drawn")
+    return parse_output(text)
 
 
 def parse_fraction(text: str) -> float:

@@ -120,8 +120,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _DIED_OF_SIGPIPE
     except (OSError, ValueError, MissingExtraError) as error:
-        print(f"tempo-megatron {argv[0]}: {error}", file=sys.stderr)
+        print(f"tempo-megatron {argv[0]}: {_describe(error)}", file=sys.stderr)
         return 2
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} cannot be read or written ({error.strerror}); correct the path"
+    return str(error)
 
 
 def pretrain_gpt() -> int:

@@ -8,7 +8,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tempo_megatron.argument_types import parse_fraction, parse_positive, parse_positive_float
+from tempo_megatron.argument_types import (
+    parse_fraction,
+    parse_output,
+    parse_png,
+    parse_positive,
+    parse_positive_float,
+)
 from tempo_megatron.arguments import add_tempo_arguments
 from tempo_megatron.memory.gpu import DTYPES
 from tempo_megatron.memory.memory_size import parse_memory
@@ -97,8 +103,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="what Megatron may recompute: any of core_attn, mlp and full, or nothing (default all of them)",
     )
-    parser.add_argument("--json", metavar="FILE", help='write the "tempo" block, the arguments and the figures to FILE')
-    parser.add_argument("--plot", metavar="PNG", help="draw the best step time of every budget, and single switches")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=parse_output,
+        help='write the "tempo" block, the arguments and the figures to FILE',
+    )
+    parser.add_argument(
+        "--plot", metavar="PNG", type=parse_png, help="draw the best step time of every budget, and single switches"
+    )
     parser.set_defaults(recompute=[])
 
 
@@ -120,7 +133,7 @@ def add_flops_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-seconds", type=parse_positive_float, metavar="T", help="time of a step, for MFU and HFU (with --gpu)"
     )
     parser.add_argument("--gpu", help=_GPUS)
-    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too")
+    parser.add_argument("--json", metavar="FILE", type=parse_output, help="write the figures to FILE too")
     parser.set_defaults(dropout=None)
 
 
@@ -134,13 +147,17 @@ def add_order_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--work-limit",
         type=parse_positive,
-        default=300_000,
+        default=100_000,
         metavar="N",
         help="operations that the exact search looks at in each part of the graph (default %(default)s)",
     )
     parser.add_argument("--no-layout", action="store_true", help="order only; no addresses in one arena")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures and the order to FILE")
-    parser.add_argument("--plot", metavar="PNG", help="also draw the memory of each operation, before and after")
+    parser.add_argument(
+        "--json", metavar="FILE", type=parse_output, help="also write the figures and the order to FILE"
+    )
+    parser.add_argument(
+        "--plot", metavar="PNG", type=parse_png, help="also draw the memory of each operation, before and after"
+    )
     add_tempo_arguments(parser)
 
 
@@ -161,8 +178,8 @@ def _add_sequence_parallel(parser: Any) -> None:
 
 
 def _add_outputs(parser: Any, plot: str) -> None:
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--plot", metavar="PNG", help=f"also draw {plot} to PNG")
+    parser.add_argument("--json", metavar="FILE", type=parse_output, help="also write the figures to FILE")
+    parser.add_argument("--plot", metavar="PNG", type=parse_png, help=f"also draw {plot} to PNG")
 
 
 def _add_text(parser: Any) -> None:

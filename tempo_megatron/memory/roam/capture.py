@@ -8,6 +8,7 @@ from the storages they read and write. Random numbers and collectives stay in th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -16,14 +17,18 @@ import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tempo_kernels.opaque import Opaque
-from tempo_megatron.memory.roam.read_graph import CapturedStep, GraphReader, Update
-from tempo_megatron.memory.roam.refusals import explain_refusals
+from tempo_megatron.memory.roam.read_graph import CapturedStep, GraphReader, Update, is_random
+from tempo_megatron.memory.roam.refusals import (
+    check_model,
+    explain_refusals,
+    refuse_changed_attributes,
+)
 from tempo_megatron.memory.roam.updates import ParameterUpdate, UpdateBytes, check_optimizer, measure_update
 
 
@@ -41,14 +46,18 @@ def capture_step(
         batch: tensors, real or fake, and anything else; what is no tensor is compiled in.
         optimizer: of the model's parameters; without one the gradients are kept.
 
+    What the model computes in Python is compiled in, too: a step of another branch is another step.
+
     Raises ValueError, with the operation and the module in which it is, where a shape or a branch depends on data, or
-    an operation has no fake kernel; where a module replaces a buffer, and where a storage is resized; and for an
-    optimizer whose updates may depend on one another.
+    an operation has no fake kernel; where a module replaces a buffer or sets an attribute, where a storage is resized
+    or sparse, or a hook waits for a gradient, which a trace does not call; and for an optimizer whose updates may
+    depend on one another.
     """
+    check_model(model)
     if optimizer is not None:
         check_optimizer(optimizer)
     trace = _Trace(model, compute_loss, batch)
-    with _see_operations() as opaque, explain_refusals(model):
+    with _see_operations() as opaque, refuse_changed_attributes(model), explain_refusals(model):
         module = trace.run()
     names = [*trace.state, *(f"batch {i}" for i in range(len(trace.batch_leaves)))]
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -61,7 +70,7 @@ def capture_step(
         output.args = ([loss],)
     module.graph.lint()
     module.recompile()
-    return GraphReader(module, opaque).read()
+    return dataclasses.replace(GraphReader(module, opaque).read(), recomputes_draws=trace.recomputes_draws)
 
 
 class _Trace:
@@ -75,6 +84,8 @@ class _Trace:
         self._leaves, self._structure = tree_flatten(tuple(batch))
         self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         self.batch_leaves = [self._leaves[place] for place in self._places]
+        self.recomputes_draws = False
+        """Whether backward draws random numbers, where eager mode repeats those of forward."""
         if not self.trained:
             raise ValueError("no parameter of the model needs a gradient; expected a model that trains")
 
@@ -98,12 +109,38 @@ class _Trace:
                         f"buffer {name} is another tensor after the forward than before; expected a module that "
                         "changes its buffers in place"
                     )
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
-                "compute_loss returned no single number that depends on a parameter; let it return the loss"
-            )
-        grads = torch.autograd.grad(loss, [state[name] for name in self.trained], allow_unused=True)
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ValueError(
+                    "compute_loss returned no single number that depends on a parameter; let it return the loss"
+                )
+            draws = self._count_draws()
+            # What backward recomputes reads the model's parameters, too.
+            grads = _differentiate(loss, [state[name] for name in self.trained])
+            self.recomputes_draws = self._count_draws() > draws
         return [loss.detach(), *grads]
+
+    def _count_draws(self) -> int:
+        mode = get_proxy_mode()
+        assert mode is not None
+        return sum(is_random(node) for node in mode.tracer.graph.nodes)
+
+
+def _differentiate(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients, without the copies that eager mode makes of those which something else holds, too.
+
+    What the reentrant forms of checkpointing recompute (torch's, Megatron's, DeepSpeed's) is differentiated for itself
+    and added to .grad. They want backward() for that alone: so that nothing of it is lost.
+    """
+    for parameter in parameters:
+        parameter.grad = None
+    with mock.patch.object(torch.autograd, "_is_checkpoint_valid", return_value=True):
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+    with torch.no_grad():
+        return [_add(parameter.grad, grad) for parameter, grad in zip(parameters, grads, strict=True)]
+
+
+def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return one + other if one is not None and other is not None else other if one is None else one
 
 
 @contextlib.contextmanager

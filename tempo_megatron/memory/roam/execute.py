@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from tempo_megatron.memory.roam.graph import check_order
 from tempo_megatron.memory.roam.read_graph import CapturedStep, get_arguments, is_random
+from tempo_megatron.memory.roam.updates import ParameterUpdate
 
 
 class OrderedStep:
@@ -31,11 +32,20 @@ class OrderedStep:
         _check_draws(captured, model)
         self._module = reorder(captured, range(len(captured.nodes)) if order is None else order)
         self._state: list[Tensor] = [*dict(model.named_parameters()).values(), *dict(model.named_buffers()).values()]
+        self._updates = [each for each in captured.module.children() if isinstance(each, ParameterUpdate)]
 
     def __call__(self, *batch: Any) -> Tensor:
-        """One step with a micro batch of the shapes that were captured. Returns the loss."""
+        """One step with a micro batch of the shapes that were captured. Returns the loss.
+
+        Raises ValueError for other shapes, and where a parameter has a gradient already: eager mode would add to it.
+        """
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         _check_shapes(self._module, len(self._state), tensors)
+        if any(update.has_gradient() for update in self._updates):
+            raise ValueError(
+                "a parameter has a gradient before the step, to which eager mode would add the step's own; expected "
+                "none (call optimizer.zero_grad())"
+            )
         with torch.no_grad():
             loss: Tensor = self._module(*self._state, *tensors)[0]
         return loss
@@ -57,6 +67,11 @@ def reorder(captured: CapturedStep, order: Iterable[int]) -> fx.GraphModule:
 
 def _check_draws(captured: CapturedStep, model: torch.nn.Module) -> None:
     """Raises ValueError where a run would draw other random numbers than eager mode."""
+    if captured.recomputes_draws:
+        raise ValueError(
+            "the model recomputes what draws random numbers, and a trace draws others the second time; expected no "
+            "dropout, or no recomputation, to run it (to plan it is possible)"
+        )
     is_megatron = any(type(each).__module__.startswith("megatron.") for each in model.modules())
     for node in (node for nodes in captured.nodes for node in nodes):
         arguments = get_arguments(node)

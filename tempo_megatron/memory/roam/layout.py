@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from tempo_megatron.memory.roam.fill import Filler
 from tempo_megatron.memory.roam.graph import StepGraph, find_lifetimes
+from tempo_megatron.memory.roam.progress import scale_progress
 
-WORK_LIMIT = 200_000
+WORK_LIMIT = 600_000
 # So many rectangles are placed by trying everything that may be better.
 _FEW = 9
+_UNLIMITED = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +71,16 @@ def find_layout(
 ) -> Layout:
     """The lowest layout that is found.
 
-    Rectangles are cut where none is alive on both sides. Each part is placed largest first in several senses of the
-    word; then what reached highest is placed earlier, again and again. A part of few rectangles that is not as low as
-    what is alive at once is then solved exactly.
+    Rectangles are cut where none is alive on both sides. Of each part, an arena as high as what is alive at once is
+    filled from the bottom. Where that fails, the part is placed largest first in several senses of the word, then in
+    orders drawn with a fixed seed; what reaches too high is placed earlier, again and again. A part of few rectangles
+    that is still higher is then solved exactly.
 
     Args:
         rectangles: what to place.
         alignment: of every offset; sizes are rounded up to it.
-        work_limit: rectangles placed in all; the answer depends on it and on no clock.
-        note_progress: called with the rectangles placed, and all.
+        work_limit: rectangles placed greedily in all; the answer depends on it and on no clock.
+        note_progress: called with the rectangles placed, and all, also while one part takes long.
     """
     sizes = [-(-each.size // alignment) * alignment for each in rectangles]
     rounded = [dataclasses.replace(each, size=size) for each, size in zip(rectangles, sizes, strict=True)]
@@ -82,7 +88,9 @@ def find_layout(
     parts = _split(rounded)
     # The highest part first: what the others need less is no gain.
     for part in sorted(parts, key=lambda part: -find_most_alive([rounded[i] for i in part])):
-        found = _place_part([rounded[i] for i in part], max(bounds), work_limit * len(part) // len(rounded))
+        note_share = scale_progress(note_progress, placed, len(part), len(rounded))
+        share_of_work = work_limit * len(part) // len(rounded)
+        found = _place_part([rounded[i] for i in part], max(bounds), share_of_work, note_share)
         for index, offset in zip(part, found.offsets, strict=True):
             offsets[index] = offset
         heights.append(found.height)
@@ -127,7 +135,12 @@ def place_longest_first(rectangles: Sequence[Rectangle]) -> int:
     order = sorted(
         range(len(rectangles)), key=lambda i: (rectangles[i].first - rectangles[i].last, -rectangles[i].size)
     )
-    return _Arena(rectangles).place(order, best=True)[1]
+    offsets = _Arena(rectangles).place(order, best=True).offsets
+    return _find_height(rectangles, offsets)
+
+
+def _find_height(rectangles: Sequence[Rectangle], offsets: Sequence[int]) -> int:
+    return max((offset + each.size for offset, each in zip(offsets, rectangles, strict=True)), default=0)
 
 
 def _split(rectangles: Sequence[Rectangle]) -> list[list[int]]:
@@ -140,35 +153,95 @@ def _split(rectangles: Sequence[Rectangle]) -> list[list[int]]:
     return parts
 
 
-def _place_part(rectangles: Sequence[Rectangle], enough: int, work_limit: int) -> Layout:
+# Of a failed placement: what did not fit is placed earlier, so often.
+_ROUNDS = 12
+
+
+def _place_part(
+    rectangles: Sequence[Rectangle], enough: int, work_limit: int, note_share: Callable[[float], None] | None = None
+) -> Layout:
+    """The lowest that is found: greedily in many orders, each given up as soon as it is no lower than the best."""
     bound = find_most_alive(rectangles)
-    goal, arena = max(bound, enough), _Arena(rectangles)
-    best: tuple[list[int], int] | None = None
-    starts: list[Callable[[Rectangle], int]] = [
-        lambda r: -r.size * (r.last - r.first + 1),
-        lambda r: r.first - r.last,
-        lambda r: -r.size,
-        lambda r: r.first,
-    ]
-    rounds = max(1, work_limit // max(1, len(rectangles)) // len(starts))
-    for key in starts:
-        order = sorted(range(len(rectangles)), key=lambda i: (key(rectangles[i]), -rectangles[i].size, i))
-        for _ in range(rounds):
-            offsets, height = arena.place(order)
-            if best is None or height < best[1]:
-                best = offsets, height
-            if best[1] <= goal:
-                return Layout(tuple(best[0]), best[1], bound)
-            top = [i for i in order if offsets[i] + rectangles[i].size == height]
-            moved = set(top)
-            if order[: len(top)] == top:
-                break
-            order = top + [i for i in order if i not in moved]
-    assert best is not None
+    goal, arena, work = max(bound, enough), _Arena(rectangles), 0
+    stacked = [0, *itertools.accumulate(each.size for each in rectangles)]
+    offsets, height = stacked[:-1], stacked[-1]
+    if height > goal and (filled := _fill_part(rectangles, goal)) is not None:
+        offsets, height = filled, _find_height(rectangles, filled)
+    for order, best in _list_starts(rectangles):
+        for _ in range(_ROUNDS):
+            if height <= goal:
+                return Layout(tuple(offsets), height, bound)
+            found = arena.place(order, best=best, limit=height - 1)
+            work += found.num_placed
+            if found.num_placed == len(order):
+                offsets, height = found.offsets, _find_height(rectangles, found.offsets)
+            else:
+                order.insert(0, order.pop(found.num_placed))
+        if work >= work_limit:
+            break
+        if note_share:
+            note_share(work / work_limit)
     if len(rectangles) <= _FEW:
-        offsets, height = BranchAndBound(rectangles, *best, goal=goal).run()
-        return Layout(tuple(offsets), height, max(bound, height if height > goal else bound))
-    return Layout(tuple(best[0]), best[1], bound)
+        offsets, height = BranchAndBound(rectangles, offsets, height, goal=goal).run()
+        bound = max(bound, height if height > goal else bound)
+    return Layout(tuple(offsets), height, bound)
+
+
+def _fill_part(rectangles: Sequence[Rectangle], height: int) -> list[int] | None:
+    """Offsets in an arena of this height, if they are found."""
+    chosen = [i for i, each in enumerate(rectangles) if each.size]
+    sizes, firsts, lasts = (
+        np.array([getattr(rectangles[i], name) for i in chosen], np.int64) for name in ("size", "first", "last")
+    )
+    filler = Filler(sizes, firsts, lasts, height)
+    lengths = lasts - firsts + 1
+    for keys in (firsts, -lasts, -lengths * sizes, -lengths):
+        found = filler.place(np.argsort(np.argsort(keys, kind="stable"), kind="stable"))
+        if (found >= 0).all():
+            offsets = dict(zip(chosen, found.tolist(), strict=True))
+            return [offsets.get(i, 0) for i in range(len(rectangles))]
+    return None
+
+
+def _list_starts(rectangles: Sequence[Rectangle]) -> Iterator[tuple[list[int], bool]]:
+    """Orders in which to place, and whether each goes to the narrowest gap or to the lowest.
+
+    First comes what is large, or lives long, or both; in half of the orders what lives when most is alive before all
+    else. Then the same with weights drawn from a generator of a fixed seed, without end.
+    """
+    rng = random.Random(0)
+    sizes = [max(each.size, 1) for each in rectangles]
+    lengths = [each.last - each.first + 1 for each in rectangles]
+    crowds = _find_crowds(rectangles)
+    most = max(crowds, default=0)
+    exact = itertools.product(((1, 1), (0, 1), (1, 0)), (0.0, 1.0), (False, True))
+    drawn = (
+        ((rng.random(), rng.random()), rng.choice((0.0, 0.9, 0.97, 0.99, 1.0)), rng.random() < 0.5)
+        for _ in itertools.count()
+    )
+    for number, ((by_size, by_length), share, best) in enumerate(itertools.chain(exact, drawn)):
+        noise = rng.choice((0.0, 0.0, 0.1, 0.3)) if number >= 12 else 0.0
+        keys = [
+            (-min(crowd, share * most), -(size**by_size) * length**by_length * (1 + noise * rng.random()))
+            for crowd, size, length in zip(crowds, sizes, lengths, strict=True)
+        ]
+        yield sorted(range(len(keys)), key=keys.__getitem__), best
+
+
+def _find_crowds(rectangles: Sequence[Rectangle]) -> list[int]:
+    """Of each rectangle the most bytes that are alive at once while it is."""
+    alive = np.zeros(max((each.last for each in rectangles), default=0) + 1, np.int64)
+    for each in rectangles:
+        alive[each.first : each.last + 1] += each.size
+    return [int(alive[each.first : each.last + 1].max()) for each in rectangles]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placement:
+    offsets: list[int]
+    """In the order of the rectangles."""
+    num_placed: int
+    """Fewer than all where the next one would have reached above the limit."""
 
 
 class _Arena:
@@ -177,11 +250,11 @@ class _Arena:
     def __init__(self, rectangles: Sequence[Rectangle]) -> None:
         self._rectangles = rectangles
 
-    def place(self, order: Sequence[int], *, best: bool = False) -> tuple[list[int], int]:
-        """Offsets, and the height."""
+    def place(self, order: Sequence[int], *, best: bool, limit: int = _UNLIMITED) -> _Placement:
+        """Place in this order, until one reaches above the limit."""
         n = len(self._rectangles)
         low, high, first, last = (np.zeros(n, np.int64) for _ in range(4))
-        offsets, height = [0] * n, 0
+        offsets = [0] * n
         for count, index in enumerate(order):
             each = self._rectangles[index]
             if not each.size:
@@ -190,13 +263,15 @@ class _Arena:
             meets = np.flatnonzero((first[:count] <= each.last) & (last[:count] >= each.first) & (high[:count] > 0))
             by_offset = meets[np.argsort(low[meets], kind="stable")]
             below = np.maximum.accumulate(np.concatenate(([0], high[by_offset])))
-            gaps = np.concatenate((low[by_offset] - below[:-1], [np.iinfo(np.int64).max]))
+            gaps = np.concatenate((low[by_offset] - below[:-1], [_UNLIMITED]))
             fitting = np.flatnonzero(gaps >= each.size)
             chosen = fitting[np.argmin(gaps[fitting])] if best else fitting[0]
             offset = int(below[chosen])
+            if offset + each.size > limit:
+                return _Placement(offsets, count)
             low[count], high[count], first[count], last[count] = offset, offset + each.size, each.first, each.last
-            offsets[index], height = offset, max(height, offset + each.size)
-        return offsets, height
+            offsets[index] = offset
+        return _Placement(offsets, n)
 
 
 class BranchAndBound:

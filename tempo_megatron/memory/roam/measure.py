@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -18,7 +20,7 @@ def measure_allocated(function: Callable[[], _Result]) -> tuple[_Result, int]:
     torch.cuda.max_memory_allocated says the same.
     """
     torch.empty(1, dtype=torch.float32)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with _keep_garbage(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         result = function()
     assert found.profiler is not None and found.profiler.kineto_results is not None
     events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -27,3 +29,16 @@ def measure_allocated(function: Callable[[], _Result]) -> tuple[_Result, int]:
         alive += event.nbytes()
         most = max(most, alive)
     return result, most
+
+
+@contextlib.contextmanager
+def _keep_garbage() -> Iterator[None]:
+    """No collection of Python's garbage inside, which would give back at any moment what was there before."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from tempo_megatron.memory.roam.graph import StepGraph, check_order
 from tempo_megatron.memory.roam.least_state import LeastState, find_least_state
 from tempo_megatron.memory.roam.problem import Problem, cut, make_problem, restrict
+from tempo_megatron.memory.roam.progress import scale_progress
 from tempo_megatron.memory.roam.search import Search
-from tempo_megatron.memory.roam.shift import advance_frees, delay_makes, list_by_memory
+from tempo_megatron.memory.roam.shift import advance_frees, delay_makes, list_by_memory, list_depth_first
 
-WORK_LIMIT = 300_000
+WORK_LIMIT = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ def find_order(
     Args:
         graph: the step.
         work_limit: of the exact search of each range, in operations; the answer depends on it and on no clock.
-        note_progress: called with the operations that are in order, and all.
+        note_progress: called with the operations that are in order, and all, also during a long search.
     """
     problem = make_problem(graph)
     ranges = cut(problem)
@@ -59,7 +60,8 @@ def find_order(
     peaks = [lower_bound]
     # The range that needs most first: where another one needs less, there is nothing to gain.
     for inside in sorted((each for each in ranges if len(each) > 1), key=lambda r: -max(given[r.start : r.stop])):
-        part = _solve(restrict(problem, inside), max(lower_bound, 0), work_limit)
+        note_share = scale_progress(note_progress, solved, len(inside), len(problem))
+        part = _solve(restrict(problem, inside), max(lower_bound, 0), work_limit, note_share)
         order[inside.start : inside.stop] = [inside.start + place for place in part.order]
         lower_bound = max(lower_bound, part.lower_bound)
         peaks.append(part.peak)
@@ -81,21 +83,20 @@ class _Part:
     work: int
 
 
-def _solve(problem: Problem, enough: int, work_limit: int) -> _Part:
+def _solve(problem: Problem, enough: int, work_limit: int, note_share: Callable[[float], None] | None = None) -> _Part:
     """The best order found of a range; one whose peak is at most `enough` needs no improvement."""
     order = _tighten(problem, range(len(problem)))
     peak = problem.count_peak(order)
     if peak > enough:
-        other = list_by_memory(problem)
-        if problem.count_peak(other) < problem.count_peak(order):
-            order = _tighten(problem, other)
+        others = (_tighten(problem, listed) for listed in (list_by_memory(problem), list_depth_first(problem)))
+        order = min((order, *others), key=problem.count_peak)
         peak = problem.count_peak(order)
     bound, work = min(enough, peak), 0
     if peak > enough:
         order, bound = _Repair(problem, order, enough).run()
         peak = problem.count_peak(order)
     if peak > max(bound, enough):
-        result = Search(problem).run(peak, work_limit)
+        result = Search(problem).run(peak, work_limit, note_share)
         bound, work = max(bound, result.lower_bound), result.work
         if result.order is not None:
             order, peak = result.order, problem.count_peak(result.order)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,7 @@ from tempo_megatron.memory.roam.graph import count_bytes
 from tempo_megatron.memory.roam.layout import Layout, find_layout, list_rectangles
 from tempo_megatron.memory.roam.megatron_fakes import use_megatron_fakes
 from tempo_megatron.memory.roam.order import OrderPlan, find_order
+from tempo_megatron.memory.roam.progress import show_progress
 from tempo_megatron.memory.roam.read_graph import CapturedStep
 from tempo_megatron.models.build import DTYPES, build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
@@ -112,23 +110,6 @@ def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: ar
                 return losses.float().mean()
 
             return capture_step(model, compute_loss, (inputs,), optimizer)
-
-
-@contextlib.contextmanager
-def show_progress(what: str) -> Iterator[Any]:
-    """A progress bar on a terminal, where tqdm is installed; yields what is called with the number done and all."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=what, unit="op", leave=False) as bar:
-
-        def note(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield note
 
 
 def format_order(captured: CapturedStep, plan: OrderPlan, layout: Layout | None, seconds: dict[str, float]) -> str:

@@ -49,13 +49,18 @@ class CapturedStep:
     """The node that makes each storage, the parameter or buffer that it is of, or whose optimizer state it has."""
     standing_bytes: int
     """Of what is there before and after: parameters, buffers, optimizer states, constants and the micro batch."""
+    recomputes_draws: bool = False
+    """Whether backward draws random numbers, where eager mode repeats those of forward."""
 
-    def count_eager_bytes(self) -> list[int]:
-        """What is alive at each operation of an eager step, which keeps every gradient until the step is over."""
+    def make_eager_graph(self) -> StepGraph:
+        """The graph of an eager step, which keeps every gradient until the step is over."""
         operations = zip(self.graph.operations, self.nodes, strict=True)
         gradients = {s for operation, nodes in operations if nodes[0].meta.get("update") for s in operation.reads}
-        graph = dataclasses.replace(self.graph, kept=self.graph.kept | gradients)
-        return count_bytes(graph, range(len(self.nodes)))
+        return dataclasses.replace(self.graph, kept=self.graph.kept | gradients)
+
+    def count_eager_bytes(self) -> list[int]:
+        """What is alive at each operation of an eager step."""
+        return count_bytes(self.make_eager_graph(), range(len(self.nodes)))
 
 
 class GraphReader:
@@ -79,7 +84,11 @@ class GraphReader:
         self._scratch = dict[Any, int]()
 
     def read(self) -> CapturedStep:
-        """The graph. Raises ValueError where a storage was resized while it was traced."""
+        """The graph.
+
+        Raises ValueError where a storage was resized while it was traced, for a sparse tensor, and for mkldnn's
+        recurrent layers.
+        """
         kept = set[int]()
         for node in self._module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -121,6 +130,7 @@ class GraphReader:
     def _read_node(self, node: fx.Node) -> Operation:
         if update := node.meta.get("update"):
             return self._read_update(node, update)
+        _check_workspace(node)
         writes = {s for each in list_written(node) for s in self._number(each)}
         reads = {s for each in node.all_input_nodes for s in self._number(each)} - writes
         known = len(self._sizes)
@@ -159,6 +169,11 @@ class GraphReader:
         """The numbers of a node's storages; new ones get new numbers."""
         found = []
         for t in _list_tensors(node):
+            if t.layout != torch.strided:
+                raise ValueError(
+                    f"{node.name} makes a tensor of layout {t.layout}; expected torch.strided ones only (of "
+                    "embeddings: sparse=False)"
+                )
             storage = t.untyped_storage()
             if storage._cdata not in self._numbers:
                 if storage.nbytes() < _count_span(t):
@@ -220,6 +235,15 @@ def get_arguments(node: fx.Node) -> dict[str, Any]:
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema else []
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _check_workspace(node: fx.Node) -> None:
+    """Raises ValueError for what keeps more than its fake kernel says, and keeps it under autograd only."""
+    if _get_name(node) == "aten::mkldnn_rnn_layer":
+        raise ValueError(
+            f"{node.name} keeps a workspace of which a trace sees nothing; expected recurrent layers without mkldnn "
+            "(torch.backends.mkldnn.flags(enabled=False))"
+        )
 
 
 def is_random(node: fx.Node) -> bool:

@@ -6,9 +6,64 @@ import contextlib
 import re
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses import fake_tensor
+
+# What torch's errors say, and what to make of it.
+_SENTENCES = {
+    "Please convert all Tensors to FakeTensors first": "is given a tensor that is neither parameter, buffer nor part "
+    "of the micro batch; register it as a buffer",
+    "is not supported for tensor subclasses": "takes numbers out of a tensor, on which the rest of the step depends; "
+    "expected a step that is the same for all data",
+    "symbolically trace a dynamo-optimized function": "is compiled by torch.compile; expected a model that is not (the "
+    'backend "tempo_order" orders compiled ones)',
+}
+_SIMPLE = (bool, int, float, str, Tensor, type(None))
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raises ValueError for what happens to gradients in eager mode and would not in a traced step."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "DistributedDataParallel":
+            raise ValueError(
+                f"{name or 'the model'} is {type(module).__name__}, which reduces gradients in hooks that a traced "
+                "step does not call; expected the module inside"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name} has a hook on its gradient, which a traced step does not call; expected none"
+            )
+
+
+@contextlib.contextmanager
+def refuse_changed_attributes(model: torch.nn.Module) -> Iterator[None]:
+    """Puts every module's attributes back; raises ValueError where the step has set a number, a text or a tensor."""
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    try:
+        yield
+    finally:
+        changed = None
+        for name, module in model.named_modules():
+            for attribute, value in vars(module).items():
+                if _differ(before[name].get(attribute), value):
+                    changed = changed or f"module {name or type(module).__name__} sets its attribute {attribute}"
+            vars(module).clear()
+            vars(module).update(before[name])
+    if changed:
+        raise ValueError(
+            f"{changed} while it runs, which a traced step would not do; expected a model that changes its parameters "
+            "and buffers only"
+        )
+
+
+def _differ(before: Any, after: Any) -> bool:
+    if before is after or not isinstance(after, _SIMPLE):
+        return False
+    return isinstance(after, Tensor) or type(before) is not type(after) or before != after
 
 
 @contextlib.contextmanager
@@ -26,7 +81,10 @@ def explain_refusals(model: torch.nn.Module) -> Iterator[None]:
             f"{error.func} {_say_where(model, error)} reads a number out of a tensor, on which the rest of the step "
             "depends; expected a step that is the same for all data"
         ) from error
-    except (fake_tensor.UnsupportedOperatorException, NotImplementedError, RuntimeError) as error:
+    except (fake_tensor.UnsupportedOperatorException, NotImplementedError, RuntimeError, AssertionError) as error:
+        for text, sentence in _SENTENCES.items():
+            if text in str(error):
+                raise ValueError(f"{_find_called(error)} {_say_where(model, error)} {sentence}") from error
         func = getattr(error, "func", None)
         missing = str(func) if func is not None else _find_operator_without_fake(error)
         if missing is None:
@@ -44,6 +102,12 @@ def _find_operator_without_fake(error: BaseException) -> str | None:
         return None
     found = re.search(r"\w+::\w+", text)
     return found.group() if found else None
+
+
+def _find_called(error: BaseException) -> str:
+    """The operation that the error names, or what else."""
+    found = re.search(r"\baten\.\w+", str(error))
+    return found.group() if found else "what runs"
 
 
 def _say_where(model: torch.nn.Module, error: BaseException) -> str:

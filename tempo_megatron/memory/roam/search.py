@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
 
@@ -40,8 +41,11 @@ class Search:
         ]
         self._before = [reduce(or_, (1 << each for each in before), 0) for before in problem.predecessors]
 
-    def run(self, limit: int, work_limit: int) -> SearchResult:
-        """Search until an order is found, none is left, or `work_limit` operations have been looked at."""
+    def run(self, limit: int, work_limit: int, note_share: Callable[[float], None] | None = None) -> SearchResult:
+        """Search until an order is found, none is left, or `work_limit` operations have been looked at.
+
+        `note_share` is called with the share of the work limit that is spent, now and then.
+        """
         problem = self._problem
         roots = tuple(place for place, before in enumerate(problem.predecessors) if not before)
         first = self._run_free(_Front(0, problem.start_bytes, roots, problem.start_bytes))
@@ -58,6 +62,8 @@ class Search:
                 return SearchResult(_read_trail(trail, state), level, work)
             if work > work_limit:
                 return SearchResult(None, level, work)
+            if note_share:
+                note_share(work / max(work_limit, 1))
             for place in front.ready:
                 work += 1
                 if front.alive + problem.transient_bytes[place] >= limit:

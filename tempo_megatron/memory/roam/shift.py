@@ -9,6 +9,7 @@ or X. The same holds from the end backward.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Sequence
 
 from tempo_megatron.memory.roam.problem import Problem
@@ -74,43 +75,67 @@ def _fits(state: State, place: int, limit: int) -> bool:
 
 def delay_makes(problem: Problem, order: Sequence[int]) -> list[int]:
     """From the end backward: put last what may be last, fits, and has no more alive before it than behind it."""
-    limit, n = problem.count_peak(order), len(problem)
-    used_later = [s in problem.kept for s in range(len(problem.sizes))]
-    waiting = [len(after) for after in problem.successors]
-    alive = problem.base_bytes + sum(problem.sizes[s] for s in problem.kept if s in problem.makers or problem.users[s])
-    found, placed = list[int](), [False] * n
-
-    def find_before(place: int) -> int:
-        made = problem.makes[place]
-        gone = sum(problem.sizes[s] for s in made if used_later[s])
-        added = sum(problem.sizes[s] for s in problem.uses[place] if not used_later[s] and s not in made)
-        return alive - gone + added
-
-    waits = dict.fromkeys(place for place in range(n) if not waiting[place])
+    state, limit = _StateFromEnd(problem), problem.count_peak(order)
     for wished in reversed(order):
-        while not placed[wished]:
-            place = next(
-                (each for each in waits if _fits_before(problem, each, find_before(each), alive, limit)), wished
-            )
-            alive = find_before(place)
-            waits.pop(place, None)
-            placed[place] = True
-            found.append(place)
-            for storage in problem.uses[place]:
-                if not used_later[storage]:
-                    used_later[storage] = True
-                    waits.update(
-                        (each, None) for each in problem.users[storage] if not placed[each] and not waiting[each]
-                    )
-            for other in problem.predecessors[place]:
-                waiting[other] -= 1
-                if not waiting[other]:
-                    waits[other] = None
-    return found[::-1]
+        while not state.is_placed[wished]:
+            state.place(next((each for _, each in state.frees if state.fits(each, limit)), wished))
+    return state.order[::-1]
 
 
-def _fits_before(problem: Problem, place: int, before: int, alive: int, limit: int) -> bool:
-    return before <= alive and before + problem.transient_bytes[place] <= limit
+class _StateFromEnd:
+    """Which operations of a problem are placed, from the end backward, and which may be placed next."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem, n = problem, len(problem)
+        self.order, self.is_placed = list[int](), [False] * n
+        self.frees = list[tuple[int, int]]()
+        """Of those that may be placed the ones that have no more alive before them, as they came: (number, place)."""
+        self._alive = problem.base_bytes + sum(
+            problem.sizes[s] for s in problem.kept if s in problem.makers or problem.users[s]
+        )
+        self._is_used_later = [s in problem.kept for s in range(len(problem.sizes))]
+        self._waiting = [len(after) for after in problem.successors]
+        self._numbers = dict[int, int]()
+        # What is alive before each operation beyond what is behind it: users add what they alone use, makers take away.
+        self._rises = [
+            sum(problem.sizes[s] for s in problem.uses[place] if not self._is_used_later[s])
+            - sum(problem.sizes[s] for s in problem.makes[place])
+            for place in range(n)
+        ]
+        for place in range(n):
+            if not self._waiting[place]:
+                self._admit(place)
+
+    def fits(self, place: int, limit: int) -> bool:
+        return self._alive + self._rises[place] + self._problem.transient_bytes[place] <= limit
+
+    def place(self, place: int) -> None:
+        problem = self._problem
+        self._alive += self._rises[place]
+        self.order.append(place)
+        self.is_placed[place] = True
+        if self._rises[place] <= 0:
+            self.frees.remove((self._numbers[place], place))
+        for storage in problem.uses[place]:
+            if not self._is_used_later[storage]:
+                self._is_used_later[storage] = True
+                for other in problem.users[storage]:
+                    self._lower(other, problem.sizes[storage])
+        for other in problem.predecessors[place]:
+            self._waiting[other] -= 1
+            if not self._waiting[other]:
+                self._admit(other)
+
+    def _admit(self, place: int) -> None:
+        self._numbers[place] = len(self._numbers)
+        if self._rises[place] <= 0:
+            insort(self.frees, (self._numbers[place], place))
+
+    def _lower(self, place: int, size: int) -> None:
+        before = self._rises[place]
+        self._rises[place] -= size
+        if before > 0 >= self._rises[place] and place in self._numbers and not self.is_placed[place]:
+            insort(self.frees, (self._numbers[place], place))
 
 
 def list_by_memory(problem: Problem) -> list[int]:
@@ -133,6 +158,23 @@ def list_by_memory(problem: Problem) -> list[int]:
             changes[other] = state.find_change(other)
             heapq.heappush(by_change, (changes[other], other))
     return state.order
+
+
+def list_depth_first(problem: Problem) -> list[int]:
+    """Each operation right behind those that it needs; of several the one that touches the fewest bytes first."""
+    touched = [sum(problem.sizes[storage] for storage in used) for used in problem.uses]
+    by_bytes = sorted(range(len(problem)), key=lambda place: (touched[place], place))
+    ranks = {place: rank for rank, place in enumerate(by_bytes)}
+    order = dict[int, None]()
+    for last in by_bytes:
+        waiting = [last]
+        while waiting:
+            missing = [each for each in problem.predecessors[waiting[-1]] if each not in order]
+            if missing:
+                waiting += sorted(missing, key=ranks.__getitem__, reverse=True)
+            else:
+                order[waiting.pop()] = None
+    return list(order)
 
 
 def _pop_lowest(entries: list[tuple[int, int]], changes: dict[int, int], room: int, problem: Problem) -> int | None:

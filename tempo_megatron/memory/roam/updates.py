@@ -31,14 +31,19 @@ class ParameterUpdate(torch.nn.Module):
 
     def __init__(self, optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
         super().__init__()
-        group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-        # In a tuple, so that the parameter is not one of this module.
-        self._held = optimizer, group, parameter
+        groups = enumerate(optimizer.param_groups)
+        place = next(place for place, group in groups if any(p is parameter for p in group["params"]))
+        # In a tuple, so that the parameter is not one of this module. The group's place, not the group: loading the
+        # optimizer's state makes new ones.
+        self._held = optimizer, place, parameter
+
+    def has_gradient(self) -> bool:
+        return self._held[-1].grad is not None
 
     def forward(self, grad: Tensor) -> None:
-        optimizer, group, parameter = self._held
+        optimizer, place, parameter = self._held
         groups = optimizer.param_groups
-        optimizer.param_groups, parameter.grad = [{**group, "params": [parameter]}], grad
+        optimizer.param_groups, parameter.grad = [{**groups[place], "params": [parameter]}], grad
         try:
             optimizer.step()
         finally:
