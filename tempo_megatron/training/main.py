@@ -131,6 +131,8 @@ class _Attempt:
                 else:
                     print(f"rank {self.log.rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             if self.log.rank == 0 and not is_secondary:
+                if self.team is not None:
+                    self.team.begin_to_end()
                 print(f"error: {sentence}", file=sys.stderr, flush=True)
         self._tell(sentence, is_secondary=is_secondary)
 

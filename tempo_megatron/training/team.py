@@ -62,7 +62,8 @@ class Team:
         self.cause: Cause | None = None
         self._has_cause = threading.Event()
         self._lock = threading.Lock()
-        self._is_ending = self._is_ready = False
+        self._ending_thread: threading.Thread | None = None
+        self._is_ready = False
         self._watcher: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -126,14 +127,24 @@ class Team:
             time.sleep(0.1)
         return find_difference([json.loads(zlib.decompress(self.store.get(key))) for key in keys]) or ""
 
+    def begin_to_end(self) -> None:
+        """From here on this thread says why the run ends, once; where the heartbeat already does, wait for the end."""
+        if not self._claim_end():
+            threading.Event().wait()
+
+    def _claim_end(self) -> bool:
+        with self._lock:
+            if self._ending_thread is None:
+                self._ending_thread = threading.current_thread()
+            return self._ending_thread is threading.current_thread()
+
     def fail(self, sentence: str, *, is_secondary: bool = False) -> Cause:
         """Tell every rank that this one has failed; returns why the run ends.
 
         That is what happened first: another rank's failure where `is_secondary` says that this one may follow from it.
         """
         own = Cause(self.rank, socket.gethostname(), sentence)
-        with self._lock:
-            self._is_ending = True
+        self.begin_to_end()
         if not self.is_watched:
             return own
         patience = CAUSE_SECONDS if is_secondary else FIRST_SECONDS if self.rank and not self._is_ready else 0.0
@@ -147,8 +158,7 @@ class Team:
 
     def leave(self) -> None:
         """This rank is through; nobody has to miss it."""
-        with self._lock:
-            self._is_ending = True
+        self.begin_to_end()
         self._order("bye")
 
     def _order(self, line: str) -> None:
@@ -198,18 +208,15 @@ class Team:
                 end = json.loads(rest)
                 self._end(Cause(end["rank"], end["host"], end["sentence"], end.get("is_lost", False)))
                 return
-        with self._lock:
-            if self._is_ending:
-                return
-        self._end(Cause(self.rank, socket.gethostname(), "the process that watches this rank was killed"))
+        if self._claim_end():
+            self._end(Cause(self.rank, socket.gethostname(), "the process that watches this rank was killed"))
 
     def _end(self, cause: Cause) -> None:
         """Leave it to the main thread where that has failed, too; else end this process, wherever it waits."""
         self.cause = cause
         self._has_cause.set()
-        with self._lock:
-            if self._is_ending:
-                return
+        if not self._claim_end():
+            return
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         self.log.write(f"{cause.describe()}\nThis rank was here:\n{stack}")
