@@ -3,7 +3,8 @@
 python benchmarks/cpu_operations.py        # appends to benchmarks/results/cpu_operations.jsonl
 
 Both sides alternate in one process; the ratio of the medians is the result, 1 is torch's time. What is compiled has
-been compiled before.
+been compiled before. The loss head stands beside Megatron's: its linear layer and vocab_parallel_cross_entropy.
+On a machine that is busy otherwise, --clock thread counts the time that one thread computes, and not what it waits for.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from measurements import DTYPES, RESULTS, add_output_argument, append_records, describe_cpu_run
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -24,11 +27,27 @@ from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, reglu, swiglu
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy
 from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.philox import eager as philox
 from tempo_kernels.squared_relu import squared_relu
+from tempo_megatron.cpu import use_cpu
+from tempo_megatron.memory.layout import simulate_layout
 
-SEQ_LENGTH, BATCH, HIDDEN, HEADS, P = 512, 2, 768, 12, 0.1
+P, VOCAB_SIZE, HEAD_SIZE = 0.1, 50304, 64
+# On a CPU, torch runs a backward in the thread that asks for it.
+CLOCKS = {"wall": time.perf_counter, "thread": time.thread_time}
+
+
+class Shape(NamedTuple):
+    """What a layer's hidden states are."""
+
+    seq_length: int
+    batch: int
+    hidden: int
+
+
+SHAPES = {"quickstart": Shape(256, 4, 256), "gpt2": Shape(512, 2, 768), "large": Shape(1024, 2, 1024)}
 
 
 class Case(NamedTuple):
@@ -37,6 +56,8 @@ class Case(NamedTuple):
     ours: Callable[..., Tensor]
     torchs: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
+    share_of_rounds: float = 1.0
+    """Fewer for what takes seconds."""
 
 
 def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -61,22 +82,29 @@ def _unfused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(kept, v).view(b, a, s, d).permute(2, 0, 1, 3).contiguous()
 
 
-def cases() -> Iterator[tuple[str, Case]]:
-    hidden, wide, row = (SEQ_LENGTH, BATCH, HIDDEN), (SEQ_LENGTH, BATCH, 4 * HIDDEN), (HIDDEN,)
-    inner, outer = (4 * HIDDEN,), (SEQ_LENGTH, BATCH, 8 * HIDDEN)
-    heads = ((SEQ_LENGTH, BATCH, HEADS, HIDDEN // HEADS),) * 3
-    yield "gelu", Case(gelu, lambda x, b: F.gelu(x + b), (wide, inner))
-    yield (
-        "gelu tanh",
-        Case(lambda x, b: gelu(x, b, "tanh"), lambda x, b: F.gelu(x + b, approximate="tanh"), (wide, inner)),
-    )
-    yield "gelu from input", Case(lambda x, b: gelu(x, b, keep="input"), lambda x, b: F.gelu(x + b), (wide, inner))
-    yield "squared_relu", Case(squared_relu, lambda x, b: F.relu(x + b).square(), (wide, inner))
-    yield "swiglu", Case(swiglu, _gated(F.silu), (outer, (8 * HIDDEN,)))
-    yield "geglu", Case(geglu, _gated(F.gelu), (outer, (8 * HIDDEN,)))
-    yield "reglu", Case(reglu, _gated(F.relu), (outer, (8 * HIDDEN,)))
-    yield "layer_norm", Case(layer_norm, lambda x, w, b: F.layer_norm(x, row, w, b), (hidden, row, row))
-    yield "rms_norm", Case(rms_norm, lambda x, w: F.rms_norm(x, row, w, 1e-5), (hidden, row))
+def cases(shape: Shape) -> Iterator[tuple[str, Case]]:
+    s, b, h = shape
+    hidden, wide, row, inner = shape, (s, b, 4 * h), (h,), (4 * h,)
+    outer = ((s, b, 8 * h), (8 * h,))
+    for keep in ("output", "input"):
+        suffix = "" if keep == "output" else " from input"
+        for form, name in (("none", "gelu"), ("tanh", "gelu tanh")):
+            yield name + suffix, Case(*_gelus(form, keep), (wide, inner))
+        yield (
+            "squared_relu" + suffix,
+            Case(partial(squared_relu, keep=keep), lambda x, b: F.relu(x + b).square(), (wide, inner)),
+        )
+        yield (
+            "layer_norm" + suffix,
+            Case(partial(layer_norm, keep=keep), lambda x, w, b: F.layer_norm(x, row, w, b), (hidden, row, row)),
+        )
+        yield (
+            "rms_norm" + suffix,
+            Case(partial(rms_norm, keep=keep), lambda x, w: F.rms_norm(x, row, w, 1e-5), (hidden, row)),
+        )
+    yield "swiglu", Case(swiglu, _gated(F.silu), outer)
+    yield "geglu", Case(geglu, _gated(F.gelu), outer)
+    yield "reglu", Case(reglu, _gated(F.relu), outer)
     yield (
         "bias_dropout_add",
         Case(
@@ -85,30 +113,68 @@ def cases() -> Iterator[tuple[str, Case]]:
             (hidden, row, hidden),
         ),
     )
-    yield "attention", Case(_attention, _unfused_attention, heads)
+    yield "attention", Case(_attention, _unfused_attention, ((s, b, h // HEAD_SIZE, HEAD_SIZE),) * 3)
+
+
+def loss_heads(shape: Shape) -> Iterator[tuple[str, Case]]:
+    """The head of batches of 1 to 4, Megatron's beside ours: with a fourth matrix product beside three, where backward
+    makes the logits again, and with three, where forward makes the gradients."""
+    for batch in range(1, 5):
+        labels = torch.randint(VOCAB_SIZE, (batch, shape.seq_length), generator=torch.Generator().manual_seed(2))
+        stock = partial(_stock_head, labels=labels.t().contiguous())
+        shapes = ((shape.seq_length, batch, shape.hidden), (VOCAB_SIZE, shape.hidden))
+        recomputed = partial(linear_cross_entropy, labels=labels)
+        in_forward = partial(linear_cross_entropy, labels=labels, token_weights=torch.ones(labels.shape))
+        yield "linear_cross_entropy", Case(recomputed, stock, shapes, 0.12)
+        yield (
+            "linear_cross_entropy in forward",
+            Case(partial(_first, in_forward), partial(_sum, stock), shapes, 0.12),
+        )
+
+
+def _first(function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor) -> Tensor:
+    return function(*inputs)[0]
+
+
+def _sum(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return function(*inputs).sum()
+
+
+def _gelus(form: str, keep: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    return (
+        lambda x, bias: gelu(x, bias, form, keep=keep),
+        lambda x, bias: F.gelu(x + bias, approximate=form),
+    )
+
+
+def _stock_head(hidden: Tensor, weight: Tensor, *, labels: Tensor) -> Tensor:
+    losses: Tensor = vocab_parallel_cross_entropy(F.linear(hidden, weight), labels)
+    return losses.t().contiguous()
 
 
 def inputs_of(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """Random leaves; a vector is a weight near 1."""
+    """Random leaves; a vector is a weight near 1, a matrix one near 0."""
     generator = torch.Generator().manual_seed(1)
     values = (torch.randn(shape, generator=generator) for shape in case.shapes)
-    values = ((1 + 0.1 * t if t.dim() == 1 else t) for t in values)
+    values = (1 + 0.1 * t if t.dim() == 1 else 0.02 * t if t.dim() == 2 else t for t in values)
     return [t.to(dtype).requires_grad_() for t in values]
 
 
-def median_ms(functions: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+def median_ms(
+    functions: Sequence[Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
     """Of functions that take turns, after two of each that do not count."""
     seconds: list[list[float]] = [[] for _ in functions]
     for number in range(rounds + 2):
         for took, function in zip(seconds, functions, strict=True):
-            start = time.perf_counter()
+            start = clock()
             function()
             if number >= 2:
-                took.append(time.perf_counter() - start)
+                took.append(clock() - start)
     return [1e3 * statistics.median(took) for took in seconds]
 
 
-def measure(case: Case, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+def measure(case: Case, dtype: torch.dtype, rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
     inputs = inputs_of(case, dtype)
     with torch.no_grad():
         grad = torch.randn_like(case.torchs(*inputs))
@@ -116,7 +182,8 @@ def measure(case: Case, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     def step(function: Callable[..., Tensor]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(function(*inputs), inputs, grad.view(grad.shape))
 
-    ours, torchs = median_ms([step(case.ours), step(case.torchs)], rounds)
+    functions = [step(case.ours), step(case.torchs)]
+    ours, torchs = median_ms(functions, max(3, round(rounds * case.share_of_rounds)), clock)
     return {"ours_ms": round(ours, 3), "torch_ms": round(torchs, 3), "ours_over_torch": round(ours / torchs, 3)}
 
 
@@ -124,23 +191,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=25, help="default %(default)s")
     parser.add_argument("--only", nargs="+", help="names of operations (default all)")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="default all")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default all")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="default %(default)s")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="default %(default)s")
+    parser.add_argument("--note", default="", help="what else the machine was doing")
     add_output_argument(parser, RESULTS / "cpu_operations.jsonl")
     args = parser.parse_args()
+    if args.clock == "thread" and args.threads != [1]:
+        parser.error(f"--clock thread with --threads {args.threads} leaves threads out; expected --threads 1")
+    use_cpu()
     philox.DRAWS_BEFORE_COMPILING = 0
     # As in a process that trains: once a tensor of this size was freed, glibc gives smaller ones back to nobody.
     large = torch.empty(31 << 20, dtype=torch.uint8)
     del large
-    chosen = [(name, case) for name, case in cases() if not args.only or name in args.only]
-    records = []
-    for name, case in tqdm(chosen, unit="operation", disable=None):
-        for dtype in DTYPES:
-            record = {"operation": name, "dtype": dtype, "shapes": case.shapes, "rounds": args.rounds}
-            record |= measure(case, DTYPES[dtype], args.rounds)
-            records.append(record | describe_cpu_run())
-    append_records(args.output, records)
-    for record in records:
-        print(f"{record['operation']:18} {record['dtype']}  {record['ours_ms']:8.2f} / {record['torch_ms']:8.2f} ms"
-              f" = {record['ours_over_torch']:.2f}")  # fmt: skip
+    with simulate_layout(1):
+        append_records(args.output, (_show(record) for record in measure_all(args)))
+
+
+def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    chosen = [
+        (name, case, dtype, shape)
+        for shape in args.shapes
+        for name, case in (*cases(SHAPES[shape]), *(loss_heads(SHAPES[shape]) if shape == "gpt2" else ()))
+        for dtype in args.dtypes
+        if not args.only or name in args.only
+    ]
+    for name, case, dtype, shape in tqdm(chosen, unit="operation", disable=None):
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            record = {"operation": name, "shape": shape, "dtype": dtype, "shapes": case.shapes, "rounds": args.rounds}
+            record |= measure(case, DTYPES[dtype], args.rounds, CLOCKS[args.clock])
+            yield record | {"clock": args.clock, "note": args.note} | describe_cpu_run()
+
+
+def _show(record: dict[str, Any]) -> dict[str, Any]:
+    tqdm.write(
+        f"{record['operation']:31} {record['shape']:10} {record['dtype']} {torch.get_num_threads()} "
+        f"{record['ours_ms']:8.2f} / {record['torch_ms']:8.2f} ms = {record['ours_over_torch']:.2f}"
+    )
+    return record
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One training step on the CPU, stock beside Tempo: forward, backward and AdamW of the same GPT on the same batch.
 
-python benchmarks/cpu_step.py              # gpt2_124m, s 512: appends to benchmarks/results/cpu_step.jsonl
+python benchmarks/cpu_step.py                           # gpt2_124m, s 512: appends to benchmarks/results/cpu_step.jsonl
+python benchmarks/cpu_step.py --stock-attention sdpa    # stock with torch's scaled_dot_product_attention in its slot
 
 Both models live in one process and their steps alternate; the ratio of the medians is the result.
 """
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from measurements import DTYPES, RESULTS, add_model_arguments, describe_cpu_run, record_measurement
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
 from tqdm import tqdm
 
 from tempo_kernels.philox import eager as philox
@@ -26,6 +29,20 @@ from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
+
+
+class SdpaAttention(torch.nn.Module):
+    """torch's attention in the slot of Megatron's DotProductAttention."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        """[s, b, h] of q, k, v [s, b, a, d]; causal."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 class Job:
@@ -44,6 +61,9 @@ class Job:
         ).to(config.params_dtype)
         tempoize_embedding(self.model, tempo_config)
         tempoize_loss(self.model, tempo_config)
+        if tempo_config.attention == "off" and args.stock_attention == "sdpa":
+            for layer in self.model.decoder.layers:
+                layer.self_attention.core_attention = SdpaAttention(args.dropout)
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         torch.manual_seed(4321)
@@ -87,6 +107,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "shape": {"s": args.seq_length, "b": args.micro_batch_size, "h": sizes["hidden_size"], "v": args.vocab_size},
         "dtype": args.dtype,
         "p": args.dropout,
+        "stock_attention": args.stock_attention,
         "stock_step_ms": round(stock_ms, 1),
         "tempo_step_ms": round(tempo_ms, 1),
         "tempo_over_stock": round(tempo_ms / stock_ms, 4),
@@ -100,6 +121,7 @@ def main() -> None:
     add_model_arguments(parser, micro_batch_size=4)
     parser.add_argument("--num-layers", type=int, help="fewer layers, for a quick look (default the model's)")
     parser.add_argument("--dropout", type=float, default=0.1, help="default %(default)s")
+    parser.add_argument("--stock-attention", choices=("unfused", "sdpa"), default="unfused", help="default %(default)s")
     record_measurement(parser, measure, RESULTS / "cpu_step.jsonl", rounds=5)
 
 

@@ -1,42 +1,53 @@
 """How much memory the order of operations saves, model by model: benchmarks/results/roam.jsonl and docs/order.md.
 
-Each model takes one training step on fake tensors: nothing is downloaded, and no weight has a value. What it needs is
-planned; the small ones can be run too (tests/test_roam_execute.py does). Needs torchvision and transformers.
+Each model takes one training step on fake tensors: nothing is downloaded, and no weight has a value. Those that fit
+into this machine's memory can be run, too. Needs torchvision and transformers.
 
-    python benchmarks/roam_models.py MODEL...     # all without names; a line for each is appended
-    python benchmarks/roam_models.py --run MODEL...   # real steps of vision models on a CPU
-    python benchmarks/roam_models.py --table      # writes the table of docs/order.md
+    python benchmarks/roam_models.py CASE...          # a line for each is appended; all without names
+    python benchmarks/roam_models.py --run CASE...    # real steps on a CPU
+    python benchmarks/roam_tables.py                  # writes the tables of docs/order.md
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import copy
+import functools
 import json
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from inductor_orders import count_inductor_peak
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional as F
 
+from tempo_megatron.arguments import tempo_config_from
+from tempo_megatron.memory.caching_allocator import CachingAllocator
+from tempo_megatron.memory.command_arguments import add_order_arguments
+from tempo_megatron.memory.requested_shape import read_requested_shape
+from tempo_megatron.memory.roam.arena import ArenaStep
 from tempo_megatron.memory.roam.capture import capture_step
 from tempo_megatron.memory.roam.execute import OrderedStep
+from tempo_megatron.memory.roam.graph import StepGraph, find_lifetimes
 from tempo_megatron.memory.roam.layout import find_layout, list_rectangles, place_longest_first
 from tempo_megatron.memory.roam.measure import measure_allocated
 from tempo_megatron.memory.roam.order import find_order
+from tempo_megatron.memory.roam.order_command import capture_megatron_step
 from tempo_megatron.memory.roam.problem import make_problem
+from tempo_megatron.memory.roam.read_graph import CapturedStep
 from tempo_megatron.memory.roam.shift import list_by_memory
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "benchmarks/results/roam_runs.jsonl"
 RESULTS = ROOT / "benchmarks/results/roam.jsonl"
-DOCS = ROOT / "docs/order.md"
-BEGIN, END = "<!-- roam table begins -->", "<!-- roam table ends -->"
 _ALIGNMENT = 64
 
 Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
@@ -75,44 +86,96 @@ def make_text(name: str, batch: int, length: int) -> Made:
     return model, compute_loss, (tokens,)
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _VISION = "alexnet vgg11 resnet50 mnasnet0_5 mobilenet_v2 efficientnet_b0 vit_b_16".split()
-CASES: dict[str, Callable[[], Made]] = {
-    **{f"{name} {batch}": lambda n=name, b=batch: make_vision(n, b) for name in _VISION for batch in (1, 32)},
+_MODELS: dict[str, Callable[[], Made]] = {
+    **{f"{name} {batch}": functools.partial(make_vision, name, batch) for name in _VISION for batch in (1, 32)},
     "bert 1": lambda: make_text("bert", 1, 128),
     "bert 32": lambda: make_text("bert", 32, 128),
     "gpt2-xl 1 x 128": lambda: make_text("gpt2-xl", 1, 128),
     "gpt2-xl 1": lambda: make_text("gpt2-xl", 1, 1024),
     "gpt2-xl 4": lambda: make_text("gpt2-xl", 4, 1024),
 }
+# Megatron-core's GPT of 12 layers and h 768, with 1024 tokens.
+_GPT = {f"gpt2-124m {kind} {batch}": (kind, batch) for kind in ("stock", "tempo") for batch in (1, 32)}
+CASES = [f"{model} {dtype}" for dtype in DTYPES for model in (*_MODELS, *_GPT)]
 
 
-def measure(name: str) -> dict[str, Any]:
-    """One line of the results."""
-    start = time.perf_counter()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model, compute_loss, batch = CASES[name]()
-        model.train()
-        captured = capture_step(model, compute_loss, batch, torch.optim.Adam(model.parameters(), weight_decay=1e-4))
-    captured_at = time.perf_counter()
+def capture(case: str) -> CapturedStep:
+    """The step of a case with Adam, on fake tensors."""
+    name, _, dtype = case.rpartition(" ")
+    if name in _GPT:
+        kind, batch = _GPT[name]
+        parser = argparse.ArgumentParser()
+        add_order_arguments(parser)
+        model = str(ROOT / "configs/model/gpt2_124m.json")
+        given = ["--model", model, "--dtype", dtype, "--micro-batch-size", str(batch)]
+        args = parser.parse_args([*given, "--use-tempo"] if kind == "tempo" else given)
+        return capture_megatron_step(read_requested_shape(args), tempo_config_from(args, {}), args)
+    with FakeTensorMode(allow_non_fake_inputs=True), use_dtype(dtype):
+        model, compute_loss, batch = _MODELS[name]()
+        optimizer = torch.optim.Adam(model.train().parameters(), weight_decay=1e-4)
+        return capture_step(model, compute_loss, batch, optimizer)
+
+
+@contextlib.contextmanager
+def use_dtype(name: str) -> Iterator[None]:
+    """What is made inside is of this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[name])
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def simulate_reserved(graph: StepGraph, order: Sequence[int]) -> int:
+    """What torch's CUDA allocator takes from the device in two steps, fragmentation included, by its rules."""
+    allocator, made = CachingAllocator(), {s for operation in graph.operations for s in operation.makes}
+    lives = [life for life in find_lifetimes(graph, order) if life.storage in made]
+    for storage in sorted(graph.kept - made):
+        allocator.allocate(graph.sizes[storage])
+    begins, ends = collections.defaultdict[int, list[int]](list), collections.defaultdict[int, list[int]](list)
+    for life in lives:
+        begins[life.first].append(life.storage)
+        ends[life.last].append(life.storage)
+    for _ in range(2):
+        blocks = {}
+        for step, place in enumerate(order):
+            blocks |= {storage: allocator.allocate(graph.sizes[storage]) for storage in begins[step]}
+            allocator.free(allocator.allocate(graph.operations[place].scratch_bytes))
+            for storage in ends[step]:
+                allocator.free(blocks.pop(storage))
+    return allocator.reserved
+
+
+def measure(case: str) -> dict[str, Any]:
+    """One line of the results. Its seconds are of a core: others may use the machine."""
+    start = time.process_time()
+    captured = capture(case)
+    captured_at = time.process_time()
     plan = find_order(captured.graph)
-    ordered_at = time.perf_counter()
-    rectangles = list_rectangles(captured.graph, plan.order)[1]
-    layout = find_layout(rectangles, alignment=_ALIGNMENT)
-    placed_at = time.perf_counter()
-    eager = max(captured.count_eager_bytes())
-    listed = list_by_memory(make_problem(captured.graph))
-    heuristic_peak = make_problem(captured.graph).count_peak(listed)
+    ordered_at = time.process_time()
+    layout = find_layout(list_rectangles(captured.graph, plan.order)[1], alignment=_ALIGNMENT)
+    placed_at = time.process_time()
+    problem = make_problem(captured.graph)
+    listed = list_by_memory(problem)
     heuristic_arena = place_longest_first(list_rectangles(captured.graph, listed)[1])
+    given = range(len(plan.order))
     return {
-        "model": name,
+        "model": case,
         "operations": len(plan.order),
         "standing_bytes": captured.standing_bytes,
-        "eager_bytes": eager,
-        "lescea_bytes": heuristic_peak,
+        "eager_bytes": max(captured.count_eager_bytes()),
+        "eager_reserved_bytes": simulate_reserved(captured.make_eager_graph(), given),
+        "inductor_bytes": count_inductor_peak(captured.graph),
+        "lescea_bytes": problem.count_peak(listed),
         "lescea_llfb_bytes": captured.standing_bytes + heuristic_arena,
         "plan_bytes": plan.peak_bytes,
+        "plan_reserved_bytes": simulate_reserved(captured.graph, plan.order),
         "lower_bound": plan.lower_bound,
         "plan_arena_bytes": captured.standing_bytes + layout.height,
+        "arena_lower_bound": captured.standing_bytes + layout.lower_bound,
         "capture_s": round(captured_at - start, 2),
         "order_s": round(ordered_at - captured_at, 2),
         "layout_s": round(placed_at - ordered_at, 2),
@@ -123,93 +186,73 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def run(name: str) -> dict[str, Any]:
-    """What a real step of a vision model allocates on this machine's CPU, in eager mode and in the planned order."""
-    torch.manual_seed(0)
-    model, compute_loss, batch = CASES[name]()
-    state = copy.deepcopy(model.train())
-    optimizer = torch.optim.Adam(model.parameters(), weight_decay=1e-4)
-    eager_optimizer = torch.optim.Adam(state.parameters(), weight_decay=1e-4)
-    captured = capture_step(model, compute_loss, batch, optimizer)
-    plan = find_order(captured.graph)
-    ordered = OrderedStep(captured, model, plan.order)
+_KINDS = ("eager", "ordered", "arena")
 
-    def step_eagerly() -> Tensor:
-        eager_optimizer.zero_grad()
-        loss = compute_loss(state, *batch)
+
+def run(case: str) -> dict[str, Any]:
+    """What real steps allocate on this machine's CPU: in eager mode, in the planned order, and in an arena."""
+    name, _, dtype = case.rpartition(" ")
+    torch.manual_seed(0)
+    with use_dtype(dtype):
+        made, compute_loss, batch = _MODELS[name]()
+    # Numbers in place of whatever lies in the memory.
+    batch = tuple(torch.randn_like(t) if t.is_floating_point() else t for t in batch)
+    models = {kind: copy.deepcopy(made).train() for kind in _KINDS}
+    optimizers = {kind: torch.optim.Adam(m.parameters(), weight_decay=1e-4) for kind, m in models.items()}
+
+    def step_eagerly(*batch: Tensor) -> Tensor:
+        optimizers["eager"].zero_grad()
+        loss = compute_loss(models["eager"], *batch)
         loss.backward()
-        eager_optimizer.step()
+        optimizers["eager"].step()
         return loss.detach()
 
-    losses, peaks, seconds = list[Tensor](), dict[str, int](), dict[str, float]()
-    for kind, step in (("eager", step_eagerly), ("ordered", lambda: ordered(*batch))):
-        for _ in range(2):
-            torch.manual_seed(1)
+    captured = {
+        kind: capture_step(models[kind], compute_loss, batch, optimizers[kind]) for kind in ("ordered", "arena")
+    }
+    plan = find_order(captured["ordered"].graph)
+    in_arena = ArenaStep(captured["arena"], models["arena"], plan.order)
+    ordered = OrderedStep(captured["ordered"], models["ordered"], plan.order)
+    steps: dict[str, Callable[..., Tensor]] = {"eager": step_eagerly, "ordered": ordered, "arena": in_arena}
+    losses, seconds = collections.defaultdict[str, list[Tensor]](list), collections.defaultdict[str, list[float]](list)
+    for number in range(4):
+        for kind, step in steps.items():
+            torch.manual_seed(number)
             start = time.perf_counter()
-            loss = step()
-            seconds[kind] = time.perf_counter() - start
-        torch.manual_seed(2)
-        if kind == "eager":
-            eager_optimizer.zero_grad()
-        last, peaks[kind] = measure_allocated(step)
-        losses += [loss, last]
+            losses[kind].append(step(*batch))
+            seconds[kind].append(time.perf_counter() - start)
+    peaks = {}
+    for kind, step in steps.items():
+        optimizers[kind].zero_grad()
+        torch.manual_seed(4)
+        loss, peaks[kind] = measure_allocated(functools.partial(step, *batch))
+        losses[kind].append(loss)
+    standing = captured["ordered"].standing_bytes
     return {
-        "model": name,
-        "is_bit_identical": torch.equal(losses[0], losses[2]) and torch.equal(losses[1], losses[3]),
-        "planned_bytes": plan.peak_bytes - captured.standing_bytes,
+        "model": case,
+        "is_bit_identical": all(
+            torch.equal(torch.stack(losses["eager"]), torch.stack(losses[kind])) for kind in ("ordered", "arena")
+        ),
+        "standing_bytes": standing,
+        "planned_bytes": plan.peak_bytes - standing,
         "measured_bytes": peaks["ordered"],
-        "eager_bytes": max(captured.count_eager_bytes()) - captured.standing_bytes,
+        "eager_bytes": max(captured["ordered"].count_eager_bytes()) - standing,
         "measured_eager_bytes": peaks["eager"],
-        **{f"{kind}_s": round(value, 3) for kind, value in seconds.items()},
+        "arena_bytes": in_arena.arena_bytes,
+        "measured_arena_bytes": in_arena.arena_bytes + peaks["arena"],
+        # The first step makes the optimizer's states.
+        **{f"{kind}_s": round(min(found[1:]), 3) for kind, found in seconds.items()},
         "torch": torch.__version__,
     }
 
 
-def write_table() -> None:
-    """Put a row for the last line of each model into docs/order.md."""
-    lines = {line["model"]: line for line in map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())}
-    rows = [
-        "| model, batch | operations | eager | LESCEA | LESCEA + LLFB | this plan | its arena | lower bound | less "
-        "than eager | less than LESCEA + LLFB | order s | layout s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, line in lines.items():
-        sizes = ("eager_bytes", "lescea_bytes", "lescea_llfb_bytes", "plan_bytes", "plan_arena_bytes", "lower_bound")
-        gains = (100 - 100 * line["plan_arena_bytes"] / line[base] for base in ("eager_bytes", "lescea_llfb_bytes"))
-        cells = [
-            name,
-            str(line["operations"]),
-            *(f"{line[size] / 2**20:.1f}" for size in sizes),
-            *(f"{gain:.1f} %" for gain in gains),
-            f"{line['order_s']}",
-            f"{line['layout_s']}",
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
-    runs = {line["model"]: line for line in map(json.loads, RUNS.read_text(encoding="utf-8").splitlines())}
-    rows += [
-        "",
-        "| run on a CPU | planned | measured | eager, counted | eager, measured | same bits |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, line in runs.items():
-        sizes = ("planned_bytes", "measured_bytes", "eager_bytes", "measured_eager_bytes")
-        cells = [name, *(f"{line[size] / 2**20:.1f}" for size in sizes), "yes" if line["is_bit_identical"] else "no"]
-        rows.append(f"| {' | '.join(cells)} |")
-    text = DOCS.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    DOCS.write_text(before + BEGIN + "\n" + "\n".join(rows) + "\n" + END + rest.partition(END)[2], encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("models", nargs="*", choices=[*CASES, []], default=[])
-    parser.add_argument("--run", action="store_true", help="run real steps of vision models, and measure")
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=[])
+    parser.add_argument("--run", action="store_true", help="run real steps, and measure")
     args = parser.parse_args()
-    if args.table:
-        write_table()
-        return
-    for name in args.models or CASES:
+    sys.setrecursionlimit(100_000)  # Inductor's depth-first schedule goes as deep as the graph
+    for name in args.cases or CASES:
         line = json.dumps(run(name) if args.run else measure(name))
         print(line, flush=True)
         with (RUNS if args.run else RESULTS).open("a", encoding="utf-8") as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roofline.launches import Launch, record_launches
 from tempo_kernels.attention import kernel as attention_kernel
-from tempo_kernels.attention import kernel_columns, kernel_rows
+from tempo_kernels.attention import kernel_columns, kernel_heads, kernel_rows
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.dropout_add import kernel as dropout_add
 from tempo_kernels.gelu import kernel as gelu
@@ -26,14 +27,23 @@ from tempo_kernels.glu import kernel as glu
 from tempo_kernels.linear_cross_entropy import kernel as loss_head
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 from tempo_kernels.norm import kernel_long_rows, kernel_lost_channels, kernel_whole_rows, reserve
+from tempo_kernels.norm import kernel_rows as norm_rows
 from tempo_kernels.pointwise import kernel as pointwise
+from tempo_kernels.pointwise.kernel_sums import find_counters
 from tempo_kernels.squared_relu import kernel as squared_relu
 
 SIZES = Sizes(s=2048, b=4, h=4096, ffn=16384, gated_ffn=11008, p=0.1, dtype=torch.bfloat16)
-POINTWISE = [dropout_add, gelu, glu, pointwise, squared_relu, kernel_whole_rows, kernel_long_rows, kernel_lost_channels]
+POINTWISE = [dropout_add, gelu, glu, pointwise, squared_relu]
+POINTWISE += [norm_rows, kernel_whole_rows, kernel_long_rows, kernel_lost_channels]
 VOCABULARY, CHUNK_ROWS = 50304, 4096
-ATTENTION = {"s": 2048, "b": 2, "a": 4}
-PRODUCTS = {"forward": 2, "grad_q": 3, "grad_kv": 4}
+RIVALS = {
+    0.1: ("FlashAttention-2", {64: 5984, 128: 10020}),
+    0.0: ("Triton's tutorial", {64: 4004, 128: 7426}),
+}
+"""{dropout: (whose attention, {head_dim: cycles of forward and backward})}, counted as ours are. FlashAttention-2: the
+machine code of torch 2.11. The tutorial: python/tutorials/06-fused-attention.py of triton-lang/triton at 003da478 by
+triton 3.6, float16, blocks of 128 x 64 in forward and of 32 x 128 in backward."""
+PRODUCTS = {"forward": 2, "grad_q": 3, "grad_kv": 4, "backward": 5}
 
 
 class Pass(NamedTuple):
@@ -48,6 +58,8 @@ class Pass(NamedTuple):
     tail_launches: int = 0
     tail_bytes: int = 0
     """What the tail reads and writes, and the partial sums that the pass writes for it."""
+    last_bytes: int = 0
+    """Of partial sums that the last program of a strip reads, where it adds them up; 0 where a launch does."""
 
 
 class AttentionPass(NamedTuple):
@@ -84,24 +96,28 @@ def find_passes() -> Iterator[Pass]:
 
 
 def find_attention_passes(capability: int, head_dim: int, p: float) -> Iterator[AttentionPass]:
-    """Causal, bfloat16, queries, keys and values that are slices of one tensor."""
-    s, b, a = ATTENTION["s"], ATTENTION["b"], ATTENTION["a"]
+    """Causal, bfloat16, queries, keys and values that are slices of one tensor: forward, backward in two walks (grad_q,
+    grad_kv), and backward in one where the kernels have that."""
+    s, b, a = SIZES.s, SIZES.b, SIZES.h // head_dim
     q, k, v = torch.empty(s, b, a, 3 * head_dim, dtype=torch.bfloat16).split(head_dim, dim=-1)
     out, logsumexp = torch.empty(s, b, a, head_dim, dtype=torch.bfloat16), torch.empty(b, a, s)
     chosen = {"causal": True, "softmax_scale": head_dim**-0.5, "dropout_p": p, "dropout_key": 2**64 - 1}
     settings = Settings(**chosen, first_sample=0, first_head=0)
-    inputs = Inputs(q, k, v, None, None)
+    inputs, kept = Inputs(q, k, v, None, None), Kept(out, logsumexp)
 
-    def run() -> None:
-        attention_kernel.forward(inputs, settings)
-        attention_kernel.backward(out, inputs, Kept(out, logsumexp), settings)
+    def record(run: Callable[[], Any], **replaced: Any) -> list[Launch]:
+        with mock.patch.multiple(attention_kernel, find_architecture=lambda device: capability, **replaced):
+            return record_launches(run, [kernel_rows, kernel_columns, kernel_heads])
 
-    with mock.patch.object(attention_kernel, "find_architecture", lambda device: capability):
-        launches = record_launches(run, [kernel_rows, kernel_columns])
-        shapes = attention_kernel.choose_shapes(q)
-    for (name, products), launch, shape in zip(PRODUCTS.items(), launches, shapes, strict=True):
-        tile = (shape.queries, shape.keys)
-        yield AttentionPass(f"attention {name}, d {head_dim}, p {p:g}", launch, head_dim, products, tile)
+    found = dict(zip(PRODUCTS, record(lambda: attention_kernel.forward(inputs, settings)), strict=False))
+    back = partial(attention_kernel.backward, out, inputs, kept, settings)
+    found |= zip(("grad_q", "grad_kv"), record(back, choose_splits=lambda inputs: 0), strict=True)
+    chosen_way = record(back)
+    if any(one.kernel in vars(kernel_heads).values() for one in chosen_way):
+        _, found["backward"], _ = chosen_way
+    for name, launch in found.items():
+        tile = (launch.arguments["BLOCK_QUERIES"], launch.arguments["BLOCK_KEYS"])
+        yield AttentionPass(f"attention {name}, d {head_dim}, p {p:g}", launch, head_dim, PRODUCTS[name], tile)
 
 
 def _record(
@@ -121,6 +137,7 @@ def _record(
         # A whole model's backward pass reads its norms' counts once; what that takes is not one norm's.
         reserve._written.clear()
         grads = [torch.empty_like(output) for output in outputs]
+        find_counters(outputs[0].device, 1)  # made once, not in every backward
         with Tail() as tail:
             launches = record_launches(lambda: torch.autograd.grad(outputs, tensors, grads), POINTWISE)
         name, num_bytes = f"{operation.name} backward, keeps {keeps}", backward.num_bytes(SIZES, width)
@@ -132,8 +149,18 @@ def _join(name: str, launches: list[Launch], elements: int, num_bytes: int, stor
     main, *others = launches
     partial = main.arguments.get("partial_ptr")
     written = 0 if partial is None else _bytes_of(partial)
-    tail_launches, tail_bytes = tail.launches + len(others), tail.num_bytes + written
-    return Pass(name, main, elements, num_bytes, stored_bytes, tail_launches, tail_bytes)
+    in_others = sum(_bytes_of(t) for one in others for t in one.arguments.values() if isinstance(t, Tensor))
+    tail_launches, tail_bytes = tail.launches + len(others), tail.num_bytes + in_others + written
+    last_bytes = _find_last_bytes(main) if main.arguments.get("counters_ptr") is not None else 0
+    return Pass(name, main, elements, num_bytes, stored_bytes, tail_launches, tail_bytes, last_bytes)
+
+
+def _find_last_bytes(launch: Launch) -> int:
+    """A strip of all rows of partial; a gated unit has two strips."""
+    num_chunks, num_columns = launch.arguments["partial_ptr"].shape
+    num_programs = launch.num_programs
+    assert num_programs % num_chunks == 0
+    return 4 * num_chunks * -(-num_columns // (num_programs // num_chunks))
 
 
 def _find_loss_passes() -> Iterator[Pass]:

@@ -2,8 +2,13 @@
 
 A scheduler of a multiprocessor issues one instruction of a warp per cycle; a pipe narrower than a warp takes several
 cycles for each. A pass lasts as long as its memory traffic or its busiest pipe, whichever is longer, and somewhat more
-where both are near: (memory**N + issue**N)**(1/N). N is chosen, not measured. Launches behind the pass and the sums
-that they read are added to that.
+where both are near: (memory**N + issue**N)**(1/N). N is chosen, not measured.
+
+Added to that are launches behind the pass, the partial sums that it writes and they read, at the bandwidth of a copy,
+and, where the last program of a strip adds the partial sums up itself, the time that it alone takes: LAST_US for what
+follows one after another, and its reads from the L2 cache at a single multiprocessor's rate. LAST_US is reckoned, not
+measured: a barrier and a fence (about 700 cycles), an atomic addition and a first read that each go to the L2 cache and
+back (about 600 and 300), and the last store.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from roofline.machine_code import Body
 
 OVERLAP = 3.3
 LAUNCH_US = 2.6
+LAST_US = 1.0
+L2_BYTES_PER_CYCLE = 64  # of one multiprocessor
 WARP, SCHEDULERS = 32, 4
 REGISTERS, PROGRAMS, RESERVED_SHARED_BYTES = 65536, 32, 1024
 
@@ -95,12 +102,21 @@ def find_elements(launch: Launch, body: Body, num_elements: int, bytes_each: int
 
 
 def find_share_of_copy(
-    cycles_per_element: float, num_elements: int, num_bytes: int, device: Device, launches: int = 0, tail_bytes: int = 0
+    cycles_per_element: float,
+    num_elements: int,
+    num_bytes: int,
+    device: Device,
+    launches: int = 0,
+    tail_bytes: int = 0,
+    last_bytes: int = 0,
 ) -> float:
-    """The time of a copy of num_bytes as a share of this pass's, with so many launches more behind it."""
+    """The time of a copy of num_bytes as a share of this pass's, with so many launches more behind it, and the last
+    program's reading of last_bytes."""
     lanes = device.multiprocessors * SCHEDULERS * WARP
     issue_s = cycles_per_element * num_elements / (lanes * device.clock_hz)
     memory_s = num_bytes / device.copy_bytes_per_s
     pass_s = (memory_s**OVERLAP + issue_s**OVERLAP) ** (1 / OVERLAP)
     tail_s = launches * LAUNCH_US * 1e-6 + tail_bytes / device.copy_bytes_per_s
+    if last_bytes:
+        tail_s += LAST_US * 1e-6 + last_bytes / (L2_BYTES_PER_CYCLE * device.clock_hz)
     return memory_s / (pass_s + tail_s)
