@@ -68,6 +68,16 @@ def same_seed_for_every_test() -> None:
 
 
 @pytest.fixture
+def fresh_plans() -> Iterator[None]:
+    """No launch is planned by what another test put in a constant's place, nor another test's by this one's."""
+    from tempo_kernels.kernel_launch import forget_plans
+
+    forget_plans()
+    yield
+    forget_plans()
+
+
+@pytest.fixture
 def nan_poison() -> Iterator[None]:
     """torch.empty and its like give NaN (the largest value for integers), so that an element nobody wrote shows."""
     torch.use_deterministic_algorithms(True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -15,12 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# One server imports the slow packages once; every rank is then a fork of it that has no threads of its own yet.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._inductor.compile_fx", "megatron.core", "megatron.core.models.gpt"]
-)
+from rank_processes import make_process
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 600) -> list[Any]:
@@ -32,10 +26,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     Raises: RuntimeError with the traceback of the first rank that failed, or where one took more than timeout_s.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks = [
-            _processes.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout_s, args), daemon=False)
-            for rank in range(world_size)
-        ]
+        ranks = [make_process(_rank_main, fn, rank, world_size, folder, timeout_s, args) for rank in range(world_size)]
         for process in ranks:
             process.start()
         try:

@@ -23,8 +23,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def kernel_test(function):
-    """Poisons what the kernels allocate; outside of the interpreter, asks for a GPU."""
-    function = pytest.mark.usefixtures("nan_poison")(function)
+    """Poisons what the kernels allocate, and has launches planned anew; outside of the interpreter, asks for a GPU."""
+    function = pytest.mark.usefixtures("nan_poison", "fresh_plans")(function)
     return function if INTERPRETED else pytest.mark.gpu(function)
 
 
@@ -72,6 +72,11 @@ if INTERPRETED:
         return scope
 
     interpreter._patch_lang = patch_language_once_per_launch
+
+
+def round_sums(grads):
+    """Gradients in the dtype of the first: the specification gives sums in float32, and kernels round theirs."""
+    return [grad.to(grads[0].dtype) for grad in grads]
 
 
 def assert_as_specified(found, inputs, specification, *names):

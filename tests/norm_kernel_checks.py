@@ -20,7 +20,7 @@ def norm_forward_and_backward(module, x, weight, bias, grad, zero_centered=False
     """y, grad_x, grad_weight and, where there is a bias, grad_bias."""
     norm = norm_of(weight, bias, zero_centered)
     y, kept = module.forward(x, norm)
-    return [y, *cast_sums(norm, *module.backward(grad, y, kept, norm.subtracts_mean, x.dtype))]
+    return [y, *cast_sums(norm, *module.backward(grad, y, kept, norm.subtracts_mean, x.dtype, norm.sums_dtype))]
 
 
 def cast_sums(norm, grad_x, sums):

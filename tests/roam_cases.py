@@ -1,7 +1,8 @@
-"""Random graphs, small enough that every order of their operations can be tried."""
+"""Random graphs, small enough that every order of their operations can be tried, and training steps of any length."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,3 +52,33 @@ def list_orders(graph: StepGraph) -> Iterator[list[int]]:
 def find_least_peak(graph: StepGraph) -> int:
     """By trying every order."""
     return min(max(count_bytes(graph, order)) for order in list_orders(graph))
+
+
+def make_training_graph(num_layers: int, seed: int) -> StepGraph:
+    """Forward, backward, then an update of every weight, as eager mode runs them; a skip over every layer."""
+    sizes, operations, rng = [], [], random.Random(seed)
+
+    def make(size: int) -> int:
+        sizes.append(size)
+        return len(sizes) - 1
+
+    weights = [make(rng.randrange(50, 200)) for _ in range(num_layers)]
+    kept = [make(100)]
+    for layer in range(num_layers):
+        hidden = make(rng.randrange(100, 400))
+        operations.append(Operation(name=f"up{layer}", makes=(hidden,), reads=(kept[-1], weights[layer])))
+        kept.append(make(100))
+        operations.append(Operation(name=f"down{layer}", makes=(kept[-1],), reads=(hidden, kept[-2])))
+    grad, grads = make(100), []
+    operations.append(Operation(name="loss", makes=(grad,), reads=(kept[-1],)))
+    for layer in reversed(range(num_layers)):
+        grads.append(make(sizes[weights[layer]]))
+        operations.append(Operation(name=f"dw{layer}", makes=(grads[-1],), reads=(grad, kept[layer])))
+        below = make(100)
+        operations.append(Operation(name=f"dx{layer}", makes=(below,), reads=(grad, weights[layer])))
+        grad = below
+    for weight, of_weight in zip(reversed(weights), grads, strict=True):
+        operations.append(
+            Operation(name=f"update{weight}", reads=(of_weight,), writes=(weight,), scratch_bytes=2 * sizes[weight])
+        )
+    return StepGraph(tuple(operations), tuple(sizes), frozenset(weights))

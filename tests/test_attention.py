@@ -15,7 +15,7 @@ from attention_cases import (
 )
 from witness import assert_three_witnesses, kept_storages
 
-from tempo_kernels.attention import attention, find_backend
+from tempo_kernels.attention import attention, cpu, find_backend
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,6 +60,23 @@ def test_key_lengths_obey_the_rule_and_what_is_behind_them_is_not_read(causal, d
         grad,
         dtype,
     )
+
+
+@pytest.mark.parametrize("name", ["causal", "padding", "padding for all rows", "a mask on top of causal"])
+@pytest.mark.parametrize("elements", [1, 16 * 4 * 65, 16 * 4 * 65 * 2, 1 << 24])
+def test_rows_and_samples_may_be_cut_into_blocks_of_any_size(name, elements, monkeypatch):
+    monkeypatch.setattr(cpu, "MIN_BLOCK_ROWS", 16)
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", elements)
+    assert_case_obeys_the_rule(ours, CASES[name], 0.1, torch.float32)
+
+
+@pytest.mark.parametrize("window_size", [None, (3, 0), (3, 1)])
+def test_a_hidden_score_may_be_nan(window_size):
+    q, k, v = (torch.randn(70, 2, 2, 16) for _ in range(3))
+    k[-1] = float("nan")
+    out = ours(q, k, v, settings(window_size is None, window_size=window_size))
+    seen_by = 2 if window_size == (3, 1) else 1
+    assert out[:-seen_by].isfinite().all() and out[-seen_by:].isnan().all()
 
 
 def test_a_query_without_a_key_gets_zeros_and_passes_no_gradient_on():

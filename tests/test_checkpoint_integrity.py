@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from tempo_megatron.training.checkpoint_integrity import (
     read_description,
     write_description,
 )
+from tempo_megatron.training.team import Team
 
 SIZES = ["--train-iters", "6", "--global-batch-size", "4"]
 SAVING = ["--save-interval", "2"]
@@ -38,8 +42,9 @@ def whole(data: Data, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, R
     return folder / "save", finished
 
 
-def resume(data: Data, folder: Path, *more: str, world_size: int = 2) -> Run:
-    return run(data, folder, *SIZES, "--load", str(folder / "save"), *more, world_size=world_size, config=ZERO1)
+def resume(data: Data, folder: Path, *more: str, world_size: int = 2, **options: Any) -> Run:
+    load = ["--load", str(folder / "save")]
+    return run(data, folder, *SIZES, *load, *more, world_size=world_size, config=ZERO1, **options)
 
 
 def flip_bit(path: Path, place: float) -> None:
@@ -95,12 +100,27 @@ def test_a_folder_of_another_run_is_left_as_it_is(data: Data, whole: tuple[Path,
     assert (tmp_path / "save" / "latest").read_text() == "iter_0000006\n"
 
 
+def delay_failure(rank: int) -> None:
+    """Let `rank` hear of the other's failure after it has said its own, and before it passes that on."""
+    if int(os.environ["RANK"]) == rank:
+        fail = Team.fail
+
+        def fail_later(*arguments: Any, **options: Any) -> Any:
+            time.sleep(2)
+            return fail(*arguments, **options)
+
+        Team.fail = fail_later  # type: ignore[method-assign]
+
+
 @pytest.mark.slow
-def test_without_a_whole_one_every_fault_is_named(data: Data, whole: tuple[Path, Run], tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [0, 1])
+def test_without_a_whole_one_every_fault_is_named(
+    data: Data, whole: tuple[Path, Run], tmp_path: Path, later: int
+) -> None:
     shutil.copytree(whole[0], tmp_path / "save")
     for step in (2, 4, 6):
         flip_bit(tmp_path / "save" / f"iter_{step:07d}" / "rank_00000.pt", 0.5)
-    failed = resume(data, tmp_path)
+    failed = resume(data, tmp_path, before=functools.partial(delay_failure, later))
     assert failed.exit_codes == [1, 1] and "Traceback" not in failed.output
     assert "holds no checkpoint that is whole" in failed.output and failed.output.count("rank_00000.pt is damaged") == 3
 

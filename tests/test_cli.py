@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -77,3 +78,28 @@ def test_banner_and_doctor_have_one_wording_for_what_an_operation_runs_on(monkey
         rows = {line[:21].strip(): line[21:] for line in doctor.describe_installation().splitlines()}
         assert rows["tempo attention"] == rows["tempo norm"] == words
         assert doctor.describe_implementation("attention", "cpu") == words
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--plot", "file/a.png"], "file/a.png cannot be written, the folder file cannot be made (File exists); give"),
+        (["--plot", "a.pdf"], "a.pdf does not end in .png, which is what is drawn"),
+        (["--json", "."], ". is a folder; give a file in it"),
+        (["--deepspeed_config", "none.json"], "none.json cannot be read or written (No such file or directory); corr"),
+    ],
+)
+@pytest.mark.parametrize("command", ["order", "ledger", "estimate"])
+def test_files_that_cannot_be_are_told_before_the_work(
+    command: str,
+    words: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with contextlib.suppress(SystemExit):
+        assert main([command, "--model", str(ROOT / "configs/model/gpt2_tiny.json"), *words]) == 2
+    assert sentence in capsys.readouterr().err

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
 from gelu_inputs import ACTIVATION
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from witness import assert_three_witnesses
+from witness import assert_three_witnesses, assert_within_rule
 
 from tempo_kernels import compiled
 from tempo_kernels.gelu import cpu as gelu
@@ -18,6 +19,8 @@ from tempo_kernels.glu import geglu, reglu, swiglu
 from tempo_kernels.norm import cpu as cpu_norm
 from tempo_kernels.norm import cpu_compiled, layer_norm, rms_norm
 from tempo_kernels.philox import drop_mask, eager
+from tempo_kernels.pointwise import cpu as cpu_pointwise
+from tempo_kernels.pointwise import eager as eager_pointwise
 from tempo_kernels.pointwise import forward_with_bits
 
 
@@ -101,6 +104,15 @@ def test_the_compiled_gelu_backward_is_as_exact_as_the_one_in_chunks(dtype, form
     assert torch.equal(ours.isnan(), special.isnan()) and ours[~special.isnan()].isfinite().all()
 
 
+def test_powers_of_two_are_large_from_the_stated_sizes_on(monkeypatch):
+    monkeypatch.setattr(compiled, "_works", lambda: True)
+    for module in (gelu, cpu_pointwise, cpu_glu):
+        assert compiled.pays_for(torch.empty(1 << 20), module.COMPILED_ELEMENTS)
+        assert not compiled.pays_for(torch.empty(1 << 19), module.COMPILED_ELEMENTS)
+    assert cpu_compiled.pays_for_backward(torch.empty(1024, 256))
+    assert not cpu_compiled.pays_for_backward(torch.empty(512, 256))
+
+
 def test_large_tensors_take_the_differentiate_compiled(monkeypatch):
     used = []
     monkeypatch.setattr(gelu, "COMPILED_ELEMENTS", 64)
@@ -114,21 +126,53 @@ def test_large_tensors_take_the_differentiate_compiled(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("subtracts_mean", [True, False], ids=["layer_norm", "rms_norm"])
-def test_norms_in_one_pass_obey_the_rule(subtracts_mean, dtype, monkeypatch):
+@pytest.mark.parametrize("norm", ["layer_norm", "layer_norm from input", "rms_norm"])
+def test_norms_in_one_pass_obey_the_rule(norm, dtype, monkeypatch):
     used = []
     monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 64)
     monkeypatch.setattr(cpu_norm, "_blocks", lambda rows: used.append(rows) or [])
-    x, grad = torch.randn(50, 3, 40) * 2 + 1, torch.randn(50, 3, 40)
+    x, grad = torch.randn(48, 3, 40) * 2 + 1, torch.randn(48, 3, 40)
     gamma, beta = torch.rand(40) + 0.5, torch.randn(40) * 0.3
-    gamma[::10], beta[3] = 0, 100  # channels that y does not carry
-    if subtracts_mean:
-        assert_three_witnesses(
-            layer_norm, lambda x, w, b: F.layer_norm(x, (40,), w, b), [x.mT.contiguous().mT, gamma, beta], grad, dtype
-        )
-    else:
+    gamma[3], beta[3] = -0.5, 0.99  # all that y can carry
+    if norm == "rms_norm":
         assert_three_witnesses(rms_norm, lambda x, w: F.rms_norm(x, (40,), w, 1e-5), [x, gamma], grad, dtype)
+    else:
+        ours = partial(layer_norm, keep="input" if "input" in norm else "output")
+        inputs = [x.mT.contiguous().mT, gamma, beta]
+        assert_three_witnesses(ours, lambda x, w, b: F.layer_norm(x, (40,), w, b), inputs, grad, dtype)
     assert not used
+
+
+@pytest.mark.parametrize("rows", [48, 49])
+def test_a_large_norm_with_lost_channels_or_odd_rows_obeys_the_rule_uncompiled(rows, monkeypatch):
+    monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 64)
+    monkeypatch.setattr(cpu_compiled.compiled, "_works", lambda: True)
+    monkeypatch.setattr(cpu_compiled, "_layer_norm_backward", lambda *_: pytest.fail("a lost channel is not restored"))
+    gamma, beta = torch.rand(40) + 0.5, torch.randn(40) * 0.3
+    if rows % 16 == 0:
+        gamma[::10], beta[3] = 0, 100
+    inputs, grad = [torch.randn(rows, 40) * 2 + 1, gamma, beta], torch.randn(rows, 40)
+    assert_three_witnesses(layer_norm, lambda x, w, b: F.layer_norm(x, (40,), w, b), inputs, grad, torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["none", "tanh"])
+def test_the_compiled_backward_of_gelu_from_its_input_obeys_the_rule(form, dtype, monkeypatch):
+    monkeypatch.setattr(cpu_pointwise, "COMPILED_ELEMENTS", 64)
+    monkeypatch.setattr(cpu_pointwise, "_add_in_chunks", lambda *_: pytest.fail("in chunks"))
+    x, bias, grad = torch.rand(50, 3, 40) * 16 - 8, torch.randn(40), torch.randn(50, 3, 40)
+    inputs = [t.to(dtype) for t in (x, bias, grad)]
+
+    def differentiate(module, dtype):
+        tensors = [t.to(dtype) for t in inputs]
+        return module.backward(tensors[2], *tensors[:2], ACTIVATION[form], True)
+
+    exact = differentiate(eager_pointwise, torch.float64)
+    for name, *found in zip(("x", "bias"), differentiate(cpu_pointwise, dtype), differentiate(eager_pointwise, dtype),
+                            exact, strict=True):  # fmt: skip
+        assert_within_rule(name, *found)
 
 
 @pytest.mark.slow

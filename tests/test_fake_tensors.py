@@ -15,6 +15,7 @@ from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
+from tempo_kernels.norm import layer_norm, rms_norm
 
 S, B, H, V = 6, 2, 32, 11
 INTEGERS = {"dtype": torch.int64}
@@ -32,6 +33,14 @@ def lengths(x: Tensor) -> Tensor:
 
 def hides_nothing(x: Tensor) -> Tensor:
     return torch.zeros(B, 1, S, S, dtype=torch.bool, device=x.device)
+
+
+def layer_normalize(x: Tensor, bias: Tensor, kept: str) -> Tensor:
+    return layer_norm(x, x.new_ones(H).requires_grad_(), bias, keep=kept)
+
+
+def rms_normalize(x: Tensor, _: Tensor, kept: str) -> Tensor:
+    return rms_norm(x, x.new_ones(H).requires_grad_(), keep=kept)
 
 
 def losses(x: Tensor, bias: Tensor, is_weighted: bool = False) -> Tensor:
@@ -59,6 +68,10 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "attention with key_lengths": lambda x, _: attend(x, "flash", key_lengths=lengths(x)),
     "attention with mask": lambda x, _: attend(x, "flash", mask=hides_nothing(x)),
     "attention keeping its softmax": lambda x, _: attend(x, "softmax", key_lengths=lengths(x)),
+    "layer_norm": lambda x, bias: layer_normalize(x, bias, "output"),
+    "layer_norm keeping its input": lambda x, bias: layer_normalize(x, bias, "input"),
+    "rms_norm": lambda x, bias: rms_normalize(x, bias, "output"),
+    "rms_norm keeping its input": lambda x, bias: rms_normalize(x, bias, "input"),
     "linear_cross_entropy": losses,
     "linear_cross_entropy with token_weights": lambda x, bias: losses(x, bias, True),
     "linear_log_prob": lambda x, bias: log_probs(x, bias, False),

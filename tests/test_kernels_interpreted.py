@@ -23,6 +23,7 @@ from tempo_kernels.dropout_add import eager as dropout_eager
 from tempo_kernels.dropout_add import kernel as dropout_kernel
 from tempo_kernels.philox import drop_mask
 from tempo_kernels.philox import kernel as philox_kernel
+from tempo_kernels.pointwise import kernel_sums
 
 KEYS = [0, 0xFEDCBA9876543210, 0x80000000_7FFFFFFF, 2**64 - 1]
 FILES = [Path(__file__), *sorted(Path(__file__).parent.glob("test_*_kernels.py"))]
@@ -44,7 +45,7 @@ def what_to_run(path: Path, part: int) -> list[str]:
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "part"), PARTS, ids=lambda value: getattr(value, "stem", str(value)))
-def test_every_kernel_does_under_the_interpreter_what_its_specification_says(path: Path, part: int):
+def test_every_kernel_does_under_the_interpreter_what_its_specification_says(path: Path, part: int, pytestconfig):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [
         sys.executable,
@@ -54,8 +55,11 @@ def test_every_kernel_does_under_the_interpreter_what_its_specification_says(pat
         "--no-header",
         "-p",
         "no:cacheprovider",
+        "-p",
+        "no:hypothesispytest",
         "-m",
         "not gpu",
+        *(["--exhaustive"] if pytestconfig.getoption("--exhaustive") else []),
         *what_to_run(path, part),
     ]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
@@ -172,6 +176,17 @@ def test_dropout_add_draws_the_same_from_device_data_bit_for_bit(key):
             assert all(torch.equal(a, b) for a, b in zip(found, grads, strict=True))
 
 
+@pytest.mark.parametrize("divisor", [1, 2, 3, 6, 7, 8, 641, 2**16 + 1, 2**30 - 1, 2**30, 2**31 - 1])
+def test_a_product_and_a_shift_divide_every_number_of_31_bits(divisor):
+    inverse, shift = dropout_kernel.find_inverse(divisor)
+    assert 2**31 <= inverse < 2**32 and inverse * (2**31 - 1) < 2**63
+    last = 2**31 // divisor
+    multiples = torch.cat([torch.arange(min(1000, last)), torch.randint(last, (1000,)), torch.tensor([last])]) * divisor
+    for number in {n for multiple in multiples.tolist() for n in (multiple - 1, multiple, multiple + 1)} | {2**31 - 1}:
+        if 0 <= number < 2**31:
+            assert number * inverse >> shift == number // divisor
+
+
 @kernel_test
 def test_dropout_add_passes_nan_and_inf_where_kept_and_none_where_dropped():
     x = torch.full((64, 1, 16), float("inf"), device=DEVICE)
@@ -183,7 +198,7 @@ def test_dropout_add_passes_nan_and_inf_where_kept_and_none_where_dropped():
 
 @kernel_test
 def test_dropout_adds_bias_gradient_sums_many_tiles_in_a_fixed_order(monkeypatch):
-    monkeypatch.setattr(dropout_kernel, "BACKWARD_PROGRAMS", 3)
+    monkeypatch.setattr(kernel_sums, "count_multiprocessors", lambda device: 1)
     x, grad = (torch.randn(40, 3, 260, device=DEVICE) for _ in range(2))
     check_dropout_add(x, None, None, grad)
     first, second = (dropout_kernel.backward(grad, DRAW, has_grad_bias=True)[1] for _ in range(2))

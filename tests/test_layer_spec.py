@@ -43,10 +43,23 @@ def loss_and_gradients(tempo_config, sequence_parallel, overrides):
     return total, gradients(model)
 
 
+stock_runs = {}
+
+
+def run_stock(ranks, sequence_parallel, overrides):
+    """What each tensor-parallel rank of stock finds: run once for all tests that hold another against it."""
+    key = repr((ranks, sequence_parallel, overrides))
+    if key not in stock_runs:
+        stock_runs[key] = run_megatron_ranks(
+            loss_and_gradients, ranks, ranks, TempoConfig.off(), sequence_parallel, overrides
+        )
+    return stock_runs[key]
+
+
 @pytest.mark.parametrize("tempo_config", CONFIGS.values(), ids=CONFIGS)
 def test_loss_and_every_gradient_equal_stock_without_dropout(tempo_config):
     (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, tempo_config, False, {})
-    (stock,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig.off(), False, {})
+    (stock,) = run_stock(1, False, {})
     assert_equal_to_stock(found, stock)
 
 
@@ -73,7 +86,7 @@ SLOW_OVERRIDES = ("tanh gelu",)  # which Megatron has torch.compile fuse
 )
 def test_loss_and_every_gradient_equal_stock_under_megatrons_settings(overrides, tempo_config):
     (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, tempo_config, False, overrides)
-    (stock,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig.off(), False, overrides)
+    (stock,) = run_stock(1, False, overrides)
     assert_equal_to_stock(found, stock)
 
 
@@ -103,7 +116,7 @@ MODELS = {
 def test_other_activations_and_norms_equal_stock(overrides, tempo_config, sequence_parallel):
     ranks = 2 if sequence_parallel else 1
     found = run_megatron_ranks(loss_and_gradients, ranks, ranks, tempo_config, sequence_parallel, overrides)
-    stock = run_megatron_ranks(loss_and_gradients, ranks, ranks, TempoConfig.off(), sequence_parallel, overrides)
+    stock = run_stock(ranks, sequence_parallel, overrides)
     for ours, theirs in zip(found, stock, strict=True):
         assert_equal_to_stock(ours, theirs)
 
@@ -120,7 +133,7 @@ LESSER = {
 @pytest.mark.parametrize("overrides", LESSER.values(), ids=LESSER)
 def test_where_auto_takes_less_the_model_equals_stock(overrides):
     (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig(), False, overrides)
-    (stock,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig.off(), False, overrides)
+    (stock,) = run_stock(1, False, overrides)
     assert_equal_to_stock(found, stock)
 
 
@@ -128,7 +141,7 @@ def test_a_recomputed_mlp_with_biases_gives_the_gradients_of_one_that_is_not():
     # Stock Megatron recurses without end here, so that its layer without recomputation is the reference.
     recomputed = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig(), False, recomputed)
-    (stock,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig.off(), False, {})
+    (stock,) = run_stock(1, False, {})
     assert_equal_to_stock(found, stock)
 
 
@@ -138,7 +151,7 @@ def test_a_recomputed_mlp_with_biases_gives_the_gradients_of_one_that_is_not():
 )
 def test_tensor_parallel_ranks_equal_stock_of_the_same_layout(tempo_config, sequence_parallel):
     found = run_megatron_ranks(loss_and_gradients, 2, 2, tempo_config, sequence_parallel, {})
-    stock = run_megatron_ranks(loss_and_gradients, 2, 2, TempoConfig.off(), False, {})
+    stock = run_stock(2, False, {})
     for ours, theirs in zip(found, stock, strict=True):
         assert_equal_to_stock(ours, theirs)
 

@@ -81,6 +81,30 @@ def test_a_row_that_grows_to_its_end_and_one_that_falls_have_the_right_total():
 
 
 @kernel_test
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's numpy
+def test_logits_up_to_the_largest_number_and_minus_infinity_have_the_right_exponentials():
+    logits = torch.full((4, kernel.BLOCK + 24), -3e38, device=DEVICE)
+    logits[0, [9, kernel.BLOCK]] = 3e38
+    logits[1, 7:] = -torch.inf
+    logits[2, 16:] = torch.linspace(2.9e38, 3e38, kernel.BLOCK + 8, device=DEVICE)
+    logits[3] = -torch.inf  # a shard of which every column is excluded
+    targets = torch.tensor([9, 3, -1, 0], device=DEVICE)
+    shares = Shares(1.0, 0.0, logits.size(1), has_entropy=True)
+    found = kernel.find_statistics(logits, targets, shares)
+    assert found[0].tolist() == logits.amax(-1).tolist()
+    assert found[1].tolist() == [2, 7, 1, 0] and found[3].tolist() == [0, 0, 0, 0]
+    grad = torch.tensor([1.0, 1.0, 1.0, 0.0], device=DEVICE)
+    kernel.write_gradient_(logits, Rows(targets, found[0], grad / found[1].clamp_min(1), grad), shares)
+    expected = torch.zeros_like(logits)
+    expected[0, [9, kernel.BLOCK]] = torch.tensor([-0.5, 0.5], device=DEVICE)
+    expected[1, :7] = 1 / 7
+    expected[1, 3] -= 1
+    expected[2, -1] = 1
+    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=0)
+
+
+@kernel_test
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's numpy
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [3, kernel.BLOCK + 1])

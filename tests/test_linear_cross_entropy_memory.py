@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tempo_kernels.linear_cross_entropy import checks, cpu, linear_cross_entropy, linear_log_prob
+from tempo_kernels.linear_cross_entropy import checks, chunks, cpu, linear_cross_entropy, linear_log_prob
 
 
 class Allocations(TorchDispatchMode):
@@ -303,3 +303,45 @@ def test_fusion_without_main_grad_is_refused():
     with torch.no_grad():
         losses = linear_cross_entropy(GOOD["hidden"], weight, GOOD["labels"], gradient_accumulation_fusion=True)
     torch.testing.assert_close(losses, F.cross_entropy(torch.zeros(1, V), torch.zeros(1).long()).expand(B, S))
+
+
+@pytest.mark.skipif(not chunks._HAS_WIDE_PRODUCT, reason="this torch cannot multiply 16-bit matrices into float32")
+def test_on_a_gpu_each_chunks_product_is_added_to_the_weights_gradient_unrounded(monkeypatch):
+    """Only CUDA has that product: here it is substituted, and meta tensors show that torch takes its arguments."""
+    addmm, calls = torch.addmm, []
+
+    def add_product(total, left, right, *, beta, out, out_dtype=None):
+        if out_dtype is None:
+            return addmm(total, left, right, beta=beta, out=out)
+        calls.append(beta)
+        on_meta = [t.to("meta") for t in (total, left, right, out)]
+        assert addmm(*on_meta[:3], out_dtype=out_dtype, beta=beta, out=on_meta[3]).dtype == out_dtype == torch.float32
+        assert out is total and out.dtype == torch.float32
+        return out.copy_(addmm(total, left.float(), right.float(), beta=beta))
+
+    monkeypatch.setattr(chunks, "_multiplies_into", lambda total: total.dtype == torch.float32)
+    monkeypatch.setattr(torch, "addmm", add_product)
+    grad_logits, tokens = torch.randn(4, 16, V).bfloat16(), torch.randn(4, 16, H).bfloat16()
+    total = torch.full((V, H), float("nan"))
+    for number in range(4):
+        chunks._accumulate(total, grad_logits[number], tokens[number], is_empty=number == 0)
+    assert calls == [0, 1, 1, 1]
+    exact = (grad_logits.double().flatten(0, 1).t() @ tokens.double().flatten(0, 1)).float()
+    torch.testing.assert_close(total, exact, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose((grad_logits[0].t() @ tokens[0]).float(), grad_logits[0].float().t() @ tokens[0].float())
+
+
+def test_a_head_of_several_chunks_multiplies_into_the_gradient_where_torch_can(monkeypatch):
+    added = []
+
+    def add_product(total, left, right, **named):
+        added.append((tuple(total.shape), named.pop("out_dtype")))
+        named["out"].addmm_(left.float(), right.float(), beta=named["beta"])
+
+    hidden, weight = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((S, B, H), (V, H)))
+    labels = random_labels()
+    monkeypatch.setattr(chunks, "_multiplies_into", lambda total: True)
+    monkeypatch.setattr(torch, "addmm", add_product)
+    linear_cross_entropy(hidden, weight, labels, chunk_tokens=-(-S * B // 3)).sum().backward()
+    assert added == [((V, H), torch.float32)] * 3
+    assert weight.grad is not None and weight.grad.isfinite().all()

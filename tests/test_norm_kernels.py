@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreted import DEVICE, DTYPES, kernel_test
 from norm_inputs import PARAMETERS, reference_layer_norm
-from norm_kernel_checks import check_both_forms, norm_forward_and_backward, norm_from_input, random_norm
+from norm_kernel_checks import check_both_forms, norm_forward_and_backward, norm_from_input, norm_of, random_norm
 from witness import assert_three_witnesses
 
 from tempo_kernels.norm import kernel as norm_kernel
@@ -96,7 +96,7 @@ def test_norm_of_a_row_with_inf_or_nan_is_nan_and_leaves_other_rows_alone():
 @kernel_test
 def test_norms_gradients_of_gamma_and_beta_are_summed_over_many_programs_in_a_fixed_order(monkeypatch):
     monkeypatch.setattr(whole_rows, "FORWARD_PROGRAMS", 3)
-    monkeypatch.setattr(whole_rows, "_count_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(whole_rows, "count_multiprocessors", lambda device: 1)
     inputs = random_norm("trained", (200, 130), torch.float32)
     check_both_forms(*inputs)
     for run in (norm_forward_and_backward, norm_from_input):
@@ -115,9 +115,25 @@ def test_a_norms_backward_has_as_many_programs_as_run_at_once(monkeypatch, hidde
             return kernel[grid]
 
     monkeypatch.setattr(whole_rows, "_backward_kernel", Noted())
-    monkeypatch.setattr(whole_rows, "_count_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(whole_rows, "count_multiprocessors", lambda device: 2)
     norm_forward_and_backward(norm_kernel, *random_norm("initial", (64, hidden_size), torch.bfloat16))
     assert grids == [(2 * per_multiprocessor,)]
+
+
+@kernel_test
+@pytest.mark.parametrize("limit", [64, 32768], ids=["long rows", "whole rows"])
+def test_sums_are_rounded_once_to_the_dtype_that_is_asked_for(limit, monkeypatch):
+    monkeypatch.setattr(norm_kernel, "BACKWARD_ROW_BYTES", limit)
+    x, weight, bias, grad = random_norm("initial", (40, 136), torch.bfloat16)
+    norm = norm_of(weight, bias)
+    _, kept = norm_kernel.forward(x, norm)
+    wide, narrow = (norm_kernel.backward(grad, x, kept, True, x.dtype, dtype)[1] for dtype in (torch.float32, x.dtype))
+    assert wide.dtype == torch.float32 and torch.equal(narrow, wide.bfloat16())
+    assert torch.equal(norm_kernel.backward(grad, x, kept, True, x.dtype, torch.float32)[1], wide)
+    _, statistics = norm_kernel.forward_from_input(x, norm)
+    wider = norm_of(weight, bias.float())
+    narrow, wide = (norm_kernel.backward_from_input(grad, x, one, statistics)[1] for one in (norm, wider))
+    assert wide.dtype == torch.float32 and torch.equal(narrow, wide.bfloat16())
 
 
 @kernel_test

@@ -62,6 +62,28 @@ def test_slots_and_counts_are_the_specified_ones(hidden_size, dtype, zero_center
 
 @kernel_test
 @both_lengths
+def test_a_gamma_whose_inverse_would_count_as_0_keeps_its_column(rows_are_long):
+    weight = torch.ones(40, device=DEVICE)
+    weight[3], weight[17], weight[29], weight[31] = 1.5 * 2.0**126, 2.0**62, 1e-20, 1e-18
+    x, grad_y = torch.randn(3, 40, device=DEVICE) * 0.3, torch.randn(3, 40, device=DEVICE)
+    grad_y[:, 3], grad_y[:, 17] = grad_y[:, 3] * 2.0**-126, grad_y[:, 17] * 2.0**-62
+    grad_y *= 1e5
+    norm = norm_of(weight, None, False)
+    norm_kernel.forward(x, norm)  # counts the channels
+    y, kept = norm_kernel.forward(x, norm)
+    assert kept.lost.tolist() == [{3: 0, 29: 1}.get(channel, -1) for channel in range(40)]
+    grad_x, sums = norm_kernel.backward(grad_y, y, kept, False, x.dtype, norm.sums_dtype)
+    exact = [t.double() for t in (grad_y, x, weight)]
+    _, statistics = eager.forward_from_input(exact[1].cpu(), norm_of(exact[2].cpu(), None, False))
+    expected = eager.backward_from_input(
+        exact[0].cpu(), exact[1].cpu(), norm_of(exact[2].cpu(), None, False), statistics
+    )
+    torch.testing.assert_close(grad_x.cpu().double(), expected[0], rtol=1e-5, atol=1)
+    torch.testing.assert_close(sums.cpu().double(), expected[1], rtol=1e-5, atol=1)
+
+
+@kernel_test
+@both_lengths
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize(("shape", "dtype"), [((9, 130), DTYPES[0]), ((2, 600), DTYPES[2])])
 def test_a_forward_without_room_counts_what_is_specified(shape, dtype, zero_centered, rows_are_long):
@@ -175,7 +197,7 @@ def test_a_norm_that_changed_since_its_forward_is_differentiated_with_the_channe
     y, kept = norm_kernel.forward(x, norm)
     first.copy_(second)
     norm_kernel.forward(x, norm)
-    found = cast_sums(norm, *norm_kernel.backward(grad, y, kept, True, x.dtype))
+    found = cast_sums(norm, *norm_kernel.backward(grad, y, kept, True, x.dtype, norm.sums_dtype))
     assert all(torch.equal(a, b) for a, b in zip([y, *found], expected, strict=True))
 
 

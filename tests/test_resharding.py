@@ -23,7 +23,7 @@ L = Layout
 STEPS, SAVED = 6, 3
 # 512 tokens in 540 rows, which another tensor parallel size would pad to 600 or 720 in a run that starts.
 COMMON = [
-    "--global-batch-size", "8", "--micro-batch-size", "1", "--train-iters", str(STEPS),
+    "--global-batch-size", "4", "--micro-batch-size", "1", "--train-iters", str(STEPS),
     "--make-vocab-size-divisible-by", "60", "--seq-length", "32",
 ]  # fmt: skip
 STOCK = ("--attention-dropout", "0", "--hidden-dropout", "0")

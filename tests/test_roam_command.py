@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from tempo_megatron.cli import main
+from tempo_megatron.memory.command_arguments import add_order_arguments
+from tempo_megatron.memory.roam.order import WORK_LIMIT
 
 
 @pytest.mark.slow
@@ -28,3 +31,9 @@ def test_the_command_orders_a_gpt_and_proves_it(tmp_path: Path, capsys: pytest.C
 def test_a_model_file_that_is_none_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["order", "--model", str(tmp_path / "none.json")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_commands_work_limit_is_that_of_the_search() -> None:
+    parser = argparse.ArgumentParser()
+    add_order_arguments(parser)
+    assert parser.get_default("work_limit") == WORK_LIMIT

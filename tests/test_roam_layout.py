@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from roam_cases import make_training_graph
 
+from tempo_megatron.memory.roam.fill import Filler
 from tempo_megatron.memory.roam.graph import Operation, StepGraph, count_bytes
 from tempo_megatron.memory.roam.layout import (
     BranchAndBound,
@@ -19,6 +22,7 @@ from tempo_megatron.memory.roam.layout import (
     list_rectangles,
     place_longest_first,
 )
+from tempo_megatron.memory.roam.order import find_order
 
 
 @st.composite
@@ -67,6 +71,30 @@ def test_branch_and_bound_alone_finds_the_lowest(given: list[Rectangle]) -> None
     offsets, height = BranchAndBound(given, stacked, sum(r.size for r in given), goal=find_most_alive(given)).run()
     check_layout(given, offsets)
     assert height == find_lowest(given) == max((o + r.size for o, r in zip(offsets, given, strict=True)), default=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rectangles(most=30), st.integers(0, 20), st.randoms(use_true_random=False))
+def test_an_arena_of_a_given_height_is_filled_without_overlaps(
+    given: list[Rectangle], more: int, rng: random.Random
+) -> None:
+    given = [each for each in given if each.size]
+    height = find_most_alive(given) + more - 2
+    ranks = rng.sample(range(len(given)), len(given))
+    filler = Filler([r.size for r in given], [r.first for r in given], [r.last for r in given], height)
+    offsets = filler.place(np.array(ranks, np.int64)).tolist()
+    placed = [(each, offset) for each, offset in zip(given, offsets, strict=True) if offset >= 0]
+    check_layout([each for each, _ in placed], [offset for _, offset in placed])
+    assert all(offset + each.size <= height for each, offset in placed)
+    if more < 2:
+        assert len(placed) < len(given) or not given
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_arena_of_a_training_step_is_filled_at_once(seed: int) -> None:
+    graph = make_training_graph(300, seed)
+    layout = find_layout(list_rectangles(graph, find_order(graph, work_limit=0).order)[1], work_limit=1)
+    assert layout.is_optimal
 
 
 def test_what_the_paper_compares_with_is_never_lower() -> None:

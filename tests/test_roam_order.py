@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
+import os
+import pty
 import random
+import re
+import struct
+import sys
+import termios
+import threading
 
 import pytest
 from hypothesis import given, settings
-from roam_cases import find_least_peak, graphs
+from roam_cases import find_least_peak, graphs, make_training_graph
+from tqdm import tqdm
 
 from tempo_megatron.memory.roam.graph import Operation, StepGraph, check_order, count_bytes
 from tempo_megatron.memory.roam.least_state import find_least_state
 from tempo_megatron.memory.roam.order import find_order
 from tempo_megatron.memory.roam.problem import cut, make_problem, restrict
+from tempo_megatron.memory.roam.progress import show_progress
 from tempo_megatron.memory.roam.search import Search
-from tempo_megatron.memory.roam.shift import advance_frees, delay_makes, list_by_memory
+from tempo_megatron.memory.roam.shift import advance_frees, delay_makes, list_by_memory, list_depth_first
 
 
 @settings(max_examples=120, deadline=None)
@@ -52,6 +64,41 @@ def test_shifts_raise_no_peak(graph: StepGraph) -> None:
         check_order(graph, order)
         assert max(count_bytes(graph, order)) <= peak
     check_order(graph, list_by_memory(problem))
+    check_order(graph, list_depth_first(problem))
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(max_operations=10))
+def test_a_delayed_order_is_what_its_rule_says(graph: StepGraph) -> None:
+    """From the end: the first that became ready of those that fit and have no more alive before them, else the last."""
+    problem = make_problem(graph)
+    n = len(problem)
+    limit, behind, ready, expected = problem.count_peak(range(n)), 0, list[int](), list[int]()
+
+    def count_alive(state: int) -> int:
+        """Before anything in `state` runs, and after all the rest."""
+        storages = (
+            s
+            for s, users in enumerate(problem.users)
+            if (s in problem.kept and (s in problem.makers or users)) or any(state >> user & 1 for user in users)
+        )
+        return problem.base_bytes + sum(problem.sizes[s] for s in storages if not state >> problem.makers.get(s, n) & 1)
+
+    def list_ready() -> list[int]:
+        return [i for i in range(n) if not behind >> i & 1 and problem.descendants[i] & ~behind == 0]
+
+    for wished in reversed(range(n)):
+        while not behind >> wished & 1:
+            ready += [each for each in list_ready() if each not in ready]
+            steps = {each: count_alive(behind | 1 << each) for each in ready if not behind >> each & 1}
+            chosen = (
+                each
+                for each, before in steps.items()
+                if before <= count_alive(behind) and before + problem.transient_bytes[each] <= limit
+            )
+            expected.append(next(chosen, wished))
+            behind |= 1 << expected[-1]
+    assert delay_makes(problem, range(n)) == expected[::-1]
 
 
 @settings(max_examples=80, deadline=None)
@@ -90,34 +137,15 @@ def test_ranges_of_a_cut_have_the_steps_of_the_whole(graph: StepGraph) -> None:
     assert steps == problem.count_steps(range(len(problem))) == count_bytes(graph, range(len(problem)))
 
 
-def make_training_graph(num_layers: int, seed: int) -> StepGraph:
-    """Forward, backward, then an update of every weight, as eager mode runs them; a skip over every layer."""
-    sizes, operations, rng = [], [], random.Random(seed)
-
-    def make(size: int) -> int:
-        sizes.append(size)
-        return len(sizes) - 1
-
-    weights = [make(rng.randrange(50, 200)) for _ in range(num_layers)]
-    kept = [make(100)]
-    for layer in range(num_layers):
-        hidden = make(rng.randrange(100, 400))
-        operations.append(Operation(name=f"up{layer}", makes=(hidden,), reads=(kept[-1], weights[layer])))
-        kept.append(make(100))
-        operations.append(Operation(name=f"down{layer}", makes=(kept[-1],), reads=(hidden, kept[-2])))
-    grad, grads = make(100), []
-    operations.append(Operation(name="loss", makes=(grad,), reads=(kept[-1],)))
-    for layer in reversed(range(num_layers)):
-        grads.append(make(sizes[weights[layer]]))
-        operations.append(Operation(name=f"dw{layer}", makes=(grads[-1],), reads=(grad, kept[layer])))
-        below = make(100)
-        operations.append(Operation(name=f"dx{layer}", makes=(below,), reads=(grad, weights[layer])))
-        grad = below
-    for weight, of_weight in zip(reversed(weights), grads, strict=True):
-        operations.append(
-            Operation(name=f"update{weight}", reads=(of_weight,), writes=(weight,), scratch_bytes=2 * sizes[weight])
-        )
-    return StepGraph(tuple(operations), tuple(sizes), frozenset(weights))
+def make_hard_graph() -> StepGraph:
+    """Operations with few dependencies, so that states are many and the bound is not reached at once."""
+    rng = random.Random(5)
+    sizes = [rng.randrange(1, 100) for _ in range(60)]
+    operations = tuple(
+        Operation(name=f"op{i}", makes=(i,), reads=tuple(rng.sample(range(i), min(i, rng.randrange(3)))))
+        for i in range(len(sizes))
+    )
+    return StepGraph(operations, tuple(sizes))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -156,3 +184,36 @@ def test_a_graph_whose_order_does_not_run_is_refused() -> None:
         StepGraph((Operation(name="reader", after=(1,)), maker), (1,))
     with pytest.raises(ValueError, match="fewer than 0 bytes"):
         StepGraph((maker,), (-1,))
+
+
+def test_a_terminal_shows_a_bar_that_moves_within_one_long_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a pseudo-terminal, of a graph that is one range: its search is what takes long."""
+    graph = make_hard_graph()
+    main, terminal = pty.openpty()
+    fcntl.ioctl(main, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    shown = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # what a pseudo-terminal says when it was closed
+            while data := os.read(main, 1 << 12):
+                shown.extend(data)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    monkeypatch.setattr("tqdm.tqdm", functools.partial(tqdm, mininterval=0))  # drawn at each note
+    with os.fdopen(terminal, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with show_progress("order") as note:
+            assert note is not None
+            plan = find_order(graph, work_limit=3000, note_progress=note)
+    reader.join(timeout=10)
+    os.close(main)
+    percents = {int(found) for found in re.findall(r"order: *(\d+)%", shown.decode())}
+    assert len({percent for percent in percents if 0 < percent < 100}) > 2
+    assert plan == find_order(graph, work_limit=3000)
+
+
+def test_no_terminal_shows_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_progress("order") as note:
+        assert note is None
+    assert capsys.readouterr().err == ""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_megatron_ranks, run_ranks
+
+from tempo_kernels import compiled
 
 
 def sum_over_ranks(offset: int) -> tuple[int, torch.Tensor]:
@@ -32,6 +35,13 @@ def die_in_rank_0() -> None:
 def sleep_in_rank_1() -> None:
     if dist.get_rank() == 1:
         time.sleep(600)
+
+
+def list_modules_that_compiling_imports() -> tuple[int, set[str]]:
+    """Also how many threads the rank had before."""
+    num_threads, before = len(os.listdir("/proc/self/task")), set(sys.modules)
+    compiled.find_obstacle()
+    return num_threads, set(sys.modules) - before
 
 
 def layout() -> tuple[int, int]:
@@ -63,3 +73,10 @@ def test_a_rank_that_hangs_is_named() -> None:
 
 def test_megatron_ranks_are_laid_out_tensor_parallel_first() -> None:
     assert run_megatron_ranks(layout, 4, 2) == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+def test_a_rank_finds_what_is_slow_to_import_done() -> None:
+    """Else each would spend seconds on it."""
+    ((num_threads, imported),) = run_ranks(list_modules_that_compiling_imports, 1)
+    assert {name for name in imported if name.startswith("torch.") and "compile_tasks" not in name} == set()
+    assert num_threads < 10

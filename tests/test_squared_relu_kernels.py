@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
+from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test, round_sums
 from pointwise_activations import misaligned, strided
 from squared_relu_inputs import every_number
 
 from tempo_kernels.pointwise import eager as pointwise_eager
 from tempo_kernels.pointwise import kernel as pointwise_kernel
-from tempo_kernels.pointwise import kernel_tiles
+from tempo_kernels.pointwise import kernel_sums
 from tempo_kernels.squared_relu import eager, kernel
 
 
@@ -20,7 +20,7 @@ def forward(x):
 
 def check_squared_relu(y, grad):
     found = kernel.backward(grad, y, True)
-    assert_as_specified(found, [grad, y], lambda *t: eager.backward(*t, True), "grad_x", "grad_bias")
+    assert_as_specified(found, [grad, y], lambda *t: round_sums(eager.backward(*t, True)), "grad_x", "grad_bias")
     alone, nothing = kernel.backward(grad, y, False)
     assert torch.equal(alone, found[0]) and nothing is None
 
@@ -69,7 +69,7 @@ def test_squared_relu_passes_infinity_and_nan():
 
 @kernel_test
 def test_squared_relus_bias_gradient_sums_many_tiles_in_a_fixed_order(monkeypatch):
-    monkeypatch.setattr(kernel_tiles, "BACKWARD_PROGRAMS", 3)
+    monkeypatch.setattr(kernel_sums, "count_multiprocessors", lambda device: 1)
     y, grad = random_input((70, 264), torch.float32)
     check_squared_relu(y, grad)
     assert torch.equal(*(kernel.backward(grad, y, True)[1] for _ in range(2)))

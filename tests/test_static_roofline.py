@@ -40,10 +40,21 @@ def test_the_main_loop_is_found_and_its_shortest_way_counted_by_pipe():
     assert body.stored_bytes == body.loaded_bytes == 16
 
 
+def test_packing_two_floats_into_16_bits_is_the_alus_work_and_other_conversions_are_not():
+    names = ["F2FP.BF16.F32.PACK_AB", "F2F.F64.F32", "I2F.S32", "MUFU.EX2"]
+    assert [machine_code.Instruction(0, "", name, "").pipe for name in names] == ["alu", "xu", "xu", "xu"]
+
+
 def test_a_program_without_a_loop_is_counted_whole():
     straight = LISTING.replace("@P2 BRA 0x20", "MOV R1, R2")
     body = machine_code.find_body(machine_code.parse(straight))
     assert not body.is_loop and body.issued == 9 and body.stored_bytes == 32
+
+
+def test_of_loops_around_each_other_the_inner_one_is_counted():
+    nested = LISTING.replace("LDG.E.128 R4, desc[UR4][R2.64]", "HGMMA.64x64x16.F32.BF16 R4, gdesc[UR4], R4")
+    nested = nested.replace("EXIT ;", "@P3 BRA 0x0 ;", 1)
+    assert machine_code.find_body(machine_code.parse(nested)).instructions[0].address == 0x20
 
 
 @pytest.mark.parametrize(
@@ -72,6 +83,33 @@ def test_a_pass_is_as_long_as_what_it_waits_for_and_its_tail():
     assert model.find_share_of_copy(per_element, elements, num_bytes, device) == pytest.approx(2 ** (-1 / 3.3))
     with_tail = model.find_share_of_copy(1e-9, elements, num_bytes, device, 2, round(3e-6 * device.copy_bytes_per_s))
     assert with_tail == pytest.approx(300 / (300 + 2 * model.LAUNCH_US + 3))
+    with_last = model.find_share_of_copy(1e-9, elements, num_bytes, device, 0, 0, 1 << 20)
+    last_us = model.LAST_US + (1 << 20) / 64 / (device.clock_hz / 1e6)
+    assert with_last == pytest.approx(300 / (300 + last_us))
+
+
+def test_behind_a_norms_backward_is_one_launch_and_all_that_it_reads_counts():
+    found = {one.name: one for one in cases.find_passes() if "norm backward" in one.name}
+    assert len(found) == 4 and {one.tail_launches for one in found.values()} == {1}
+    num_programs, h = 256, cases.SIZES.h
+    for name, num_sums in (("layer_norm backward, keeps output", 2), ("rms_norm backward, keeps input", 1)):
+        assert found[name].tail_bytes == num_sums * h * (2 * 4 * num_programs + 2)
+
+
+@pytest.mark.parametrize(
+    ("alone", "with_tail", "launches", "obstacle"),
+    [
+        (0.97, 0.93, 2, ""),
+        (0.97, 0.80, 2, "2 launches behind it"),
+        (0.97, 0.90, 0, "its last program"),
+        (0.90, 0.89, 0, "issue: 12.0 fma + 8.0 alu + 1.0 xu"),
+    ],
+)
+def test_what_stands_in_the_way_is_what_costs_most(alone, with_tail, launches, obstacle):
+    fields = {"busiest": "issue", "instructions": {"alu": 80, "fma": 120, "xu": 10, "control": 1}}
+    one = cases.Pass("a pass", None, 1, 1, 1, launches)
+    shares = {"H100": {"pass": 0.99, "with_tail": 0.98}, "H200": {"pass": alone, "with_tail": with_tail}}
+    assert static_roofline.find_obstacle(one, fields, 10, shares) == obstacle
 
 
 @pytest.mark.slow
@@ -91,7 +129,8 @@ def test_no_kernel_takes_more_instructions_or_less_of_a_multiprocessor_than_reco
                 assert fields[what] <= limit, f"{name}: {what} {fields[what]}, expected at most {limit:.1f}"
         least = min(one["programs_per_sm"] for one in recorded)
         assert fields["programs_per_sm"] >= least, f"{name}: {fields['programs_per_sm']} programs per SM, not {least}"
-        allowed = 8 if "issue_cycles" in fields else 0  # test_attention_compiled.py says that no loop reads them
+        # test_attention_compiled.py says how few of them loops read.
+        allowed = max(one.get("spilled_bytes", 0) for one in recorded)
         assert fields["spilled_bytes"] <= allowed, f"{name} spills {fields['spilled_bytes']} bytes"
         assert fields["serialised"] <= max(one["serialised"] for one in recorded), f"{name}: products wait for another"
 

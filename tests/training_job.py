@@ -6,7 +6,6 @@ import argparse as _stdlib
 import contextlib
 import dataclasses
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from rank_processes import make_process
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "launch" / "pretrain_gpt.py"
@@ -36,12 +36,6 @@ _TEXTS = (
     "dis",
     "enum",
     "glob",
-)
-
-# One server imports the slow packages; each rank is a fork of it.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["torch", "torch._inductor.compile_fx", "megatron.core", "deepspeed", "tempo_megatron.training.loop"]
 )
 
 
@@ -149,10 +143,7 @@ def run(
     argv = arguments(data, folder, *extra, config=config)
     port = free_port()
     ranks = [
-        _processes.Process(
-            target=_rank_main,
-            args=(data.family, argv, rank, world_size, port, str(folder / f"rank{rank}.log"), before),
-        )
+        make_process(_rank_main, data.family, argv, rank, world_size, port, str(folder / f"rank{rank}.log"), before)
         for rank in range(world_size)
     ]
     for process in ranks:

@@ -1,0 +1,83 @@
+"""What the tests of attention's kernels share: inputs, how a backend runs, what its results are held against."""
+
+from __future__ import annotations
+
+import torch
+from attention_cases import reference
+from interpreted import DEVICE, INTERPRETED, assert_as_specified
+
+from tempo_kernels.attention import kernel as attention_kernel
+from tempo_kernels.attention.settings import Inputs, Kept, Settings
+
+KEY = 0xFEDCBA9876543210
+
+if INTERPRETED:
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    def create_dot_as_the_gpu(self, a, b, d, *options):
+        """The interpreter multiplies bfloat16 as integers, and sums in an order that depends on the shapes: the same
+        product would differ from pass to pass, where it does not on a GPU."""
+        a, b = (
+            (t.data.astype(np.uint32) << 16).view(np.float32) if t.dtype.scalar == tl.bfloat16 else t.data
+            for t in (a, b)
+        )
+        product = np.matmul(a.astype(np.float64), b.astype(np.float64)) + d.data
+        return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot_as_the_gpu
+
+
+def settings(causal=True, p=0.1, key=KEY, first_sample=2**32 - 1, first_head=3, window_size=None, scale=0.125):
+    return Settings(causal, scale, p, key, first_sample, first_head, window_size)
+
+
+def run(module, q, k, v, grad, mask, key_lengths, chosen):
+    """out, grad_q, grad_k and grad_v."""
+    inputs = Inputs(q, k, v, mask, key_lengths)
+    out, logsumexp = module.forward(inputs, chosen)
+    return [out, *module.backward(grad, inputs, Kept(out, logsumexp), chosen)]
+
+
+def check(q, k, v, grad, chosen, mask=None, key_lengths=None):
+    """Three witnesses: the kernels, and unfused attention in the same dtype and in float64."""
+    found = run(attention_kernel, q, k, v, grad, mask, key_lengths, chosen)
+
+    def specified(q, k, v, grad):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = reference(*leaves, chosen, *(None if t is None else t.cpu() for t in (mask, key_lengths)))
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    assert_as_specified(found, [q, k, v, grad], specified, "out", "grad_q", "grad_k", "grad_v")
+
+
+def random_inputs(sq, sk, b, a, g, d, dtype):
+    """q, k, v as slices of one tensor where they can be, as Megatron has them, and grad."""
+    grad = torch.randn(sq, b, a, d, device=DEVICE).to(dtype)
+    if sq == sk and a == g:
+        return *torch.randn(sq, b, a, 3 * d, device=DEVICE).to(dtype).split(d, dim=-1), grad
+    return *(torch.randn(s, b, n, d, device=DEVICE).to(dtype) for s, n in ((sq, a), (sk, g), (sk, g))), grad
+
+
+def dropped_elements(chosen, sq, sk, b, a, d=256):
+    """The mask [b, a, sq, sk] that the kernel applies in each of its passes: forward, and both gradients."""
+    # All probabilities are equal; the columns of the unit matrix take them out one key at a time.
+    zeros = torch.zeros(sq, b, a, d, dtype=torch.bfloat16, device=DEVICE)
+    k = torch.zeros(sk, b, a, d, dtype=torch.bfloat16, device=DEVICE)
+    unit = torch.eye(sk, d, dtype=torch.bfloat16, device=DEVICE).view(sk, 1, 1, d).expand(sk, b, a, d)
+    inputs = Inputs(zeros, k, unit)
+    out, logsumexp = attention_kernel.forward(inputs, chosen)
+    forward = out[..., :sk].permute(1, 2, 0, 3) == 0
+    # grad_v [key, query] is a probability where grad_out is the unit matrix too.
+    grad_out = torch.eye(sq, d, dtype=torch.bfloat16, device=DEVICE).view(sq, 1, 1, d).expand(sq, b, a, d)
+    grad_v = attention_kernel.backward(grad_out, inputs, Kept(out, logsumexp), chosen)[2]
+    columns = grad_v[..., :sq].permute(1, 2, 3, 0) == 0
+    # Of keys that are the unit matrix, grad_q [query, key] is the gradient of the scores: minus delta where dropped.
+    ones = torch.ones_like(grad_out)
+    values = torch.ones_like(k)
+    inputs = Inputs(zeros, unit, values)
+    out, logsumexp = attention_kernel.forward(inputs, chosen)
+    grad_q = attention_kernel.backward(ones, inputs, Kept(out, logsumexp), chosen)[0]
+    rows = grad_q[..., :sk].permute(1, 2, 0, 3) < 0
+    return forward, rows, columns

@@ -1,0 +1,153 @@
+"""A launch by a plan hands over what Triton's own launch would: the variant, the grid and the arguments, on a GPU that
+takes launches and computes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
+
+import triton
+import triton.language as tl
+from fake_gpu import fake_gpu
+
+from tempo_kernels.gelu import gelu
+from tempo_kernels.kernel_launch import Plan, cache_plans, forget_plans, launch, launch_named
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter launches nothing"),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="the faked driver is compiled by gcc, which is not found"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the faked driver stands where there is no GPU"),
+    pytest.mark.skipif(not hasattr(triton, "knobs"), reason="before triton 3.4, Triton makes every launch"),
+]
+
+
+OPTIONS = {"num_warps": 1, "enable_fp_fusion": True}
+
+
+@triton.jit(do_not_specialize=["shift"])
+def _kernel(x_ptr, y_ptr, out_ptr, size, shift, scale, HAS_Y: tl.constexpr):
+    place = tl.arange(0, 16)
+    x = tl.load(x_ptr + place, mask=place < size) * scale + shift
+    if HAS_Y:
+        x += tl.load(y_ptr + place)
+    tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty))
+
+
+class Launches(list):
+    """What reached the launcher: the compiled function, the grid, and the arguments with addresses for tensors."""
+
+    def __enter__(self):
+        def record(launcher, x, y, z, stream, function, metadata, data, enter, leave, *arguments):
+            read = (t.data_ptr() if isinstance(t, torch.Tensor) else t for t in arguments)
+            self.append((function, (x, y, z), *read))
+
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        self._patch = mock.patch.object(CudaLauncher, "__call__", record)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_):
+        self._patch.stop()
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    forget_plans()
+    with fake_gpu() as count:
+        yield count
+    forget_plans()
+
+
+def at(offset, dtype=torch.float32):
+    """16 numbers whose address is so many bytes behind a multiple of 16."""
+    memory = torch.zeros(256, dtype=torch.uint8)
+    start = -memory.data_ptr() % 16 + offset
+    return memory[start : start + 16 * dtype.itemsize].view(dtype)
+
+
+@pytest.fixture
+def by_triton(monkeypatch):
+    """How often Triton made the launch."""
+    calls = []
+    run = type(_kernel).run
+    monkeypatch.setattr(type(_kernel), "run", lambda self, *args, **named: calls.append(1) or run(self, *args, **named))
+    return calls
+
+
+CASES = list(itertools.product([0, 4], [None, 0, 8], [torch.float32, torch.float16], [1, 7, 16, 48, 2**31], [3]))
+
+
+@pytest.fixture(scope="module")
+def plans():
+    @cache_plans
+    def plan(size, has_y):
+        return Plan((5,), ("shift",), size=size, scale=0.5, HAS_Y=has_y, **OPTIONS)
+
+    return plan
+
+
+def test_every_launch_hands_over_what_tritons_own_does(gpu, plans):
+    """Alignments, absent tensors, dtypes and numbers in all combinations: each three times, so that the second and the
+    third come from a plan, in an order in which every plan meets every alignment."""
+    chosen = set()
+    with Launches() as launches:
+        for x_offset, y_offset, dtype, size, shift in CASES[::9] + CASES[5::17]:
+            x, y, out = at(x_offset), None if y_offset is None else at(y_offset), at(0, dtype)
+            for number in (shift, -shift, 2**31 - 1):
+                named = {"size": size, "scale": 0.5, "HAS_Y": y is not None} | OPTIONS
+                launch(_kernel, plans(size, y is not None), (x, y, out), (number,))
+                arguments = {"x_ptr": x, "y_ptr": y, "out_ptr": out, "shift": number} | named
+                launch_named(_kernel, (5,), ("shift",), arguments)
+                _kernel[(5,)](x, y, out, shift=number, **named)
+                found, found_by_name, expected = launches[-3:]
+                assert found == expected and found_by_name == expected, (x_offset, y_offset, dtype, size, number)
+                chosen.add(expected[0])
+    assert len(chosen) > 6, "the cases differ in what is compiled for them"
+
+
+def test_the_second_launch_is_not_tritons(gpu, by_triton):
+    plan = Plan((5,), ("shift",), size=16, scale=0.5, HAS_Y=False, **OPTIONS)
+    for number in (3, 4, 5):
+        launch(_kernel, plan, (at(0), None, at(0)), (number,))
+    assert len(by_triton) == 1
+    launch(_kernel, plan, (at(4), None, at(0)), (3,))
+    assert len(by_triton) == 2, "another alignment is another variant"
+    launch(_kernel, plan, (at(0), None, at(0)), (2**31,))
+    assert len(by_triton) == 3, "a number of 64 bits is not for a variant that takes 32"
+    launch(_kernel, plan, (at(0), None, at(0)), (3,))
+    assert len(by_triton) == 3
+
+
+def test_what_wants_to_see_launches_sees_them_all(gpu, by_triton):
+    plan = Plan((5,), ("shift",), size=16, scale=0.5, HAS_Y=False, **OPTIONS)
+    seen = []
+    see = lambda metadata: seen.append(metadata.get()["name"])  # noqa: E731
+    launch(_kernel, plan, (at(0), None, at(0)), (3,))
+    triton.knobs.runtime.launch_enter_hook.add(see)
+    try:
+        for _ in range(2):
+            launch(_kernel, plan, (at(0), None, at(0)), (3,))
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(see)
+    assert seen == ["_kernel"] * 2
+
+
+def test_a_number_that_is_specialized_cannot_vary(gpu):
+    plan = Plan((5,), ("size",), shift=3, scale=0.5, HAS_Y=False, **OPTIONS)
+    with pytest.raises(AssertionError):
+        launch(_kernel, plan, (at(0), None, at(0)), (3,))
+
+
+def test_an_operation_launches_anew_what_it_launched_before(gpu, by_triton):
+    x, bias = torch.randn(4, 64).requires_grad_(), torch.randn(64).requires_grad_()
+    for _ in range(3):
+        gelu(x, bias).sum().backward()
+    assert len(by_triton) == 2

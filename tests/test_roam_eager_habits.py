@@ -1,0 +1,192 @@
+"""What eager mode does beside its operations: a captured step does it, too, or is refused in one sentence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tempo_megatron.memory.roam.arena import ArenaStep
+from tempo_megatron.memory.roam.capture import capture_step
+from tempo_megatron.memory.roam.execute import OrderedStep
+from tempo_megatron.memory.roam.order import find_order
+
+ComputeLoss = Callable[..., Tensor]
+
+
+class Applies(nn.Module):
+    """A linear map, then what a test wants."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(8, 8), function
+        self.calls, self.carried, self.table = 0, None, torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.linear(x))
+
+
+def build_mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+def draw(step: int, *shape: int) -> Tensor:
+    return torch.randn(shape or (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+def compute_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), x)
+
+
+def capture(model: nn.Module, compute_loss: ComputeLoss = compute_loss, batch: Tensor | None = None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    capture_step(model, compute_loss, (draw(0) if batch is None else batch,), optimizer)
+
+
+def check_steps_of_eager_mode(
+    model: nn.Module, step_of: type[OrderedStep], compute_loss: ComputeLoss, batches: list[Tensor]
+) -> None:
+    eager = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (eager, model)]
+    captured = capture_step(model, compute_loss, batches[:1], optimizers[1])
+    step = step_of(captured, model, find_order(captured.graph).order)
+    for batch in batches:
+        optimizers[0].zero_grad()
+        loss = compute_loss(eager, batch)
+        loss.backward()
+        optimizers[0].step()
+        assert torch.equal(step(batch), loss.detach())
+    for ours, theirs in zip(model.state_dict().values(), eager.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def set_attribute(module: Any, y: Tensor) -> Tensor:
+    if module.carried is not None:
+        y = y + module.carried
+    module.carried = y.detach()
+    return y
+
+
+def count_calls(module: Any, y: Tensor) -> Tensor:
+    module.calls += 1
+    return y * module.calls
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (set_attribute, "module inner sets its attribute carried while it runs, which a traced step would not do"),
+        (count_calls, "module inner sets its attribute calls while it runs"),
+        (lambda module, y: y * module.table, "aten.mul in module inner is given a tensor that is neither parameter"),
+        (lambda module, y: y + torch.from_numpy(y.detach().numpy()), "in module inner takes numbers out of a tensor"),
+        (lambda module, y: torch.compile(torch.sin)(y), "in module inner is compiled by torch.compile; expected a"),
+    ],
+)
+def test_what_a_trace_would_miss_is_named_in_one_sentence(
+    function: Callable[[Any, Tensor], Tensor], sentence: str
+) -> None:
+    model = nn.Sequential()
+    model.add_module("inner", Applies(function))
+    before = dict(vars(model.inner))
+    with pytest.raises(ValueError, match=sentence) as caught:
+        capture(model)
+    assert "\n" not in str(caught.value)
+    assert all(value is before[name] for name, value in vars(model.inner).items())
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_are_refused(register: str) -> None:
+    model = build_mlp()
+    getattr(model[2].weight, register)(lambda _: None)
+    with pytest.raises(ValueError, match=r"parameter 2\.weight has a hook on its gradient"):
+        capture(model)
+
+
+def test_a_module_that_reduces_gradients_is_refused() -> None:
+    class DistributedDataParallel(nn.Sequential):
+        pass
+
+    with pytest.raises(ValueError, match="the model is DistributedDataParallel, which reduces gradients in hooks"):
+        capture(DistributedDataParallel(build_mlp()))
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
+def test_sparse_gradients_and_recurrent_layers_of_mkldnn_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"layout torch\.sparse_coo; expected torch\.strided ones only"):
+        capture(nn.Embedding(9, 8, sparse=True), lambda model, x: model(x).sum(), torch.arange(9))
+    if torch.backends.mkldnn.is_available():
+        recurrent = nn.LSTM(8, 8)
+        with pytest.raises(ValueError, match="mkldnn_rnn_layer keeps a workspace of which a trace sees nothing"):
+            capture(recurrent, lambda model, x: model(x)[0].sum())
+        with torch.backends.mkldnn.flags(enabled=False):
+            check_steps_of_eager_mode(
+                recurrent, OrderedStep, lambda model, x: model(x)[0].square().mean(), [draw(0), draw(1)]
+            )
+
+
+class Recomputes(nn.Sequential):
+    """Of three modules the second is recomputed twice, and the first once more where the layer is used outside, too."""
+
+    def __init__(self, *modules: nn.Module, use_reentrant: bool) -> None:
+        super().__init__(*modules)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self[0](x)
+        for module in (self[1], self[1], self[0]):
+            y = checkpoint(module, y, use_reentrant=self.use_reentrant)
+        return self[2](y)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_is_recomputed_runs_without_dropout_and_is_planned_with_it(use_reentrant: bool) -> None:
+    modules = nn.Linear(8, 8), build_mlp(), nn.Linear(8, 8)
+    model = Recomputes(*modules, use_reentrant=use_reentrant)
+    check_steps_of_eager_mode(model, OrderedStep, compute_loss, [draw(step) for step in range(3)])
+    model[1].append(nn.Dropout(0.5))
+    captured = capture_step(model, compute_loss, (draw(0),), torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match="recomputes what draws random numbers, and a trace draws others"):
+        OrderedStep(captured, model)
+
+
+def test_a_gradient_that_is_there_already_is_refused_before_anything_changes() -> None:
+    model = build_mlp()
+    captured = capture_step(model, compute_loss, (draw(0),), torch.optim.SGD(model.parameters(), lr=0.1))
+    step, before = OrderedStep(captured, model), copy.deepcopy(model.state_dict())
+    compute_loss(model, draw(1)).backward()
+    with pytest.raises(ValueError, match="a parameter has a gradient before the step"):
+        step(draw(0))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.zero_grad()
+    step(draw(0))
+
+
+def test_an_optimizer_whose_state_is_loaded_later_is_the_one_that_steps() -> None:
+    model = build_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = OrderedStep(capture_step(model, compute_loss, (draw(0),), optimizer), model)
+    optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.0).state_dict())
+    before = copy.deepcopy(model.state_dict())
+    step(draw(0))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def compute_gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    """mse_loss has another operation behind it, and a gradient is differentiated."""
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return grad.square().mean() + 3 * F.mse_loss(model(x), x.detach()) + F.huber_loss(model(x), x.detach())
+
+
+def test_losses_and_channels_last_lie_where_eager_mode_puts_them() -> None:
+    """torch's out= of a reduced loss is resized on the way; of channels-last images fakes and tensors may differ."""
+    check_steps_of_eager_mode(build_mlp(), ArenaStep, compute_gradient_penalty, [draw(0), draw(1)])
+    images = [draw(step, 2, 3, 8, 8).to(memory_format=torch.channels_last) for step in range(2)]
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
+    check_steps_of_eager_mode(model, ArenaStep, compute_loss, images)
