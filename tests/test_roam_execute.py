@@ -233,3 +233,23 @@ def test_a_loss_that_is_none_and_an_optimizer_that_is_not_known_are_refused() ->
     step = OrderedStep(capture_step(model, lambda m, x: m(x).sum(), (torch.ones(2, 2),)), model)
     with pytest.raises(ValueError, match=r"the micro batch has .*\(3, 2\).* expected .*\(2, 2\)"):
         step(torch.ones(3, 2))
+
+
+def test_what_an_earlier_measurement_saw_does_not_change_the_next() -> None:
+    """torch's profiler remembers the sizes of blocks that were given back when it no longer looked."""
+
+    def draw() -> list[Tensor]:
+        return [torch.zeros(1000, dtype=torch.float32) for _ in range(64)]
+
+    seen, peak = measure_allocated(draw)
+    assert peak == 64 * 4000
+    addresses = {tensor.data_ptr() for tensor in seen}
+    seen.clear()
+    there = draw()
+    assert addresses & {tensor.data_ptr() for tensor in there}, "the allocator gave no block again"
+
+    def replace() -> Tensor:
+        there.clear()
+        return torch.zeros(2000, dtype=torch.float32)
+
+    assert measure_allocated(replace)[1] == 8000

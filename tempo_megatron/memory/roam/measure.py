@@ -8,27 +8,45 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
+from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile
 
 _Result = TypeVar("_Result")
 
 
 def measure_allocated(function: Callable[[], _Result]) -> tuple[_Result, int]:
-    """What `function` returns, and the most bytes that the allocator gave out beyond those there before.
+    """What `function` returns, and the most bytes that it held at once of those that the allocator gave out in it.
 
-    Every allocation counts, also those that an operation makes and gives back inside itself. On a GPU
-    torch.cuda.max_memory_allocated says the same.
+    Every allocation counts, also those that an operation makes and gives back inside itself. What was there before and
+    is given back inside does not: torch knows such a block's size only where an earlier profile saw its address.
     """
     torch.empty(1, dtype=torch.float32)
     with _keep_garbage(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         result = function()
-    assert found.profiler is not None and found.profiler.kineto_results is not None
-    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = dict[int, int]()
     alive = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        most = max(most, alive)
+    for address, nbytes in _read_allocations(found):
+        if nbytes > 0:
+            held[address] = nbytes
+            alive += nbytes
+            most = max(most, alive)
+        else:
+            alive -= held.pop(address, 0)
     return result, most
+
+
+def _read_allocations(found: profile) -> list[tuple[int, int]]:
+    """The address and size of each block, in the order of time; the size of one that is given back is negative."""
+    assert found.profiler is not None and found.profiler.kineto_results is not None
+    waiting = list(found.profiler.kineto_results.experimental_event_tree())
+    allocations = []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        fields = event.extra_fields
+        if isinstance(fields, _ExtraFields_Allocation):
+            allocations.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    return [(address, nbytes) for _, address, nbytes in sorted(allocations)]
 
 
 @contextlib.contextmanager
