@@ -167,6 +167,34 @@ def test_a_gradient_that_is_there_already_is_refused_before_anything_changes() -
     step(draw(0))
 
 
+@pytest.mark.parametrize("step_of", [OrderedStep, ArenaStep])
+def test_a_module_with_two_names_is_traced_and_left_as_it_was(step_of: type[OrderedStep]) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model[2] = model[0]
+    before = list(model.parameters())
+    check_steps_of_eager_mode(model, step_of, compute_loss, [draw(step) for step in range(3)])
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+
+
+def test_a_micro_batch_is_read_by_its_keys_and_keeps_the_numbers_that_were_captured() -> None:
+    def compute_loss(model: nn.Module, images: dict[str, Tensor], scale: int, mask: Tensor | None) -> Tensor:
+        return F.mse_loss(scale * model(images["x"]), images["y"])
+
+    model, x, y = nn.Linear(8, 8), draw(0), draw(1)
+    step = OrderedStep(capture_step(model, compute_loss, ({"x": x, "y": y}, 2, None)), model)
+    expected = compute_loss(model, {"x": x, "y": y}, 2, None)
+    assert torch.equal(step({"y": y, "x": x}, 2, None), expected)
+    with pytest.raises(ValueError, match="has 3 where the step was captured with 2, which is compiled in"):
+        step({"x": x, "y": y}, 3, None)
+    with pytest.raises(ValueError, match="has a tensor where the step was captured with None"):
+        step({"x": x, "y": y}, 2, x)
+    with pytest.raises(ValueError, match="has None where the step was captured with a tensor"):
+        step({"x": x, "y": None}, 2, None)
+    with pytest.raises(ValueError, match="has not the structure that was captured: Node keys mismatch"):
+        step({"x": x, "z": y}, 2, None)
+
+
 def test_an_optimizer_whose_state_is_loaded_later_is_the_one_that_steps() -> None:
     model = build_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -31,8 +31,8 @@ class Draw(NamedTuple):
             )
         if bias is not None and (bias.shape != x.shape[-1:] or not bias.is_floating_point()):
             raise ValueError(
-                f"bias is {bias.dtype} of shape {list(bias.shape)}; expected floating-point [{x.size(-1)}], as x's last "
-                "dimension; cast or reshape it"
+                f"bias is {bias.dtype} of shape {list(bias.shape)}; expected floating-point [{x.size(-1)}], as x's "
+                "last dimension; cast or reshape it"
             )
         if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
             raise ValueError(
