@@ -195,6 +195,23 @@ def test_a_micro_batch_is_read_by_its_keys_and_keeps_the_numbers_that_were_captu
         step({"x": x, "z": y}, 2, None)
 
 
+def test_hooks_on_an_optimizers_step_are_refused() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="the optimizer has a hook on its step, which would be called once per param"):
+        capture_step(model, compute_loss, (draw(0),), optimizer)
+
+
+def test_gradients_that_the_loss_function_accumulates_are_part_of_the_step() -> None:
+    def accumulate(model: nn.Module, x: Tensor) -> Tensor:
+        compute_loss(model, x[:2]).backward()
+        return compute_loss(model, x[2:])
+
+    torch.manual_seed(1)
+    check_steps_of_eager_mode(build_mlp(), OrderedStep, accumulate, [draw(step) for step in range(3)])
+
+
 def test_an_optimizer_whose_state_is_loaded_later_is_the_one_that_steps() -> None:
     model = build_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -99,6 +99,8 @@ class _Trace:
     def _step(self, *tensors: Tensor) -> list[Tensor | None]:
         state = dict(zip(self.state, tensors[: len(self.state)], strict=True))
         batch = self.batch.fill(tensors[len(state) :])
+        for name in self.trained:
+            state[name].grad = None
         # stack_weights: of a module that has two names the last replacement is taken back first.
         with _reparametrize_module(self._model, state, tie_weights=True, stack_weights=True):
             loss = self._compute_loss(self._model, *batch)
@@ -128,10 +130,9 @@ def _differentiate(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | 
     """The gradients, without the copies that eager mode makes of those which something else holds, too.
 
     What the reentrant forms of checkpointing recompute (torch's, Megatron's, DeepSpeed's) is differentiated for itself
-    and added to .grad. They want backward() for that alone: so that nothing of it is lost.
+    and added to .grad, as is what compute_loss differentiates by backward(). They want backward() for that alone: so
+    that nothing of it is lost.
     """
-    for parameter in parameters:
-        parameter.grad = None
     with mock.patch.object(torch.autograd, "_is_checkpoint_valid", return_value=True):
         grads = torch.autograd.grad(loss, parameters, allow_unused=True)
     with torch.no_grad():

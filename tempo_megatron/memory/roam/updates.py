@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
 
@@ -65,12 +66,17 @@ class UpdateBytes:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raises ValueError where the update of a parameter may depend on another one."""
+    """Raises ValueError where the update of a parameter may depend on another one, or a hook sees it."""
     if type(optimizer) not in _ELEMENTWISE:
         known = ", ".join(each.__name__ for each in _ELEMENTWISE)
         raise ValueError(
             f"the optimizer is {type(optimizer).__name__}, whose updates may depend on one another; "
             f"expected one of torch.optim's {known}"
+        )
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
+        raise ValueError(
+            "the optimizer has a hook on its step, which would be called once per parameter; expected none"
         )
 
 
