@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tempo_megatron.memory.roam import updates
 from tempo_megatron.memory.roam.arena import ArenaStep
 from tempo_megatron.memory.roam.capture import capture_step
 from tempo_megatron.memory.roam.execute import OrderedStep
@@ -50,10 +51,15 @@ def capture(model: nn.Module, compute_loss: ComputeLoss = compute_loss, batch: T
 
 
 def check_steps_of_eager_mode(
-    model: nn.Module, step_of: type[OrderedStep], compute_loss: ComputeLoss, batches: list[Tensor]
+    model: nn.Module,
+    step_of: type[OrderedStep],
+    compute_loss: ComputeLoss,
+    batches: list[Tensor],
+    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings: Any,
 ) -> None:
     eager = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (eager, model)]
+    optimizers = [make_optimizer(each.parameters(), lr=0.01, **settings) for each in (eager, model)]
     captured = capture_step(model, compute_loss, batches[:1], optimizers[1])
     step = step_of(captured, model, find_order(captured.graph).order)
     for batch in batches:
@@ -193,6 +199,21 @@ def test_a_micro_batch_is_read_by_its_keys_and_keeps_the_numbers_that_were_captu
         step({"x": x, "y": None}, 2, None)
     with pytest.raises(ValueError, match="has not the structure that was captured: Node keys mismatch"):
         step({"x": x, "z": y}, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "settings"),
+    [
+        *((each, {}) for each in updates.ELEMENTWISE),
+        (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    ],
+)
+def test_every_optimizer_that_is_taken_makes_the_steps_of_eager_mode(make_optimizer: Any, settings: Any) -> None:
+    batches = [draw(step) for step in range(3)]
+    check_steps_of_eager_mode(build_mlp(), OrderedStep, compute_loss, batches, make_optimizer, **settings)
 
 
 def test_hooks_on_an_optimizers_step_are_refused() -> None:

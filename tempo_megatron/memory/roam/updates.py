@@ -14,12 +14,14 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
 
 # Whose update of an element depends on that element alone: one parameter after the other is the same as all at once.
-_ELEMENTWISE: tuple[type[Optimizer], ...] = (
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
+    torch.optim.Adadelta,
     torch.optim.Adagrad,
     torch.optim.Adamax,
+    torch.optim.ASGD,
     torch.optim.NAdam,
     torch.optim.RAdam,
     torch.optim.RMSprop,
@@ -67,8 +69,8 @@ class UpdateBytes:
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raises ValueError where the update of a parameter may depend on another one, or a hook sees it."""
-    if type(optimizer) not in _ELEMENTWISE:
-        known = ", ".join(each.__name__ for each in _ELEMENTWISE)
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(each.__name__ for each in ELEMENTWISE)
         raise ValueError(
             f"the optimizer is {type(optimizer).__name__}, whose updates may depend on one another; "
             f"expected one of torch.optim's {known}"
