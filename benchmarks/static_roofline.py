@@ -50,6 +50,8 @@ def main() -> int:
         for one in measure(capability, args.only):
             append_records(args.output, [one])
             records.append(one)
+        if not records:
+            parser.error(f"--only {' '.join(args.only)}: no pass has one of these words in its name, as gelu, d 64")
         if args.limits and capability == 90:
             write_limits(records)
         print(f"sm_{capability}, triton {find_version('triton')}")

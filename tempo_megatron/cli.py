@@ -15,7 +15,7 @@ from tempo_megatron import __version__
 from tempo_megatron.extras import MissingExtraError, check_installed
 
 # What a shell reports of a program that wrote to a pipe whose reader is gone.
-_DIED_OF_SIGPIPE = 128 + 13
+_DIED_OF_SIGINT, _DIED_OF_SIGPIPE = 128 + 2, 128 + 13
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `tempo-megatron doctor | head -1`: the reader has what it asked for. Python would flush again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _DIED_OF_SIGPIPE
+    except KeyboardInterrupt:
+        print(f"tempo-megatron {argv[0]}: stopped before it was done", file=sys.stderr)
+        return _DIED_OF_SIGINT
     except (OSError, ValueError, MissingExtraError) as error:
         print(f"tempo-megatron {argv[0]}: {_describe(error)}", file=sys.stderr)
         return 2

@@ -108,6 +108,36 @@ def test_scores_of_any_size_give_finite_results():
     assert out.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("tear", [lambda t: t.mT.contiguous().mT, lambda t: torch.stack((t, t), -1)[..., 0]])
+def test_a_last_dimension_of_any_stride_changes_no_bit(tear, place, p, dtype):
+    """torch's kernel for CPUs reads as if its stride were 1: other numbers, and beyond the tensor's end."""
+    tensors = [torch.randn(9, 2, 4, 16, dtype=dtype) for _ in range(4)]
+
+    def find(*operands):
+        *leaves, grad = operands
+        leaves = [t.requires_grad_() for t in leaves]
+        out = ours(*leaves, settings(p=p))
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+    expected = find(*(t.clone() for t in tensors))
+    torn = [tear(t) if at == place else t.clone() for at, t in enumerate(tensors)]
+    assert torn[place].stride(3) != 1
+    assert all(torch.equal(*pair) for pair in zip(find(*torn), expected, strict=True))
+
+
+@pytest.mark.parametrize("form", ["flash", "softmax"])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize(("sq", "sk", "b"), [(0, 0, 2), (0, 5, 2), (6, 6, 0)])
+def test_no_query_and_no_sample_have_gradients_of_zeros(sq, sk, b, p, form):
+    leaves = [torch.randn(s, b, heads, 8).requires_grad_() for s, heads in ((sq, 4), (sk, 2), (sk, 2))]
+    out = attention(*leaves, **vars(settings(p=p)), form=form)
+    out.sum().backward()
+    assert out.shape == (sq, b, 4, 8) and not any(leaf.grad.any() for leaf in leaves)
+
+
 @pytest.mark.slow
 def test_float64_passes_gradcheck_with_a_row_that_sees_nothing():
     q, k, v = (torch.randn(s, 2, n, 4, dtype=torch.float64, requires_grad=True) for s, n in ((6, 4), (6, 2), (6, 2)))
@@ -161,12 +191,14 @@ def q_k_v(*shapes, dtype=torch.float32):
         (q_k_v((4, 2, 8), (4, 2, 8), (4, 2, 8)), True, None, "dimensions"),
         (q_k_v(*[(4, 1, 2, 8)] * 3, dtype=torch.int64), True, None, "floating-point"),
         (q_k_v((4, 1, 4, 8), (4, 1, 3, 8), (4, 1, 3, 8)), True, None, "divisor"),
+        (q_k_v(*[(4, 1, 1, 0)] * 3), True, None, "none of a, g and d 0"),
+        (q_k_v((4, 1, 0, 8), (4, 1, 1, 8), (4, 1, 1, 8)), True, None, "none of a, g and d 0"),
         (q_k_v((4, 1, 1, 8), (2, 1, 1, 8), (2, 1, 1, 8)), True, None, "would see no key"),
         (q_k_v((4, 1, 1, 8), (0, 1, 1, 8), (0, 1, 1, 8)), False, None, "at least one key"),
         (q_k_v(*[(4, 1, 1, 8)] * 3), False, torch.zeros(4, 4, dtype=torch.bool), "mask is"),
         (q_k_v(*[(4, 1, 1, 8)] * 3), False, torch.zeros(1, 1, 4, 4), "mask is torch.float32"),
     ],
-    ids=["dimensions", "dtype", "groups", "causal", "no keys", "mask shape", "mask dtype"],
+    ids=["dimensions", "dtype", "groups", "no size", "no heads", "causal", "no keys", "mask shape", "mask dtype"],
 )
 def test_what_does_not_fit_is_refused(tensors, causal, mask, message):
     with pytest.raises(ValueError, match=message):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tempo_megatron
-from tempo_megatron import doctor
+from tempo_megatron import cli, doctor
 from tempo_megatron.cli import main
 from tempo_megatron.training import banner
 from tempo_megatron.training.arguments import parse_arguments
@@ -56,6 +56,15 @@ def test_a_reader_that_left_is_no_error() -> None:
     os.close(writer)
     assert done.stderr == ""
     assert done.returncode == 141
+
+
+def test_ctrl_c_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupt)
+    assert main(["order", "--model", "x"]) == 130
+    assert capsys.readouterr().err == "tempo-megatron order: stopped before it was done\n"
 
 
 def test_without_the_environment_data_preparation_says_how_to_activate_it() -> None:

@@ -134,11 +134,12 @@ def test_a_second_derivative_raises():
     ("x", "bias", "residual", "p", "message"),
     [
         (torch.ones(2, 8), None, None, 0.1, r"\[s, b, h\]"),
-        (torch.ones(2, 2, 8), torch.ones(4), None, 0.1, r"bias has shape \[4\]"),
+        (torch.ones(2, 2, 8), torch.ones(4), None, 0.1, r"bias is torch.float32 of shape \[4\]"),
+        (torch.ones(2, 2, 8), torch.ones(8, dtype=torch.complex64), None, 0.1, "bias is torch.complex64"),
         (torch.ones(2, 2, 8), None, torch.ones(2, 2, 8, dtype=torch.float16), 0.1, "residual is torch.float16"),
         (torch.ones(2, 2, 8), None, None, 1.0, r"must be in \[0, 1\)"),
     ],
-    ids=["dimensions", "bias", "residual", "p"],
+    ids=["dimensions", "bias", "bias dtype", "residual", "p"],
 )
 def test_what_does_not_fit_is_refused(x, bias, residual, p, message):
     with pytest.raises(ValueError, match=message):

@@ -23,6 +23,23 @@ def test_what_ran_in_inference_mode_first_can_be_trained(shape, keep):
     assert all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", [layer_norm, rms_norm])
+def test_an_output_may_be_changed_in_place_where_backward_does_not_read_it(function, dtype):
+    x, *parameters = (t.to(dtype) for t in (torch.randn(6, 2, 16), *PARAMETERS["trained"](16)))
+    parameters = parameters[: 2 if function is layer_norm else 1]
+
+    def find(change, keep):
+        leaves = [t.clone().requires_grad_() for t in (x, *parameters)]
+        y = change(function(*leaves, keep=keep))
+        return [y, *torch.autograd.grad(y.square().sum(), leaves)]
+
+    expected = find(lambda y: y * 2, "input")
+    assert all(torch.equal(*pair) for pair in zip(find(lambda y: y.mul_(2), "input"), expected, strict=True))
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        find(lambda y: y.mul_(2), "output")
+
+
 @pytest.mark.parametrize("mode", ["fake", "meta"])
 @pytest.mark.parametrize("keep", FORMS)
 @pytest.mark.parametrize("function", [layer_norm, rms_norm])

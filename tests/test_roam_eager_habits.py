@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tempo_megatron.memory.roam import updates
 from tempo_megatron.memory.roam.arena import ArenaStep
 from tempo_megatron.memory.roam.capture import capture_step
 from tempo_megatron.memory.roam.execute import OrderedStep
@@ -50,10 +51,15 @@ def capture(model: nn.Module, compute_loss: ComputeLoss = compute_loss, batch: T
 
 
 def check_steps_of_eager_mode(
-    model: nn.Module, step_of: type[OrderedStep], compute_loss: ComputeLoss, batches: list[Tensor]
+    model: nn.Module,
+    step_of: type[OrderedStep],
+    compute_loss: ComputeLoss,
+    batches: list[Tensor],
+    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings: Any,
 ) -> None:
     eager = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (eager, model)]
+    optimizers = [make_optimizer(each.parameters(), lr=0.01, **settings) for each in (eager, model)]
     captured = capture_step(model, compute_loss, batches[:1], optimizers[1])
     step = step_of(captured, model, find_order(captured.graph).order)
     for batch in batches:
@@ -165,6 +171,66 @@ def test_a_gradient_that_is_there_already_is_refused_before_anything_changes() -
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model.zero_grad()
     step(draw(0))
+
+
+@pytest.mark.parametrize("step_of", [OrderedStep, ArenaStep])
+def test_a_module_with_two_names_is_traced_and_left_as_it_was(step_of: type[OrderedStep]) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model[2] = model[0]
+    before = list(model.parameters())
+    check_steps_of_eager_mode(model, step_of, compute_loss, [draw(step) for step in range(3)])
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+
+
+def test_a_micro_batch_is_read_by_its_keys_and_keeps_the_numbers_that_were_captured() -> None:
+    def compute_loss(model: nn.Module, images: dict[str, Tensor], scale: int, mask: Tensor | None) -> Tensor:
+        return F.mse_loss(scale * model(images["x"]), images["y"])
+
+    model, x, y = nn.Linear(8, 8), draw(0), draw(1)
+    step = OrderedStep(capture_step(model, compute_loss, ({"x": x, "y": y}, 2, None)), model)
+    expected = compute_loss(model, {"x": x, "y": y}, 2, None)
+    assert torch.equal(step({"y": y, "x": x}, 2, None), expected)
+    with pytest.raises(ValueError, match="has 3 where the step was captured with 2, which is compiled in"):
+        step({"x": x, "y": y}, 3, None)
+    with pytest.raises(ValueError, match="has a tensor where the step was captured with None"):
+        step({"x": x, "y": y}, 2, x)
+    with pytest.raises(ValueError, match="has None where the step was captured with a tensor"):
+        step({"x": x, "y": None}, 2, None)
+    with pytest.raises(ValueError, match="has not the structure that was captured: Node keys mismatch"):
+        step({"x": x, "z": y}, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "settings"),
+    [
+        *((each, {}) for each in updates.ELEMENTWISE),
+        (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    ],
+)
+def test_every_optimizer_that_is_taken_makes_the_steps_of_eager_mode(make_optimizer: Any, settings: Any) -> None:
+    batches = [draw(step) for step in range(3)]
+    check_steps_of_eager_mode(build_mlp(), OrderedStep, compute_loss, batches, make_optimizer, **settings)
+
+
+def test_hooks_on_an_optimizers_step_are_refused() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="the optimizer has a hook on its step, which would be called once per param"):
+        capture_step(model, compute_loss, (draw(0),), optimizer)
+
+
+def test_gradients_that_the_loss_function_accumulates_are_part_of_the_step() -> None:
+    def accumulate(model: nn.Module, x: Tensor) -> Tensor:
+        compute_loss(model, x[:2]).backward()
+        return compute_loss(model, x[2:])
+
+    torch.manual_seed(1)
+    check_steps_of_eager_mode(build_mlp(), OrderedStep, accumulate, [draw(step) for step in range(3)])
 
 
 def test_an_optimizer_whose_state_is_loaded_later_is_the_one_that_steps() -> None:

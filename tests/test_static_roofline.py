@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,10 @@ def test_products_that_wait_for_one_another_are_counted_and_so_is_a_version_of_p
     with pytest.raises(RuntimeError, match="no ptxas of Triton's compiles its own code: .*version"):
         launches.count_serialised_products(".version 99.9\n.target sm_90a\n.address_size 64\n")
     assert launches.count_serialised_products(".version 8.0\n.target sm_90a\n.address_size 64\n") == 0
+
+
+def test_words_that_no_pass_has_are_an_error(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["static_roofline.py", "--only", "relou", "--output", str(tmp_path / "found")])
+    with pytest.raises(SystemExit):
+        static_roofline.main()
+    assert "--only relou: no pass has one of these words" in capsys.readouterr().err

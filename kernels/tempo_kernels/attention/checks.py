@@ -20,10 +20,11 @@ def check_tensors(inputs: Inputs, causal: bool) -> None:
         raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; expected [s, b, heads, d] for each")
     if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one floating-point dtype; cast them")
-    if k.shape != v.shape or k.size(1) != q.size(1) or k.size(3) != q.size(3) or k.size(2) < 1 or q.size(2) % k.size(2):
+    is_empty = 0 in (*k.shape[2:], q.size(2))
+    if k.shape != v.shape or k.size(1) != q.size(1) or k.size(3) != q.size(3) or is_empty or q.size(2) % k.size(2):
         raise ValueError(
             f"q, k, v have shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; expected [sq, b, a, d] and twice "
-            "[sk, b, g, d] with g a divisor of a"
+            "[sk, b, g, d] with g a divisor of a, and none of a, g and d 0"
         )
     if k.size(0) == 0 and q.size(0) > 0:
         raise ValueError("k and v are empty; expected at least one key")

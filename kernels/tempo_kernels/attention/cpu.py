@@ -80,7 +80,7 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
         for rows in _cut(num_rows, rows_per_block):
             grads_of_samples.add_block(_Block(samples, rows, inputs, settings), kept)
         for grad, found in zip(grads, grads_of_samples.find_sums(), strict=True):
-            grad[:, samples] = found.view(-1, *grad.shape[2:3], *found.shape[1:]).permute(2, 0, 1, 3)
+            grad[:, samples] = found.unflatten(0, (-1, grad.size(2))).permute(2, 0, 1, 3)
     return grads[0], grads[1], grads[2]
 
 
@@ -122,7 +122,7 @@ class _Gradients:
 
     def find_sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """grad_q [n * a, sq, d], grad_k and grad_v [n * g, sk, d]."""
-        grad_k, grad_v = (t.view(self.k.size(0), -1, *t.shape[1:]).sum(1) for t in (self.grad_k, self.grad_v))
+        grad_k, grad_v = (t.unflatten(0, (self.k.size(0), -1)).sum(1) for t in (self.grad_k, self.grad_v))
         return self.grad_q, grad_k, grad_v
 
 

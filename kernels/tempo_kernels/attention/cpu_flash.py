@@ -50,9 +50,9 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
 
 
 def _order_heads(inputs: Inputs) -> tuple[Tensor, ...]:
-    """q, k and v as [b, a, s, d]; each group once per head that reads it."""
+    """q, k and v as [b, a, s, d]; each group once per head that reads it; d of stride 1, which torch takes it for."""
     heads = inputs.q.size(2)
-    ordered = (t.permute(1, 2, 0, 3) for t in inputs[:3])
+    ordered = ((t if t.stride(3) == 1 else t.contiguous()).permute(1, 2, 0, 3) for t in inputs[:3])
     return tuple(t if t.size(1) == heads else t.repeat_interleave(heads // t.size(1), dim=1) for t in ordered)
 
 

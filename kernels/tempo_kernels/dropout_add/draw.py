@@ -29,9 +29,10 @@ class Draw(NamedTuple):
             raise ValueError(
                 f"x is {x.dtype} of shape {list(x.shape)}; expected a floating-point [s, b, h]; cast or reshape it"
             )
-        if bias is not None and bias.shape != x.shape[-1:]:
+        if bias is not None and (bias.shape != x.shape[-1:] or not bias.is_floating_point()):
             raise ValueError(
-                f"bias has shape {list(bias.shape)}; expected [{x.size(-1)}], as x's last dimension; reshape it"
+                f"bias is {bias.dtype} of shape {list(bias.shape)}; expected floating-point [{x.size(-1)}], as x's "
+                "last dimension; cast or reshape it"
             )
         if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
             raise ValueError(

@@ -28,7 +28,7 @@ def bias_dropout_add(
 
     Args:
         x: [s, b, h], floating point, any strides.
-        bias: [h] or None.
+        bias: [h], floating point, or None.
         residual: [s, b, h] of x's dtype, or None for dropout alone.
         p: dropout probability in [0, 1); realised within 2**-16, and the survivors' scale uses the realised value.
         key: 64 bits, one per seed, layer and site (`tempo_kernels.philox.derive_key`).

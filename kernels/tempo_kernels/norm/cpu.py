@@ -31,7 +31,7 @@ def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = T
     lost_xhat = torch.empty(rows.size(0), lost.numel(), dtype=dtype, device=x.device)
     if lost.numel():
         lost_xhat.copy_(_normalize(rows[:, lost], statistics))
-    return y_rows.to(dtype).view(x.shape), Kept(statistics.rstd, affine, lost, lost_xhat)
+    return _shape_output(y_rows.to(dtype), x), Kept(statistics.rstd, affine, lost, lost_xhat)
 
 
 def backward(
@@ -58,7 +58,7 @@ def backward(
 def forward_from_input(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
     """As in eager.py."""
     y_rows, statistics = _forward(view_rows(x), norm.compute_affine(x.dtype), norm)
-    return y_rows.to(choose_output_dtype(x.dtype, norm.weight.dtype)).view(x.shape), statistics
+    return _shape_output(y_rows.to(choose_output_dtype(x.dtype, norm.weight.dtype)), x), statistics
 
 
 def refill(out: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> None:
@@ -102,6 +102,12 @@ def _forward(rows: Tensor, affine: Tensor, norm: Norm) -> tuple[Tensor, Statisti
         rstd[block] = of_block
         torch.mul(x * of_block.unsqueeze(-1), affine[0], out=y[block])
     return y, Statistics(rstd, None)
+
+
+def _shape_output(rows: Tensor, x: Tensor) -> Tensor:
+    """The rows in x's shape, and no view to autograd, which would refuse to change one in place."""
+    y: Tensor = torch.ops.aten._unsafe_view(rows, x.shape)
+    return y
 
 
 def _normalize(x: Tensor, statistics: Statistics) -> Tensor:

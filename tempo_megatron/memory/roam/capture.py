@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tempo_kernels.opaque import Opaque
+from tempo_megatron.memory.roam.batch import BatchStructure
 from tempo_megatron.memory.roam.read_graph import CapturedStep, GraphReader, Update, is_random
 from tempo_megatron.memory.roam.refusals import (
     check_model,
@@ -59,7 +59,7 @@ def capture_step(
     trace = _Trace(model, compute_loss, batch)
     with _see_operations() as opaque, refuse_changed_attributes(model), explain_refusals(model):
         module = trace.run()
-    names = [*trace.state, *(f"batch {i}" for i in range(len(trace.batch_leaves)))]
+    names = [*trace.state, *(f"batch {i}" for i in range(len(trace.batch_tensors)))]
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node, name in zip(placeholders, names, strict=True):
         node.meta["name"] = name
@@ -70,7 +70,8 @@ def capture_step(
         output.args = ([loss],)
     module.graph.lint()
     module.recompile()
-    return dataclasses.replace(GraphReader(module, opaque).read(), recomputes_draws=trace.recomputes_draws)
+    captured = GraphReader(module, opaque).read()
+    return dataclasses.replace(captured, batch=trace.batch, recomputes_draws=trace.recomputes_draws)
 
 
 class _Trace:
@@ -81,16 +82,15 @@ class _Trace:
         parameters = dict(model.named_parameters())
         self.state: dict[str, Tensor] = {**parameters, **dict(model.named_buffers())}
         self.trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._leaves, self._structure = tree_flatten(tuple(batch))
-        self._places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
-        self.batch_leaves = [self._leaves[place] for place in self._places]
+        self.batch = BatchStructure(batch)
+        self.batch_tensors = self.batch.list_tensors(batch)
         self.recomputes_draws = False
         """Whether backward draws random numbers, where eager mode repeats those of forward."""
         if not self.trained:
             raise ValueError("no parameter of the model needs a gradient; expected a model that trains")
 
     def run(self) -> fx.GraphModule:
-        tensors = [*self.state.values(), *self.batch_leaves]
+        tensors = [*self.state.values(), *self.batch_tensors]
         mode = detect_fake_mode(tensors) or FakeTensorMode()
         with mode:
             inputs = [t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in tensors]
@@ -98,11 +98,12 @@ class _Trace:
 
     def _step(self, *tensors: Tensor) -> list[Tensor | None]:
         state = dict(zip(self.state, tensors[: len(self.state)], strict=True))
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors[len(state) :], strict=True):
-            leaves[place] = tensor
-        with _reparametrize_module(self._model, state, tie_weights=True):
-            loss = self._compute_loss(self._model, *tree_unflatten(leaves, self._structure))
+        batch = self.batch.fill(tensors[len(state) :])
+        for name in self.trained:
+            state[name].grad = None
+        # stack_weights: of a module that has two names the last replacement is taken back first.
+        with _reparametrize_module(self._model, state, tie_weights=True, stack_weights=True):
+            loss = self._compute_loss(self._model, *batch)
             for name, buffer in self._model.named_buffers():
                 if buffer is not state.get(name):
                     raise ValueError(
@@ -129,10 +130,9 @@ def _differentiate(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | 
     """The gradients, without the copies that eager mode makes of those which something else holds, too.
 
     What the reentrant forms of checkpointing recompute (torch's, Megatron's, DeepSpeed's) is differentiated for itself
-    and added to .grad. They want backward() for that alone: so that nothing of it is lost.
+    and added to .grad, as is what compute_loss differentiates by backward(). They want backward() for that alone: so
+    that nothing of it is lost.
     """
-    for parameter in parameters:
-        parameter.grad = None
     with mock.patch.object(torch.autograd, "_is_checkpoint_valid", return_value=True):
         grads = torch.autograd.grad(loss, parameters, allow_unused=True)
     with torch.no_grad():

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 from tempo_megatron.memory.roam.graph import check_order
 from tempo_megatron.memory.roam.read_graph import CapturedStep, get_arguments, is_random
@@ -30,6 +29,7 @@ class OrderedStep:
 
     def __init__(self, captured: CapturedStep, model: torch.nn.Module, order: Sequence[int] | None = None) -> None:
         _check_draws(captured, model)
+        self._batch = captured.batch
         self._module = reorder(captured, range(len(captured.nodes)) if order is None else order)
         self._state: list[Tensor] = [*dict(model.named_parameters()).values(), *dict(model.named_buffers()).values()]
         self._updates = [each for each in captured.module.children() if isinstance(each, ParameterUpdate)]
@@ -37,9 +37,10 @@ class OrderedStep:
     def __call__(self, *batch: Any) -> Tensor:
         """One step with a micro batch of the shapes that were captured. Returns the loss.
 
-        Raises ValueError for other shapes, and where a parameter has a gradient already: eager mode would add to it.
+        Raises ValueError for another structure, other shapes and other numbers than were captured, and where a
+        parameter has a gradient already: eager mode would add to it.
         """
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        tensors = self._batch.list_tensors(batch)
         _check_shapes(self._module, len(self._state), tensors)
         if any(update.has_gradient() for update in self._updates):
             raise ValueError(

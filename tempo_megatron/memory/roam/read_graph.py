@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tempo_kernels.opaque import Opaque
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
 from tempo_megatron.memory.replay import PLACES
+from tempo_megatron.memory.roam.batch import BatchStructure
 from tempo_megatron.memory.roam.graph import Operation, StepGraph, count_bytes
 from tempo_megatron.memory.roam.updates import UpdateBytes
 from tempo_megatron.memory.simulated_device import on_device, tell_repeated_operations
@@ -49,6 +50,8 @@ class CapturedStep:
     """The node that makes each storage, the parameter or buffer that it is of, or whose optimizer state it has."""
     standing_bytes: int
     """Of what is there before and after: parameters, buffers, optimizer states, constants and the micro batch."""
+    batch: BatchStructure = dataclasses.field(default_factory=lambda: BatchStructure(()))
+    """Of the micro batch."""
     recomputes_draws: bool = False
     """Whether backward draws random numbers, where eager mode repeats those of forward."""
 

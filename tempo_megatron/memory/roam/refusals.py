@@ -49,7 +49,7 @@ def refuse_changed_attributes(model: torch.nn.Module) -> Iterator[None]:
         changed = None
         for name, module in model.named_modules():
             for attribute, value in vars(module).items():
-                if _differ(before[name].get(attribute), value):
+                if differ(before[name].get(attribute), value):
                     changed = changed or f"module {name or type(module).__name__} sets its attribute {attribute}"
             vars(module).clear()
             vars(module).update(before[name])
@@ -60,7 +60,8 @@ def refuse_changed_attributes(model: torch.nn.Module) -> Iterator[None]:
         )
 
 
-def _differ(before: Any, after: Any) -> bool:
+def differ(before: Any, after: Any) -> bool:
+    """Whether it is another number, text or tensor; what else it may be is not compared."""
     if before is after or not isinstance(after, _SIMPLE):
         return False
     return isinstance(after, Tensor) or type(before) is not type(after) or before != after

@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
 
 # Whose update of an element depends on that element alone: one parameter after the other is the same as all at once.
-_ELEMENTWISE: tuple[type[Optimizer], ...] = (
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
+    torch.optim.Adadelta,
     torch.optim.Adagrad,
     torch.optim.Adamax,
+    torch.optim.ASGD,
     torch.optim.NAdam,
     torch.optim.RAdam,
     torch.optim.RMSprop,
@@ -65,12 +68,17 @@ class UpdateBytes:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raises ValueError where the update of a parameter may depend on another one."""
-    if type(optimizer) not in _ELEMENTWISE:
-        known = ", ".join(each.__name__ for each in _ELEMENTWISE)
+    """Raises ValueError where the update of a parameter may depend on another one, or a hook sees it."""
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(each.__name__ for each in ELEMENTWISE)
         raise ValueError(
             f"the optimizer is {type(optimizer).__name__}, whose updates may depend on one another; "
             f"expected one of torch.optim's {known}"
+        )
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
+        raise ValueError(
+            "the optimizer has a hook on its step, which would be called once per parameter; expected none"
         )
 
 
