@@ -104,6 +104,7 @@ def _add_in_chunks(
     if x.numel() == 0:
         return
     dtype = find_sum_dtype(x, bias, activation)
+    bias = None if bias is None else bias.to(dtype)  # once, instead of with every chunk
     sums = None if dtype == out.dtype else torch.empty((num_rows, columns), dtype=dtype, device=x.device)
     tensors = (t.view(-1, columns).split(num_rows) for t in (x.contiguous(), out, *others))
     for rows_x, rows_out, *rows in zip(*tensors, strict=True):
