@@ -16,7 +16,7 @@ from tempo_kernels.norm import cpu_compiled
 from tempo_kernels.norm.lost_channels import list_lost_channels
 from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dtype, view_rows
 
-BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 18
 
 
 def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = True) -> tuple[Tensor, Kept]:
@@ -127,7 +127,8 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor]:
     """As backward; recover_xhat gives the xhat of a block of rows."""
     grad_rows, rstd = view_rows(grad_y), rstd.unsqueeze(-1)
-    blocks = _blocks(grad_rows)
+    # What needs no float32 copies is quicker in larger blocks.
+    blocks = _blocks(grad_rows, 4 if subtracts_mean and grad_y.dtype == affine.dtype else 1)
 
     def differentiate(block: slice) -> tuple[Tensor, Tensor]:
         """grad_x without the factor rstd, and the sums."""
@@ -161,7 +162,7 @@ def _differentiate_layer_norm(
     return grad_x, torch.stack(sums)
 
 
-def _blocks(rows: Tensor) -> list[slice]:
-    """Slices of whole rows whose float32 copies stay in the cache."""
-    step = max(1, BLOCK_ELEMENTS // max(1, rows.size(-1)))
+def _blocks(rows: Tensor, factor: int = 1) -> list[slice]:
+    """Slices of whole rows whose float32 copies stay in the cache, or of `factor` times as many."""
+    step = max(1, factor * BLOCK_ELEMENTS // max(1, rows.size(-1)))
     return [slice(start, min(start + step, rows.size(0))) for start in range(0, rows.size(0), step)]
