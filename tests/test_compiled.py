@@ -22,6 +22,8 @@ from tempo_kernels.philox import drop_mask, eager
 from tempo_kernels.pointwise import cpu as cpu_pointwise
 from tempo_kernels.pointwise import eager as eager_pointwise
 from tempo_kernels.pointwise import forward_with_bits
+from tempo_kernels.squared_relu import cpu as cpu_squared_relu
+from tempo_kernels.squared_relu import eager as eager_squared_relu
 
 
 def masks():
@@ -106,7 +108,7 @@ def test_the_compiled_gelu_backward_is_as_exact_as_the_one_in_chunks(dtype, form
 
 def test_powers_of_two_are_large_from_the_stated_sizes_on(monkeypatch):
     monkeypatch.setattr(compiled, "_works", lambda: True)
-    for module in (gelu, cpu_pointwise, cpu_glu):
+    for module in (gelu, cpu_pointwise, cpu_glu, cpu_squared_relu):
         assert compiled.pays_for(torch.empty(1 << 20), module.COMPILED_ELEMENTS)
         assert not compiled.pays_for(torch.empty(1 << 19), module.COMPILED_ELEMENTS)
     assert cpu_compiled.pays_for_backward(torch.empty(1024, 256))
@@ -126,21 +128,35 @@ def test_large_tensors_take_the_differentiate_compiled(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("norm", ["layer_norm", "layer_norm from input", "rms_norm"])
-def test_norms_in_one_pass_obey_the_rule(norm, dtype, monkeypatch):
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@pytest.mark.parametrize("keep", ["output", "input"])
+@pytest.mark.parametrize("width", [40, 128, 37])
+def test_norms_in_one_pass_obey_the_rule(width, keep, norm, dtype, monkeypatch):
     used = []
     monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 64)
-    monkeypatch.setattr(cpu_norm, "_blocks", lambda rows: used.append(rows) or [])
-    x, grad = torch.randn(48, 3, 40) * 2 + 1, torch.randn(48, 3, 40)
-    gamma, beta = torch.rand(40) + 0.5, torch.randn(40) * 0.3
+    # A float32 LayerNorm's backward is torch's, of as many rows at once.
+    monkeypatch.setattr(cpu_norm, "_blocks", lambda rows, *_: used.append(rows) or [slice(0, rows.size(0))])
+    x, grad = torch.randn(48, 3, width) * 2 + 1, torch.randn(48, 3, width)
+    gamma, beta = torch.rand(width) + 0.5, torch.randn(width) * 0.3
     gamma[3], beta[3] = -0.5, 0.99  # all that y can carry
-    if norm == "rms_norm":
-        assert_three_witnesses(rms_norm, lambda x, w: F.rms_norm(x, (40,), w, 1e-5), [x, gamma], grad, dtype)
+    ours, inputs = partial(norm, keep=keep), [x.mT.contiguous().mT, gamma, beta]
+    if norm is rms_norm:
+        assert_three_witnesses(ours, lambda x, w: F.rms_norm(x, (width,), w, 1e-5), inputs[:2], grad, dtype)
     else:
-        ours = partial(layer_norm, keep="input" if "input" in norm else "output")
-        inputs = [x.mT.contiguous().mT, gamma, beta]
-        assert_three_witnesses(ours, lambda x, w, b: F.layer_norm(x, (40,), w, b), inputs, grad, dtype)
-    assert not used
+        assert_three_witnesses(ours, lambda x, w, b: F.layer_norm(x, (width,), w, b), inputs, grad, dtype)
+    assert bool(used) == (norm is layer_norm and dtype == torch.float32 and keep == "output")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_norm_refills_its_output_bit_for_bit_though_its_blocks_are_small(dtype, monkeypatch):
+    monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 48 * 40)
+    monkeypatch.setattr(cpu_norm, "BLOCK_ELEMENTS", 3 * 40)
+    y = rms_norm(torch.randn(48, 40).to(dtype).requires_grad_(), torch.rand(40).to(dtype), keep="input")
+    out = torch.full_like(y, float("nan"), requires_grad=False)
+    y.grad_fn.refill(y.grad_fn, out)
+    assert torch.equal(out, y)
 
 
 @pytest.mark.parametrize("rows", [48, 49])
@@ -158,8 +174,7 @@ def test_a_large_norm_with_lost_channels_or_odd_rows_obeys_the_rule_uncompiled(r
 @pytest.mark.slow
 @pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["none", "tanh"])
-def test_the_compiled_backward_of_gelu_from_its_input_obeys_the_rule(form, dtype, monkeypatch):
+def test_the_compiled_backward_of_the_tanh_gelu_from_its_input_obeys_the_rule(dtype, monkeypatch):
     monkeypatch.setattr(cpu_pointwise, "COMPILED_ELEMENTS", 64)
     monkeypatch.setattr(cpu_pointwise, "_add_in_chunks", lambda *_: pytest.fail("in chunks"))
     x, bias, grad = torch.rand(50, 3, 40) * 16 - 8, torch.randn(40), torch.randn(50, 3, 40)
@@ -167,12 +182,44 @@ def test_the_compiled_backward_of_gelu_from_its_input_obeys_the_rule(form, dtype
 
     def differentiate(module, dtype):
         tensors = [t.to(dtype) for t in inputs]
-        return module.backward(tensors[2], *tensors[:2], ACTIVATION[form], True)
+        return module.backward(tensors[2], *tensors[:2], "gelu_tanh", True)
 
     exact = differentiate(eager_pointwise, torch.float64)
     for name, *found in zip(("x", "bias"), differentiate(cpu_pointwise, dtype), differentiate(eager_pointwise, dtype),
                             exact, strict=True):  # fmt: skip
         assert_within_rule(name, *found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+def test_the_compiled_backward_of_squared_relu_is_the_specification_bit_for_bit(monkeypatch):
+    y, grad = torch.relu(torch.randn(300, 1000)).square(), torch.randn(300, 1000)
+    y[0, :3] = torch.tensor([torch.inf, torch.nan, 1e-42])
+    expected = eager_squared_relu.backward(grad, y, True)
+    monkeypatch.setattr(cpu_squared_relu, "COMPILED_ELEMENTS", 64)
+    monkeypatch.setattr(cpu_squared_relu, "take_root", lambda _: pytest.fail("not compiled"))
+    for found, like in zip(cpu_squared_relu.backward(grad.mT.contiguous().mT, y, True), expected, strict=True):
+        torch.testing.assert_close(found, like, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("width", "lanes"), [(1, 1), (2, 1), (7, 1), (40, 8), (64, 32), (768, 64), (65536, 64)])
+def test_columns_are_split_into_more_than_one_group_of_a_power_of_two(width, lanes):
+    x, bias = torch.randn(3, 2, width), torch.randn(width)
+    found = compiled.split_columns(width, x, bias)
+    assert [t.shape[-1] for t in found] == [lanes, lanes] and found[1].shape == (width // lanes, lanes)
+    assert torch.equal(found[0].flatten(-2), x) and torch.equal(found[1].flatten(), bias)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+def test_only_the_lanes_are_compiled_in():
+    function = compiled.Compiled(lambda x: x + 1, has_lanes=True)
+    for shape in ((3, 5, 64), (7, 2, 64), (9, 4, 64)):
+        x = torch.randn(shape)
+        assert torch.equal(function(x), x + 1)
+        if shape == (3, 5, 64):
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.slow

@@ -37,6 +37,12 @@ def test_random_numbers_give_torchs_output_and_gradient_bit_for_bit(dtype, keep)
         assert torch.equal(a, b)
 
 
+def test_no_root_of_a_million_float32_squares_is_rounded_to_its_neighbour():
+    x = torch.randn(1_000_003).abs()
+    _, grad_x = outputs_and_gradients(ours("output"), [x], torch.ones_like(x), torch.float32)
+    assert torch.equal(grad_x, 2 * x)
+
+
 def test_the_square_of_a_small_float16_loses_digits_as_documented():
     x = torch.rand(100_000).half() * 0.008
     _, grad_x = outputs_and_gradients(squared_relu, [x], torch.ones_like(x), torch.float16)

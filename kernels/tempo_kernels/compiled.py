@@ -10,6 +10,7 @@ torch runs block by block.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import shutil
 import sys
@@ -24,6 +25,7 @@ from torch import Tensor
 # dynamic_threads: one compilation serves every number of threads. contract: a product and a sum are one instruction.
 _OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True, "cpp.enable_floating_point_contract_flag": "fast"}
 _SHOWN_CHARACTERS = 200
+_MAX_LANES = 64
 
 _failure: str | None = None
 """Why compiling failed in this process, once it has."""
@@ -102,16 +104,28 @@ def _is_real(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"
 
 
+def split_columns(width: int, *tensors: Tensor) -> list[Tensor]:
+    """Contiguous tensors, whose last size is a multiple of width, with that split in two, for Compiled(has_lanes=True):
+    the last size is then a power of two that divides width, so that no loop ends within a vector register."""
+    lanes = math.gcd(width, _MAX_LANES)
+    lanes //= 2 if lanes == width > 1 else 1  # one group of columns would be compiled in
+    return [t.view(*t.shape[:-1], -1, lanes) for t in tensors]
+
+
 class Compiled:
     """A function that runs compiled where its tensors are ordinary ones on the CPU and compiling works; else as it is.
 
     Args:
         function: takes tensors only, since numbers would be compiled in, and writes to none of them. No gradient goes
             through it.
+        has_lanes: whether to compile the last size of the tensors in, which `split_columns` chose, and no other. Loops
+            over other sizes end with what does not fill a vector register, and where that begins is a division in
+            each of their rounds.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], has_lanes: bool = False) -> None:
         self._function = function
+        self._has_lanes = has_lanes
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -121,6 +135,9 @@ class Compiled:
         # Detached, since whether a tensor is a leaf or needs a gradient would be compiled in too.
         tensors = tuple(t.detach() for t in tensors)
         try:
+            if self._has_lanes:
+                for tensor in tensors:
+                    torch._dynamo.mark_static(tensor, tensor.dim() - 1)
             if self._compiled is None:
                 # dynamic: one compilation serves every shape. Not fullgraph: torch compiles a function for a limited
                 # number of dtypes; with one more it then runs uncompiled instead of failing.

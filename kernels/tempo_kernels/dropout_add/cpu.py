@@ -21,6 +21,8 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw)
     """As in eager.py."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scale = 1.0 / (1.0 - effective_probability(draw.p))
+    if bias is not None:
+        bias = bias.to(torch.promote_types(x.dtype, torch.float32))  # once, instead of with every block
     for rows, block, bits in _blocks(out, draw):
         # [rows, b, h]
         if bias is not None and x.dtype == block.dtype:
@@ -33,8 +35,11 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw)
             drop_(block, bits)
         if residual is None:
             torch.mul(block, scale, out=out[rows])
-        else:
+        elif residual.dtype == block.dtype:
             torch.add(residual[rows], block, alpha=scale, out=out[rows])
+        else:
+            # torch takes longer to add two dtypes into a third tensor than into the wider one of the two.
+            out[rows] = block.mul_(scale).add_(residual[rows])
     return out
 
 

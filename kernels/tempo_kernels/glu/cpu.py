@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels import compiled
-from tempo_kernels.compiled import Compiled
+from tempo_kernels.compiled import Compiled, split_columns
 from tempo_kernels.pointwise import ACTIVATIONS, sum_rows
 
 BLOCK_ELEMENTS = 1 << 18
@@ -25,8 +25,8 @@ def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None 
     """As in eager.py."""
     y = torch.empty(*x.shape[:-1], x.size(-1) // 2, dtype=x.dtype, device=x.device) if out is None else out
     if _pays_to_compile(x):
-        rows_y = _compile_forward(activation)(x.contiguous().view(-1, x.size(-1)), _default_bias(x, bias))
-        return rows_y.view(y.shape) if out is None else out.copy_(rows_y.view(y.shape))
+        found: Tensor = _compile_forward(activation)(*_split(x), *_split(_default_bias(x, bias)))
+        return found.view(y.shape) if out is None else out.copy_(found.view(y.shape))
     for rows, total in _add_in_blocks(x, bias):
         gate, up = total.chunk(2, -1)
         y.view(-1, y.size(-1))[rows] = ACTIVATIONS[activation].value(gate) * up
@@ -37,11 +37,12 @@ def backward(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As in eager.py; compiled, grad_bias is the sum of the rounded grad_x."""
-    rows_grad_y = grad_y.contiguous().view(-1, max(grad_y.size(-1), 1))
     if _pays_to_compile(x):
-        rows_x = x.contiguous().view(-1, x.size(-1))
-        rows_grad_x = _compile_backward(activation)(rows_grad_y, rows_x, _default_bias(x, bias))
-        return rows_grad_x.view(x.shape), sum_rows(rows_grad_x) if has_grad_bias else None
+        rows_grad_y = grad_y.contiguous().view(-1, grad_y.size(-1))
+        operands = (*split_columns(grad_y.size(-1), rows_grad_y), *_split(x), *_split(_default_bias(x, bias)))
+        grad_x: Tensor = _compile_backward(activation)(*operands).view(x.shape)
+        return grad_x, sum_rows(grad_x) if has_grad_bias else None
+    rows_grad_y = grad_y.contiguous().view(-1, max(grad_y.size(-1), 1))
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     grad_bias = torch.zeros(x.size(-1), dtype=compute_dtype, device=x.device) if has_grad_bias else None
@@ -83,21 +84,27 @@ def _default_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     return torch.full(x.shape[-1:], -0.0, dtype=x.dtype) if bias is None else bias.contiguous()
 
 
+def _split(x: Tensor) -> list[Tensor]:
+    """[x as [n, 2, groups, lanes], gate then up]; n is not there for a bias."""
+    rows = x.contiguous().view(*[-1] * (x.dim() > 1), 2, x.size(-1) // 2)
+    return split_columns(x.size(-1) // 2, rows)
+
+
 @functools.cache
 def _compile_forward(activation: str) -> Compiled:
     def forward(x: Tensor, bias: Tensor) -> Tensor:
-        gate, up = (x.float() + bias).chunk(2, -1)
+        gate, up = (x.float() + bias).unbind(1)
         return (ACTIVATIONS[activation].value(gate) * up).to(x.dtype)
 
-    return Compiled(forward)
+    return Compiled(forward, has_lanes=True)
 
 
 @functools.cache
 def _compile_backward(activation: str) -> Compiled:
     def backward(grad_y: Tensor, x: Tensor, bias: Tensor) -> Tensor:
-        gate, up = (x.float() + bias).chunk(2, -1)
+        gate, up = (x.float() + bias).unbind(1)
         # Rounded before they are joined: Inductor does not vectorise it the other way.
         halves = _differentiate(grad_y.float(), gate, up, activation)
-        return torch.cat([half.to(x.dtype) for half in halves], dim=-1)
+        return torch.stack([half.to(x.dtype) for half in halves], 1)
 
-    return Compiled(backward)
+    return Compiled(backward, has_lanes=True)

@@ -1,8 +1,8 @@
 """The norms of eager.py, fast on a CPU, where the cost is passes over memory and calls of torch.
 
-torch's own LayerNorm does what it can: its forward, and its backward wherever the normalised x is at hand in at least
-float32, for it adds the sums of 16-bit gradients up in 16 bits. What goes block by block of rows keeps its float32
-copies in the cache. Tensors that are worth it take cpu_compiled.py, whose passes are fewer.
+torch's own LayerNorm does what it can: its forward, and its backward wherever x or the normalised x is at hand in at
+least float32, for it adds the sums of 16-bit gradients up in 16 bits. What goes block by block of rows keeps its
+float32 copies in the cache. Other tensors that are worth it take cpu_compiled.py, whose passes are fewer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = T
     rows, affine = view_rows(x), norm.compute_affine(x.dtype)
     dtype = choose_output_dtype(x.dtype, norm.weight.dtype)
     lost = list_lost_channels(norm, affine, dtype, needs_grad, keeps_lost)
-    if not norm.subtracts_mean and cpu_compiled.pays_for(rows):
-        y_rows, statistics = cpu_compiled.rms_norm(rows, affine[0], norm.eps)
-    else:
-        y_rows, statistics = _forward(rows, affine, norm)
+    y_rows, statistics = _forward(rows, affine, norm)
     lost_xhat = torch.empty(rows.size(0), lost.numel(), dtype=dtype, device=x.device)
     if lost.numel():
         lost_xhat.copy_(_normalize(rows[:, lost], statistics))
@@ -39,14 +36,16 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
     rows, (gamma, *beta) = view_rows(y), kept.affine
-    if not kept.lost.numel() and cpu_compiled.pays_for_backward(rows):
+    is_torchs = bool(beta) and y.dtype == x_dtype == gamma.dtype
+    if not kept.lost.numel() and not is_torchs and cpu_compiled.pays_for_backward(rows):
         differentiate = cpu_compiled.layer_norm_backward if beta else cpu_compiled.rms_norm_backward
         grad_x, sums = differentiate(view_rows(grad_y).to(x_dtype), rows, kept.affine, kept.rstd)
         return grad_x.view(y.shape), sums.to(sums_dtype)
-    inverse = gamma.index_fill(0, kept.lost, 1.0).reciprocal_()
+    inverse = (gamma.index_fill(0, kept.lost, 1.0) if kept.lost.numel() else gamma).reciprocal()
+    shift = beta[0] * -inverse if beta else None
 
     def recover_xhat(block: slice) -> Tensor:
-        xhat: Tensor = (torch.sub(rows[block], beta[0]) if beta else rows[block].to(gamma.dtype)) * inverse
+        xhat: Tensor = rows[block] * inverse if shift is None else torch.addcmul(shift, rows[block], inverse)
         if kept.lost.numel():
             xhat.index_copy_(1, kept.lost, kept.lost_xhat[block].to(gamma.dtype))
         return xhat
@@ -64,7 +63,9 @@ def forward_from_input(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
 def refill(out: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> None:
     """As in eager.py; forward finds the statistics again, in the pass that it makes anyway."""
     rows, affine = view_rows(x), norm.compute_affine(x.dtype)
-    for block in _blocks(rows):
+    # A block may be too small for what forward was large enough for.
+    is_compiled = not norm.subtracts_mean and cpu_compiled.pays_for(rows)
+    for block in [slice(None)] if is_compiled else _blocks(rows):
         view_rows(out)[block] = _forward(rows[block], affine, norm)[0]
 
 
@@ -75,9 +76,12 @@ def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Stati
     if mean is not None and x.dtype == affine.dtype:
         grad_x, sums = _differentiate_layer_norm(view_rows(grad_y).to(x.dtype), rows, mean, rstd, affine)
         return grad_x.view(x.shape), sums.to(norm.sums_dtype)
-    if mean is not None and cpu_compiled.pays_for_backward(rows):
-        operands = (view_rows(grad_y).to(x.dtype), rows, mean, rstd, affine[0])
-        grad_x, sums = cpu_compiled.layer_norm_backward_from_input(*operands)
+    if cpu_compiled.pays_for_backward(rows):
+        grad_rows = view_rows(grad_y).to(x.dtype)
+        if mean is None:
+            grad_x, sums = cpu_compiled.rms_norm_backward_from_input(grad_rows, rows, rstd, affine[0])
+        else:
+            grad_x, sums = cpu_compiled.layer_norm_backward_from_input(grad_rows, rows, mean, rstd, affine[0])
         return grad_x.view(x.shape), sums.to(norm.sums_dtype)
 
     def recover_xhat(block: slice) -> Tensor:
@@ -94,6 +98,8 @@ def _forward(rows: Tensor, affine: Tensor, norm: Norm) -> tuple[Tensor, Statisti
         y, mean, rstd = torch.native_layer_norm(rows, rows.shape[1:], gamma, beta, norm.eps)
         # Real statistics have this dtype already; those of fake 16-bit tensors have, by an error of torch, 16 bits.
         return y, Statistics(rstd.view(-1).to(affine.dtype), mean.view(-1).to(affine.dtype))
+    if cpu_compiled.pays_for(rows):
+        return cpu_compiled.rms_norm(rows, affine[0], norm.eps)
     y = torch.empty_like(rows, memory_format=torch.contiguous_format)
     rstd = torch.empty(rows.size(0), dtype=affine.dtype, device=rows.device)
     for block in _blocks(rows):
@@ -126,20 +132,28 @@ def _differentiate(
     x_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """As backward; recover_xhat gives the xhat of a block of rows."""
-    grad_x = torch.empty(grad_y.shape, dtype=x_dtype, device=grad_y.device)
-    grad_rows, rows_grad_x, rstd = view_rows(grad_y), view_rows(grad_x), rstd.unsqueeze(-1)
-    sums = torch.zeros_like(affine)
-    for block in _blocks(grad_rows):
+    grad_rows, rstd = view_rows(grad_y), rstd.unsqueeze(-1)
+    # What needs no float32 copies is quicker in larger blocks.
+    blocks = _blocks(grad_rows, 4 if subtracts_mean and grad_y.dtype == affine.dtype else 1)
+
+    def differentiate(block: slice) -> tuple[Tensor, Tensor]:
+        """grad_x without the factor rstd, and the sums."""
         xhat, grad = recover_xhat(block), grad_rows[block].to(affine.dtype)
         if subtracts_mean:
             # Normalised rows have mean 0 and standard deviation 1.
             one = torch.ones_like(rstd[block])
-            grad, part = _differentiate_layer_norm(grad, xhat, torch.zeros_like(one), one, affine)
-        else:
-            product = grad * xhat
-            part = product.sum(0, keepdim=True)
-            slope = product.mv(affine[0]).div_(max(1, grad.size(1)))
-            grad = (grad * affine[0]).addcmul_(xhat, slope.unsqueeze(-1), value=-1)
+            return _differentiate_layer_norm(grad, xhat, torch.zeros_like(one), one, affine)
+        product = grad * xhat
+        slope = product.mv(affine[0]).div_(max(1, grad.size(1)))
+        return (grad * affine[0]).addcmul_(xhat, slope.unsqueeze(-1), value=-1), product.sum(0, keepdim=True)
+
+    if len(blocks) == 1 and x_dtype == affine.dtype:
+        grad, sums = differentiate(blocks[0])
+        return grad.mul_(rstd).view(grad_y.shape), sums
+    grad_x = torch.empty(grad_y.shape, dtype=x_dtype, device=grad_y.device)
+    rows_grad_x, sums = view_rows(grad_x), torch.zeros_like(affine)
+    for block in blocks:
+        grad, part = differentiate(block)
         sums += part
         torch.mul(grad, rstd[block], out=rows_grad_x[block])
     return grad_x, sums
@@ -154,7 +168,7 @@ def _differentiate_layer_norm(
     return grad_x, torch.stack(sums)
 
 
-def _blocks(rows: Tensor) -> list[slice]:
-    """Slices of whole rows whose float32 copies stay in the cache."""
-    step = max(1, BLOCK_ELEMENTS // max(1, rows.size(-1)))
+def _blocks(rows: Tensor, factor: int = 1) -> list[slice]:
+    """Slices of whole rows whose float32 copies stay in the cache, or of `factor` times as many."""
+    step = max(1, factor * BLOCK_ELEMENTS // max(1, rows.size(-1)))
     return [slice(start, min(start + step, rows.size(0))) for start in range(0, rows.size(0), step)]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels import compiled
-from tempo_kernels.compiled import Compiled
+from tempo_kernels.compiled import Compiled, split_columns
 from tempo_kernels.norm.operands import Statistics
 
 MIN_ELEMENTS = 1 << 18
@@ -29,37 +29,53 @@ def pays_for_backward(rows: Tensor) -> bool:
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Statistics]:
     """y [n, h] of x's dtype, and rstd [n] in float32."""
     # Strides would be compiled in.
-    y, rstd = _rms_norm(x.contiguous(), gamma, torch.tensor(eps, dtype=torch.float32, device=x.device))
-    return y, Statistics(rstd, None)
+    operands = (*_split(x.contiguous(), gamma), torch.tensor([eps], dtype=torch.float32, device=x.device))
+    y, rstd = _rms_norm(*operands)
+    return y.view(x.shape), Statistics(rstd, None)
 
 
 def layer_norm_backward(grad_y: Tensor, y: Tensor, affine: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """grad_x [n, h] of grad_y's dtype, and the sums [2, h] in float32."""
     gamma, beta = affine
-    grad_x, sums = _layer_norm_backward(grad_y.contiguous(), y.contiguous(), beta, gamma.reciprocal(), rstd, gamma)
-    return grad_x, sums.sum(0)
+    grad_y, y, gamma, beta, factor = _split(grad_y.contiguous(), y.contiguous(), gamma, beta, gamma.reciprocal())
+    return _join(*_layer_norm_backward(grad_y, y, beta, factor, rstd.view(-1, 1, 1), gamma))
 
 
 def layer_norm_backward_from_input(
     grad_y: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, gamma: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As layer_norm_backward."""
-    operands = (mean.unsqueeze(-1), rstd.unsqueeze(-1), rstd, gamma)
-    grad_x, sums = _layer_norm_backward_from_input(grad_y.contiguous(), x.contiguous(), *operands)
-    return grad_x, sums.sum(0)
+    grad_y, x, gamma = _split(grad_y.contiguous(), x.contiguous(), gamma)
+    mean, rstd = (t.view(-1, 1, 1) for t in (mean, rstd))
+    return _join(*_layer_norm_backward_from_input(grad_y, x, mean, rstd, rstd, gamma))
 
 
 def rms_norm_backward(grad_y: Tensor, y: Tensor, affine: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """As layer_norm_backward; the sum [1, h]."""
-    gamma = affine[0]
-    grad_x, sums = _rms_norm_backward(grad_y.contiguous(), y.contiguous(), gamma.reciprocal(), rstd, gamma)
-    return grad_x, sums.sum(0)
+    grad_y, y, gamma, factor = _split(grad_y.contiguous(), y.contiguous(), affine[0], affine[0].reciprocal())
+    return _join(*_rms_norm_backward(grad_y, y, factor, rstd.view(-1, 1, 1), gamma))
 
 
-@Compiled
-def _rms_norm(x: Tensor, gamma: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    rstd = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (x.float() * rstd * gamma).to(x.dtype), rstd.squeeze(-1)
+def rms_norm_backward_from_input(grad_y: Tensor, x: Tensor, rstd: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    """As rms_norm_backward."""
+    grad_y, x, gamma = _split(grad_y.contiguous(), x.contiguous(), gamma)
+    rstd = rstd.view(-1, 1, 1)
+    return _join(*_rms_norm_backward_from_input(grad_y, x, rstd, rstd, gamma))
+
+
+def _split(*tensors: Tensor) -> list[Tensor]:
+    """[..., h] -> [..., groups, lanes]."""
+    return split_columns(tensors[0].size(-1), *tensors)
+
+
+def _join(grad_x: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, h], and the sum of sums [groups of rows, k, h] over the groups."""
+    return grad_x.flatten(1), sums.sum(0).flatten(1)
+
+
+def _normalize_rms(x: Tensor, gamma: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    rstd = (x.float().square().mean((-2, -1), keepdim=True) + eps).rsqrt()
+    return (x.float() * rstd * gamma).to(x.dtype), rstd.flatten()
 
 
 def _differentiate_layer_norm(
@@ -68,21 +84,30 @@ def _differentiate_layer_norm(
     """xhat is (values - shift) * factor, from the output as from the input."""
     grad, xhat = grad_y.float(), (values.float() - shift) * factor
     scaled = grad * gamma
-    grad_x = scaled - scaled.mean(-1, keepdim=True) - xhat * (scaled * xhat).mean(-1, keepdim=True)
-    sums = [t.view(-1, _GROUP, t.size(1)).sum(1) for t in (grad * xhat, grad)]
-    return (grad_x * rstd.unsqueeze(-1)).to(grad_y.dtype), torch.stack(sums, 1)
+    slope = (scaled * xhat).mean((-2, -1), keepdim=True)
+    grad_x = scaled - scaled.mean((-2, -1), keepdim=True) - xhat * slope
+    return (grad_x * rstd).to(grad_y.dtype), torch.stack([_sum_groups(grad * xhat), _sum_groups(grad)], 1)
 
 
-# Two, since torch compiles one for a limited number of dtypes and shapes.
-_layer_norm_backward, _layer_norm_backward_from_input = (Compiled(_differentiate_layer_norm) for _ in range(2))
-
-
-@Compiled
-def _rms_norm_backward(
-    grad_y: Tensor, y: Tensor, inverse: Tensor, rstd: Tensor, gamma: Tensor
+def _differentiate_rms_norm(
+    grad_y: Tensor, values: Tensor, factor: Tensor, rstd: Tensor, gamma: Tensor
 ) -> tuple[Tensor, Tensor]:
-    grad, xhat = grad_y.float(), y.float() * inverse
+    """xhat is values * factor."""
+    grad, xhat = grad_y.float(), values.float() * factor
     scaled = grad * gamma
-    grad_x = scaled - xhat * (scaled * xhat).mean(-1, keepdim=True)
-    sums = (grad * xhat).view(-1, _GROUP, grad.size(1)).sum(1, keepdim=True)
-    return (grad_x * rstd.unsqueeze(-1)).to(grad_y.dtype), sums
+    grad_x = scaled - xhat * (scaled * xhat).mean((-2, -1), keepdim=True)
+    return (grad_x * rstd).to(grad_y.dtype), _sum_groups(grad * xhat).unsqueeze(1)
+
+
+def _sum_groups(t: Tensor) -> Tensor:
+    return t.view(-1, _GROUP, *t.shape[1:]).sum(1)
+
+
+_rms_norm = Compiled(_normalize_rms, has_lanes=True)
+# Two of each, since torch compiles one for a limited number of dtypes and shapes.
+_layer_norm_backward, _layer_norm_backward_from_input = (
+    Compiled(_differentiate_layer_norm, has_lanes=True) for _ in range(2)
+)
+_rms_norm_backward, _rms_norm_backward_from_input = (
+    Compiled(_differentiate_rms_norm, has_lanes=True) for _ in range(2)
+)

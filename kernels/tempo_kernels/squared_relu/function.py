@@ -11,7 +11,7 @@ from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import opaque
 from tempo_kernels.pointwise import ACTIVATE, activate, check_tensors, list_gradients, shape_gradients
-from tempo_kernels.squared_relu import eager
+from tempo_kernels.squared_relu import cpu
 
 
 def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "output") -> Tensor:
@@ -43,7 +43,7 @@ def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "output")
 @opaque("squared_relu_backward(Tensor grad_y, Tensor y, bool has_grad_bias) -> Tensor[]", shape_gradients)
 def _backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> list[Tensor]:
     """grad_x and, where asked for, grad_bias."""
-    return list_gradients(*choose_backend(y, eager).backward(grad_y, y, has_grad_bias))
+    return list_gradients(*choose_backend(y, cpu).backward(grad_y, y, has_grad_bias))
 
 
 class _SquaredReLU(torch.autograd.Function):
