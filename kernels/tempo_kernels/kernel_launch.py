@@ -16,6 +16,7 @@ tensor's device says already.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ MAX_PLANS = 512
 knows what it compiled."""
 
 _caches: list[Any] = []
+_NO_GUARD = contextlib.nullcontext()
 
 
 def cache_plans(function: Callable[..., PlanT]) -> Callable[..., PlanT]:
@@ -57,6 +59,12 @@ def forget_plans() -> None:
 def count_multiprocessors(device: torch.device) -> int:
     """Those of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
+
+
+def guard_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the tensor's GPU is the current one; it costs something only where another one is."""
+    device = tensor.get_device()
+    return _NO_GUARD if device < 0 or device == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 class Plan:

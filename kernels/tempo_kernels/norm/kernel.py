@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.kernel_launch import Plan, cache_plans
+from tempo_kernels.kernel_launch import Plan, cache_plans, guard_device
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
 from tempo_kernels.norm.kernel_lost_channels import DTYPES, SMALLEST, prepare_lost_channels
@@ -36,7 +36,7 @@ def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = T
     if x.numel() == 0:
         affine = rstd.new_empty(1 if norm.bias is None else 2, x.size(-1))
         return y, Kept(rstd, affine, rstd.new_empty(0, dtype=torch.int32), y.new_empty(rstd.numel(), 0))
-    with torch.cuda.device_of(x):
+    with guard_device(x):
         lost = prepare_lost_channels(norm, y, needs_grad, keeps_lost)
     kept = Kept(rstd, lost.affine, lost.slots, y.new_empty(rstd.numel(), lost.capacity))
     _launch_forward(x, norm, y, (rstd, None, *kept[1:], lost.counts), lost.capacity)
@@ -50,10 +50,11 @@ def backward(
 
     The sums over rows have two stages, each in a fixed order: the same bits every time on the same GPU.
     """
-    with torch.cuda.device_of(y):
+    with guard_device(y):
         check_after_backward(y.device)
-    affine = kept.affine.unbind(0)
-    norm = Norm(affine[0], affine[1] if len(affine) == 2 else None, 0.0, subtracts_mean, zero_centered=False)
+    # The memory of affine begins with gamma, which is all of it that the kernels look for there.
+    affine = kept.affine
+    norm = Norm(affine, affine[1] if affine.size(0) == 2 else None, 0.0, subtracts_mean, zero_centered=False)
     return _differentiate(grad_y, y, norm, (x_dtype, sums_dtype), (kept.rstd, None), kept[2:])
 
 
@@ -83,7 +84,8 @@ def _allocate(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         raise ValueError(f"norm: x is {x.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it")
     dtype = choose_output_dtype(x.dtype, norm.weight.dtype)
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    return y, torch.empty(math.prod(x.shape[:-1]), dtype=torch.float32, device=x.device)
+    rows = x.numel() // x.size(-1) if x.size(-1) else math.prod(x.shape[:-1])
+    return y, torch.empty(rows, dtype=torch.float32, device=x.device)
 
 
 def _launch_forward(
