@@ -100,7 +100,7 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
     While it runs it holds 8 bytes per query and head, and where choose_splits says so 4 or 8 bytes per number of q.
     """
     q = inputs.q
-    grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
+    grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs[:3])
     grads = grad_q, grad_k, grad_v
     if q.numel() == 0:
         return grad_q, grad_k.zero_(), grad_v.zero_()
@@ -179,8 +179,8 @@ def _walk_once(splits: int, grads: tuple[Tensor, ...], call: _Call, kept: Kept) 
     grad_q, grad_k, grad_v = grads
     assert kept.out is not None and kept.logsumexp is not None
     plans = plan_one_walk(call.form, choose_shape_of_heads(q)[0], splits)
-    statistics = torch.empty(plans.statistics_shape, dtype=torch.float32, device=q.device)
-    sums = torch.empty(plans.sums_shape, dtype=torch.float32, device=q.device)
+    statistics = torch.empty(*plans.statistics_shape, dtype=torch.float32, device=q.device)
+    sums = torch.empty(*plans.sums_shape, dtype=torch.float32, device=q.device)
     whole_heads.launch_prepare(plans.launches.prepare, (kept.out, grad_out, kept.logsumexp, statistics, sums))
     tensors = (q, k, v, grad_out, statistics, sums, grad_k, grad_v, *call.optional)
     whole_heads.launch_walk(plans.launches.walk, tensors, call.drawn)
@@ -194,7 +194,7 @@ def _walk_twice(grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> None:
     is_precise = call.form.is_precise
     keeps_apart = not is_precise and find_architecture(q.device) == 90
     plans = plan_two_walks(call.form, *choose_shapes(q)[1:], keeps_apart)
-    statistics = torch.empty(plans.statistics_shape, dtype=torch.float32, device=q.device)
+    statistics = torch.empty(*plans.statistics_shape, dtype=torch.float32, device=q.device)
     norm = torch.empty_like(kept.logsumexp) if is_precise else None
     tensors = (q, k, v, kept.out, grad_out, kept.logsumexp, statistics, norm, grad_q, *call.optional)
     rows.launch_grad_q(plans.grad_q, tensors, call.drawn)

@@ -250,10 +250,9 @@ def _parameter_dtypes(norm: Norm) -> list[torch.dtype]:
 
 def _cast_needed(ctx: Any, grad_x: Tensor, sums: Tensor) -> list[Tensor | None]:
     """The gradients of x, weight and bias that somebody asked for; an RMSNorm has no bias."""
-    dtypes = ctx.parameter_dtypes
-    has_grad_x, *has_grads = ctx.needs_input_grad[: 1 + len(dtypes)]
-    parts = zip(sums.unbind(0), dtypes, has_grads, strict=True)
-    grads: list[Tensor | None] = [grad_x if has_grad_x else None]
-    for part, dtype, has_grad in parts:
-        grads.append((part if part.dtype == dtype else part.to(dtype)) if has_grad else None)
-    return grads if len(grads) == 3 else [*grads, None]
+    has_grad_x, *has_grads = ctx.needs_input_grad[:3]
+    grads: list[Tensor | None] = [grad_x if has_grad_x else None, None, None]
+    for index, (part, dtype) in enumerate(zip(sums.unbind(0), ctx.parameter_dtypes, strict=True)):
+        if has_grads[index]:
+            grads[1 + index] = part if part.dtype == dtype else part.to(dtype)
+    return grads

@@ -38,7 +38,7 @@ def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = T
         return y, Kept(rstd, affine, rstd.new_empty(0, dtype=torch.int32), y.new_empty(rstd.numel(), 0))
     with guard_device(x):
         lost = prepare_lost_channels(norm, y, needs_grad, keeps_lost)
-    kept = Kept(rstd, lost.affine, lost.slots, y.new_empty(rstd.numel(), lost.capacity))
+    kept = Kept(rstd, lost.affine, lost.slots, _allocate_columns(rstd.numel(), lost.capacity, y.dtype, y.device))
     _launch_forward(x, norm, y, (rstd, None, *kept[1:], lost.counts), lost.capacity)
     return y, kept
 
@@ -86,6 +86,19 @@ def _allocate(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     rows = x.numel() // x.size(-1) if x.size(-1) else math.prod(x.shape[:-1])
     return y, torch.empty(rows, dtype=torch.float32, device=x.device)
+
+
+def _allocate_columns(num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for lost channels [rows, capacity]; of no columns, as nearly always, the same tensor every time."""
+    if not capacity:
+        return _hold_no_columns(num_rows, dtype, device)
+    return torch.empty(num_rows, capacity, dtype=dtype, device=device)
+
+
+@cache_plans
+def _hold_no_columns(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # training may follow an inference, and keeps it for backward
+        return torch.empty(num_rows, 0, dtype=dtype, device=device)
 
 
 def _launch_forward(
@@ -138,7 +151,7 @@ def _differentiate(
     sums_shape = (1 if norm.bias is None else 2, source.size(-1))
     if source.numel() == 0:
         return grad_x, source.new_zeros(sums_shape, dtype=dtypes[1])
-    sums = source.new_empty(sums_shape, dtype=dtypes[1])
+    sums = torch.empty(*sums_shape, dtype=dtypes[1], device=source.device)
     shape = (*source.shape[-1:], source.numel(), grad_x.element_size(), source.device)
     form = (source.dtype, 0 if lost is None else lost[1].size(1), lost is None)
     rows, plan = _plan_backward(*shape, *form, norm.bias is not None, *norm[3:])
