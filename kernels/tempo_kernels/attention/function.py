@@ -92,7 +92,9 @@ def find_backend(
     """What `attention` runs for these: "sdpa" (torch's flash attention), "triton" (our kernels) or "torch"."""
     if not q.is_cuda or form == "softmax":
         return "torch"
-    is_plain = dropout_p == 0 and mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
+    if dropout_p:
+        return "triton"
+    is_plain = mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
     is_plain &= causal or window_size != (-1, 0)
     # torch aligns a causal mask to the first key. Its kernels return the output in the order of q's memory. Where q is
     # dense, or of one sample, that is our order, and the next linear keeps the output without a copy.

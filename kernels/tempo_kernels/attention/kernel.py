@@ -22,7 +22,7 @@ from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention import kernel_rows as rows
 from tempo_kernels.attention.kernel_plan import Form, Shape, plan_forward, plan_one_walk, plan_two_walks
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
-from tempo_kernels.kernel_launch import count_multiprocessors
+from tempo_kernels.kernel_launch import cache_plans, count_multiprocessors
 from tempo_kernels.philox.kernel import key_words
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -119,21 +119,28 @@ def choose_splits(inputs: Inputs) -> int:
     By their instructions and products one walk takes about five eighths of the time of two. It is chosen where its few,
     long programs keep seven tenths of the GPU busy.
     """
-    q, k = inputs.q, inputs.k
-    is_compiled_for = q.dtype != torch.float32 and q.size(-1) <= max(SHAPES_OF_HEADS)
-    if not is_compiled_for or find_architecture(q.device) != 90:
+    q = inputs.q
+    if q.dtype == torch.float32 or find_architecture(q.device) != 90:
         return 0
-    shape, programs = choose_shape_of_heads(q)
-    for splits in range(1, min(MAX_SPLITS, -(-k.size(0) // shape.keys)) + 1):
-        rounds = splits * k.size(1) * k.size(2) / (programs * count_multiprocessors(q.device))
+    return _choose_splits(q.shape[-1], inputs.k.shape, count_multiprocessors(q.device))
+
+
+@cache_plans
+def _choose_splits(head_dim: int, k_shape: torch.Size, multiprocessors: int) -> int:
+    if head_dim > max(SHAPES_OF_HEADS):
+        return 0
+    num_keys, batch, groups, _ = k_shape
+    shape, programs = choose_shape_of_heads(head_dim)
+    for splits in range(1, min(MAX_SPLITS, -(-num_keys // shape.keys)) + 1):
+        rounds = splits * batch * groups / (programs * multiprocessors)
         if rounds >= 0.7 * math.ceil(rounds):
             return splits
     return 0
 
 
-def choose_shape_of_heads(q: Tensor) -> tuple[Shape, int]:
+def choose_shape_of_heads(head_dim: int) -> tuple[Shape, int]:
     """The entry of SHAPES_OF_HEADS."""
-    return next(entry for head_dim, entry in SHAPES_OF_HEADS.items() if q.size(-1) <= head_dim)
+    return next(entry for largest, entry in SHAPES_OF_HEADS.items() if head_dim <= largest)
 
 
 class _Call(NamedTuple):
@@ -178,7 +185,7 @@ def _walk_once(splits: int, grads: tuple[Tensor, ...], call: _Call, kept: Kept) 
     q, k, v, grad_out = call.tensors
     grad_q, grad_k, grad_v = grads
     assert kept.out is not None and kept.logsumexp is not None
-    plans = plan_one_walk(call.form, choose_shape_of_heads(q)[0], splits)
+    plans = plan_one_walk(call.form, choose_shape_of_heads(q.size(-1))[0], splits)
     statistics = torch.empty(*plans.statistics_shape, dtype=torch.float32, device=q.device)
     sums = torch.empty(*plans.sums_shape, dtype=torch.float32, device=q.device)
     whole_heads.launch_prepare(plans.launches.prepare, (kept.out, grad_out, kept.logsumexp, statistics, sums))
@@ -221,7 +228,7 @@ def _check(q: Tensor) -> None:
             f"attention: q is {q.dtype} with head_dim {q.size(-1)}; expected float32, float16 or bfloat16 with at most "
             f"{MAX_HEAD_DIM} on a GPU; cast it"
         )
-    if q[0:1].numel() >= MAX_ROW_ELEMENTS:
+    if q.shape[0] and math.prod(q.shape[1:]) >= MAX_ROW_ELEMENTS:
         raise ValueError(
             f"attention: q is {list(q.shape)}; expected fewer than {MAX_ROW_ELEMENTS} numbers per position; "
             "split the micro batch"

@@ -111,17 +111,17 @@ def _launch_forward(
     refills: bool = False,
 ) -> None:
     """Fills y and what is kept: rstd, mean, affine, slots, lost_xhat and counts, None where the form has no such."""
-    shape, form = (*x.shape[-1:], x.numel(), x.element_size()), (y.dtype, capacity, from_input)
-    rows, plan = _plan_forward(*shape, *form, norm.bias is not None, *norm[2:], refills)
-    parameters = norm.weight.contiguous(), None if norm.bias is None else norm.bias.contiguous()
-    rows.launch_forward(plan, (x.contiguous(), *parameters, y, *kept))
+    weight, bias, eps, subtracts_mean, zero_centered = norm
+    form = (capacity, from_input, bias is not None, eps, subtracts_mean, zero_centered, refills)
+    rows, plan = _plan_forward(x.shape, x.dtype, y.dtype, *form)
+    bias = None if bias is None else bias.contiguous()
+    rows.launch_forward(plan, (x.contiguous(), weight.contiguous(), bias, y, *kept))
 
 
 @cache_plans
 def _plan_forward(
-    hidden_size: int,
-    numel: int,
-    item_size: int,
+    shape: torch.Size,
+    x_dtype: torch.dtype,
     dtype: torch.dtype,
     capacity: int,
     from_input: bool,
@@ -131,10 +131,10 @@ def _plan_forward(
     zero_centered: bool,
     refills: bool,
 ) -> tuple[ModuleType, Plan]:
-    """The kernels for rows of this length, and how to launch them."""
-    rows = _choose_rows(hidden_size * item_size, capacity > 0, FORWARD_ROW_BYTES)
-    form = _list_arguments(hidden_size, numel, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
-    return rows, rows.plan_forward(hidden_size, eps=eps, REFILLS=refills, **form)
+    """The kernels for rows of x of this shape, and how to launch them; dtype is y's."""
+    rows = _choose_rows(shape[-1] * x_dtype.itemsize, capacity > 0, FORWARD_ROW_BYTES)
+    form = _list_arguments(shape, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
+    return rows, rows.plan_forward(shape[-1], eps=eps, REFILLS=refills, **form)
 
 
 def _differentiate(
@@ -152,32 +152,31 @@ def _differentiate(
     if source.numel() == 0:
         return grad_x, source.new_zeros(sums_shape, dtype=dtypes[1])
     sums = torch.empty(*sums_shape, dtype=dtypes[1], device=source.device)
-    shape = (*source.shape[-1:], source.numel(), grad_x.element_size(), source.device)
-    form = (source.dtype, 0 if lost is None else lost[1].size(1), lost is None)
-    rows, plan = _plan_backward(*shape, *form, norm.bias is not None, *norm[3:])
-    parameters = norm.weight.contiguous(), None if norm.bias is None else norm.bias.contiguous()
-    tensors = (grad_y.contiguous(), source, *statistics, *parameters, *(lost or _NONE_LOST[1:]))
+    weight, bias, _, subtracts_mean, zero_centered = norm
+    form = (0 if lost is None else lost[1].size(1), lost is None, bias is not None, subtracts_mean, zero_centered)
+    rows, plan = _plan_backward(source.shape, dtypes[0], source.dtype, source.device, *form)
+    bias = None if bias is None else bias.contiguous()
+    tensors = (grad_y.contiguous(), source, *statistics, weight.contiguous(), bias, *(lost or _NONE_LOST[1:]))
     rows.launch_backward(plan, tensors, grad_x, sums)
     return grad_x, sums
 
 
 @cache_plans
 def _plan_backward(
-    hidden_size: int,
-    numel: int,
-    item_size: int,
-    device: torch.device,
+    shape: torch.Size,
+    x_dtype: torch.dtype,
     dtype: torch.dtype,
+    device: torch.device,
     capacity: int,
     from_input: bool,
     has_bias: bool,
     subtracts_mean: bool,
     zero_centered: bool,
 ) -> tuple[ModuleType, Any]:
-    """As _plan_forward; item_size is grad_x's and dtype that of what it is computed from."""
-    rows = _choose_rows(hidden_size * item_size, capacity > 0, BACKWARD_ROW_BYTES)
-    form = _list_arguments(hidden_size, numel, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
-    return rows, rows.plan_backward(hidden_size, device, **form)
+    """As _plan_forward; x_dtype is grad_x's and dtype that of what it is computed from."""
+    rows = _choose_rows(shape[-1] * x_dtype.itemsize, capacity > 0, BACKWARD_ROW_BYTES)
+    form = _list_arguments(shape, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
+    return rows, rows.plan_backward(shape[-1], device, **form)
 
 
 def _choose_rows(row_bytes: int, has_lost: bool, limit: int) -> ModuleType:
@@ -187,8 +186,7 @@ def _choose_rows(row_bytes: int, has_lost: bool, limit: int) -> ModuleType:
 
 
 def _list_arguments(
-    hidden_size: int,
-    numel: int,
+    shape: torch.Size,
     dtype: torch.dtype,
     capacity: int,
     from_input: bool,
@@ -197,9 +195,10 @@ def _list_arguments(
     zero_centered: bool,
 ) -> dict[str, Any]:
     """The launch arguments of every kernel; h in units of 8, so that the compiler knows it for a multiple."""
+    hidden_size = shape[-1]
     unit = 1 if hidden_size % 8 else 8
     return {
-        "num_rows": numel // hidden_size,
+        "num_rows": shape.numel() // hidden_size,
         "column_units": hidden_size // unit,
         "capacity": capacity,
         "UNIT": unit,
