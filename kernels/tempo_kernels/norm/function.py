@@ -244,15 +244,21 @@ def _refill(ctx: Any, out: Tensor) -> None:
     choose_backend(x, cpu).refill(out, x, Norm(weight, bias, *ctx.form), Statistics(*statistics))
 
 
-def _parameter_dtypes(norm: Norm) -> list[torch.dtype]:
-    return [parameter.dtype for parameter in (norm.weight, norm.bias) if parameter is not None]
+def _parameter_dtypes(norm: Norm) -> tuple[torch.dtype, torch.dtype | None]:
+    return norm.weight.dtype, None if norm.bias is None else norm.bias.dtype
 
 
-def _cast_needed(ctx: Any, grad_x: Tensor, sums: Tensor) -> list[Tensor | None]:
+def _cast_needed(ctx: Any, grad_x: Tensor, sums: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x, weight and bias that somebody asked for; an RMSNorm has no bias."""
-    has_grad_x, *has_grads = ctx.needs_input_grad[:3]
-    grads: list[Tensor | None] = [grad_x if has_grad_x else None, None, None]
-    for index, (part, dtype) in enumerate(zip(sums.unbind(0), ctx.parameter_dtypes, strict=True)):
-        if has_grads[index]:
-            grads[1 + index] = part if part.dtype == dtype else part.to(dtype)
-    return grads
+    has_grad_x, has_grad_weight, has_grad_bias, *_ = ctx.needs_input_grad
+    weight_dtype, bias_dtype = ctx.parameter_dtypes
+    parts = sums.unbind(0)
+    return (
+        grad_x if has_grad_x else None,
+        _cast(parts[0], weight_dtype) if has_grad_weight else None,
+        _cast(parts[1], bias_dtype) if has_grad_bias else None,
+    )
+
+
+def _cast(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad if grad.dtype == dtype else grad.to(dtype)
