@@ -71,8 +71,13 @@ def find_architecture(device: torch.device) -> int:
 
 def choose_shapes(q: Tensor) -> tuple[Shape, ...]:
     """(forward, grad_q, grad_kv)"""
-    table = FLOAT32_SHAPES if q.dtype == torch.float32 else SHAPES[find_architecture(q.device)]
-    return next(shapes for head_dim, shapes in table.items() if q.size(-1) <= head_dim)
+    return _find_shapes(None if q.dtype == torch.float32 else find_architecture(q.device), q.size(-1))
+
+
+@functools.cache
+def _find_shapes(architecture: int | None, head_dim: int) -> tuple[Shape, ...]:
+    table = FLOAT32_SHAPES if architecture is None else SHAPES[architecture]
+    return next(shapes for largest, shapes in table.items() if head_dim <= largest)
 
 
 def forward(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
