@@ -16,8 +16,8 @@ tensor's device says already.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ MAX_PLANS = 512
 knows what it compiled."""
 
 _caches: list[Any] = []
-_named_plans: dict[Any, Plan] = {}
+_NO_GUARD = contextlib.nullcontext()
 
 
 def cache_plans(function: Callable[..., PlanT]) -> Callable[..., PlanT]:
@@ -53,13 +53,18 @@ def forget_plans() -> None:
     """Has all plans made anew, as after a change of what they are made from beside their arguments."""
     for cached in _caches:
         cached.cache_clear()
-    _named_plans.clear()
 
 
 @functools.cache
 def count_multiprocessors(device: torch.device) -> int:
     """Those of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
+
+
+def guard_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the tensor's GPU is the current one; it costs something only where another one is."""
+    device = tensor.get_device()
+    return _NO_GUARD if device < 0 or device == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 class Plan:
@@ -99,55 +104,31 @@ def launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], numbers: S
         tensors: all of the kernel's pointers, in its order.
         numbers: those that plan.varying names.
     """
-    addresses: list[Any] = []
+    values: list[Any] = []
     key: list[Any] = []
     for tensor in tensors:
         if tensor is None:
-            addresses.append(None)
+            values.append(None)
             key.append(None)
         else:
             address = tensor.data_ptr()
-            addresses.append(address)
-            key.append((tensor.dtype, tensor.get_device(), address & 15))
+            values.append(address)
+            key += (tensor.dtype, tensor.get_device(), address & 15)
     found = tuple(key)
     variant = plan.variants.get(found) if plan.kernel is kernel and not _has_hooks(kernel) else None
     if variant is None or (numbers and not _have_32_bits(numbers)):
         _launch_by_triton(kernel, plan, tensors, numbers, found)
         return
-    device, active = found[0][1], driver.active
+    device, active = found[1], driver.active
     if device != active.get_current_device():
         with torch.cuda.device(device):
             launch(kernel, plan, tensors, numbers)
         return
-    values = addresses + plan.values
-    for place, number in zip(plan.places, numbers, strict=True):
+    values += plan.values
+    for place, number in zip(plan.places, numbers):  # noqa: B905 - it is asked for by name, and costs
         values[place] = number
     run, x, y, z, function, metadata = variant
     run(x, y, z, active.get_current_stream(device), function, metadata, None, None, None, *values)
-
-
-def launch_named(kernel: Any, grid: tuple[int, ...], varying: Sequence[str], arguments: dict[str, Any]) -> None:
-    """As `launch`, for a kernel of so many arguments that they have names; its pointers are those that end in _ptr.
-
-    The dictionary of arguments is used up.
-    """
-    if type(kernel) is not JITFunction:
-        kernel[grid](**arguments)
-        return
-    tensors = [arguments.pop(name) for name in _list_pointers(kernel.fn)]
-    numbers = [arguments.pop(name) for name in varying]
-    key = (kernel.fn, grid, *arguments, *arguments.values())
-    plan = _named_plans.get(key)
-    if plan is None:
-        if len(_named_plans) >= MAX_PLANS:
-            _named_plans.clear()
-        plan = _named_plans[key] = Plan(grid, varying, **arguments)
-    launch(kernel, plan, tensors, numbers)
-
-
-@functools.cache
-def _list_pointers(function: Any) -> tuple[str, ...]:
-    return tuple(name for name in inspect.signature(function).parameters if name.endswith("_ptr"))
 
 
 def _launch_by_triton(

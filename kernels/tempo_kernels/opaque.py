@@ -10,13 +10,14 @@ Autocast does not reach inside: the dtype of the inputs is that of the products,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 Function = Callable[..., Sequence[Tensor]]
+ResultT = TypeVar("ResultT")
 
 _WORD = 1 << 32
 
@@ -39,8 +40,7 @@ class Opaque:
 
     def call(self, first: Tensor, *others: Any, **more: Any) -> Sequence[Tensor]:
         """The function itself, whatever `first` is. `more` may hold what an operator cannot take."""
-        # The first question is for any device at all, and costs a tenth of the second.
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(first.device.type):
+        if _is_autocast(first):
             with without_autocast(first.device.type):
                 return self._function(first, *others, **more)
         return self._function(first, *others, **more)
@@ -50,7 +50,21 @@ class Opaque:
         if is_traced(first):
             results: Sequence[Tensor] = self._operator(first, *others)
             return results
-        return self.call(first, *others)
+        return self.call(first, *others) if _is_autocast(first) else self._function(first, *others)
+
+
+def _is_autocast(tensor: Tensor) -> bool:
+    # The first question is for any device at all, and costs a tenth of the second.
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(tensor.device.type)
+
+
+def call_untraced(function: Callable[..., ResultT], first: Tensor, *others: Any) -> ResultT:
+    """function(*others) as an opaque function runs it where `first` is not traced: what has no need to become the
+    operands of an operator, and to be read from them again, keeps its form."""
+    if _is_autocast(first):
+        with without_autocast(first.device.type):
+            return function(*others)
+    return function(*others)
 
 
 def is_traced(tensor: Tensor) -> bool:

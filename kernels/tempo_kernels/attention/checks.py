@@ -16,33 +16,35 @@ FORMS = ("flash", "softmax")
 def check_tensors(inputs: Inputs, causal: bool) -> None:
     """Raises ValueError where q, k, v, mask and key_lengths do not fit one another."""
     q, k, v, mask, key_lengths = inputs
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+    q_shape, k_shape = q.shape, k.shape
+    if len(q_shape) != 4 or len(k_shape) != 4 or v.dim() != 4:
         raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; expected [s, b, heads, d] for each")
     if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one floating-point dtype; cast them")
-    is_empty = 0 in (*k.shape[2:], q.size(2))
-    if k.shape != v.shape or k.size(1) != q.size(1) or k.size(3) != q.size(3) or is_empty or q.size(2) % k.size(2):
+    (num_queries, batch, heads, head_dim), (num_keys, k_batch, groups, k_dim) = q_shape, k_shape
+    is_empty = not (heads and groups and head_dim)
+    if k_shape != v.shape or k_batch != batch or k_dim != head_dim or is_empty or heads % groups:
         raise ValueError(
-            f"q, k, v have shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; expected [sq, b, a, d] and twice "
+            f"q, k, v have shapes {list(q_shape)}, {list(k_shape)}, {list(v.shape)}; expected [sq, b, a, d] and twice "
             "[sk, b, g, d] with g a divisor of a, and none of a, g and d 0"
         )
-    if k.size(0) == 0 and q.size(0) > 0:
+    if num_keys == 0 and num_queries > 0:
         raise ValueError("k and v are empty; expected at least one key")
-    if causal and q.size(0) > k.size(0):
+    if causal and num_queries > num_keys:
         raise ValueError(
-            f"causal attention of {q.size(0)} queries over {k.size(0)} keys: the first queries would see no key; "
+            f"causal attention of {num_queries} queries over {num_keys} keys: the first queries would see no key; "
             "give at least as many keys or causal=False"
         )
     if mask is not None:
-        _check_mask(mask, [q.size(1), q.size(2), q.size(0), k.size(0)])
+        _check_mask(mask, [batch, heads, num_queries, num_keys])
     if key_lengths is not None and (
         key_lengths.dtype not in (torch.int32, torch.int64)
-        or key_lengths.shape != q.shape[1:2]
+        or key_lengths.shape != q_shape[1:2]
         or key_lengths.device != q.device
     ):
         raise ValueError(
             f"key_lengths is {key_lengths.dtype} of shape {list(key_lengths.shape)} on {key_lengths.device}; expected "
-            f"torch.int32 or torch.int64 of shape [{q.size(1)}] on {q.device}, as q; move it there"
+            f"torch.int32 or torch.int64 of shape [{batch}] on {q.device}, as q; move it there"
         )
 
 
@@ -60,12 +62,13 @@ def check_settings(q: Tensor, settings: Settings, form: str) -> None:
     """Raises ValueError where the numbers are not in their range, or do not fit q."""
     if effective_probability(settings.dropout_p):
         first_sample = settings.first_sample if isinstance(settings.first_sample, int) else 0
+        num_rows, num_samples, num_heads, _ = q.shape
         check_place(
             first_sample=first_sample,
-            num_samples=q.size(1),
+            num_samples=num_samples,
             first_head=settings.first_head,
-            num_heads=q.size(2),
-            num_rows=q.size(0),
+            num_heads=num_heads,
+            num_rows=num_rows,
         )
     if form not in FORMS:
         raise ValueError(f'form is {form!r}; expected "flash" or "softmax"')
@@ -74,6 +77,8 @@ def check_settings(q: Tensor, settings: Settings, form: str) -> None:
     window_size = settings.window_size
     if window_size is not None and (len(window_size) != 2 or any(size < -1 for size in window_size)):
         raise ValueError(f"window_size is {window_size}; expected (left, right), each at least 0, or -1 for no limit")
+    if isinstance(settings.dropout_key, int) and isinstance(settings.first_sample, int):
+        return
     for name, number in (("dropout_key", settings.dropout_key), ("first_sample", settings.first_sample)):
         if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, q.device):
             raise ValueError(

@@ -12,7 +12,7 @@ from tempo_kernels.attention.checks import check_settings, check_tensors
 from tempo_kernels.attention.settings import OPERANDS, Inputs, Kept, Settings
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
-from tempo_kernels.opaque import opaque, separate, without_autocast
+from tempo_kernels.opaque import call_untraced, is_traced, opaque, separate, without_autocast
 
 PREFERS_SDPA = True
 """Whether torch's scaled_dot_product_attention runs instead of our kernels, where it can. Which of them is faster has
@@ -92,7 +92,9 @@ def find_backend(
     """What `attention` runs for these: "sdpa" (torch's flash attention), "triton" (our kernels) or "torch"."""
     if not q.is_cuda or form == "softmax":
         return "torch"
-    is_plain = dropout_p == 0 and mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
+    if dropout_p:
+        return "triton"
+    is_plain = mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
     is_plain &= causal or window_size != (-1, 0)
     # torch aligns a causal mask to the first key. Its kernels return the output in the order of q's memory. Where q is
     # dense, or of one sample, that is our order, and the next linear keeps the output without a copy.
@@ -135,13 +137,18 @@ def _make_empty_results(*operands: Any) -> list[Tensor]:
     _make_empty_results,
 )
 def _forward(*operands: Any) -> list[Tensor]:
+    """As `_compute`, from operands by the schema."""
+    return list(_compute(*_read_operands(operands)))
+
+
+def _compute(inputs: Inputs, settings: Settings, is_softmax: bool) -> tuple[Tensor, Tensor]:
     """out, and the logsumexp, or with is_softmax the probabilities."""
-    inputs, settings, is_softmax = _read_operands(operands)
     if not is_softmax:
-        return list(choose_backend(inputs.q, cpu).forward(inputs, settings))
+        found: tuple[Tensor, Tensor] = choose_backend(inputs.q, cpu).forward(inputs, settings)
+        return found
     q, k = inputs.q, inputs.k
     kept = q.new_zeros(q.size(1), q.size(2), q.size(0), k.size(0))
-    return [cpu.forward(inputs, settings, kept)[0], kept]
+    return cpu.forward(inputs, settings, kept)[0], kept
 
 
 def _make_empty_gradients(*operands: Any) -> list[Tensor]:
@@ -154,11 +161,18 @@ def _make_empty_gradients(*operands: Any) -> list[Tensor]:
     _make_empty_gradients,
 )
 def _backward(grad_out: Tensor, out: Tensor | None, kept: Tensor, *operands: Any) -> list[Tensor]:
+    """As `_differentiate`, from operands by the schema."""
+    return list(_differentiate(grad_out, out, kept, *_read_operands(operands)))
+
+
+def _differentiate(
+    grad_out: Tensor, out: Tensor | None, kept: Tensor, inputs: Inputs, settings: Settings, is_softmax: bool
+) -> tuple[Tensor, ...]:
     """grad_q, grad_k and grad_v, from what forward kept."""
-    inputs, settings, is_softmax = _read_operands(operands)
     if is_softmax:
-        return list(cpu.backward(grad_out, inputs, Kept(None, None, kept), settings))
-    return list(choose_backend(inputs.q, cpu).backward(grad_out, inputs, Kept(out, kept), settings))
+        return cpu.backward(grad_out, inputs, Kept(None, None, kept), settings)
+    grads: tuple[Tensor, ...] = choose_backend(inputs.q, cpu).backward(grad_out, inputs, Kept(out, kept), settings)
+    return grads
 
 
 def _read_operands(operands: tuple[Any, ...]) -> tuple[Inputs, Settings, bool]:
@@ -181,7 +195,10 @@ class _Attention(torch.autograd.Function):
         inputs = Inputs(q, k, v, mask, key_lengths)
         ctx.settings, numbers = settings.split()
         ctx.is_softmax = is_softmax
-        out, kept = _forward(*inputs, *settings.operands, is_softmax)
+        if is_traced(q):
+            out, kept = _forward(*inputs, *settings.operands, is_softmax)
+        else:
+            out, kept = call_untraced(_compute, q, inputs, settings, is_softmax)
         # From the softmax, and in blocks on a CPU, whole rows are computed again: only the kernels and torch need out.
         kept_out = out if not is_softmax and (q.is_cuda or cpu_flash.can_run_backward(inputs, settings)) else None
         ctx.save_for_backward(kept_out, kept, *inputs, *numbers)
@@ -190,6 +207,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @first_derivative_only("attention", "attention")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, key, first_sample = ctx.saved_tensors
-        operands = ctx.settings.join(key, first_sample).operands
-        return *_backward(grad_out, *tensors, *operands, ctx.is_softmax), *[None] * 4
+        out, kept, *tensors, key, first_sample = ctx.saved_tensors
+        inputs, settings, is_softmax = Inputs(*tensors), ctx.settings.join(key, first_sample), ctx.is_softmax
+        if is_traced(grad_out):
+            grads = _backward(grad_out, out, kept, *inputs, *settings.operands, is_softmax)
+        else:
+            grads = call_untraced(_differentiate, grad_out, grad_out, out, kept, inputs, settings, is_softmax)
+        return *grads, None, None, None, None

@@ -8,13 +8,13 @@ give the same bits.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tempo_kernels.attention.kernel_tile import (
-    DRAWN,
     PADDING,
     VARYING,
     compute_anew,
@@ -27,7 +27,7 @@ from tempo_kernels.attention.kernel_tile import (
     order_keys,
     store_rows,
 )
-from tempo_kernels.kernel_launch import launch_named
+from tempo_kernels.kernel_launch import Plan, launch
 from tempo_kernels.philox.kernel import load_draw
 
 
@@ -146,6 +146,6 @@ def _grad_kv_kernel(
     store_rows(grad_v_ptr + offset, start_key, order, grad_row, num_keys, grad_v, HEAD_DIM, BLOCK_DIM)
 
 
-def launch_grad_kv(num_programs: int, **arguments: Any) -> None:
-    """Launches the pass for grad_k and grad_v; the arguments have the kernel's names."""
-    launch_named(_grad_kv_kernel, (num_programs,), DRAWN, arguments)
+def launch_grad_kv(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:
+    """Launches the pass for grad_k and grad_v with the kernel's pointers and what DRAWN names."""
+    launch(_grad_kv_kernel, plan, tensors, drawn)

@@ -8,10 +8,12 @@ The sums are float32; a last launch adds them up. kernel.py says where there are
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tempo_kernels.attention.kernel_columns import find_queries
 from tempo_kernels.attention.kernel_tile import (
@@ -28,7 +30,7 @@ from tempo_kernels.attention.kernel_tile import (
     order_keys,
     store_rows,
 )
-from tempo_kernels.kernel_launch import launch_named
+from tempo_kernels.kernel_launch import Plan, launch
 from tempo_kernels.philox.kernel import load_draw
 
 
@@ -202,22 +204,43 @@ def _grad_heads_kernel(
         store_rows(grad_v_ptr + out_offset, start_key, order, out_row, num_keys, grad_v, HEAD_DIM, BLOCK_DIM)
 
 
-PREPARES = (
-    "out_ptr", "grad_out_ptr", "logsumexp_ptr", "statistics_ptr", "sums_ptr", "grad_row", "grad_sample", "grad_head",
-    "num_queries", "batch", "num_heads", "keep_scale", "UNIT", "HEAD_DIM", "BLOCK_DIM", "BLOCK_QUERIES", "NUM_SPLITS",
-    "num_warps", "enable_fp_fusion",
-)  # fmt: skip
-FINISHES = (
-    "sums_ptr", "grad_q_ptr", "num_queries", "batch", "num_heads", "softmax_scale", "keep_scale", "HEAD_DIM",
+_PREPARES = (
+    "grad_row", "grad_sample", "grad_head", "num_queries", "batch", "num_heads", "keep_scale", "UNIT", "HEAD_DIM",
     "BLOCK_DIM", "BLOCK_QUERIES", "NUM_SPLITS", "num_warps", "enable_fp_fusion",
 )  # fmt: skip
+_FINISHES = (
+    "num_queries", "batch", "num_heads", "softmax_scale", "keep_scale", "HEAD_DIM", "BLOCK_DIM", "BLOCK_QUERIES",
+    "NUM_SPLITS", "num_warps", "enable_fp_fusion",
+)  # fmt: skip
 
 
-def launch(num_row_blocks: int, num_kv_heads: int, **arguments: Any) -> None:
-    """Launches three kernels: two for blocks of queries, and between them one for key-value heads. The
-    arguments have the kernels' names."""
-    walks = arguments.keys() - {"out_ptr", "logsumexp_ptr", "grad_q_ptr"}
-    grid = (num_kv_heads * arguments["NUM_SPLITS"],)
-    launch_named(_prepare_kernel, (num_row_blocks,), (), {name: arguments[name] for name in PREPARES})
-    launch_named(_grad_heads_kernel, grid, DRAWN, {name: arguments[name] for name in walks})
-    launch_named(_finish_kernel, (num_row_blocks,), (), {name: arguments[name] for name in FINISHES})
+class HeadPlans(NamedTuple):
+    """Of three launches: two for blocks of queries, and between them one for key-value heads."""
+
+    prepare: Plan
+    walk: Plan
+    finish: Plan
+
+
+def plan_heads(num_row_blocks: int, num_kv_heads: int, **numbers: Any) -> HeadPlans:
+    """How the three kernels are launched; the numbers have the kernels' names."""
+    return HeadPlans(
+        Plan((num_row_blocks,), **{name: numbers[name] for name in _PREPARES}),
+        Plan((num_kv_heads * numbers["NUM_SPLITS"],), DRAWN, **numbers),
+        Plan((num_row_blocks,), **{name: numbers[name] for name in _FINISHES}),
+    )
+
+
+def launch_prepare(plan: Plan, tensors: Sequence[Tensor]) -> None:
+    """Fills the statistics and zeroes the sums; the tensors are the kernel's pointers."""
+    launch(_prepare_kernel, plan, tensors)
+
+
+def launch_walk(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:
+    """Fills grad_k and grad_v, and adds to the sums, with the kernel's pointers and what DRAWN names."""
+    launch(_grad_heads_kernel, plan, tensors, drawn)
+
+
+def launch_finish(plan: Plan, tensors: Sequence[Tensor]) -> None:
+    """Fills grad_q from the sums; the tensors are the kernel's pointers."""
+    launch(_finish_kernel, plan, tensors)

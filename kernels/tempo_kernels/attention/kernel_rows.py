@@ -9,13 +9,13 @@ the longest blocks start first, so that no multiprocessor is left with one at th
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tempo_kernels.attention.kernel_tile import (
-    DRAWN,
     PADDING,
     VARYING,
     compute_anew,
@@ -32,7 +32,7 @@ from tempo_kernels.attention.kernel_tile import (
     order_keys,
     store_rows,
 )
-from tempo_kernels.kernel_launch import launch_named
+from tempo_kernels.kernel_launch import Plan, launch
 from tempo_kernels.philox.kernel import load_draw
 
 
@@ -244,11 +244,11 @@ def _grad_q_kernel(
     store_rows(grad_q_ptr + out_offset, start_row, block_row, out_row, num_queries, grad_q, HEAD_DIM, BLOCK_DIM)
 
 
-def launch_forward(num_programs: int, **arguments: Any) -> None:
-    """Launches the forward pass; the arguments have the kernel's names."""
-    launch_named(_forward_kernel, (num_programs,), DRAWN, arguments)
+def launch_forward(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:
+    """Launches the forward pass with the kernel's pointers and what DRAWN names."""
+    launch(_forward_kernel, plan, tensors, drawn)
 
 
-def launch_grad_q(num_programs: int, **arguments: Any) -> None:
-    """Launches the pass for grad_q and delta; the arguments have the kernel's names."""
-    launch_named(_grad_q_kernel, (num_programs,), DRAWN, arguments)
+def launch_grad_q(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:
+    """Launches the pass for grad_q and delta with the kernel's pointers and what DRAWN names."""
+    launch(_grad_q_kernel, plan, tensors, drawn)

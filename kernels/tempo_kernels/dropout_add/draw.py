@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.opaque import join_key, split_key
-from tempo_kernels.philox import check_place, effective_probability
+from tempo_kernels.philox import check_place, threshold
 
 OPERANDS = (
     "float p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, Tensor? first_sample, SymInt first_row"
@@ -25,28 +25,33 @@ class Draw(NamedTuple):
 
     def check(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
         """Raises ValueError where the tensors do not fit one another, or the draw does not fit them."""
-        if x.dim() != 3 or not x.is_floating_point():
+        shape = x.shape
+        if len(shape) != 3 or not x.is_floating_point():
             raise ValueError(
-                f"x is {x.dtype} of shape {list(x.shape)}; expected a floating-point [s, b, h]; cast or reshape it"
+                f"x is {x.dtype} of shape {list(shape)}; expected a floating-point [s, b, h]; cast or reshape it"
             )
-        if bias is not None and (bias.shape != x.shape[-1:] or not bias.is_floating_point()):
+        if bias is not None and (bias.shape != shape[-1:] or not bias.is_floating_point()):
             raise ValueError(
-                f"bias is {bias.dtype} of shape {list(bias.shape)}; expected floating-point [{x.size(-1)}], as x's "
+                f"bias is {bias.dtype} of shape {list(bias.shape)}; expected floating-point [{shape[-1]}], as x's "
                 "last dimension; cast or reshape it"
             )
-        if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
             raise ValueError(
                 f"residual is {residual.dtype} of shape {list(residual.shape)}; "
-                f"expected {x.dtype} of shape {list(x.shape)}, as x; cast it first"
+                f"expected {x.dtype} of shape {list(shape)}, as x; cast it first"
             )
-        if effective_probability(self.p):
+        if threshold(self.p):
             first_sample = 0 if isinstance(self.first_sample, Tensor) else self.first_sample
-            check_place(first_sample=first_sample, num_samples=x.size(1), first_row=self.first_row, num_rows=x.size(0))
+            check_place(first_sample=first_sample, num_samples=shape[1], first_row=self.first_row, num_rows=shape[0])
+        if isinstance(self.key, Tensor) or isinstance(self.first_sample, Tensor):
+            self._check_tensors(x.device)
+
+    def _check_tensors(self, device: torch.device) -> None:
         for name, number in (("key", self.key), ("first_sample", self.first_sample)):
-            if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, x.device):
+            if isinstance(number, Tensor) and (number.dtype, number.dim(), number.device) != (torch.int64, 0, device):
                 raise ValueError(
                     f"{name} is {number.dtype} of shape {list(number.shape)} on {number.device}; expected an int, or a "
-                    f"0-dim torch.int64 tensor on {x.device}, as x; move it there"
+                    f"0-dim torch.int64 tensor on {device}, as x; move it there"
                 )
 
     @classmethod

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels.kernel_launch import Plan, cache_plans, launch
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -190,17 +191,11 @@ def _gradient_kernel(
 def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
     """As in eager.py; logits are contiguous."""
     _check(logits)
-    found = torch.empty(shares.num_statistics, logits.size(0), dtype=torch.float32, device=logits.device)
-    if logits.size(0):
-        with torch.cuda.device_of(logits):
-            _statistics_kernel[(logits.size(0),)](
-                logits,
-                columns.contiguous(),
-                found,
-                num_rows=logits.size(0),
-                HAS_ENTROPY=shares.has_entropy,
-                **_collect_arguments(logits, shares),
-            )
+    num_rows = logits.size(0)
+    found = torch.empty(shares.num_statistics, num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows:
+        plan = _plan_statistics(num_rows, logits.size(1), shares)
+        launch(_statistics_kernel, plan, (logits, columns.contiguous(), found))
     return found
 
 
@@ -208,23 +203,31 @@ def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
     """As in eager.py; logits are contiguous."""
     _check(logits)
     if logits.size(0):
-        with torch.cuda.device_of(logits):
-            _gradient_kernel[(logits.size(0) * -(-logits.size(1) // BLOCK),)](
-                logits,
-                *(t.contiguous() for t in rows[:4]),
-                rows.grad if rows.slope is None else rows.slope.contiguous(),
-                HAS_SLOPE=rows.slope is not None,
-                target_share=shares.target,
-                other_share=shares.other,
-                **_collect_arguments(logits, shares),
-            )
+        plan = _plan_gradient(*logits.shape, shares, rows.slope is not None)
+        columns, top, scale, grad, slope = rows
+        slope = grad if slope is None else slope
+        tensors = (columns, top, scale, grad, slope)
+        launch(_gradient_kernel, plan, (logits, *[t.contiguous() for t in tensors]))
 
 
-def _collect_arguments(logits: Tensor, shares: Shares) -> dict[str, Any]:
+@cache_plans
+def _plan_statistics(num_rows: int, num_columns: int, shares: Shares) -> Plan:
+    numbers = _list_arguments(num_columns, shares)
+    return Plan((num_rows,), num_rows=num_rows, HAS_ENTROPY=shares.has_entropy, **numbers)
+
+
+@cache_plans
+def _plan_gradient(num_rows: int, num_columns: int, shares: Shares, has_slope: bool) -> Plan:
+    numbers = _list_arguments(num_columns, shares)
+    numbers |= {"HAS_SLOPE": has_slope, "target_share": shares.target, "other_share": shares.other}
+    return Plan((num_rows * -(-num_columns // BLOCK),), **numbers)
+
+
+def _list_arguments(num_columns: int, shares: Shares) -> dict[str, Any]:
     """The launch arguments of both kernels. v is in units of 8 where it can be: the compiler then knows a multiple."""
-    unit = 1 if logits.size(1) % 8 else 8
+    unit = 1 if num_columns % 8 else 8
     return {
-        "column_units": logits.size(1) // unit,
+        "column_units": num_columns // unit,
         "num_real": shares.num_real,
         "softcap": shares.softcap,
         "temperature": shares.temperature,

@@ -12,7 +12,7 @@ from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.norm import cpu
 from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dtype
-from tempo_kernels.opaque import is_traced, opaque
+from tempo_kernels.opaque import call_untraced, is_traced, opaque
 
 OPERANDS = "Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool zero_centered"
 
@@ -83,6 +83,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
         raise ValueError(f'keep is "{keep}"; expected "output" or "input"')
     if x.dim() < 1 or not x.is_floating_point():
         raise ValueError(f"x is {x.dtype} of shape {list(x.shape)}; expected a floating-point [..., h] tensor; cast it")
+    fits = weight.dtype == x.dtype and weight.shape == x.shape[-1:]
+    if fits and (bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape)):
+        return  # as nearly always, at a price that a launch does not hide
     # As of a float32 residual: y has the 16 bits of the linear that follows.
     has_wide_x = x.dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
     allowed = (weight.dtype,) if has_wide_x else (x.dtype, torch.float32)
@@ -102,13 +105,15 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
 def _apply(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool, subtracts_mean: bool, keep: str
 ) -> Tensor:
-    norm = Norm(weight, bias, eps, subtracts_mean, zero_centered)
+    form = (eps, subtracts_mean, zero_centered)
     if keep == "input":
-        y: Tensor = _FromInput.apply(x, *norm)
+        y: Tensor = _FromInput.apply(x, weight, bias, form)
     else:
         # What forward sees of its inputs does not tell whether gradients are on.
-        needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-        y = _FromOutput.apply(x, *norm, needs_grad)
+        needs_grad = torch.is_grad_enabled() and (
+            x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        y = _FromOutput.apply(x, weight, bias, form, needs_grad)
     return y
 
 
@@ -181,10 +186,15 @@ def _backward_from_input(grad_y: Tensor, x: Tensor, *operands: Any) -> list[Tens
 
 class _FromOutput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *operands: Any) -> Tensor:
-        norm, needs_grad = Norm(*operands[:-1]), operands[-1]
-        # How many channels are lost is data: a compiled graph, whose shapes must be known before, has room for none.
-        y, *kept = _forward(x, *norm, needs_grad, not is_traced(x))
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: tuple[float, bool, bool], needs_grad: bool
+    ) -> Tensor:
+        norm = Norm(weight, bias, *form)
+        if is_traced(x):
+            # How many channels are lost is data: a compiled graph, whose shapes must be known before, has no room.
+            y, *kept = _forward(x, *norm, needs_grad, False)
+        else:
+            y, kept = call_untraced(choose_backend(x, cpu).forward, x, x, norm, needs_grad)
         ctx.save_for_backward(y, *kept)
         ctx.form, ctx.parameter_dtypes = (norm.subtracts_mean, x.dtype, norm.sums_dtype), _parameter_dtypes(norm)
         return y
@@ -193,24 +203,38 @@ class _FromOutput(torch.autograd.Function):
     @first_derivative_only("layer_norm or rms_norm", "norm")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         y, *kept = ctx.saved_tensors
-        return *_cast_needed(ctx, *_backward(grad_y, y, *kept, *ctx.form)), None, None, None, None
+        if is_traced(grad_y):
+            grad_x, sums = _backward(grad_y, y, *kept, *ctx.form)
+        else:
+            backend = choose_backend(y, cpu)
+            grad_x, sums = call_untraced(backend.backward, grad_y, grad_y, y, Kept(*kept), *ctx.form)
+        return *_cast_needed(ctx, grad_x, sums), None, None
 
 
 class _FromInput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *operands: Any) -> Tensor:
-        norm = Norm(*operands)
-        y, rstd, *mean = _forward_from_input(x, *norm)
-        ctx.save_for_backward(x, norm.weight, norm.bias, rstd, mean[0] if mean else None)
-        ctx.form, ctx.parameter_dtypes, ctx.refill = norm[2:], _parameter_dtypes(norm), _refill
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: tuple[float, bool, bool]) -> Tensor:
+        norm = Norm(weight, bias, *form)
+        if is_traced(x):
+            y, *found = _forward_from_input(x, *norm)
+            statistics = Statistics(*found, *[None] * (2 - len(found)))
+        else:
+            y, statistics = call_untraced(choose_backend(x, cpu).forward_from_input, x, x, norm)
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        ctx.form, ctx.parameter_dtypes, ctx.refill = form, _parameter_dtypes(norm), _refill
         return y
 
     @staticmethod
     @first_derivative_only("layer_norm or rms_norm", "norm")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *statistics = ctx.saved_tensors
-        found = _backward_from_input(grad_y, x, weight, bias, *ctx.form, *statistics)
-        return *_cast_needed(ctx, *found), None, None, None
+        norm = Norm(weight, bias, *ctx.form)
+        if is_traced(grad_y):
+            grad_x, sums = _backward_from_input(grad_y, x, *norm, *statistics)
+        else:
+            backend = choose_backend(x, cpu)
+            grad_x, sums = call_untraced(backend.backward_from_input, grad_y, grad_y, x, norm, Statistics(*statistics))
+        return *_cast_needed(ctx, grad_x, sums), None
 
 
 @torch.no_grad()
@@ -220,14 +244,21 @@ def _refill(ctx: Any, out: Tensor) -> None:
     choose_backend(x, cpu).refill(out, x, Norm(weight, bias, *ctx.form), Statistics(*statistics))
 
 
-def _parameter_dtypes(norm: Norm) -> list[torch.dtype]:
-    return [parameter.dtype for parameter in (norm.weight, norm.bias) if parameter is not None]
+def _parameter_dtypes(norm: Norm) -> tuple[torch.dtype, torch.dtype | None]:
+    return norm.weight.dtype, None if norm.bias is None else norm.bias.dtype
 
 
-def _cast_needed(ctx: Any, grad_x: Tensor, sums: Tensor) -> list[Tensor | None]:
+def _cast_needed(ctx: Any, grad_x: Tensor, sums: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x, weight and bias that somebody asked for; an RMSNorm has no bias."""
-    dtypes = ctx.parameter_dtypes
-    has_grad_x, *has_grads = ctx.needs_input_grad[: 1 + len(dtypes)]
-    parts = zip(sums.unbind(0), dtypes, has_grads, strict=True)
-    grads = [part.to(dtype) if has_grad else None for part, dtype, has_grad in parts]
-    return [grad_x if has_grad_x else None, *grads, *[None] * (2 - len(grads))]
+    has_grad_x, has_grad_weight, has_grad_bias, *_ = ctx.needs_input_grad
+    weight_dtype, bias_dtype = ctx.parameter_dtypes
+    parts = sums.unbind(0)
+    return (
+        grad_x if has_grad_x else None,
+        _cast(parts[0], weight_dtype) if has_grad_weight else None,
+        _cast(parts[1], bias_dtype) if has_grad_bias else None,
+    )
+
+
+def _cast(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad if grad.dtype == dtype else grad.to(dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tempo_kernels.kernel_launch import Plan, cache_plans
+from tempo_kernels.kernel_launch import Plan, cache_plans, guard_device
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
 from tempo_kernels.norm.kernel_lost_channels import DTYPES, SMALLEST, prepare_lost_channels
@@ -36,9 +36,9 @@ def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = T
     if x.numel() == 0:
         affine = rstd.new_empty(1 if norm.bias is None else 2, x.size(-1))
         return y, Kept(rstd, affine, rstd.new_empty(0, dtype=torch.int32), y.new_empty(rstd.numel(), 0))
-    with torch.cuda.device_of(x):
+    with guard_device(x):
         lost = prepare_lost_channels(norm, y, needs_grad, keeps_lost)
-    kept = Kept(rstd, lost.affine, lost.slots, y.new_empty(rstd.numel(), lost.capacity))
+    kept = Kept(rstd, lost.affine, lost.slots, _allocate_columns(rstd.numel(), lost.capacity, y.dtype, y.device))
     _launch_forward(x, norm, y, (rstd, None, *kept[1:], lost.counts), lost.capacity)
     return y, kept
 
@@ -50,10 +50,11 @@ def backward(
 
     The sums over rows have two stages, each in a fixed order: the same bits every time on the same GPU.
     """
-    with torch.cuda.device_of(y):
+    with guard_device(y):
         check_after_backward(y.device)
-    affine = kept.affine.unbind(0)
-    norm = Norm(affine[0], affine[1] if len(affine) == 2 else None, 0.0, subtracts_mean, zero_centered=False)
+    # The memory of affine begins with gamma, which is all of it that the kernels look for there.
+    affine = kept.affine
+    norm = Norm(affine, affine[1] if affine.size(0) == 2 else None, 0.0, subtracts_mean, zero_centered=False)
     return _differentiate(grad_y, y, norm, (x_dtype, sums_dtype), (kept.rstd, None), kept[2:])
 
 
@@ -83,7 +84,21 @@ def _allocate(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         raise ValueError(f"norm: x is {x.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it")
     dtype = choose_output_dtype(x.dtype, norm.weight.dtype)
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    return y, torch.empty(math.prod(x.shape[:-1]), dtype=torch.float32, device=x.device)
+    rows = x.numel() // x.size(-1) if x.size(-1) else math.prod(x.shape[:-1])
+    return y, torch.empty(rows, dtype=torch.float32, device=x.device)
+
+
+def _allocate_columns(num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for lost channels [rows, capacity]; of no columns, as nearly always, the same tensor every time."""
+    if not capacity:
+        return _hold_no_columns(num_rows, dtype, device)
+    return torch.empty(num_rows, capacity, dtype=dtype, device=device)
+
+
+@cache_plans
+def _hold_no_columns(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # training may follow an inference, and keeps it for backward
+        return torch.empty(num_rows, 0, dtype=dtype, device=device)
 
 
 def _launch_forward(
@@ -96,17 +111,17 @@ def _launch_forward(
     refills: bool = False,
 ) -> None:
     """Fills y and what is kept: rstd, mean, affine, slots, lost_xhat and counts, None where the form has no such."""
-    shape, form = (*x.shape[-1:], x.numel(), x.element_size()), (y.dtype, capacity, from_input)
-    rows, plan = _plan_forward(*shape, *form, norm.bias is not None, *norm[2:], refills)
-    parameters = norm.weight.contiguous(), None if norm.bias is None else norm.bias.contiguous()
-    rows.launch_forward(plan, (x.contiguous(), *parameters, y, *kept))
+    weight, bias, eps, subtracts_mean, zero_centered = norm
+    form = (capacity, from_input, bias is not None, eps, subtracts_mean, zero_centered, refills)
+    rows, plan = _plan_forward(x.shape, x.dtype, y.dtype, *form)
+    bias = None if bias is None else bias.contiguous()
+    rows.launch_forward(plan, (x.contiguous(), weight.contiguous(), bias, y, *kept))
 
 
 @cache_plans
 def _plan_forward(
-    hidden_size: int,
-    numel: int,
-    item_size: int,
+    shape: torch.Size,
+    x_dtype: torch.dtype,
     dtype: torch.dtype,
     capacity: int,
     from_input: bool,
@@ -116,10 +131,10 @@ def _plan_forward(
     zero_centered: bool,
     refills: bool,
 ) -> tuple[ModuleType, Plan]:
-    """The kernels for rows of this length, and how to launch them."""
-    rows = _choose_rows(hidden_size * item_size, capacity > 0, FORWARD_ROW_BYTES)
-    form = _list_arguments(hidden_size, numel, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
-    return rows, rows.plan_forward(hidden_size, eps=eps, REFILLS=refills, **form)
+    """The kernels for rows of x of this shape, and how to launch them; dtype is y's."""
+    rows = _choose_rows(shape[-1] * x_dtype.itemsize, capacity > 0, FORWARD_ROW_BYTES)
+    form = _list_arguments(shape, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
+    return rows, rows.plan_forward(shape[-1], eps=eps, REFILLS=refills, **form)
 
 
 def _differentiate(
@@ -136,33 +151,32 @@ def _differentiate(
     sums_shape = (1 if norm.bias is None else 2, source.size(-1))
     if source.numel() == 0:
         return grad_x, source.new_zeros(sums_shape, dtype=dtypes[1])
-    sums = source.new_empty(sums_shape, dtype=dtypes[1])
-    shape = (*source.shape[-1:], source.numel(), grad_x.element_size(), source.device)
-    form = (source.dtype, 0 if lost is None else lost[1].size(1), lost is None)
-    rows, plan = _plan_backward(*shape, *form, norm.bias is not None, *norm[3:])
-    parameters = norm.weight.contiguous(), None if norm.bias is None else norm.bias.contiguous()
-    tensors = (grad_y.contiguous(), source, *statistics, *parameters, *(lost or _NONE_LOST[1:]))
+    sums = torch.empty(*sums_shape, dtype=dtypes[1], device=source.device)
+    weight, bias, _, subtracts_mean, zero_centered = norm
+    form = (0 if lost is None else lost[1].size(1), lost is None, bias is not None, subtracts_mean, zero_centered)
+    rows, plan = _plan_backward(source.shape, dtypes[0], source.dtype, source.device, *form)
+    bias = None if bias is None else bias.contiguous()
+    tensors = (grad_y.contiguous(), source, *statistics, weight.contiguous(), bias, *(lost or _NONE_LOST[1:]))
     rows.launch_backward(plan, tensors, grad_x, sums)
     return grad_x, sums
 
 
 @cache_plans
 def _plan_backward(
-    hidden_size: int,
-    numel: int,
-    item_size: int,
-    device: torch.device,
+    shape: torch.Size,
+    x_dtype: torch.dtype,
     dtype: torch.dtype,
+    device: torch.device,
     capacity: int,
     from_input: bool,
     has_bias: bool,
     subtracts_mean: bool,
     zero_centered: bool,
 ) -> tuple[ModuleType, Any]:
-    """As _plan_forward; item_size is grad_x's and dtype that of what it is computed from."""
-    rows = _choose_rows(hidden_size * item_size, capacity > 0, BACKWARD_ROW_BYTES)
-    form = _list_arguments(hidden_size, numel, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
-    return rows, rows.plan_backward(hidden_size, device, **form)
+    """As _plan_forward; x_dtype is grad_x's and dtype that of what it is computed from."""
+    rows = _choose_rows(shape[-1] * x_dtype.itemsize, capacity > 0, BACKWARD_ROW_BYTES)
+    form = _list_arguments(shape, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
+    return rows, rows.plan_backward(shape[-1], device, **form)
 
 
 def _choose_rows(row_bytes: int, has_lost: bool, limit: int) -> ModuleType:
@@ -172,8 +186,7 @@ def _choose_rows(row_bytes: int, has_lost: bool, limit: int) -> ModuleType:
 
 
 def _list_arguments(
-    hidden_size: int,
-    numel: int,
+    shape: torch.Size,
     dtype: torch.dtype,
     capacity: int,
     from_input: bool,
@@ -182,9 +195,10 @@ def _list_arguments(
     zero_centered: bool,
 ) -> dict[str, Any]:
     """The launch arguments of every kernel; h in units of 8, so that the compiler knows it for a multiple."""
+    hidden_size = shape[-1]
     unit = 1 if hidden_size % 8 else 8
     return {
-        "num_rows": numel // hidden_size,
+        "num_rows": shape.numel() // hidden_size,
         "column_units": hidden_size // unit,
         "capacity": capacity,
         "UNIT": unit,

@@ -186,7 +186,7 @@ def plan_backward(hidden_size: int, device: torch.device, **arguments: Any) -> B
 
 def launch_backward(plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad_x: Tensor, sums: Tensor) -> None:
     """Fills grad_x, and sums [2 or 1, h] with grad_gamma and grad_beta."""
-    partial = torch.empty(plan.partial_shape, dtype=torch.float32, device=grad_x.device)
+    partial = torch.empty(*plan.partial_shape, dtype=torch.float32, device=grad_x.device)
     launch(_backward_kernel, plan.launch, (*tensors, grad_x, partial))
     launch_sums(plan.launch_sums, partial, sums)
 

@@ -51,21 +51,22 @@ def find_reserve(
 
     Raises: RuntimeError if the channels were never counted and a CUDA graph is captured.
     """
-    parameters = [weight] if bias is None else [weight, bias]
-    key = (*map(_identify, parameters), dtype, zero_centered, weight.device)
-    captures = _is_capturing(weight.device)
+    device = weight.device
+    key = (_identify(weight), bias if bias is None else _identify(bias), dtype, zero_centered, device)
+    captures = _is_capturing(device)
     reserve = _reserves.get(key)
     if captures and (reserve is None or (needs_grad and reserve.stamp is None)):
         raise RuntimeError(
             "norm: a CUDA graph is being captured and this norm's channels have not been counted yet; run it once "
             "before the capture"
         )
+    parameters = [weight] if bias is None else [weight, bias]
     if reserve is None:
         reserve = _reserves[key] = Reserve(parameters, dtype, zero_centered, functools.partial(_forget, key))
     if needs_grad and not captures:
         if reserve.is_stale(parameters):
             _count(reserve, parameters)
-        _written[weight.device][reserve] = reserve.times_counted
+        _written[device][reserve] = reserve.times_counted
     return reserve
 
 
@@ -224,7 +225,10 @@ def _forget(key: Hashable, _: object) -> None:
 
 def _take_stamp(parameters: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """Of each parameter, how often torch saw it change, and its address."""
-    return tuple(n for t in parameters for n in (0 if t.is_inference() else t._version, t.data_ptr()))
+    stamp: list[Hashable] = []
+    for t in parameters:
+        stamp += (0 if t.is_inference() else t._version, t.data_ptr())
+    return tuple(stamp)
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -66,7 +66,9 @@ def shape_gradients(grad_y: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
 
 def list_gradients(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
     """grad_x and, where there is one, grad_bias in its dtype."""
-    return [grad_x] if grad_bias is None else [grad_x, grad_bias.to(grad_x.dtype)]
+    if grad_bias is None:
+        return [grad_x]
+    return [grad_x, grad_bias if grad_bias.dtype == grad_x.dtype else grad_bias.to(grad_x.dtype)]
 
 
 class OperationOfInput:

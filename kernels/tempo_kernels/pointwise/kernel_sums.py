@@ -69,10 +69,11 @@ def find_counters(device: torch.device, number: int) -> Tensor:
     is_cuda = device.type == "cuda"
     if number > NUM_COUNTERS or (is_cuda and torch.cuda.is_current_stream_capturing()):
         return torch.zeros(number, dtype=torch.int32, device=device)
-    key = device, torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
-    if key not in _counters:
-        _counters[key] = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
-    return _counters[key]
+    key = device, torch._C._cuda_getCurrentRawStream(device.index) if is_cuda else 0
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+    return found
 
 
 def allocate_sums(num_chunks: int, num_strips: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Sums:

@@ -1,0 +1,154 @@
+"""How attention's passes are launched: everything that depends on shapes, strides and settings, and on no number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from tempo_kernels.attention import kernel_heads as whole_heads
+from tempo_kernels.attention.kernel_tile import DRAWN, PADDING
+from tempo_kernels.attention.settings import MASKED_SCORE, Settings
+from tempo_kernels.kernel_launch import Plan, cache_plans
+from tempo_kernels.philox import effective_probability
+
+PIPELINES_BRANCHES = not triton.__version__.startswith("3.2.")  # triton 3.2 cannot order loads around branches
+
+Strides = tuple[int, ...]
+
+
+class Shape(NamedTuple):
+    """How a pass is cut into programs."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    # Whether a tile that every query sees whole jumps over the code that limits it. Before sm_90 the tensor cores' own
+    # layout has to be kept from one product to the next; the compiler loses it at the jump, at a higher price.
+    branches: bool
+
+
+class Form(NamedTuple):
+    """What the launches of a call depend on, apart from its tensors and the numbers that DRAWN names."""
+
+    q_shape: torch.Size
+    k_shape: torch.Size
+    strides: tuple[Strides, ...]
+    """Of q, k, v and, in backward, grad_out."""
+    mask_strides: Strides | None
+    has_lengths: bool
+    loads_key: bool
+    loads_sample: bool
+    is_precise: bool
+    causal: bool
+    softmax_scale: float
+    dropout_p: float
+    window_size: tuple[int, int] | None
+
+
+class WalkPlans(NamedTuple):
+    """Of backward in two walks."""
+
+    statistics_shape: tuple[int, ...]
+    grad_q: Plan
+    grad_kv: Plan
+
+
+class HeadsPlans(NamedTuple):
+    """Of backward in one walk."""
+
+    statistics_shape: tuple[int, ...]
+    sums_shape: tuple[int, ...]
+    launches: whole_heads.HeadPlans
+
+
+@cache_plans
+def plan_forward(form: Form, shape: Shape) -> Plan:
+    """How `kernel_rows.launch_forward` launches."""
+    num_queries, batch, heads, _ = form.q_shape
+    return Plan((-(-num_queries // shape.queries) * batch * heads,), DRAWN, **_list_numbers(form, shape))
+
+
+@cache_plans
+def plan_two_walks(form: Form, shape: Shape, kv_shape: Shape, keeps_apart: bool) -> WalkPlans:
+    """How `kernel_rows.launch_grad_q` and `kernel_columns.launch_grad_kv` launch."""
+    num_queries, batch, heads, _ = form.q_shape
+    blocks, kv_blocks = -(-num_queries // shape.queries), -(-form.k_shape[0] // kv_shape.keys)
+    scale = form.softmax_scale
+    numbers, kv_numbers = _list_numbers(form, shape), _list_numbers(form, kv_shape) | {"KEEPS_APART": keeps_apart}
+    return WalkPlans(
+        (2, batch, heads, _pad(num_queries)),
+        Plan((blocks * batch * heads,), DRAWN, softmax_scale=scale, **numbers),
+        Plan((kv_blocks * batch * form.k_shape[2],), DRAWN, softmax_scale=scale, **kv_numbers),
+    )
+
+
+@cache_plans
+def plan_one_walk(form: Form, shape: Shape, splits: int) -> HeadsPlans:
+    """How kernel_heads.py launches."""
+    num_queries, batch, heads, _ = form.q_shape
+    padded, numbers = _pad(num_queries), _list_numbers(form, shape)
+    numbers |= {"softmax_scale": form.softmax_scale, "NUM_SPLITS": splits, "KEEPS_APART": True}
+    return HeadsPlans(
+        (2, batch, heads, padded),
+        (splits, batch, heads, padded, numbers["BLOCK_DIM"]),
+        whole_heads.plan_heads(padded // shape.queries * batch * heads, batch * form.k_shape[2], **numbers),
+    )
+
+
+def _pad(num_queries: int) -> int:
+    """The rows of the statistics."""
+    multiple: int = PADDING.value
+    return -(-num_queries // multiple) * multiple
+
+
+def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:
+    """The launch arguments that every pass has, neither tensors nor of one call."""
+    (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = form.q_shape, form.k_shape
+    shapes = (form.q_shape, form.k_shape, form.k_shape, form.q_shape)
+    steps = {
+        f"{name}_{axis}": stride if size > 1 else 0
+        for name, sizes, strides in zip("q k v grad".split(), shapes, form.strides, strict=False)
+        for axis, size, stride in zip(("row", "sample", "head"), sizes[:3], strides[:3], strict=True)
+    }
+    # In units of 8 elements, so that the compiler knows them for multiples.
+    unit = 8 if all(step % 8 == 0 for step in steps.values()) else 1
+    limits = Settings(form.causal, form.softmax_scale, form.dropout_p, None, None, 0, form.window_size)
+    first, last = limits.find_window(num_queries, num_keys)
+    p = effective_probability(form.dropout_p)
+    mask_names = ("mask_sample", "mask_head", "mask_row", "mask_column")
+    return {
+        **{name: step // unit for name, step in steps.items()},
+        **dict(zip(mask_names, form.mask_strides or (0, 0, 0, 0), strict=True)),
+        "num_queries": num_queries,
+        "num_keys": num_keys,
+        "batch": batch,
+        "num_heads": heads,
+        "group_size": heads // groups,
+        "first_offset": first or 0,
+        "last_offset": last or 0,
+        "scale": form.softmax_scale * math.log2(math.e),
+        "masked_score": MASKED_SCORE / form.softmax_scale,
+        "limit": round(p * 65536),
+        "keep_scale": 1.0 / (1.0 - p),
+        "UNIT": unit,
+        "LIMITS_LEFT": first is not None,
+        "LIMITS_RIGHT": last is not None,
+        "HAS_MASK": form.mask_strides is not None,
+        "HAS_LENGTHS": form.has_lengths,
+        "DRAWS": p > 0,
+        "LOADS_KEY": form.loads_key,
+        "LOADS_SAMPLE": form.loads_sample,
+        "PRECISE": form.is_precise,
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": max(16, 1 << (head_dim - 1).bit_length()),
+        "BLOCK_QUERIES": shape.queries,
+        "BLOCK_KEYS": shape.keys,
+        "BRANCHES": shape.branches and PIPELINES_BRANCHES,
+        "num_warps": shape.warps,
+        "num_stages": shape.stages,
+        "enable_fp_fusion": True,
+    }
