@@ -36,8 +36,9 @@ from tempo_megatron.memory.requested_shape import read_requested_shape
 from tempo_megatron.memory.roam.arena import ArenaStep
 from tempo_megatron.memory.roam.capture import capture_step
 from tempo_megatron.memory.roam.execute import OrderedStep
+from tempo_megatron.memory.roam.flatten import find_arena
 from tempo_megatron.memory.roam.graph import StepGraph, find_lifetimes
-from tempo_megatron.memory.roam.layout import find_layout, list_rectangles, place_longest_first
+from tempo_megatron.memory.roam.layout import list_rectangles, place_longest_first
 from tempo_megatron.memory.roam.measure import measure_allocated
 from tempo_megatron.memory.roam.order import find_order
 from tempo_megatron.memory.roam.order_command import capture_megatron_step
@@ -156,7 +157,7 @@ def measure(case: str) -> dict[str, Any]:
     captured_at = time.process_time()
     plan = find_order(captured.graph)
     ordered_at = time.process_time()
-    layout = find_layout(list_rectangles(captured.graph, plan.order)[1], alignment=_ALIGNMENT)
+    arena = find_arena(captured.graph, plan.order, alignment=_ALIGNMENT)
     placed_at = time.process_time()
     problem = make_problem(captured.graph)
     listed = list_by_memory(problem)
@@ -172,10 +173,10 @@ def measure(case: str) -> dict[str, Any]:
         "lescea_bytes": problem.count_peak(listed),
         "lescea_llfb_bytes": captured.standing_bytes + heuristic_arena,
         "plan_bytes": plan.peak_bytes,
-        "plan_reserved_bytes": simulate_reserved(captured.graph, plan.order),
+        "plan_reserved_bytes": simulate_reserved(captured.graph, arena.order),
         "lower_bound": plan.lower_bound,
-        "plan_arena_bytes": captured.standing_bytes + layout.height,
-        "arena_lower_bound": captured.standing_bytes + layout.lower_bound,
+        "plan_arena_bytes": captured.standing_bytes + arena.layout.height,
+        "arena_lower_bound": captured.standing_bytes + arena.layout.lower_bound,
         "capture_s": round(captured_at - start, 2),
         "order_s": round(ordered_at - captured_at, 2),
         "layout_s": round(placed_at - ordered_at, 2),

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from roam_cases import make_training_graph
+from roam_cases import graphs, make_training_graph
 
 from tempo_megatron.memory.roam.fill import Filler
-from tempo_megatron.memory.roam.graph import Operation, StepGraph, count_bytes
+from tempo_megatron.memory.roam.flatten import find_arena, flatten_order
+from tempo_megatron.memory.roam.graph import Operation, StepGraph, check_order, count_bytes
 from tempo_megatron.memory.roam.layout import (
     BranchAndBound,
     Rectangle,
@@ -95,6 +96,50 @@ def test_the_arena_of_a_training_step_is_filled_at_once(seed: int) -> None:
     graph = make_training_graph(300, seed)
     layout = find_layout(list_rectangles(graph, find_order(graph, work_limit=0).order)[1], work_limit=1)
     assert layout.is_optimal
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(max_operations=10), st.integers(0, 30))
+def test_a_flatter_order_is_one_and_its_peak_is_no_higher(graph: StepGraph, depth: int) -> None:
+    order = find_order(graph).order
+    flat = flatten_order(graph, order, depth, work_limit=1000)
+    check_order(graph, flat)
+    assert max(count_bytes(graph, flat)) == max(count_bytes(graph, order))
+    assert flat == flatten_order(graph, order, depth, work_limit=1000)
+
+
+def test_a_flatter_order_has_fewer_steps_near_its_peak() -> None:
+    graph = make_training_graph(25, seed=0)
+    order = find_order(graph, work_limit=0).order
+    flat = flatten_order(graph, order, 500, work_limit=10_000)
+    before, after = (sorted(count_bytes(graph, each), reverse=True) for each in (order, flat))
+    # From the highest step on, the first that differs is lower.
+    assert after < before and after[0] == before[0]
+    assert flatten_order(graph, order, 500, work_limit=-1) == list(order)
+
+
+@pytest.mark.parametrize("num_layers, seed", [(8, 11), (12, 24), (25, 0), (25, 16), (25, 17)])
+def test_the_arena_of_a_flatter_order_is_tight_where_that_of_the_first_is_not(num_layers: int, seed: int) -> None:
+    graph = make_training_graph(num_layers, seed)
+    order = find_order(graph, work_limit=0).order
+    assert not find_layout(list_rectangles(graph, order)[1], work_limit=30_000).is_optimal
+    arena = find_arena(graph, order, work_limit=30_000)
+    assert arena.layout.is_optimal
+    check_order(graph, arena.order)
+    rectangles = list_rectangles(graph, arena.order)[1]
+    check_layout(rectangles, arena.layout.offsets)
+    assert arena.layout.height == find_most_alive(rectangles) == find_most_alive(list_rectangles(graph, order)[1])
+
+
+@settings(max_examples=50, deadline=None)
+@given(graphs(max_operations=10), st.sampled_from([1, 4]))
+def test_an_arena_is_no_higher_than_the_layout_of_the_order_alone(graph: StepGraph, alignment: int) -> None:
+    order = find_order(graph).order
+    alone = find_layout(list_rectangles(graph, order)[1], alignment=alignment, work_limit=500)
+    arena = find_arena(graph, order, alignment=alignment, work_limit=500)
+    assert arena.layout.height <= alone.height
+    check_layout(list_rectangles(graph, arena.order)[1], arena.layout.offsets)
+    assert arena == find_arena(graph, order, alignment=alignment, work_limit=500)
 
 
 def test_what_the_paper_compares_with_is_never_lower() -> None:

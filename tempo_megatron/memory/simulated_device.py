@@ -13,7 +13,7 @@ import itertools
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -30,9 +30,11 @@ draw_bits = philox._keep_bits
 head_checks, head_chunks, head_on_cpu, head_shards = (
     pkgutil.resolve_name(f"tempo_kernels.linear_cross_entropy.{name}") for name in ("checks", "chunks", "cpu", "shards")
 )
+attention_on_cpu = pkgutil.resolve_name("tempo_kernels.attention.cpu")
 norm_on_cpu = pkgutil.resolve_name("tempo_kernels.norm.cpu")
 OperationOfInput = pkgutil.resolve_name("tempo_kernels.pointwise.function:OperationOfInput")
 refill_norm, refill_operation = norm_on_cpu.refill, OperationOfInput.refill
+_Round = TypeVar("_Round")
 # Of a loop: the first round, one after another that is like it, and the last.
 _NUM_ROUNDS = 3
 
@@ -50,6 +52,7 @@ def on_device(stock: str) -> Iterator[None]:
         with (
             mock.patch.object(head_shards.Shards, "gather", _gather_some_chunks),
             mock.patch.object(head_on_cpu, "_cut_into_blocks", _cut_into_some_blocks),
+            mock.patch.object(attention_on_cpu, "_cut", _make_cut_of_some_samples()),
         ):
             yield
         return
@@ -127,13 +130,34 @@ def _gather_some_chunks(shards: Any, hidden: Tensor, chunk_rows: int) -> Iterato
         yield slice(rows.start + shift, rows.stop + shift), tokens
 
 
-_cut_into_blocks = head_on_cpu._cut_into_blocks
+_cut_into_blocks, _cut_attention = head_on_cpu._cut_into_blocks, attention_on_cpu._cut
 
 
 def _cut_into_some_blocks(logits: Tensor, compute_dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """As of the chunks; the memory of all blocks is one."""
-    blocks = list(_cut_into_blocks(logits, compute_dtype))
-    yield from blocks if len(blocks) <= _NUM_ROUNDS else [*blocks[: _NUM_ROUNDS - 1], blocks[-1]]
+    yield from _choose_rounds(list(_cut_into_blocks(logits, compute_dtype)))
+
+
+def _make_cut_of_some_samples() -> Callable[[int, int], Iterator[slice]]:
+    """As of the chunks, of attention's samples. Of each, all blocks of queries are run: they see different keys."""
+    is_inside = False
+
+    def cut(size: int, step: int) -> Iterator[slice]:
+        nonlocal is_inside
+        if is_inside:
+            yield from _cut_attention(size, step)
+            return
+        is_inside = True
+        try:
+            yield from _choose_rounds(list(_cut_attention(size, step)))
+        finally:
+            is_inside = False
+
+    return cut
+
+
+def _choose_rounds(rounds: list[_Round]) -> list[_Round]:
+    return rounds if len(rounds) <= _NUM_ROUNDS else [*rounds[: _NUM_ROUNDS - 1], rounds[-1]]
 
 
 def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 _PLACED = 1 << 62
+
+
+def fill_arena(sizes: Any, firsts: Any, lasts: Any, height: int, num_orders: int) -> Any | None:
+    """Offsets in an arena of this height, if they are found by filling it in so many orders.
+
+    The other arguments are those of `Filler`.
+    """
+    filler = Filler(sizes, firsts, lasts, height)
+    for ranks in itertools.islice(_list_ranks(sizes, firsts, lasts), num_orders):
+        offsets = filler.place(ranks)
+        if (offsets >= 0).all():
+            return offsets
+    return None
+
+
+def _list_ranks(sizes: Any, firsts: Any, lasts: Any) -> Iterator[Any]:
+    """First go those that begin first, or end last, or live longest, or are largest; then mixtures, ever finer."""
+    lengths = lasts - firsts + 1
+    begin, end, length, area = (_rank(keys) for keys in (firsts, -lasts, -lengths, -lengths * sizes))
+    yield from (begin, end, area, length)
+    for whole in itertools.count(2):
+        for first, last in itertools.product(range(whole, -1, -1), repeat=2):
+            rest = whole - first - last
+            if rest >= 0 and math.gcd(first, last, rest) == 1:
+                yield _rank(first * begin + last * end + rest * length)
+
+
+def _rank(keys: Any) -> Any:
+    return np.argsort(np.argsort(keys, kind="stable"), kind="stable")
 
 
 class Filler:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from tempo_megatron.memory.roam.fill import Filler
+from tempo_megatron.memory.roam.fill import fill_arena
 from tempo_megatron.memory.roam.graph import StepGraph, find_lifetimes
 from tempo_megatron.memory.roam.progress import scale_progress
 
@@ -67,6 +67,7 @@ def find_layout(
     *,
     alignment: int = 1,
     work_limit: int = WORK_LIMIT,
+    num_fills: int = 4,
     note_progress: Callable[[int, int], None] | None = None,
 ) -> Layout:
     """The lowest layout that is found.
@@ -80,6 +81,7 @@ def find_layout(
         rectangles: what to place.
         alignment: of every offset; sizes are rounded up to it.
         work_limit: rectangles placed greedily in all; the answer depends on it and on no clock.
+        num_fills: orders in which an arena is filled.
         note_progress: called with the rectangles placed, and all, also while one part takes long.
     """
     sizes = [-(-each.size // alignment) * alignment for each in rectangles]
@@ -90,7 +92,7 @@ def find_layout(
     for part in sorted(parts, key=lambda part: -find_most_alive([rounded[i] for i in part])):
         note_share = scale_progress(note_progress, placed, len(part), len(rounded))
         share_of_work = work_limit * len(part) // len(rounded)
-        found = _place_part([rounded[i] for i in part], max(bounds), share_of_work, note_share)
+        found = _place_part([rounded[i] for i in part], max(bounds), share_of_work, num_fills, note_share)
         for index, offset in zip(part, found.offsets, strict=True):
             offsets[index] = offset
         heights.append(found.height)
@@ -158,14 +160,18 @@ _ROUNDS = 12
 
 
 def _place_part(
-    rectangles: Sequence[Rectangle], enough: int, work_limit: int, note_share: Callable[[float], None] | None = None
+    rectangles: Sequence[Rectangle],
+    enough: int,
+    work_limit: int,
+    num_fills: int,
+    note_share: Callable[[float], None] | None = None,
 ) -> Layout:
     """The lowest that is found: greedily in many orders, each given up as soon as it is no lower than the best."""
     bound = find_most_alive(rectangles)
     goal, arena, work = max(bound, enough), _Arena(rectangles), 0
     stacked = [0, *itertools.accumulate(each.size for each in rectangles)]
     offsets, height = stacked[:-1], stacked[-1]
-    if height > goal and (filled := _fill_part(rectangles, goal)) is not None:
+    if height > goal and (filled := _fill_part(rectangles, goal, num_fills)) is not None:
         offsets, height = filled, _find_height(rectangles, filled)
     for order, best in _list_starts(rectangles):
         for _ in range(_ROUNDS):
@@ -187,20 +193,17 @@ def _place_part(
     return Layout(tuple(offsets), height, bound)
 
 
-def _fill_part(rectangles: Sequence[Rectangle], height: int) -> list[int] | None:
+def _fill_part(rectangles: Sequence[Rectangle], height: int, num_fills: int) -> list[int] | None:
     """Offsets in an arena of this height, if they are found."""
     chosen = [i for i, each in enumerate(rectangles) if each.size]
     sizes, firsts, lasts = (
         np.array([getattr(rectangles[i], name) for i in chosen], np.int64) for name in ("size", "first", "last")
     )
-    filler = Filler(sizes, firsts, lasts, height)
-    lengths = lasts - firsts + 1
-    for keys in (firsts, -lasts, -lengths * sizes, -lengths):
-        found = filler.place(np.argsort(np.argsort(keys, kind="stable"), kind="stable"))
-        if (found >= 0).all():
-            offsets = dict(zip(chosen, found.tolist(), strict=True))
-            return [offsets.get(i, 0) for i in range(len(rectangles))]
-    return None
+    found = fill_arena(sizes, firsts, lasts, height, num_fills)
+    if found is None:
+        return None
+    offsets = dict(zip(chosen, found.tolist(), strict=True))
+    return [offsets.get(i, 0) for i in range(len(rectangles))]
 
 
 def _list_starts(rectangles: Sequence[Rectangle]) -> Iterator[tuple[list[int], bool]]:

@@ -61,7 +61,7 @@ def find_order(
     # The range that needs most first: where another one needs less, there is nothing to gain.
     for inside in sorted((each for each in ranges if len(each) > 1), key=lambda r: -max(given[r.start : r.stop])):
         note_share = scale_progress(note_progress, solved, len(inside), len(problem))
-        part = _solve(restrict(problem, inside), max(lower_bound, 0), work_limit, note_share)
+        part = solve_range(restrict(problem, inside), max(lower_bound, 0), work_limit, note_share)
         order[inside.start : inside.stop] = [inside.start + place for place in part.order]
         lower_bound = max(lower_bound, part.lower_bound)
         peaks.append(part.peak)
@@ -76,14 +76,18 @@ def find_order(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class RangeOrder:
+    """An order of one range, its peak, and what bounds it."""
+
     order: Sequence[int]
     peak: int
     lower_bound: int
     work: int
 
 
-def _solve(problem: Problem, enough: int, work_limit: int, note_share: Callable[[float], None] | None = None) -> _Part:
+def solve_range(
+    problem: Problem, enough: int, work_limit: int, note_share: Callable[[float], None] | None = None
+) -> RangeOrder:
     """The best order found of a range; one whose peak is at most `enough` needs no improvement."""
     order = _tighten(problem, range(len(problem)))
     peak = problem.count_peak(order)
@@ -100,7 +104,7 @@ def _solve(problem: Problem, enough: int, work_limit: int, note_share: Callable[
         bound, work = max(bound, result.lower_bound), result.work
         if result.order is not None:
             order, peak = result.order, problem.count_peak(result.order)
-    return _Part(order, peak, bound, work)
+    return RangeOrder(order, peak, bound, work)
 
 
 def _tighten(problem: Problem, order: Sequence[int]) -> list[int]:

@@ -24,8 +24,9 @@ from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.memory_size import format_bytes
 from tempo_megatron.memory.requested_shape import read_requested_shape
 from tempo_megatron.memory.roam.capture import capture_step
+from tempo_megatron.memory.roam.flatten import find_arena
 from tempo_megatron.memory.roam.graph import count_bytes
-from tempo_megatron.memory.roam.layout import Layout, find_layout, list_rectangles
+from tempo_megatron.memory.roam.layout import Layout
 from tempo_megatron.memory.roam.megatron_fakes import use_megatron_fakes
 from tempo_megatron.memory.roam.order import OrderPlan, find_order
 from tempo_megatron.memory.roam.progress import show_progress
@@ -56,9 +57,9 @@ def run_order(args: argparse.Namespace) -> int:
     ordered_at = time.perf_counter()
     layout = None
     if not args.no_layout:
-        rectangles = list_rectangles(captured.graph, plan.order)[1]
         with show_progress("layout") as note:
-            layout = find_layout(rectangles, alignment=_ALIGNMENT, note_progress=note)
+            arena = find_arena(captured.graph, plan.order, alignment=_ALIGNMENT, note_progress=note)
+        plan, layout = dataclasses.replace(plan, order=arena.order), arena.layout
     seconds = {
         "capture": captured_at - start,
         "order": ordered_at - captured_at,

@@ -119,6 +119,18 @@ def make_problem(graph: StepGraph) -> Problem:
     )
 
 
+def renumber(problem: Problem, order: Sequence[int]) -> Problem:
+    """The same problem with the operations numbered as they stand in an order that is allowed."""
+    numbers = {place: number for number, place in enumerate(order)}
+    return dataclasses.replace(
+        problem,
+        predecessors=tuple(tuple(sorted(numbers[other] for other in problem.predecessors[place])) for place in order),
+        makes=tuple(problem.makes[place] for place in order),
+        uses=tuple(problem.uses[place] for place in order),
+        scratch_bytes=tuple(problem.scratch_bytes[place] for place in order),
+    )
+
+
 def cut(problem: Problem) -> list[range]:
     """Ranges of operations that every order runs one after the other.
 
@@ -137,7 +149,7 @@ def cut(problem: Problem) -> list[range]:
 
 
 def restrict(problem: Problem, inside: range) -> Problem:
-    """The problem of one range of `cut`: what is alive from before to behind the range is in its base."""
+    """The problem of the operations of a range alone: what is alive from before to behind the range is in its base."""
     before = {s for s, users in enumerate(problem.users) if users and problem.makers.get(s, -1) < inside.start}
     entering = {s for s in before if s in problem.kept or problem.users[s][-1] >= inside.start}
     used = sorted({storage for place in inside for storage in problem.uses[place]})
