@@ -248,10 +248,15 @@ def run(case: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=[])
+    formatter = argparse.RawDescriptionHelpFormatter
+    names = "cases:\n  " + "\n  ".join(CASES)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=names, formatter_class=formatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help='one of those below, in quotes: "alexnet 1 fp32"')
     parser.add_argument("--run", action="store_true", help="run real steps, and measure")
     args = parser.parse_args()
+    for name in args.cases:
+        if name not in CASES:
+            parser.error(f'"{name}" is no case; expected one of those that --help lists, in quotes')
     sys.setrecursionlimit(100_000)  # Inductor's depth-first schedule goes as deep as the graph
     for name in args.cases or CASES:
         line = json.dumps(run(name) if args.run else measure(name))
