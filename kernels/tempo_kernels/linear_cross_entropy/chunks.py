@@ -197,7 +197,7 @@ def _write_gradient(
 
 def _weigh(grad: Tensor, is_ignored: Tensor, settings: Settings) -> Tensor:
     """The gradient of the scaled logits' results, 0 for ignored tokens, from that of the results."""
-    grad = torch.where(is_ignored, 0.0, grad)
+    grad = grad.masked_fill(is_ignored, 0.0)
     return grad / settings.temperature if settings.temperature != 1.0 else grad
 
 
