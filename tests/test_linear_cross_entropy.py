@@ -4,9 +4,10 @@ import pytest
 import torch
 from loss_head_inputs import CASES, B, H, S, V, head_inputs, random_labels, reference
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from witness import assert_three_witnesses, assert_within_rule, kept_storages
 
-from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import cpu, linear_cross_entropy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -195,3 +196,42 @@ def test_a_second_derivative_raises():
     (grad,) = torch.autograd.grad(losses.square().sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="not twice differentiable"):
         grad.sum().backward()
+
+
+class _Operations(TorchDispatchMode):
+    """Notes the operations of torch, but for those of the backend."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.names, self._in_backend = [], False
+        for name in ("find_statistics", "write_gradient_"):
+            monkeypatch.setattr(cpu, name, self._leave_out(getattr(cpu, name)))
+
+    def _leave_out(self, function):
+        def call(*args):
+            self._in_backend = True
+            try:
+                return function(*args)
+            finally:
+                self._in_backend = False
+
+        return call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self._in_backend:
+            self.names.append(func.overloadpacket._qualified_op_name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, S * B, S * B + 1])
+def test_where_one_chunk_holds_all_rows_nothing_is_cut_or_joined(chunk_tokens, monkeypatch):
+    """Each of these operations costs the host as much as the launch of a kernel."""
+    hidden, weight, _ = (t if t is None else t.requires_grad_() for t in head_inputs(False))
+    labels, grad = random_labels(), torch.ones(B, S)
+    with _Operations(monkeypatch) as noted:
+        losses = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens)
+        forward, noted.names = noted.names, []
+        torch.autograd.grad(losses, (hidden, weight), grad)
+    assert not {"slice", "alias", "copy_", "amax", "exp"} & {*forward, *noted.names}
+    assert forward.count("mm") == 1 and len(forward) <= 24
+    assert len(noted.names) <= 28

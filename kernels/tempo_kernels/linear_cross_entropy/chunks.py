@@ -6,13 +6,14 @@ gradient over them; two more products turn that into the gradients of the hidden
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tempo_kernels.linear_cross_entropy.settings import Rows, Settings
+from tempo_kernels.linear_cross_entropy.shards import take
 
 ROW_BLOCK_BYTES = 1 << 25
 # How many columns of the vocabulary a CPU's product takes at once, for the result of few tokens to stay in the cache.
@@ -34,32 +35,41 @@ class Head(NamedTuple):
         for rows, tokens in settings.shards.gather(self.hidden, settings.chunk_rows):
             if memory is None:
                 memory = tokens.new_empty(tokens.size(0), self.weight.size(0))
-            logits = memory[: tokens.size(0)]
+            logits = take(memory, slice(0, tokens.size(0)))
             step = logits.size(1) if logits.is_cuda else CPU_BLOCK_COLUMNS
             for start in range(0, logits.size(1), step):
                 block = slice(start, start + step)
+                weight, out = take(self.weight, block).t(), take(logits, block, 1)
                 if self.bias is None:
-                    torch.mm(tokens, self.weight[block].t(), out=logits[:, block])
+                    torch.mm(tokens, weight, out=out)
                 else:
-                    torch.addmm(self.bias[block], tokens, self.weight[block].t(), out=logits[:, block])
+                    torch.addmm(take(self.bias, block), tokens, weight, out=out)
             yield rows, tokens, logits
 
-    def find_columns(self, rows: slice, settings: Settings) -> Tensor:
-        """The targets [n] of a chunk as columns of this shard."""
-        return self.labels[:, rows].reshape(-1) - settings.vocab_start
+    def find_targets(self, rows: slice, settings: Settings) -> tuple[Tensor, Tensor]:
+        """The labels [n] of a chunk, and the same as columns of this shard."""
+        labels = take(self.labels, rows, 1).reshape(-1)
+        return labels, labels - settings.vocab_start if settings.vocab_start else labels
 
 
 def forward(head: Head, settings: Settings, backend: Any) -> tuple[Tensor, Tensor]:
     """losses and, where asked for, entropies [1 or 2, t, m], and what backward needs of each token [2 or 3, t, m]: top,
     total and expected over all shards. The shards exchange their statistics once."""
-    compute_dtype = torch.promote_types(head.hidden.dtype, torch.float32)
-    num_columns = head.weight.size(0)
+    num_tokens, num_columns = head.labels.size(1), head.weight.size(0)
     shares = settings.find_shares(num_columns)
-    found = head.hidden.new_empty(shares.num_statistics, *head.labels.shape, dtype=compute_dtype)
+    shape = shares.num_statistics, *head.labels.shape
+    found = None
     for rows, _, logits in head.make_logits(settings):
-        part = backend.find_statistics(logits, head.find_columns(rows, settings), shares)
-        found[:, :, rows] = part.view(len(found), head.labels.size(0), -1)
-    return _find_results(settings.shards.exchange(found), head.labels, num_columns, settings)
+        part = backend.find_statistics(logits, head.find_targets(rows, settings)[1], shares)
+        part = part.view(*shape[:2], -1)
+        if part.size(2) == num_tokens:
+            found = part
+        else:
+            found = part.new_empty(shape) if found is None else found
+            take(found, rows, 2).copy_(part)
+    if found is None:  # there are no tokens
+        found = head.hidden.new_empty(shape, dtype=torch.promote_types(head.hidden.dtype, torch.float32))
+    return _find_results(_find_whole(found, num_columns, settings), head.labels, settings)
 
 
 def backward(
@@ -75,10 +85,10 @@ def backward(
     each chunk's logits are made again."""
     gradients = Gradients(head, has_grads, total, settings)
     for rows, tokens, logits in head.make_logits(settings):
-        kept_of_chunk, labels, grad = (t[..., rows].flatten(-2) for t in (kept, head.labels, grads[0]))
-        grad_entropy = None if grads[1] is None else grads[1][:, rows].flatten()
-        chunk = _Chunk(logits, head.find_columns(rows, settings), labels)
-        _write_gradient(chunk, grad, grad_entropy, kept_of_chunk, settings, backend)
+        labels, columns = head.find_targets(rows, settings)
+        kept_of_chunk, grad = take(kept, rows, 2).flatten(1), take(grads[0], rows, 1).flatten()
+        grad_entropy = None if grads[1] is None else take(grads[1], rows, 1).flatten()
+        _write_gradient(_Chunk(logits, columns, labels), grad, grad_entropy, kept_of_chunk, settings, backend)
         gradients.add(rows, tokens, logits)
     return gradients.finish()
 
@@ -92,37 +102,70 @@ def forward_with_gradients(
     losses = torch.empty_like(token_weights)
     gradients = Gradients(head, has_grads, None, settings)
     for rows, tokens, logits in head.make_logits(settings):
-        columns = head.find_columns(rows, settings)
-        found = backend.find_statistics(logits, columns, shares)
-        labels, grad = (t[:, rows].reshape(-1) for t in (head.labels, token_weights))
-        results, kept = _find_results(settings.shards.exchange(found), labels, num_columns, settings)
-        losses[:, rows] = results[0].view(losses.size(0), -1)
+        labels, columns = head.find_targets(rows, settings)
+        found = _find_whole(backend.find_statistics(logits, columns, shares), num_columns, settings)
+        results, kept = _find_results(found, labels, settings)
+        take(losses, rows, 1).copy_(results.view(losses.size(0), -1))
+        grad = take(token_weights, rows, 1).reshape(-1)
         _write_gradient(_Chunk(logits, columns, labels), grad, None, kept, settings, backend)
         gradients.add(rows, tokens, logits)
     return losses, gradients.finish()
 
 
-def _find_results(found: Tensor, labels: Tensor, num_columns: int, settings: Settings) -> tuple[Tensor, Tensor]:
-    """What `forward` returns, from every shard's statistics [p, 3 to 5, ...]."""
+class _Statistics(NamedTuple):
+    """Of each token over the whole vocabulary, [...] each, in eager.py's words."""
+
+    top: Tensor
+    total: Tensor
+    target: Tensor
+    others: Sequence[Tensor]
+    """sum_real (l - top), the part of each shard; none without label smoothing."""
+    weighted: Tensor | None
+    """None where no entropy is asked for."""
+
+
+def _find_whole(found: Tensor, num_columns: int, settings: Settings) -> _Statistics:
+    """The statistics over all shards, which exchange theirs, from this shard's [3 to 5, ...]."""
+    if settings.shards.size > 1:
+        return _join(settings.shards.exchange(found), num_columns, settings)
+    top, total, target, *more = found.unbind(0)
+    return _Statistics(top, total, target, more[: settings.other_share > 0], more[-1] if settings.has_entropy else None)
+
+
+def _join(found: Tensor, num_columns: int, settings: Settings) -> _Statistics:
+    """The statistics over all shards, from every shard's [p, 3 to 5, ...]."""
     tops, totals, targets = found[:, 0], found[:, 1], found[:, 2]
     top = tops.amax(0)
-    factors = (tops - top).exp()
-    total = (totals * factors).sum(0)
-    losses = total.log()
-    logsumexp = top + losses
-    results, kept = [losses], [top, total]
+    shifts = tops - top
+    factors = shifts.exp()
+    others, weighted = [], None
+    if settings.other_share > 0:
+        of_shards = enumerate(zip(found[:, 3], shifts, strict=True))
+        others = [of_shard + settings.count_real(rank, num_columns) * shift for rank, (of_shard, shift) in of_shards]
     if settings.has_entropy:
         # A shard whose every logit is -inf adds nothing.
-        shifts = (tops - top).masked_fill(factors == 0, 0.0)
-        expected = ((found[:, -1] + totals * shifts) * factors).sum(0) / total
-        results, kept = [losses, losses - expected], [top, total, expected]
-    results[0] = losses - settings.target_share * (targets.amax(0) - top)
-    if settings.other_share > 0:
-        for rank, (of_shard, shift) in enumerate(zip(found[:, 3], tops - top, strict=True)):
-            results[0] -= settings.other_share * (of_shard + settings.count_real(rank, num_columns) * shift)
+        shifts = shifts.masked_fill(factors == 0, 0.0)
+        weighted = ((found[:, -1] + totals * shifts) * factors).sum(0)
+    return _Statistics(top, (totals * factors).sum(0), targets.amax(0), others, weighted)
+
+
+def _find_results(found: _Statistics, labels: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """What `forward` returns."""
+    top, total, target, others, weighted = found
+    log_total, of_target = total.log(), target - top
+    if others:
+        of_target *= settings.target_share
+    losses = log_total - of_target
+    for of_shard in others:
+        losses -= settings.other_share * of_shard
     if settings.z_loss:
-        results[0] += settings.z_loss * logsumexp.square()
-    return torch.stack(results).masked_fill_(labels == settings.ignore_index, 0.0), torch.stack(kept)
+        losses += settings.z_loss * (top + log_total).square()
+    if weighted is None:
+        results, kept = losses.unsqueeze(0), torch.stack((top, total))
+    else:
+        expected = weighted / total
+        results, kept = torch.stack((losses, log_total - expected)), torch.stack((top, total, expected))
+    return results.masked_fill_(labels == settings.ignore_index, 0.0), kept
 
 
 class _Chunk(NamedTuple):
@@ -137,19 +180,25 @@ def _write_gradient(
     chunk: _Chunk, grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, settings: Settings, backend: Any
 ) -> None:
     """Writes the gradient over the logits, from those [n] of the losses and of the entropies."""
-    top, total = kept[:2]
+    top, total, *expected = kept.unbind(0)
     is_ignored = chunk.labels == settings.ignore_index
-    grad = grad.masked_fill(is_ignored, 0.0) / settings.temperature
+    grad = _weigh(grad, is_ignored, settings)
     scale, slope = grad / total, None
     if settings.z_loss:
         scale *= 1.0 + 2.0 * settings.z_loss * (top + total.log())
     if grad_entropy is not None:
-        grad_entropy = grad_entropy.masked_fill(is_ignored, 0.0) / settings.temperature
+        grad_entropy = _weigh(grad_entropy, is_ignored, settings)
         # 0 where the gradient is, whatever the total of such a row may be.
         slope = (-grad_entropy / total).masked_fill(grad_entropy == 0, 0.0)
-        scale = scale - slope * kept[2]
+        scale = scale - slope * expected[0]
     rows = Rows(chunk.columns, top, scale, grad, slope)
     backend.write_gradient_(chunk.logits, rows, settings.find_shares(chunk.logits.size(1)))
+
+
+def _weigh(grad: Tensor, is_ignored: Tensor, settings: Settings) -> Tensor:
+    """The gradient of the scaled logits' results, 0 for ignored tokens, from that of the results."""
+    grad = grad.masked_fill(is_ignored, 0.0)
+    return grad / settings.temperature if settings.temperature != 1.0 else grad
 
 
 class Gradients:
@@ -178,7 +227,7 @@ class Gradients:
     def add(self, rows: slice, tokens: Tensor, grad_logits: Tensor) -> None:
         """Adds the part of one chunk. The ranks may still be summing it when this returns."""
         if self.hidden is not None:
-            self._add_hidden(self.hidden[rows], grad_logits)
+            self._add_hidden(take(self.hidden, rows), grad_logits)
         if self.weight is not None:
             _accumulate(self.weight, grad_logits, tokens, self._weight_is_empty)
             self._weight_is_empty = False

@@ -158,6 +158,7 @@ def _sums_weight(weight: Tensor, takes_main_grad: bool) -> bool:
 
 
 def _shape_losses(losses: Tensor, labels: Tensor) -> Tensor:
+    """[b, s] in memory of its own, as labels, of losses in the order of hidden's rows."""
     return losses.view(labels.size(1), labels.size(0)).t().clone(memory_format=torch.contiguous_format)
 
 
@@ -208,8 +209,7 @@ def _differentiate(ctx: Any, grad_losses: Tensor, grad_entropies: Tensor | None 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any) -> Tensor:
-        (losses,) = _find_results(ctx, hidden, weight, bias, labels, *others).unbind(0)
-        return _shape_losses(losses, labels)
+        return _shape_losses(_find_results(ctx, hidden, weight, bias, labels, *others), labels)
 
     backward = staticmethod(first_derivative_only("linear_cross_entropy", "loss")(_differentiate))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -51,8 +50,7 @@ class Rows(NamedTuple):
     """-grad_entropy / total; None where the entropy has no gradient."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What is not a tensor."""
 
     shards: Shards

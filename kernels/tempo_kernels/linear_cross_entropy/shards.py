@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class Shards:
+def take(t: Tensor, block: slice, dim: int = 0) -> Tensor:
+    """The part of t from block.start to block.stop along a dimension; t itself where that is all of it, since a view
+    costs the host about as much as a launch."""
+    size = t.size(dim)
+    if block.start == 0 and block.stop >= size:
+        return t
+    return t.narrow(dim, block.start, min(block.stop, size) - block.start)
+
+
+class Shards(NamedTuple):
     """A tensor-parallel group, or one rank that holds the whole vocabulary.
 
     Tokens are [t, m]. m is how many hidden states this rank has; t is the group's size under sequence parallelism, and
@@ -42,7 +49,7 @@ class Shards:
         starts = range(0, hidden.size(0), chunk_rows)
         chunks = [slice(start, min(start + chunk_rows, hidden.size(0))) for start in starts]
         if self.num_segments == 1:
-            yield from ((rows, hidden[rows]) for rows in chunks)
+            yield from ((rows, take(hidden, rows)) for rows in chunks)
             return
         ahead = [self._start_gather(hidden[rows]) for rows in chunks[:1]]
         for index, rows in enumerate(chunks):
@@ -66,8 +73,6 @@ class Shards:
 
     def exchange(self, found: Tensor) -> Tensor:
         """Every rank's found, stacked to [p, ...], for each rank to reduce in the same order."""
-        if self.size == 1:
-            return found.unsqueeze(0)
         found_by_all = found.new_empty(self.size, *found.shape)
         dist.all_gather_into_tensor(found_by_all.view(-1), found.contiguous().view(-1), group=self.group)
         return found_by_all
