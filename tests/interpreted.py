@@ -29,6 +29,7 @@ def kernel_test(function):
 
 
 if INTERPRETED:
+    from fast_interpreter import accelerate
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -72,6 +73,7 @@ if INTERPRETED:
         return scope
 
     interpreter._patch_lang = patch_language_once_per_launch
+    accelerate()
 
 
 def round_sums(grads):

@@ -71,17 +71,20 @@ def test_no_real_step_exceeds_the_budget_of_its_plan(family: str, monkeypatch: p
     use_cpu()
     step = Step(family, False, TempoConfig.off())
     request, estimates = ask(step)
-    plans, seconds = set(), []
+    measurements: dict[tuple[str, tuple[str, ...]], int] = {}
+    seconds = []
     for budget in list_budgets(request, estimates, 5):
         plan, _ = make_verified_plan(request, budget, estimates.estimate_plan)
-        measured = measure(step, plan)
+        taken = str(plan.block), plan.megatron_arguments
+        if taken not in measurements:  # the same step has the same bytes
+            measurements[taken] = measure(step, plan)
+        measured = measurements[taken]
         assert measured <= plan.peak_bytes + SCALARS_BYTES <= budget + SCALARS_BYTES
         assert measured >= 0.9 * plan.peak_bytes
         if not plan.num_full:
             assert abs(measured - plan.peak_bytes) <= SCALARS_BYTES
-        plans.add((str(plan.block), plan.megatron_arguments))
         seconds.append(plan.seconds)
-    assert len(plans) >= 3 and seconds == sorted(seconds, reverse=True)
+    assert len(measurements) >= 3 and seconds == sorted(seconds, reverse=True)
 
 
 @pytest.mark.parametrize(

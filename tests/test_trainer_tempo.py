@@ -19,7 +19,7 @@ BATCH_OF_4 = ["--global-batch-size", "4"]
 BATCH_OF_8 = ["--global-batch-size", "8"]
 # The whole batch at once: a quarter of the time. Layouts divide theirs.
 LONG = [*NO_DROPOUT, *BATCH_OF_8, "--micro-batch-size", "8", "--train-iters", "100"]
-CURVE = [*BATCH_OF_4, "--train-iters", "50", "--use-tempo"]
+CURVE = [*BATCH_OF_4, "--train-iters", "20", "--use-tempo"]
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +82,14 @@ def one_process(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "extra", "stage"), LAYOUTS.values(), ids=LAYOUTS)
-def test_with_dropout_fifty_steps_of_every_layout_have_the_losses_of_one_process(
+def test_with_dropout_twenty_steps_of_every_layout_have_the_losses_of_one_process(
     data: Data, one_process: Run, tmp_path: Path, world_size: int, extra: list[str], stage: int
 ) -> None:
     config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     result = successful(run(data, tmp_path, *CURVE, *extra, world_size=world_size, config=config))
-    assert len(result.losses) == 50
-    assert result.losses == pytest.approx(one_process.losses, rel=1e-3)
+    assert len(result.losses) == 20
+    # Layouts differ by 2e-7, in 20 steps as in 50; a learning rate of 2.01e-3, not 1e-3, by 3e-3 in step 2.
+    assert result.losses == pytest.approx(one_process.losses, rel=1e-4)
 
 
 def give_built_models_the_fused_head() -> None:
