@@ -22,12 +22,12 @@ from tempo_kernels.kernel_launch import Plan, cache_plans, launch
 from tempo_kernels.philox import effective_probability, threshold
 from tempo_kernels.philox.kernel import drop_mask, key_words, load_draw
 from tempo_kernels.pointwise.kernel_sums import (
-    NO_SUMS,
     STRIP_COLUMNS,
+    BackwardPlan,
     add_up,
-    allocate_sums,
     choose_tiles_per_program,
     is_last,
+    plan_chunks,
     store_sums,
 )
 
@@ -174,13 +174,9 @@ def backward(
         return grad_x, grad_x.new_zeros(num_columns, dtype=sum_dtype) if has_grad_bias else None
     drawn_tensors, drawn_numbers = _list_drawn(draw)
     loads = [t is not None for t in drawn_tensors]
-    num_chunks, num_strips, plan = _plan_backward(
-        grad_out.shape, grad_out.element_size(), grad_out.device, draw.p, has_grad_bias, *loads
-    )
-    sums = NO_SUMS
-    if has_grad_bias:
-        sums = allocate_sums(num_chunks, num_strips, num_columns, sum_dtype, grad_out.device)
-    launch(_backward_kernel, plan, (grad_out.contiguous(), grad_x, *sums, *drawn_tensors), drawn_numbers)
+    plan = _plan_backward(grad_out.shape, grad_out.element_size(), grad_out.device, draw.p, has_grad_bias, *loads)
+    sums = plan.allocate_sums(num_columns, sum_dtype, grad_out.device)
+    launch(_backward_kernel, plan.launch, (grad_out.contiguous(), grad_x, *sums, *drawn_tensors), drawn_numbers)
     return grad_x, sums[-1]
 
 
@@ -193,16 +189,13 @@ def _plan_backward(
     has_grad_bias: bool,
     loads_key: bool,
     loads_sample: bool,
-) -> tuple[int, int, Plan]:
-    """How many rows of partial sums there are, how many strips of columns, and how to launch."""
+) -> BackwardPlan:
     tile = _plan_tiles(shape, item_size, has_grad_bias)
     tiles_per_program = 1
     if has_grad_bias:
         tiles_per_program = choose_tiles_per_program(tile.row_blocks, tile.strips, BACKWARD_PROGRAMS, device)
-    num_chunks = -(-tile.row_blocks // tiles_per_program)
     arguments = _list_arguments(shape, tile, p, loads_key, loads_sample)
-    arguments |= {"tiles_per_program": tiles_per_program, "HAS_GRAD_BIAS": has_grad_bias}
-    return num_chunks, tile.strips, Plan((num_chunks * tile.strips,), DRAWN, **arguments)
+    return plan_chunks(tile.row_blocks, tile.strips, tiles_per_program, has_grad_bias, DRAWN, **arguments)
 
 
 class _Tile(NamedTuple):

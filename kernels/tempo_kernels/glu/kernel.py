@@ -18,12 +18,12 @@ from torch import Tensor
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
 from tempo_kernels.pointwise.kernel_activations import activate, differentiate
 from tempo_kernels.pointwise.kernel_sums import (
-    NO_SUMS,
     STRIP_COLUMNS,
+    BackwardPlan,
     add_up,
-    allocate_sums,
     choose_tiles_per_program,
     is_last,
+    plan_chunks,
     store_sums,
 )
 from tempo_kernels.pointwise.kernel_tiles import OPTIONS, allocate_like, check_dtype, describe
@@ -148,10 +148,10 @@ def backward(
     grad_x = allocate_like(x)
     if x.numel() == 0:
         return grad_x, grad_x.new_zeros(x.size(-1)) if has_grad_bias else None
-    num_chunks, num_strips, plan = _plan_backward(*describe(x), x.device, bias is not None, activation, has_grad_bias)
-    sums = allocate_sums(num_chunks, num_strips, x.size(-1), x.dtype, x.device) if has_grad_bias else NO_SUMS
+    plan = _plan_backward(*describe(x), x.device, bias is not None, activation, has_grad_bias)
+    sums = plan.allocate_sums(x.size(-1), x.dtype, x.device)
     bias = None if bias is None else bias.contiguous()
-    launch(_backward_kernel, plan, (grad_y.contiguous(), x.contiguous(), bias, grad_x, *sums))
+    launch(_backward_kernel, plan.launch, (grad_y.contiguous(), x.contiguous(), bias, grad_x, *sums))
     return grad_x, sums[-1]
 
 
@@ -164,14 +164,11 @@ def _plan_backward(
     has_bias: bool,
     activation: str,
     has_grad_bias: bool,
-) -> tuple[int, int, Plan]:
-    """How many rows of partial sums there are, how many strips of columns, and how to launch."""
+) -> BackwardPlan:
     tiling = _plan_tiles(numel, num_columns, SUMS_TILE if has_grad_bias else TILE_ELEMENTS, has_grad_bias)
     tiles_per_program = choose_tiles_per_program(tiling.row_blocks, tiling.strips, BACKWARD_PROGRAMS, device)
-    num_chunks = -(-tiling.row_blocks // tiles_per_program)
     arguments = _list_arguments(numel, num_columns, dtype, has_bias, activation, tiling)
-    arguments |= {"tiles_per_program": tiles_per_program, "HAS_GRAD_BIAS": has_grad_bias}
-    return num_chunks, tiling.strips, Plan((num_chunks * tiling.strips,), **arguments)
+    return plan_chunks(tiling.row_blocks, tiling.strips, tiles_per_program, has_grad_bias, **arguments)
 
 
 class _Tiling(NamedTuple):

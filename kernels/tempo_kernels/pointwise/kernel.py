@@ -20,6 +20,7 @@ from tempo_kernels.pointwise import kernel_tiles as tiles
 from tempo_kernels.pointwise.activations import ACTIVATIONS
 from tempo_kernels.pointwise.eager import smallest_at_least
 from tempo_kernels.pointwise.kernel_activations import activate, differentiate
+from tempo_kernels.pointwise.kernel_sums import BackwardPlan
 
 
 @triton.jit(do_not_specialize=["num_units"])
@@ -128,7 +129,7 @@ def _plan_backward(
     has_bias: bool,
     activation: str,
     has_grad_bias: bool,
-) -> tiles.BackwardPlan:
+) -> BackwardPlan:
     tiling = tiles.plan_tiles(numel, num_columns, has_bias, tiles.BACKWARD_TILE_BYTES // dtype.itemsize, has_grad_bias)
     arguments = _list_arguments(num_columns, dtype, has_bias, activation, tiling)
     return tiles.plan_backward(tiling, has_grad_bias, device, **arguments)

@@ -13,12 +13,15 @@ stream, a launch gets new ones, which the graph zeroes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.kernel_launch import count_multiprocessors
+from tempo_kernels.kernel_launch import Plan, count_multiprocessors
 
 STRIP_COLUMNS = 128
 NUM_COUNTERS = 4096
@@ -26,7 +29,6 @@ ROWS_AT_ONCE = 8
 
 Sums = tuple[Tensor | None, Tensor | None, Tensor | None]
 """partial, counters and the sums themselves, as the kernels take them."""
-NO_SUMS: Sums = (None, None, None)
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -76,10 +78,34 @@ def find_counters(device: torch.device, number: int) -> Tensor:
     return found
 
 
-def allocate_sums(num_chunks: int, num_strips: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Sums:
-    """What a kernel takes to sum rows: partial, counters, and the sums [num_columns] of `dtype` that it writes."""
-    partial = torch.empty(num_chunks, num_columns, dtype=torch.float32, device=device)
-    return partial, find_counters(device, num_strips), torch.empty(num_columns, dtype=dtype, device=device)
+class BackwardPlan(NamedTuple):
+    """How a kernel is launched whose programs each have a chunk of tiles, which lie below one another in a strip."""
+
+    num_chunks: int
+    num_strips: int
+    sums_rows: bool
+    launch: Plan
+
+    def allocate_sums(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> Sums:
+        """What the kernel takes to sum rows: partial, counters, and the sums [num_columns] that it writes."""
+        if not self.sums_rows:
+            return None, None, None
+        partial = torch.empty(self.num_chunks, num_columns, dtype=torch.float32, device=device)
+        return partial, find_counters(device, self.num_strips), torch.empty(num_columns, dtype=dtype, device=device)
+
+
+def plan_chunks(
+    row_blocks: int,
+    num_strips: int,
+    tiles_per_program: int,
+    sums_rows: bool,
+    varying: Sequence[str] = (),
+    **arguments: Any,
+) -> BackwardPlan:
+    """A plan for so many tiles below one another in so many strips; the arguments are `Plan`'s."""
+    num_chunks = -(-row_blocks // tiles_per_program)
+    named = arguments | {"tiles_per_program": tiles_per_program, "HAS_GRAD_BIAS": sums_rows}
+    return BackwardPlan(num_chunks, num_strips, sums_rows, Plan((num_chunks * num_strips,), varying, **named))
 
 
 def choose_tiles_per_program(

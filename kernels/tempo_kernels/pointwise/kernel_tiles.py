@@ -17,14 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tempo_kernels.kernel_launch import Plan, launch
+from tempo_kernels.kernel_launch import launch
 from tempo_kernels.pointwise.kernel_sums import (
-    NO_SUMS,
     STRIP_COLUMNS,
+    BackwardPlan,
     add_up,
-    allocate_sums,
     choose_tiles_per_program,
     is_last,
+    plan_chunks,
     store_sums,
 )
 
@@ -132,14 +132,6 @@ class Tiling(NamedTuple):
     """The launch arguments that all kernels share."""
 
 
-class BackwardPlan(NamedTuple):
-    num_chunks: int
-    """How many rows of partial sums there are."""
-    num_strips: int
-    sums_rows: bool
-    launch: Plan
-
-
 def describe(x: Tensor) -> tuple[int, int, torch.dtype]:
     """What a launch depends on: the number of elements, the last size (1 without dimensions), and the dtype."""
     return x.numel(), x.size(-1) if x.dim() else 1, x.dtype
@@ -182,11 +174,9 @@ def plan_tiles(numel: int, last_size: int, needs_columns: bool, tile_elements: i
 def plan_backward(tiling: Tiling, has_grad_bias: bool, device: torch.device, **arguments: Any) -> BackwardPlan:
     """How `launch_backward` launches; the arguments are the kernel's own beside those that all kernels share."""
     tiles_per_program = choose_tiles_per_program(tiling.row_blocks, tiling.strips, BACKWARD_PROGRAMS, device)
-    num_chunks = -(-tiling.row_blocks // tiles_per_program)
     sums_rows = has_grad_bias and tiling.has_columns
     named = tiling.sizes | OPTIONS | arguments
-    plan = Plan((num_chunks * tiling.strips,), tiles_per_program=tiles_per_program, HAS_GRAD_BIAS=sums_rows, **named)
-    return BackwardPlan(num_chunks, tiling.strips, sums_rows, plan)
+    return plan_chunks(tiling.row_blocks, tiling.strips, tiles_per_program, sums_rows, **named)
 
 
 def launch_backward(
@@ -197,9 +187,7 @@ def launch_backward(
     # Of no rows the sums are 0, and no kernel writes them.
     grad_bias = grad_x.new_zeros(like.size(-1)) if plan.sums_rows and not like.numel() else None
     if like.numel():
-        sums = NO_SUMS
-        if plan.sums_rows:
-            sums = allocate_sums(plan.num_chunks, plan.num_strips, like.size(-1), like.dtype, like.device)
+        sums = plan.allocate_sums(like.shape[-1:].numel(), like.dtype, like.device)
         launch(kernel, plan.launch, (*tensors, grad_x, *sums))
         grad_bias = sums[-1]
     if not has_grad_bias:

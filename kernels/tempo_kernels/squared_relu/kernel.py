@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tempo_kernels.kernel_launch import cache_plans
 from tempo_kernels.pointwise import kernel_tiles as tiles
+from tempo_kernels.pointwise.kernel_sums import BackwardPlan
 
 
 @triton.jit(do_not_specialize=["num_units", "tiles_per_program"])
@@ -51,7 +52,7 @@ def backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> tuple[Tensor, Te
 @cache_plans
 def _plan_backward(
     numel: int, num_columns: int, dtype: torch.dtype, device: torch.device, has_grad_bias: bool
-) -> tiles.BackwardPlan:
+) -> BackwardPlan:
     tile = tiles.BACKWARD_TILE_BYTES // dtype.itemsize
     tiling = tiles.plan_tiles(numel, num_columns, has_grad_bias, tile, has_grad_bias)
     return tiles.plan_backward(tiling, has_grad_bias, device, IS_NARROW=dtype.itemsize == 2)

@@ -32,7 +32,6 @@ _ALLOCATES = (
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 )
-# These take a number for a tensor of one element, and do so without the name, too.
 # Whose out= has the strides of what they return, whatever those of their arguments; as have pointwise operations.
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
 # Whose out= has the strides of what they return if their arguments are contiguous. Not all out= forms have: of losses
@@ -42,14 +41,10 @@ _OTHERS = (
     *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "native_batch_norm"),
     *("nll_loss_forward", "nll_loss_backward", "mse_loss_backward", "cat", "index", "index_select", "gather"),
     *("scatter", "scatter_add", "avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d", "adaptive_max_pool2d"),
-    *(
-        "max_pool2d_with_indices",
-        "max_pool2d_with_indices_backward",
-        "upsample_nearest2d",
-        "upsample_nearest2d_backward",
-    ),
-    *("upsample_bilinear2d", "upsample_bilinear2d_backward"),
+    *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "upsample_nearest2d"),
+    *("upsample_nearest2d_backward", "upsample_bilinear2d", "upsample_bilinear2d_backward"),
 )
+# These take a number, and with out= a tensor of one element.
 _OF_NUMBERS = {getattr(_aten, name).Scalar: getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div")}
 _FILLS = {
     _aten.ones.default: 1,
