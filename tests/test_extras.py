@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tempo_megatron.cli import _COMMANDS
+
 ROOT = Path(__file__).parent.parent
+# The extra "train" brings them, the extra "megatron" does not.
+NOT_MEGATRONS = ("tokenizers", "tqdm", "safetensors", "deepspeed", "tensorboard", "matplotlib")
 ROOMS = sorted(path.parent.name for path in (ROOT / "kernels" / "tempo_kernels").glob("*/__init__.py"))
 
 
@@ -73,6 +77,16 @@ def test_a_command_that_lacks_a_package_says_so_without_a_traceback(bare_site: P
     assert done.returncode == 2
     assert done.stderr.startswith(f"tempo-megatron {argv[0]}: ") and done.stderr.count("\n") == 1
     assert 'which is not installed; pip install "tempo-megatron[' in done.stderr
+
+
+@pytest.mark.slow
+def test_commands_that_need_megatron_only_start_without_what_data_preparation_needs() -> None:
+    modules = [command.module for command in _COMMANDS.values() if command.needs == "megatron"]
+    assert "tempo_megatron.memory.plan_command" in modules and len(modules) > 4
+    hide = f"import sys; sys.modules |= dict.fromkeys({NOT_MEGATRONS}); import importlib; "
+    code = f"{hide}[importlib.import_module(name) for name in {modules}]"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_training_command_says_so_without_a_traceback(bare_site: Path) -> None:

@@ -2,7 +2,8 @@
 
 Each rule has a reason. Where one makes code worse, change the rule, not the code:
 - imports point down, so that the operations can be used without Megatron and the slots without the trainer; models of
-  plain PyTorch (tempo_torch) need the operations only;
+  plain PyTorch (tempo_torch) need the operations only; within tempo_megatron a room may need an extra that the rooms
+  below it do not have: a memory command that imported data preparation would ask for its tokenizers;
 - triton stays in files named kernel*.py, which are imported when a CUDA tensor asks for them: without a GPU nothing of
   it is needed;
 - a room of tempo_kernels is entered by its __init__.py, so that what lies behind can change; `philox` and `pointwise`
@@ -42,6 +43,15 @@ FLOOR_OF_IMPORT = {
     "benchmarks": 4,
 }
 TOP_FLOOR = 4
+# Room of tempo_megatron -> the other rooms that it may import.
+ROOMS_BELOW = {
+    "slots": (),
+    "data": (),
+    "models": ("slots",),
+    "memory": ("models", "slots"),
+    "megatron_lm": ("memory", "models", "slots"),
+    "training": ("cluster", "data", "memory", "models", "slots"),
+}
 # initialize works without what the trainer needs, Megatron-core first of all.
 DEEPSPEED_HOMES = ("tempo_megatron/training/", "tempo_megatron/deepspeed_initialize.py", "launch/")
 FILES = sorted(path for folder in FLOORS for path in (ROOT / folder).rglob("*.py"))
@@ -71,6 +81,10 @@ def misplaced(where: str, name: str, module: str) -> str | None:
         return "deepspeed belongs in tempo_megatron/training, tempo_megatron/deepspeed_initialize.py and launch"
     if floor < FLOORS["tempo_megatron"] and top == "megatron":
         return "tempo_kernels and tempo_torch work without megatron"
+    if top == "tempo_megatron" and (below := ROOMS_BELOW.get(where.split("/")[1])) is not None:
+        room = module.partition(".")[2].partition(".")[0]
+        if room in {*ROOMS_BELOW, "cluster"} - {where.split("/")[1], *below}:
+            return "imports point down"
     if floor == 0 and top == "tempo_kernels":
         own, room = where.split("/")[2], module.partition(".")[2].partition(".")[0]
         allowed = (own, *SHARED_ROOMS, *SHARED_MODULES)
@@ -133,6 +147,9 @@ def test_no_test_file_imports_another() -> None:
         ("tempo_megatron/slots/mlp.py", "tempo_kernels.gelu.function.gelu"),
         ("tempo_megatron/slots/mlp.py", "launch.pretrain_gpt"),
         ("launch/pretrain_gpt.py", "tests.distributed"),
+        ("tempo_megatron/memory/estimate.py", "tempo_megatron.data.tokenizer.GPT2Tokenizer"),
+        ("tempo_megatron/memory/roam/order_command.py", "tempo_megatron.training.job.make_order"),
+        ("tempo_megatron/models/shape.py", "tempo_megatron.memory.estimate.RankLayout"),
     ],
 )
 def test_a_misplaced_import_is_found(where: str, module: str) -> None:

@@ -109,6 +109,29 @@ def make_checkout(folder: Path) -> Path:
     return script
 
 
+def make_importable_checkout(folder: Path, script: str) -> Path:
+    """A checkout that holds what the launcher imports where Tempo is off, and this script."""
+    make_checkout(folder)
+    (folder / "megatron" / "core" / "__init__.py").write_text('__version__ = "0.16.1"\n')
+    arguments = "def add_megatron_arguments(parser):\n    return parser\n"
+    (folder / "megatron" / "training" / "arguments.py").write_text(arguments)
+    path = folder / "script.py"
+    path.write_text(script)
+    return path
+
+
+@pytest.mark.parametrize("error", ["ValueError", "BrokenPipeError"])
+def test_what_a_script_raises_ends_in_its_own_traceback(tmp_path: Path, error: str) -> None:
+    script = make_importable_checkout(tmp_path, f'def work():\n    raise {error}("the script\'s own")\n\nwork()\n')
+    # Nor does anything that only data preparation needs stand before it.
+    start = "import sys; sys.modules |= dict.fromkeys(('tokenizers', 'tqdm')); "
+    code = f"{start}from tempo_megatron.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code, "run", str(script)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f'File "{script}", line 2, in work' in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"{error}: ") and "the script's own" in done.stderr
+
+
 def test_the_checkout_is_found_around_the_script_and_the_launchers_rank_moves_behind_it(tmp_path: Path) -> None:
     script = make_checkout(tmp_path)
     found = run._split(["--local_rank=3", str(script), "--use-tempo"])

@@ -12,7 +12,13 @@ import pytest
 
 from tempo_megatron.models.arguments import add_model_arguments, take_model
 from tempo_megatron.models.checks import check_layout
-from tempo_megatron.models.shape import ModelShape, complete_description, make_shape, read_shape_file
+from tempo_megatron.models.shape import (
+    ModelShape,
+    complete_description,
+    make_shape,
+    pad_vocab_size,
+    read_shape_file,
+)
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
 TYPED = [word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))]
@@ -179,3 +185,16 @@ def test_on_a_cpu_a_window_hides_what_megatrons_mask_hides() -> None:
         everything = torch.ones(sq, skv, dtype=torch.bool)
         seen = torch.tril(torch.triu(everything, diagonal=skv - sq - left), diagonal=skv - sq + right)
         assert torch.equal(_make_window_mask(sq, skv, (left, right)), ~seen)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "divisor", "tp", "padded"),
+    [(50257, 128, 1, 50304), (50257, 128, 2, 50432), (256, 128, 2, 256), (1, 1, 1, 1)],
+)
+def test_vocabularies_are_padded_for_tensor_parallelism(vocab_size: int, divisor: int, tp: int, padded: int) -> None:
+    assert pad_vocab_size(vocab_size, divisor, tp) == padded
+
+
+def test_padding_to_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected at least 1 for each"):
+        pad_vocab_size(100, 0, 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
 from tempo_megatron.data import tokenizer as tokenizer_module
-from tempo_megatron.data.tokenizer import END_OF_TEXT, GPT2Tokenizer, pad_vocab_size
+from tempo_megatron.data.tokenizer import END_OF_TEXT, GPT2Tokenizer
 
 TEXT = "The quick brown fox doesn't jump over 123 lazy dogs.\n\n  def f(x):\n\treturn x  # naïve 漢字\r\n"
 # White space of every kind beside letters, where cutting could go wrong.
@@ -138,16 +138,3 @@ def test_a_text_that_the_vocabulary_cannot_express_is_refused(tmp_path: Path) ->
     assert tokenizer.detokenize(tokenizer.tokenize("plain, 漢字")) == "plain, 漢字"
     with pytest.raises(ValueError, match=r"cannot express 'é' .*0xc3"):
         tokenizer.tokenize("café")
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "divisor", "tp", "padded"),
-    [(50257, 128, 1, 50304), (50257, 128, 2, 50432), (256, 128, 2, 256), (1, 1, 1, 1)],
-)
-def test_vocabularies_are_padded_for_tensor_parallelism(vocab_size: int, divisor: int, tp: int, padded: int) -> None:
-    assert pad_vocab_size(vocab_size, divisor, tp) == padded
-
-
-def test_padding_to_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected at least 1 for each"):
-        pad_vocab_size(100, 0, 1)

@@ -170,20 +170,6 @@ def train_byte_level(texts: Iterable[str], vocab_size: int, folder: str) -> None
         raise DataError(f"cannot write the vocabulary in {folder} ({error}); free some space") from error
 
 
-def pad_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) -> int:
-    """The smallest multiple of make_vocab_size_divisible_by * tp that holds vocab_size tokens.
-
-    Raises: ValueError where one of the three is below 1.
-    """
-    if min(vocab_size, make_vocab_size_divisible_by, tp) < 1:
-        raise ValueError(
-            f"vocab_size {vocab_size}, make_vocab_size_divisible_by {make_vocab_size_divisible_by} and tensor parallel "
-            f"size {tp} are given; expected at least 1 for each, correct the one below"
-        )
-    multiple = make_vocab_size_divisible_by * tp
-    return -(-vocab_size // multiple) * multiple
-
-
 def _build_byte_level(model: models.BPE) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -16,14 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.memory.allocation_trace import simulate_allocator
 from tempo_megatron.memory.chunk_memory import ChunkMemory
 from tempo_megatron.memory.model_states import ModelStates, OptimizerSettings, count_model_states
 from tempo_megatron.memory.schedule import Event, list_events
 from tempo_megatron.memory.simulation import STACKS_OF_FAMILIES, ChunkSettings, simulate_chunk, trace_chunk
 from tempo_megatron.models.checks import check_layout
-from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.shape import ModelShape, pad_vocab_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.memory.gpu import Gpu, read_gpu
 from tempo_megatron.memory.model_flops import (
     count_forward_flops,
@@ -16,6 +15,7 @@ from tempo_megatron.memory.model_flops import (
     find_utilisation,
 )
 from tempo_megatron.memory.requested_shape import read_requested_shape
+from tempo_megatron.models.shape import pad_vocab_size
 
 
 def run_flops(args: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 from tempo_megatron import cpu
 from tempo_megatron.arguments import tempo_config_from
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.json_text import read_object
 from tempo_megatron.memory.attribution import Row
 from tempo_megatron.memory.layer_kinds import measure_model
@@ -24,7 +23,7 @@ from tempo_megatron.memory.step_timeline import format_timeline
 from tempo_megatron.memory.timeline_plot import plot_timeline
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.checks import check_layout
-from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.shape import ModelShape, pad_vocab_size
 
 _WIDTH = 34
 

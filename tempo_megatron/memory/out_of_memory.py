@@ -17,14 +17,17 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from tempo_megatron.config import TempoConfig
-from tempo_megatron.memory.estimate import RankLayout
 from tempo_megatron.memory.memory_size import format_bytes
-from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.models.shape import ModelShape
+
+if TYPE_CHECKING:  # so that whether memory ended is told in any process, whatever is installed there
+    from tempo_megatron.config import TempoConfig
+    from tempo_megatron.memory.estimate import RankLayout
+    from tempo_megatron.memory.model_states import OptimizerSettings
+    from tempo_megatron.models.shape import ModelShape
 
 _SECONDS = 300.0
 _TEXTS = (

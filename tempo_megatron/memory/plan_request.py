@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.memory.estimate import RankLayout
 from tempo_megatron.memory.formula import LayerShape
 from tempo_megatron.memory.gpu import Gpu
@@ -15,7 +14,7 @@ from tempo_megatron.memory.model_states import OptimizerSettings
 from tempo_megatron.memory.plan import CountFixedBytes, FixedBytes, PlanRequest
 from tempo_megatron.memory.plan_fixed import PlanEstimates
 from tempo_megatron.models.build import build_transformer_config
-from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.shape import ModelShape, pad_vocab_size
 from tempo_megatron.operations import CHOICES
 from tempo_megatron.slots.refusals import find_refusal, refuse_written
 

@@ -7,7 +7,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from tempo_megatron import cpu
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.memory.fake_tensors import use_fake_tensors
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
@@ -16,7 +15,7 @@ from tempo_megatron.memory.standing_bytes import WEIGHTS, find_storages
 from tempo_megatron.memory.step_timeline import StepTimeline, Timeline
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
-from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.shape import ModelShape, pad_vocab_size
 from tempo_megatron.operations import STACKS
 from tempo_megatron.slots import dropout_rng
 

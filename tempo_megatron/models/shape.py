@@ -144,6 +144,20 @@ def make_shape(**values: Any) -> ModelShape:
     return ModelShape(**completed)
 
 
+def pad_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) -> int:
+    """The smallest multiple of make_vocab_size_divisible_by * tp that holds vocab_size tokens.
+
+    Raises: ValueError where one of the three is below 1.
+    """
+    if min(vocab_size, make_vocab_size_divisible_by, tp) < 1:
+        raise ValueError(
+            f"vocab_size {vocab_size}, make_vocab_size_divisible_by {make_vocab_size_divisible_by} and tensor parallel "
+            f"size {tp} are given; expected at least 1 for each, correct the one below"
+        )
+    multiple = make_vocab_size_divisible_by * tp
+    return -(-vocab_size // multiple) * multiple
+
+
 def read_shape_file(path: str | Path, option: str = "--model") -> dict[str, Any]:
     """What a file of configs/model says, its names known and its types checked.
 

@@ -15,7 +15,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from torch import Tensor
 
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer, validate_dataset
-from tempo_megatron.data.tokenizer import pad_vocab_size
+from tempo_megatron.models.shape import pad_vocab_size
 from tempo_megatron.training.run_config import RunConfig
 from tempo_megatron.training.stop_signal import ignore_stop_signals
 from tempo_megatron.training.task import Batch, Collate, Task

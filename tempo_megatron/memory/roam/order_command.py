@@ -16,7 +16,6 @@ from torch import Tensor
 from tempo_megatron import cpu
 from tempo_megatron.arguments import tempo_config_from
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.data.tokenizer import pad_vocab_size
 from tempo_megatron.extras import check_installed
 from tempo_megatron.json_text import read_object
 from tempo_megatron.memory.layout import simulate_layout
@@ -33,7 +32,7 @@ from tempo_megatron.memory.roam.progress import show_progress
 from tempo_megatron.memory.roam.read_graph import CapturedStep
 from tempo_megatron.models.build import DTYPES, build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
-from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.shape import ModelShape, pad_vocab_size
 from tempo_megatron.operations import STACKS
 from tempo_megatron.slots import dropout_rng
 
