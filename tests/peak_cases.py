@@ -97,8 +97,8 @@ class Step:
 class ReadyStep:
     """A model and a micro batch on a device."""
 
-    run: Callable[[], None]
-    """Forward and backward."""
+    forward: Callable[[], Tensor]
+    """The loss."""
     there: Sequence[Tensor]
     """What is there before and after: weights and the micro batch."""
     buffers: Sequence[Tensor]
@@ -125,15 +125,13 @@ def make_step(step: Step, device: str) -> ReadyStep:
     mask = torch.ones(inputs[labels].shape, device=device)
     takes_mask = shape.family == "gpt" or chosen.loss == "fused"
 
-    def run() -> None:
+    def forward() -> Tensor:
         losses = model(**inputs, **({"loss_mask": mask} if takes_mask else {}))
         losses = losses[0] if isinstance(losses, tuple) else losses
-        loss = (losses.float() * mask).sum() / mask.sum()
-        del losses
-        loss.backward()
+        return (losses.float() * mask).sum() / mask.sum()
 
     there = [*model.parameters(), *(t for t in inputs.values() if t is not None), mask]
-    return ReadyStep(run, there, list(model.buffers()))
+    return ReadyStep(forward, there, list(model.buffers()))
 
 
 def measure_step(step: Step) -> int:
@@ -144,7 +142,7 @@ def measure_step(step: Step) -> int:
     parallel_state._set_global_memory_buffer()
     ready = make_step(step, "cpu")
     with PeakBytes(*ready.there, *ready.buffers) as seen:
-        ready.run()
+        ready.forward().backward()
     return seen.peak + sum(storage.nbytes() for storage in list_storages(ready.there))
 
 

@@ -70,14 +70,14 @@ def measure_on_gpu(step: Step) -> tuple[int, int]:
     ready = make_step(step, "cuda")
     before = torch.cuda.memory_allocated()
     # Workspaces of cuBLAS come out of torch's memory in the first step, and stay.
-    ready.run()
+    ready.forward().backward()
     for parameter in ready.there:
         parameter.grad = None
     torch.cuda.synchronize()
     workspaces = torch.cuda.memory_allocated() - before
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    ready.run()
+    ready.forward().backward()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - workspaces, torch.cuda.max_memory_reserved() - workspaces
 

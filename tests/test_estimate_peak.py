@@ -8,13 +8,26 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_megatron_ranks
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from peak_cases import AUTO, FUSED_ONLY, INPLACE_STOCK_HEAD, OFF, RECOMPUTE, TOKENS, Step, estimate_step, measure_step
+from peak_cases import (
+    AUTO,
+    FUSED_ONLY,
+    INPLACE_STOCK_HEAD,
+    OFF,
+    RECOMPUTE,
+    TOKENS,
+    Step,
+    estimate_step,
+    make_step,
+    measure_step,
+)
 
-from tempo_megatron import use_cpu
+from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.peak_bytes import PeakBytes
+from tempo_megatron.memory.simulation import ChunkSettings, simulate_chunk
 from tempo_megatron.models.shape import make_shape
 
 # The 0-dim tensors of the loss, which may or may not be there still when the peak is.
@@ -88,6 +101,30 @@ def test_the_peak_of_a_step_is_estimated(step: Step) -> None:
         model_parallel_cuda_manual_seed(1)
         measured = measure_step(step)
     assert abs(estimate_step(step) - measured) <= SCALARS_BYTES
+
+
+@pytest.mark.parametrize("tempo", [OFF, AUTO], ids=["stock", "tempo"])
+def test_a_second_micro_batch_in_flight_adds_no_second_global_memory_buffer(tempo: TempoConfig) -> None:
+    """Megatron gathers the tokens of all micro batches into one buffer of the process, and computes scores in it."""
+    use_cpu()
+    step = Step("gpt", False, tempo, tp=2, sp=True)
+    with torch.compiler.set_stance("force_eager"), simulate_layout(2):
+        model_parallel_cuda_manual_seed(1)
+        ready = make_step(step, "cpu")
+        with PeakBytes(*ready.there, *ready.buffers) as seen:
+            levels, in_flight = [], []
+            for _ in range(3):
+                in_flight.append(torch.autograd.graph.get_gradient_edge(ready.forward()))
+                levels.append(seen.count_alive())
+            buffer = sum(t.nbytes for t in parallel_state.get_global_memory_buffer().buffer.values())
+    sizes: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_size": 2, "stock": "cpu"}
+    chunk = simulate_chunk(
+        ChunkSettings(shape=step.shape, layers=tuple(range(4)), tempo_config=tempo, padded_vocab_size=1024, **sizes)
+    )
+    assert abs(levels[2] - levels[1] - chunk.kept_bytes) <= SCALARS_BYTES
+    assert abs(levels[0] - chunk.kept_bytes - buffer) <= SCALARS_BYTES and buffer == chunk.global_buffer_bytes > 0
+    first, *_, last = estimate_ranks(step.shape, RankLayout(pipeline_parallel=4, **sizes), tempo)
+    assert first.parts["global memory buffer"] == last.parts["global memory buffer"] == buffer
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

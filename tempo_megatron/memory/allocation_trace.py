@@ -27,6 +27,9 @@ class Allocations:
     batch_bytes: tuple[int, ...]
     """Of each tensor of the micro batch."""
 
+    global_buffer_bytes: int
+    """Megatron's global memory buffer."""
+
     events: tuple[tuple[int, int], ...]
     """(number, bytes) where a storage is made, (number, -1) where it is freed."""
 
@@ -46,7 +49,7 @@ class TracedBytes(PeakBytes):
         for t in tensors:
             storage = t.untyped_storage()
             key = storage._cdata
-            if t.is_meta or key in self._known or key in self._made:
+            if t.is_meta or self._looks_away or key in self._known or key in self._made:
                 continue
             self._made[key] = StorageWeakRef(storage), len(self.events)
             self.events.append((len(self.events), storage.nbytes()))
@@ -92,6 +95,7 @@ def _list_lasting(allocations: Allocations, states: ModelStates, has_flat_gradie
     # Two moments and the weights' copy.
     yield from [states.optimizer_states // 3] * 3
     yield states.communication_buffers
+    yield allocations.global_buffer_bytes
     yield states.backward_buffers
 
 

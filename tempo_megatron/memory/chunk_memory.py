@@ -38,6 +38,9 @@ class ChunkMemory:
     largest_layer_parameters: int
     """Parameters of its largest layer, embedding or output layer: what ZeRO-3 gathers at once at least."""
 
+    global_buffer_bytes: int
+    """Megatron's global memory buffer, of which a process has one for all its chunks and micro batches."""
+
     forward: tuple[Phase, ...]
     backward: tuple[Phase, ...]
 

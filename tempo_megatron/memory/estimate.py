@@ -90,6 +90,7 @@ PART_NAMES = (
     "gradients",
     "optimizer states",
     "communication buffers",
+    "global memory buffer",
     "micro batches",
     "other micro batches' activations",
     "embedding",
@@ -102,6 +103,7 @@ PART_NAMES = (
 # Where a part's name alone does not say what it is.
 _DESCRIPTIONS = {
     "communication buffers": "buckets of gradients",
+    "global memory buffer": "Megatron's global memory buffer",
     "micro batches": "tokens, labels and masks",
     "embedding": "activations of the embedding",
     "layers": "activations of the layers",
@@ -302,7 +304,9 @@ def _estimate_rank(
         waiting[event.chunk] += 1 if event.is_forward else 0
     others, chunk, is_forward = max(candidates, key=lambda key: candidates[key])
     moment = highest[chunk, is_forward]
-    parts = _list_parts(states) | {
+    # Its chunks share one, which stays from the first micro batch on.
+    lasting = _list_parts(states) | {"global memory buffer": max(each.global_buffer_bytes for each in chunks)}
+    parts = lasting | {
         "micro batches": sum(n * each.micro_batch_bytes for n, each in zip(others, chunks, strict=True))
         + chunks[chunk].micro_batch_bytes,
         "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True)),
@@ -312,7 +316,7 @@ def _estimate_rank(
     parts["gradients"] += moment.gradient_bytes
     parts["communication buffers"] += 0 if is_forward else states.backward_buffers
     num_parameters = sum(memory.num_parameters for memory in chunks)
-    at_step = _list_parts(states) | {"transients": states.step_transient}
+    at_step = lasting | {"transients": states.step_transient}
     if sum(at_step.values()) > sum(parts.values()):
         return RankEstimate(name, num_parameters, "optimizer step", at_step)
     return RankEstimate(name, num_parameters, moment.name, parts)

@@ -34,6 +34,9 @@ class PeakBytes(TorchDispatchMode):
         self.peak = 0
         """The most bytes alive at once since the start, or since `begin_phase`."""
         self._known = {t.untyped_storage()._cdata for t in known}
+        # Of `make_known`: while somebody holds them, nobody else has their addresses.
+        self._held: list[torch.UntypedStorage] = []
+        self._looks_away = False
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         # Of all storages in _alive, of which some may be gone.
         self._upper_bound = 0
@@ -57,6 +60,17 @@ class PeakBytes(TorchDispatchMode):
         self.peak = max(self.peak, peak)
         return result, rise
 
+    def make_known(self, function: Callable[[], Tensor]) -> Tensor:
+        """What `function` returns, whose storage does not count from then on; nothing that it makes counts."""
+        self._looks_away = True
+        try:
+            made = function()
+        finally:
+            self._looks_away = False
+        self._held.append(made.untyped_storage())
+        self._known.add(made.untyped_storage()._cdata)
+        return made
+
     def raise_peak(self, num_bytes: int) -> None:
         """Take it that `num_bytes` more than now were alive for a moment."""
         self.peak = max(self.peak, self.count_alive() + num_bytes)
@@ -68,8 +82,8 @@ class PeakBytes(TorchDispatchMode):
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
         for t in tensors:
-            if t.is_meta:
-                continue  # it has a size and no memory
+            if t.is_meta or self._looks_away:
+                continue  # a meta tensor has a size and no memory
             storage = t.untyped_storage()
             key = storage._cdata
             if key in self._known:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 
 from tempo_kernels.gelu import gelu
@@ -78,6 +79,24 @@ def _call_on_gpu(operation: Opaque, first: Tensor, *others: Any) -> Sequence[Ten
     return (operation.call if "linear_cross_entropy" in operation.name else _call_operator.__get__(operation))(
         first, *others
     )
+
+
+class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]
+    """Megatron's global memory buffer, which `seen` does not count.
+
+    A process has one (for tokens that sequence parallelism gathers, and unfused attention's scores). It grows in the
+    first micro batch and stays: no micro batch has one of its own.
+    """
+
+    def __init__(self, seen: PeakBytes) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def get_tensor(self, *args: Any, **keywords: Any) -> Tensor:
+        return self._seen.make_known(lambda: GlobalMemoryBuffer.get_tensor(self, *args, **keywords))
+
+    def count_bytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in self.buffer.values())
 
 
 @contextlib.contextmanager

@@ -20,8 +20,10 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
@@ -34,7 +36,7 @@ from tempo_megatron.memory.fake_tensors import use_fake_tensors
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
-from tempo_megatron.memory.simulated_device import make_gelu_tables, on_device, tell_repeated_operations
+from tempo_megatron.memory.simulated_device import LastingBuffer, make_gelu_tables, on_device, tell_repeated_operations
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape
@@ -173,7 +175,12 @@ class _Run:
         )
         storages = list_storages(value for value in batch.values() if isinstance(value, Tensor))
         return ChunkMemory(
-            *self._count_parameters(), sum(s.nbytes() for s in storages), self._count_largest(), forward, backward
+            *self._count_parameters(),
+            sum(s.nbytes() for s in storages),
+            self._count_largest(),
+            self._buffer.count_bytes(),
+            forward,
+            backward,
         )
 
     def trace(self) -> Allocations:
@@ -182,7 +189,8 @@ class _Run:
         seen.note_freed()
         storages = list_storages(value for value in batch.values() if isinstance(value, Tensor))
         parameters = tuple(_count([parameter], in_bytes=True) for parameter in self._model.parameters())
-        return Allocations(parameters, tuple(s.nbytes() for s in storages), tuple(seen.events))
+        batch_bytes = tuple(s.nbytes() for s in storages)
+        return Allocations(parameters, batch_bytes, self._buffer.count_bytes(), tuple(seen.events))
 
     def _follow(self, batch: dict[str, Any], count_with: type[_Counter]) -> _Counter:
         """Run the micro batch, whose phases are then in `_levels`."""
@@ -193,8 +201,13 @@ class _Run:
         known = [*self._model.parameters(), *self._model.buffers(), *batch.values(), *gradients]
         seen = count_with(*(t for t in known if isinstance(t, Tensor)))
         self._seen = seen
+        self._buffer = LastingBuffer(seen)
         self._add_marks()
-        with self._seen, tell_repeated_operations(self._seen, self._settings.stock):
+        with (
+            mock.patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", self._buffer),
+            self._seen,
+            tell_repeated_operations(self._seen, self._settings.stock),
+        ):
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
             self._run_micro_batch(batch)
         return seen
