@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from tempo_megatron import TempoConfig, tempo_block_spec
 from tempo_megatron.slots.linear import LinearCall
 from tempo_megatron.slots.report import report_on
+from tempo_megatron.slots.self_attention import _Watched
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Its head has a norm of Megatron's own, which refuses sequence parallelism without Apex.
@@ -168,6 +169,18 @@ def test_reports_speak_of_them_where_somebody_asked_and_refusals_are_one_sentenc
         'to "flash", or tempo.linear_qkv to "off"'
     )
     assert found["fp8"].startswith("fp8 or fp4 is on")
+
+
+def test_queries_that_were_written_to_inside_of_attention_are_refused() -> None:
+    watched = _Watched(torch.nn.Identity())
+    watched.module.register_forward_pre_hook(lambda _, args: args[0].detach().zero_())
+    query, key = torch.ones(2, 3), torch.ones(2, 3)
+    watched(query)
+    with pytest.raises(ValueError, match=r"queries, keys or values were written to .* set tempo.linear_qkv to \"off\""):
+        watched.take_unwritten_inputs(1)
+    untouched = _Watched(torch.nn.Identity())
+    untouched(key)
+    assert untouched.take_unwritten_inputs(1)[0] is key
 
 
 def test_weights_that_zero_3_partitions_are_refused() -> None:

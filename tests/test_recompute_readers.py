@@ -9,7 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from tempo_kernels.recompute import drop, graph, recompute
+from tempo_kernels.gelu import gelu
+from tempo_kernels.norm import layer_norm, rms_norm
+from tempo_kernels.recompute import drop, graph, hold, recompute
+from tempo_kernels.silu import silu
+from tempo_kernels.squared_relu import squared_relu
 
 
 def dropped():
@@ -66,6 +70,48 @@ def test_what_torch_made_is_refused():
     for tensor, name in ((y[:2], "SliceBackward0"), (y * 2, "MulBackward0")):
         with pytest.raises(ValueError, match=f"y was made by {name}, which cannot make it again"):
             drop(tensor, after=linear(tensor))
+
+
+OPERATIONS = {
+    "recompute": lambda x, bias: recompute(bias_gelu, x, bias),
+    "silu": silu,
+    "gelu": lambda x, bias: gelu(x, bias, keep="input"),
+    "squared_relu": lambda x, bias: squared_relu(x, bias, keep="input"),
+    "layer_norm": lambda x, bias: layer_norm(x, bias, bias, keep="input"),
+    "rms_norm": lambda x, bias: rms_norm(x, bias, keep="input"),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize("use", [lambda y, out: drop(y, after=out), lambda y, _: hold(y)], ids=["drop", "hold"])
+def test_a_y_that_was_written_to_unseen_by_the_graph_is_refused(operation, use):
+    inputs, linear = leaves(), linear_of()
+    y = operation(*inputs)
+    use(y, linear(y))
+    y = operation(*inputs)
+    with torch.no_grad():
+        y.view(-1)[:4] = 3.0
+    with pytest.raises(ValueError, match=r"y of shape \[6, 2, 24\] was written to in place .* return another tensor"):
+        use(y, linear(y))
+
+
+def test_a_y_that_was_written_to_is_no_matter_where_nothing_keeps_it():
+    _, linear, y = dropped()
+    linear.weight.requires_grad_(False)
+    with torch.no_grad():
+        y[0] = 3.0
+    drop(y, after=linear(y))
+
+
+def test_a_held_tensor_that_was_written_to_since_is_refused_when_it_is_taken():
+    (x, _) = leaves()
+    take = hold(x)
+    with torch.no_grad():
+        x[0] = 3.0
+    with pytest.raises(
+        RuntimeError, match=r"shape \[6, 2, 24\], from which a dropped tensor is made again, was written"
+    ):
+        take()
 
 
 @pytest.mark.parametrize("hooks", [

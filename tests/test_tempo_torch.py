@@ -54,6 +54,53 @@ def test_without_dropout_loss_and_gradients_are_stocks(norm, activation):
         assert_within_rule(name, *witnesses)
 
 
+class Gate(nn.Module):
+    """x silu(x), a product that a linear which drops its input makes again."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        return self.act(x) * x
+
+
+AGAIN = "was written to in place after .* made it"
+CHANGED = "has been modified by an inplace operation"
+WRITTEN = {
+    "gelu": (nn.GELU, {}, AGAIN),
+    "gelu in place": (nn.GELU, {"activation": "inplace"}, CHANGED),
+    "silu": (nn.SiLU, {}, AGAIN),
+    "dropout": (lambda: nn.Sequential(nn.GELU(), nn.Dropout(0.5)), {}, AGAIN),
+    "LayerNorm": (NORMS["LayerNorm"], {"norm": "recompute"}, AGAIN),
+    "LayerNorm in place": (NORMS["LayerNorm"], {"norm": "inplace"}, CHANGED),
+    "RMSNorm": (NORMS["RMSNorm"], {"norm": "recompute"}, AGAIN),
+    "RMSNorm in place": (NORMS["RMSNorm"], {"norm": "inplace"}, CHANGED),
+    "product": (Gate, {}, None),
+}
+
+
+@pytest.mark.parametrize(("make", "choices", "refusal"), WRITTEN.values(), ids=WRITTEN)
+def test_a_hook_that_writes_to_an_output_unseen_by_the_graph_is_refused_or_changes_no_gradient(make, choices, refusal):
+    def write(module, arguments, y):
+        with torch.no_grad():
+            y[..., :8] = 3.0
+
+    def differentiate(model):
+        model[1].register_forward_hook(write)
+        model(torch.ones(4, H)).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    stock = nn.Sequential(nn.Linear(H, H), make(), nn.Linear(H, H))
+    ours = tempoize(copy.deepcopy(stock), **choices)
+    expected = differentiate(stock)
+    if refusal is None:
+        torch.testing.assert_close(differentiate(ours), expected)
+    else:
+        with pytest.raises((ValueError, RuntimeError), match=refusal):
+            differentiate(ours)
+
+
 def test_the_model_its_parameters_and_its_keys_are_the_same():
     model = build()
     before, parameters = dict(model.state_dict()), list(model.parameters())

@@ -162,6 +162,18 @@ def test_attention_that_drops_next_to_nothing_is_stocks_with_padding_and_groups(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11 * max(1.0, theirs.abs().max().item()))
 
 
+def test_a_mask_that_is_changed_in_place_hides_what_it_hides_now():
+    case = CASES["BERT"]
+    # 16 bits drop none of so few.
+    model = tempoize(case.build(0.0, torch.float64, small=True, attention_probs_dropout_prob=1e-6), norm="off")
+    ids = case.make_inputs(torch.float64, small=True)["input_ids"]
+    mask = torch.ones(2, 1, ids.size(1), ids.size(1), dtype=torch.bool)
+    model(ids, attention_mask=mask)
+    mask[..., -7:] = False
+    changed, new, all_seen = (model(ids, attention_mask=m)[0] for m in (mask, mask.clone(), torch.ones_like(mask)))
+    assert torch.equal(changed, new) and not torch.equal(new, all_seen)
+
+
 def test_attention_that_was_not_given_to_tempoize_is_refused():
     from tempo_torch.attention import attend
 

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tempo_kernels.attention import attention
 from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.refill import allow_refill
 from tempo_torch.position import Place
 
 NAME = "tempo"
@@ -21,6 +22,7 @@ PLACE = "tempo_place"
 """The attribute of an attention module that holds its Place."""
 
 _hidden_masks: Any = WeakIdKeyDictionary()
+"""Of each mask, its version and its inverse."""
 
 
 def use_attention(model: Any) -> str | None:
@@ -92,13 +94,15 @@ def attend(
 
 
 def _hide(attention_mask: Tensor) -> Tensor:
-    """True where a key is hidden: one tensor for all layers, which are given the same mask."""
-    if torch.compiler.is_compiling():
+    """True where a key is hidden: one tensor for all layers, which are given the same mask, unless it was written to
+    between them."""
+    if torch.compiler.is_compiling() or attention_mask.is_inference():  # neither counts what is written
         return ~attention_mask
-    hidden: Tensor | None = _hidden_masks.get(attention_mask)
-    if hidden is None:
-        _hidden_masks[attention_mask] = hidden = ~attention_mask
-    return hidden
+    version, hidden = _hidden_masks.get(attention_mask, (None, None))
+    if version != attention_mask._version:
+        hidden = ~attention_mask
+        _hidden_masks[attention_mask] = attention_mask._version, hidden
+    return hidden  # type: ignore[no-any-return]
 
 
 def put_batch_first(out: Tensor) -> Tensor:
@@ -114,8 +118,9 @@ class _BatchFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.refill = _refill
-        return x.transpose(0, 1).contiguous()
+        y = x.transpose(0, 1).contiguous()
+        allow_refill(ctx, y, _refill)
+        return y
 
     @staticmethod
     @first_derivative_only("attention", "attention")

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.dropout_add import bias_dropout_add
+from tempo_kernels.refill import allow_refill
 from tempo_torch.linear import can_be_made, drop_input
 from tempo_torch.position import Place
 from tempo_torch.replace import Replaced
@@ -70,8 +71,11 @@ class _Redrawn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, draw: Draw, rows: int) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.draw, ctx.rows, ctx.refill = draw, rows, _refill
-        return _draw(x, draw, rows)
+        ctx.draw, ctx.rows = draw, rows
+        # No view to autograd, which would refuse to change one in place.
+        y: Tensor = torch.ops.aten._unsafe_view(_draw(x, draw, rows), x.shape)
+        allow_refill(ctx, y, _refill)
+        return y
 
     @staticmethod
     @first_derivative_only("dropout")

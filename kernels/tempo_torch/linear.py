@@ -54,4 +54,6 @@ def _find_factors(x: Tensor) -> list[Tensor] | None:
         return None
     factors = [kept for _, kept in find_saved_tensors(x.grad_fn) if isinstance(kept, Tensor)]
     same = [t for t in factors if (t.shape, t.dtype) == (x.shape, x.dtype)]
-    return same if len(same) == 2 and any(map(can_refill, same)) and x.is_contiguous() else None
+    # A product that somebody wrote to is no product any more.
+    is_product = x.is_contiguous() and x._version == 0
+    return same if len(same) == 2 and any(map(can_refill, same)) and is_product else None

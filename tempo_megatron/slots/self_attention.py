@@ -41,7 +41,7 @@ class TempoSelfAttention(SelfAttention):
             return mixed[0], *core_attention.take_inputs(3)
 
         # What is between the projection and core attention keeps views of the projection, such as a norm of q.
-        made = linear_qkv.take_output(), *core_attention.take_inputs(3)
+        made = linear_qkv.take_output(), *core_attention.take_unwritten_inputs(3)
         drop(made, after=linear_proj.take_inputs(1), make=make)
         return result
 
@@ -53,11 +53,13 @@ class _Watched(torch.nn.Module):
         super().__init__()
         self.module = module
         self._inputs: tuple[Any, ...] | None = None
+        self._versions: list[int] = []
         self._is_taken = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_taken:
             self._inputs = args
+            self._versions = [arg._version for arg in args if isinstance(arg, Tensor)]
         return self.module(*args, **kwargs)
 
     def take_inputs(self, num: int) -> tuple[Tensor, ...]:
@@ -65,6 +67,17 @@ class _Watched(torch.nn.Module):
         inputs, self._inputs, self._is_taken = self._inputs, None, True
         assert inputs is not None
         return inputs[:num]
+
+    def take_unwritten_inputs(self, num: int) -> tuple[Tensor, ...]:
+        """As take_inputs; ValueError where one of them was written to since the module was called."""
+        inputs = self.take_inputs(num)
+        if any(t._version != version for t, version in zip(inputs, self._versions, strict=False)):
+            raise ValueError(
+                f"queries, keys or values were written to in place inside a {type(self.module).__name__}, as by a hook "
+                "under no_grad, and would be made again without that; expected them as they were given; let the hook "
+                'return other tensors, or set tempo.linear_qkv to "off"'
+            )
+        return inputs
 
 
 class _Flatten(torch.nn.Module):

@@ -13,6 +13,7 @@ from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.norm import cpu
 from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dtype
 from tempo_kernels.opaque import call_untraced, is_traced, opaque
+from tempo_kernels.refill import allow_refill
 
 OPERANDS = "Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool zero_centered"
 
@@ -221,7 +222,8 @@ class _FromInput(torch.autograd.Function):
         else:
             y, statistics = call_untraced(choose_backend(x, cpu).forward_from_input, x, x, norm)
         ctx.save_for_backward(x, weight, bias, *statistics)
-        ctx.form, ctx.parameter_dtypes, ctx.refill = form, _parameter_dtypes(norm), _refill
+        ctx.form, ctx.parameter_dtypes = form, _parameter_dtypes(norm)
+        allow_refill(ctx, y, _refill)
         return y
 
     @staticmethod

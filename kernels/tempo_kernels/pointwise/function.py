@@ -13,6 +13,7 @@ from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import opaque
 from tempo_kernels.pointwise import cpu
 from tempo_kernels.pointwise.activations import ACTIVATIONS
+from tempo_kernels.refill import allow_refill
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -132,8 +133,9 @@ class _OfInput(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, bias)
         ctx.activation, ctx.room, ctx.operation = activation, room, operation
-        ctx.refill = _refill
-        return room.compute(x, bias, activation)
+        y = room.compute(x, bias, activation)
+        allow_refill(ctx, y, _refill)
+        return y
 
     @staticmethod
     @first_derivative_only(lambda ctx: ctx.operation, "activation")

@@ -2,6 +2,7 @@
 backward: only the operation's input is kept."""
 
 from tempo_kernels.recompute.function import recompute
-from tempo_kernels.recompute.graph import Kept, Refillable, can_refill, drop, find_saved_tensors, hold
+from tempo_kernels.recompute.graph import Kept, drop, find_saved_tensors, hold
+from tempo_kernels.refill import Refillable, can_refill
 
 __all__ = ["Kept", "Refillable", "can_refill", "drop", "find_saved_tensors", "hold", "recompute"]

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.recompute.graph import is_about_to_run
+from tempo_kernels.refill import allow_refill
 
 _WRITES = (
     "function writes to an argument or to a buffer of its module, and would write again in its second run; expected a "
@@ -137,10 +138,11 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
         leaves = _make_leaves(tensors, ctx.needs_input_grad[1:])
         y = _run_first_time(call, leaves)
-        ctx.call, ctx.refill, ctx.graph = call, _refill, None
+        ctx.call, ctx.graph = call, None
         ctx.save_for_backward(*tensors)
         # .data has neither the graph of this first run nor its version counter.
         result = y.data
+        allow_refill(ctx, result, _refill)
         if not y.requires_grad:
             ctx.mark_non_differentiable(result)
         return result

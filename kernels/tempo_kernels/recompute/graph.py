@@ -17,22 +17,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from tempo_kernels.refill import Refillable, can_refill, check_version, find_version
+
 # torch 2.6 does not say whether hooks keep a saved tensor.
 _CAN_ASK_FOR_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
-
-
-class Refillable(Protocol):
-    """The grad_fn of an output that can be made again: an autograd.Function that keeps inputs only."""
-
-    refill: Callable[[Any, Tensor], None]
-    """refill(grad_fn, out) makes `out`, of the output's shape, strides and dtype, hold the output once more."""
-
-    saved_tensors: tuple[Tensor | None, ...]
 
 
 class Kept:
@@ -58,11 +51,6 @@ class Kept:
         self.tensor, self._make = None, make
 
 
-def can_refill(y: Tensor) -> bool:
-    """Whether `drop` can drop y: `recompute` made it, or an operation with keep="input", and it has a graph."""
-    return hasattr(y.grad_fn, "refill")
-
-
 def drop(
     y: Tensor | Sequence[Tensor],
     *,
@@ -79,8 +67,8 @@ def drop(
     Args:
         y: the output of `recompute`, or of an operation with keep="input", whose grad_fn can make it again; with `make`
             any tensors of the graph, such as a linear's output and what was made of it, the earliest first. A y that
-            was written to has another grad_fn and is refused. A write under no_grad cannot be seen: y must not be
-            written to before it was used.
+            was written to, as by a forward hook, would be made again without what was written, and is refused; that
+            of a `make` cannot be told, and must not be written to.
         after: the result of the operation that used y, such as a linear's output, or the results of all operations
             that did. An operation whose result is not named keeps y.
         make: runs under no_grad and returns the tensors of y anew, in their order: of the same sizes, strides and
@@ -88,7 +76,7 @@ def drop(
 
     Costs: one more run of the operation in backward, shared by all operations that kept y, and microseconds of Python.
         A retained graph may run backward any number of times.
-    Raises: ValueError where y cannot be made again.
+    Raises: ValueError where y cannot be made again, and where it was written to since it was made.
     """
     outputs = (y,) if isinstance(y, Tensor) else tuple(y)
     first = outputs[0].grad_fn
@@ -100,6 +88,8 @@ def drop(
             tensor = kept.tensor if isinstance(kept, Kept) else kept
             if tensor is None or (part := promise.find_part(tensor)) is None:
                 continue
+            if make is None:
+                check_version(outputs[0])
             promise.note_user(part)
             if isinstance(kept, Kept):
                 kept.replace(functools.partial(promise.make, part))
@@ -111,17 +101,27 @@ def hold(y: Tensor) -> Callable[[], Tensor]:
     """A function that gives y, without its graph, in backward: for a `make` of `drop` that needs y.
 
     It holds y, unless y can be made again: then it is made with, and at most as often as, what `drop` makes of it.
-    Call it before `drop` drops y.
+    Call it before `drop` drops y. Raises ValueError where a y that can be made again was written to, and the
+    function RuntimeError where another y was written to since.
     """
     if not can_refill(y):
-        held = y.detach()
-        return lambda: held
+        return functools.partial(_take_held, y.detach(), find_version(y))
+    check_version(y)
     promise = _find_promise(y)
     whole = promise.find_part(y)
     if whole is None:  # nothing is in it
         return functools.partial(torch.empty_like, y.detach())
     promise.note_user(whole)
     return functools.partial(promise.make, whole)
+
+
+def _take_held(y: Tensor, version: int | None) -> Tensor:
+    if find_version(y) != version:
+        raise RuntimeError(
+            f"a tensor of shape {list(y.shape)}, from which a dropped tensor is made again, was written to in place "
+            "since it was used; expected it as it was; write to a copy, or leave the operation to stock"
+        )
+    return y
 
 
 class _Part(NamedTuple):

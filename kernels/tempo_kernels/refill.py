@@ -1,0 +1,57 @@
+"""What an operation says of itself, so that `recompute.drop` can have its output made again.
+
+Torch counts how often a tensor was written to, also where no graph sees it, as under no_grad. An output that was
+written to is not what its operation would make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+
+class Refillable(Protocol):
+    """The grad_fn of an output that can be made again: an autograd.Function that keeps inputs only, whose forward calls
+    `allow_refill`."""
+
+    refill: Callable[[Any, Tensor], None]
+    """refill(grad_fn, out) makes `out`, of the output's shape, strides and dtype, hold the output once more."""
+
+    version: int | None
+    """The output's version when it was made; None where torch counts none."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+
+
+def allow_refill(ctx: Any, y: Tensor, refill: Callable[[Any, Tensor], None]) -> None:
+    """Let the grad_fn of an autograd.Function make its output y again; for the end of its forward.
+
+    Args:
+        ctx: of the forward; becomes a `Refillable`.
+        refill: see Refillable.
+    """
+    ctx.refill, ctx.version = refill, find_version(y)
+
+
+def find_version(y: Tensor) -> int | None:
+    """How often torch saw y written to; None where it does not count, and under a compiler, which cannot be asked."""
+    return None if torch.compiler.is_compiling() or y.is_inference() else y._version
+
+
+def can_refill(y: Tensor) -> bool:
+    """Whether `drop` can drop y: `recompute` made it, or an operation with keep="input", and it has a graph."""
+    return hasattr(y.grad_fn, "refill")
+
+
+def check_version(y: Tensor) -> None:
+    """Raises ValueError where y, which its grad_fn can make again, was written to since."""
+    producer = cast(Any, y.grad_fn)
+    if producer.version not in (None, y._version):
+        raise ValueError(
+            f"y of shape {list(y.shape)} was written to in place after {producer.name()} made it, as by a forward hook "
+            "under no_grad, and would be made again without that; expected it as it was made; let the hook return "
+            "another tensor, or leave the operation to stock"
+        )
