@@ -3,6 +3,11 @@ however the samples are put into batches, draws the same ones."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import threading
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -236,3 +241,92 @@ def test_layers_compiled_one_by_one_and_checkpointed_draw_the_same_masks():
         expected, found = (loss_and_gradients(model, make_ids(first=step)) for model in (plain, other))
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@dataclasses.dataclass
+class Output:
+    """What no pytree is."""
+
+    logits: torch.Tensor
+
+
+class Returning(nn.Module):
+    """A model that returns its tensor in another way than as one; `take` finds it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.found = kind, []
+        self.inner = build(p=0.3, layers=3)
+
+    def forward(self, ids):
+        logits = self.inner(ids)
+        self.found.append(logits)
+        return {"dataclass": Output(logits), "object": types.SimpleNamespace(logits=logits), "None": None}[self.kind]
+
+    def take(self, ids):
+        self(ids)
+        return self.found.pop()
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "object", "None"])
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_several_forwards_may_run_before_their_backwards_whatever_the_model_returns(kind, checkpoints):
+    found = []
+    for each in (None, checkpoints):
+        torch.manual_seed(0)
+        model = tempoize(Returning(kind), seed=4)
+        model.inner.checkpoints = each
+        losses = [model.take(make_ids(first=first)).square().mean() for first in (0, B, 2 * B)]
+        sum(losses).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_a_region_that_holds_the_whole_model_draws_the_same_masks(checkpoints):
+    found = []
+    for is_checkpointed in (False, True):
+        model, x = tempoize(build(p=0.3), seed=4), torch.zeros(1, requires_grad=True)
+        losses = []
+        for first in (0, B):
+            run = functools.partial(lambda model, ids, x: model(ids) + x, model, make_ids(first=first))
+            out = torch.utils.checkpoint.checkpoint(run, x, **checkpoints) if is_checkpointed else run(x)
+            losses.append(out.square().mean())
+        sum(losses).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
+
+
+def test_two_threads_in_one_model_are_refused():
+    model, is_inside, may_go = tempoize(Dropouts(), seed=7), threading.Event(), threading.Event()
+
+    def wait(*_):
+        is_inside.set()
+        may_go.wait(60)
+
+    hook, found = model.first.register_forward_pre_hook(wait), []
+    other = threading.Thread(target=lambda: found.extend(masks(model=model)))
+    other.start()
+    assert is_inside.wait(60)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="two threads call one Dropouts at once, so which samples each sees is not"):
+        masks(model=model)
+    may_go.set()
+    other.join()
+    assert equal(found, masks(first=0)) and equal(masks(model=model), masks(first=4))
+
+
+def test_an_empty_tensor_does_not_say_how_many_samples_there_are():
+    class Prompted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.25)
+
+        def forward(self, prompt, x):
+            return self.drop(x)
+
+    model, alone = tempoize(Prompted(), seed=7), tempoize(Prompted(), seed=7)
+    x = torch.ones(4, 64)
+    assert torch.equal(model(torch.ones(0, 8), x), alone(x, x))

@@ -4,14 +4,18 @@ The mask at a place is a pure function of (seed, global sample, name of the modu
 before). Nothing is stored and no generator is advanced, so that a forward that is run again in backward, by whatever
 checkpointing, draws the same mask, and so does any number of processes.
 
-A forward of the model is a Pass. A backward starts with a gradient of the model's outputs: a hook there brings the pass
-of that forward back, so that several forwards may run before their backwards.
+A forward of the model is a Pass. Where a backward runs a part of it again, the node of the graph that asks for it tells
+which forward it belongs to: autograd numbers nodes as they are made, and a pass knows its first and its last number. So
+several forwards may run before their backwards, whatever the model returns. Compiled code cannot ask: there a hook on
+the model's outputs brings the pass back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +28,7 @@ from tempo_kernels.philox import derive_key
 
 _FIRST_OVERSIZED = 1 << 47
 _MAX_OVERSIZED = 1 << 16
+_MAX_PASSES = 1 << 10
 
 
 class Pass:
@@ -35,6 +40,10 @@ class Pass:
         self.first_sample_tensor: Tensor | None = None
         self.counts: dict[str, int] = {}
         self.is_over = False
+        # The numbers of the nodes that autograd made meanwhile. A region that holds the whole forward, and runs it
+        # without a graph, has the node of the number before.
+        self.first_node = _get_next_node() - 1
+        self.last_node = self.first_node
         # What `counts` was when a module was called with a tensor: (the module's number, the tensor's storage). The
         # weak reference lets the memory go, and no other storage have its address.
         self.entries: dict[tuple[int, int], tuple[StorageWeakRef, dict[str, int] | None]] = {}
@@ -54,7 +63,7 @@ class Place:
         """(key, first sample, number of samples) of the mask that is drawn now, to be used once."""
         if torch.compiler.is_compiling():
             return self._find_traced(device)
-        now = self.passes.current
+        now = self.passes.find_current()
         number = now.first_sample if now.first_sample is not None else self.passes.number_samples(now)
         return derive_key(self.passes.seed, self.code, self._count_call(now)), number, now.num_samples
 
@@ -109,7 +118,10 @@ class Passes:
         self._next_sample: int | None = None
         self._knows_repeats = False
         self._depth = 0
+        self._owner: dict[str, int] = {}  # the thread whose forward runs; setdefault is atomic
+        self._task = -1  # the outermost backward that runs
         self._current: Pass | None = None
+        self._past: deque[Pass] = deque(maxlen=_MAX_PASSES)
 
     @property
     def current(self) -> Pass:
@@ -120,6 +132,36 @@ class Passes:
                 "sees is not known; call that model, or give tempoize the module that is called"
             )
         return self._current
+
+    def find_current(self) -> Pass:
+        """`current`; in backward the pass whose graph asks for a part of its forward."""
+        if is_in_backward() and (found := self._find_past()) is not None and found is not self._current:
+            self._current, found.recalled = found, None
+        return self.current
+
+    def _find_past(self) -> Pass | None:
+        """The forward that made the node of the graph that runs now; None where a recomputation made it."""
+        task = torch._C._current_graph_task_id()
+        if self._task == -1:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if task != self._task:
+            # A reentrant region runs a backward of its own, whose nodes may have been numbered by another thread.
+            return None
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else -1
+        for past in reversed(self._past):
+            if past.first_node <= number < past.last_node:
+                return past
+        if len(self._past) == _MAX_PASSES and number < self._past[0].first_node:
+            raise RuntimeError(
+                f"more than {_MAX_PASSES} forwards ran before the backward of this one; expected fewer; call backward "
+                "earlier"
+            )
+        return None
+
+    def _end_backward(self) -> None:
+        self._task = -1
 
     def add_place(self, name: str) -> Place:
         """The place of the module with this name."""
@@ -180,24 +222,45 @@ class Passes:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._owner.setdefault("thread", threading.get_ident()) != threading.get_ident():
+            raise RuntimeError(
+                f"two threads call one {type(module).__name__} at once, so which samples each sees is not known; "
+                "expected one forward at a time; give each thread a copy of the model"
+            )
         self._depth += 1
         if self._depth > 1:
             return  # a model that calls itself
-        self._current = now = Pass(_count_samples(args, kwargs))
         for place in self.places.values():
             place.calls = 0
+        if not is_in_backward():
+            self._task = -1
+        elif (past := self._find_past() or self._current) is not None:
+            # A checkpointed region that holds the whole forward.
+            self._current, past.is_over, past.counts = past, False, {}
+            return
+        self._current = now = Pass(_count_samples(args, kwargs))
         if module.training:
             now.first_sample_tensor = torch.tensor(self.number_samples(now), dtype=torch.int64)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._owner.get("thread") != threading.get_ident():
+            return  # `_begin` refused it
         self._depth -= 1
         now = self._current
+        if not self._depth:
+            self._owner.clear()
         if self._depth or now is None:
             return
         now.is_over = self._knows_repeats = True
         if not self.has_repeats:
             now.entries.clear()
+            now.counts.clear()
+        if now.first_sample is not None and not is_in_backward():
+            now.last_node = _get_next_node()
+            self._past.append(now)
+        for past in self._past if self.has_repeats else ():
+            past.entries = {entry: found for entry, found in past.entries.items() if not found[0].expired()}
 
         def begin_backward(_: Tensor) -> None:
             self._current, now.recalled = now, None
@@ -214,7 +277,7 @@ class Passes:
             return
         if (tensor := _find_tensor(args, kwargs)) is None:
             return
-        now, storage = self._current, tensor.untyped_storage()
+        now, storage = self.find_current(), tensor.untyped_storage()
         entry = (number, storage._cdata)
         _, found = now.entries.get(entry, (None, None))
         if now.is_over:
@@ -227,7 +290,8 @@ class Passes:
             now.entries[entry] = StorageWeakRef(storage), None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_current": None}
+        no_pass: dict[str, Any] = {"_current": None, "_past": deque(maxlen=_MAX_PASSES)}
+        return {**self.__dict__, **no_pass, "_owner": {}, "_depth": 0, "_task": -1}
 
 
 class _Entry:
@@ -246,6 +310,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _get_next_node() -> int:
+    """The number that autograd gives the next node."""
+    return torch._C._autograd._get_sequence_nr()
+
+
 def _derive(seed: int, code: int, call: int) -> int:
     return derive_key(seed, code, call)
 
@@ -259,9 +328,9 @@ def _make_signed(key: int) -> int:
 
 
 def _find_tensor(args: Any, kwargs: Any) -> Tensor | None:
-    """The first tensor of a call that has dimensions."""
+    """The first tensor of a call that has dimensions and is not empty."""
     for value in pytree.tree_leaves((args, kwargs)) if kwargs or len(args) != 1 else args:
-        if isinstance(value, Tensor) and value.dim() > 0:
+        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0:
             return value
     return None
 
