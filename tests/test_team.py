@@ -6,22 +6,22 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from training_job import Data, Run, arguments, finished, make_data, start_ranks
 
-from tempo_megatron.training import heartbeat_process
 from tempo_megatron.training.facts import find_difference, flatten
 from tempo_megatron.training.launchers import find_launchers, is_launcher
+from tempo_megatron.training.team import check_open_files, open_listener, start_process
 
 ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
 
@@ -135,44 +135,184 @@ def test_ranks_that_all_stop_are_not_blamed(tmp_path: Path) -> None:
     wait_for_ranks([process for process in ranks if not process.kill()], 10)  # type: ignore[func-returns-value]
 
 
-def test_a_host_that_falls_silent_ends_the_run_at_both_ends() -> None:
-    """As with a link that is cut: nothing is closed, and nothing comes."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.setblocking(False)
-    judge = heartbeat_process.Judge(listener, "token", 2, 2.0)
-    thread = threading.Thread(target=judge.run, args=(os.getppid(),))
-    thread.start()
-    ends = [socket.create_connection(listener.getsockname()) for _ in range(2)]
-    for rank, end in enumerate(ends):
-        end.sendall(f"hello token {rank} host{rank}\n".encode())
+@contextlib.contextmanager
+def start_judge(world_size: int, limit: float) -> Iterator[tuple[subprocess.Popen[bytes], tuple[str, int]]]:
+    """A judge as rank 0 starts it, with the token "token", and its address."""
+    with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+        settings = {"token": "token", "world_size": world_size, "limit": limit, "listener": listener.fileno()}
+        judge = start_process("judge", settings, pass_fds=(listener.fileno(),))
+        address = listener.getsockname()
+    try:
+        yield judge, address
+    finally:
+        judge.kill()
+        judge.wait()
+        assert judge.stdin is not None
+        judge.stdin.close()
+
+
+def join_judge(address: tuple[str, int], rank: int) -> socket.socket:
+    connection = socket.create_connection(address)
+    connection.sendall(f"hello token {rank} host{rank}\n".encode())
+    connection.settimeout(20)
+    assert connection.recv(5) == b"beat\n"
+    return connection
+
+
+def hear_end(connection: socket.socket) -> str:
+    """What the judge says at the end; this rank beats on until then."""
     heard, deadline = "", time.monotonic() + 20
-    ends[0].settimeout(0.5)
-    while "end " not in heard and time.monotonic() < deadline:
-        ends[0].sendall(b"beat R\n")
+    connection.settimeout(0.5)
+    while "end " not in heard:
+        assert time.monotonic() < deadline, heard
+        connection.sendall(b"beat R\n")
         with contextlib.suppress(TimeoutError):
-            heard += ends[0].recv(4096).decode()
-    assert '"rank": 1, "host": "host1"' in heard and "nothing has come from its host for 2 s" in heard
-    for end in ends:
-        end.close()
-    thread.join(20)
-    listener.close()
+            heard += connection.recv(4096).decode()
+    return heard
+
+
+def test_a_host_that_falls_silent_ends_the_run_at_both_ends() -> None:
+    """As with a link that is cut: nothing is closed, and nothing comes. The judge does not wait for that host."""
+    with start_judge(2, 2.0) as (judge, address):
+        ends = [join_judge(address, rank) for rank in range(2)]
+        heard = hear_end(ends[0])
+        assert '"rank": 1, "host": "host1"' in heard and "nothing has come from its host for 2 s" in heard
+        ends[0].close()
+        assert judge.wait(10) == 0
+        ends[1].close()
 
     silent = socket.create_server(("127.0.0.1", 0))
-    order = {
-        "address": silent.getsockname(),
-        "token": "t",
-        "rank": 1,
-        "limit": 2,
-        "launchers": [],
-        "parent": os.getpid(),
-    }
-    command = [sys.executable, "-I", "-S", heartbeat_process.__file__, "watch", json.dumps(order)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
-        assert watcher.stdout is not None and watcher.stdout.readline() == "ready\n"
-        said = watcher.stdout.readline()
+    settings = {"address": silent.getsockname(), "token": "t", "rank": 1, "limit": 2, "launchers": []}
+    with start_process("watch", settings, stdout=subprocess.PIPE) as watcher:
+        connection = silent.accept()[0]
+        connection.sendall(b"beat\n")
+        assert watcher.stdout is not None and watcher.stdout.readline() == b"ready\n"
+        said = watcher.stdout.readline().decode()
         watcher.kill()
     assert said.startswith("end ") and '"rank": 0' in said and "nothing has come from it for 2 s" in said
+    connection.close()
     silent.close()
+
+
+def measure_seconds_of_cpu(pid: int) -> float:
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("world_size", [4096, pytest.param(16384, marks=pytest.mark.exhaustive)])
+def test_a_judge_hears_thousands_of_ranks(world_size: int) -> None:
+    """All beat, then one fails, and all are told."""
+    files, needed = resource.getrlimit(resource.RLIMIT_NOFILE), world_size + 500
+    if files[1] != resource.RLIM_INFINITY and files[1] < needed:
+        pytest.skip(f"needs {needed} open files, this machine allows {files[1]} (ulimit -Hn)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(files[0], needed), files[1]))
+    try:
+        with contextlib.ExitStack() as stack:
+            judge, address = stack.enter_context(start_judge(world_size, 600.0))
+            ranks = [stack.enter_context(join_judge(address, rank)) for rank in range(world_size)]
+            begin, used = time.monotonic(), measure_seconds_of_cpu(judge.pid)
+            rounds = 1 if world_size == 4096 else 10
+            for _ in range(rounds):
+                for rank in ranks:
+                    rank.sendall(b"beat R\n")
+                    assert rank.recv(4096).startswith(b"beat")  # one a second: the judge sets the pace
+            seconds = time.monotonic() - begin
+            used = measure_seconds_of_cpu(judge.pid) - used
+            print(
+                f"{world_size} ranks: the judge used {used / seconds:.3f} s of a core per second over {seconds:.1f} s"
+            )
+            ranks[-1].sendall(b'failed {"sentence": "the cause", "patience": 0}\n')
+            assert "the cause" in hear_end(ranks[0])
+            ranks[0].sendall(b"told\n")
+            for rank in ranks[1:]:
+                rank.settimeout(20)
+                heard = b""
+                while b"end " not in heard:
+                    heard += rank.recv(4096)
+            for rank in ranks:
+                rank.close()
+            assert judge.wait(20) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+
+
+def test_strangers_do_not_disturb_the_judge() -> None:
+    """Endless lines, wrong tokens, ranks that are none, and more idle connections than it may have files."""
+    with contextlib.ExitStack() as stack:
+        judge, address = stack.enter_context(start_judge(2, 5.0))
+        first = stack.enter_context(join_judge(address, 0))
+        endless = stack.enter_context(socket.create_connection(address))
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                endless.sendall(b"x" * (1 << 16))
+        for words in (
+            "hello guess 1 h",
+            "hello token 2 h",
+            "hello token -1 h",
+            "hello token x h",
+            "hello token 0 h",
+            "x",
+        ):
+            stranger = stack.enter_context(socket.create_connection(address))
+            stranger.settimeout(10)
+            stranger.sendall(words.encode() + b"\n")
+            assert stranger.recv(1) == b"", words
+        for _ in range(700):
+            stack.enter_context(socket.create_connection(address))
+        second = stack.enter_context(join_judge(address, 1))
+        assert len(os.listdir(f"/proc/{judge.pid}/fd")) < 300
+        with pytest.raises(ConnectionRefusedError):  # all are there: nobody else may come
+            for _ in range(100):
+                stack.enter_context(socket.create_connection(address, timeout=1))
+                time.sleep(0.1)
+        second.sendall(b"bye\n")
+        first.sendall(b"bye\n")
+        for member in (first, second):
+            heard = b""
+            while received := member.recv(4096):
+                heard += received
+            assert set(heard.split()) <= {b"beat"}
+        assert judge.wait(10) == 0
+
+
+def test_a_watcher_that_strangers_crowd_out_comes_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = {"address": listener.getsockname(), "token": "t", "rank": 1, "limit": 5, "launchers": []}
+        with start_process("watch", settings, stdout=subprocess.PIPE) as watcher:
+            listener.accept()[0].close()
+            with listener.accept()[0] as connection:
+                assert connection.recv(4096).startswith(b"hello t 1 ")
+                connection.sendall(b"beat\n")
+                assert watcher.stdout is not None and watcher.stdout.readline() == b"ready\n"
+            watcher.kill()
+
+
+def test_the_token_is_no_argument_of_a_process() -> None:
+    with start_judge(1, 5.0) as (judge, _):
+        words = Path(f"/proc/{judge.pid}/cmdline").read_bytes().split(b"\0")
+        assert words[-2:] == [b"judge", b""] and b"token" not in b" ".join(words)
+
+
+def test_the_judge_listens_where_the_ranks_meet_and_nowhere_else() -> None:
+    one_host = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    address, listener = open_listener(one_host)
+    with listener:
+        assert listener.getsockname()[0] == address and address in ("127.0.0.1", "::1")
+    two_hosts = {**one_host, "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    address, listener = open_listener(two_hosts)  # what this host takes for loopback does not lead to it from another
+    with listener:
+        assert (address, listener.getsockname()[0]) == ("127.0.0.1", "127.0.0.1")
+    elsewhere = {**two_hosts, "MASTER_ADDR": "192.0.2.1", "GLOO_SOCKET_IFNAME": "none"}
+    address, listener = open_listener(elsewhere)
+    with listener:
+        assert (address, listener.getsockname()[0]) == ("192.0.2.1", "::" if socket.has_dualstack_ipv6() else "0.0.0.0")
+
+
+def test_too_few_open_files_for_the_judge_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    with pytest.raises(ValueError, match="16384 ranks needs 16672 open files .* allows 4096; .* --heartbeat-seconds 0"):
+        check_open_files(16384)
+    check_open_files(3000)
 
 
 def test_the_first_difference_is_named_with_both_values() -> None:

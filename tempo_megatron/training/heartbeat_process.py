@@ -11,16 +11,23 @@ Only the standard library is imported: a watcher takes 10 MB, and starts at once
 The protocol is a line of words in each direction. A watcher says `hello TOKEN RANK HOST`, `beat STATE` every second,
 `failed JSON` for its rank, `ready` when that has nothing to say against
 its command line, `gone` when its rank has ended without a word, `told` when its rank has been told the end,
-and `bye`. The judge says `beat` every second, and `end JSON` once.
+and `bye`. The judge answers `hello` with a `beat`, says `beat` every second, and `end JSON` once.
+
+Whoever reaches the judge's port may connect to it, and must not matter. A stranger has one short line and a few seconds
+to show the token; there are never more than a few strangers, the oldest of which makes room; and once all ranks are
+there, the judge no longer listens. A watcher that was crowded out comes again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hmac
 import json
 import os
-import select
+import resource
+import selectors
 import signal
 import socket
 import sys
@@ -40,15 +47,31 @@ FIRST_SECONDS = 10.0
 _TOLD_SECONDS = 5.0
 _END_SECONDS = 10.0
 _OWN_END_SECONDS = 45.0
+# How long a watcher tries to join, how long a stranger may take to show the token, and how many of these there may be.
+_JOIN_SECONDS = 30.0
+_STRANGER_SECONDS = 5.0
+_STRANGERS = 256
+# Of these one turn of the judge's loop accepts no more, so that those who are known are heard in between.
+_ACCEPTED_AT_ONCE = 64
+_LONGEST_HELLO = 1 << 10
+_LONGEST_LINE = 1 << 20
+
+
+def count_files(world_size: int) -> int:
+    """How many files the judge of a run may have open at a time."""
+    return world_size + _STRANGERS + 32
 
 
 class Lines:
-    """A socket or a pipe that carries lines, read without waiting."""
+    """A socket or a pipe that carries lines, read and written without waiting.
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+    A line of more than `longest` bytes ends it, as if the other end had closed it.
+    """
+
+    def __init__(self, descriptor: int, longest: int = _LONGEST_LINE) -> None:
+        self.descriptor, self.longest = descriptor, longest
         self.is_open = True
-        self._rest = b""
+        self._rest = self._unsent = b""
         os.set_blocking(descriptor, False)
 
     def fileno(self) -> int:
@@ -56,20 +79,26 @@ class Lines:
 
     def read(self) -> Iterator[str]:
         try:
-            while content := os.read(self.descriptor, 1 << 16):
+            size = min(self.longest, 1 << 16)
+            while len(content := os.read(self.descriptor, size)) == size and len(self._rest) < self.longest:
                 self._rest += content
-            self.is_open = False
+            self._rest += content
+            self.is_open = bool(content)
         except BlockingIOError:
             pass
         except OSError:
             self.is_open = False
         *lines, self._rest = self._rest.split(b"\n")
+        if len(self._rest) >= self.longest:
+            self.is_open = False
         yield from (line.decode(errors="replace") for line in lines)
 
     def write(self, line: str) -> None:
-        """A beat that the network does not take is left out; the next one says the same."""
+        """What the other end does not take yet follows with the next line; a beat is left out, the next one says it."""
+        if not self._unsent or not line.startswith("beat"):
+            self._unsent += line.encode() + b"\n"
         try:
-            os.write(self.descriptor, line.encode() + b"\n")
+            self._unsent = self._unsent[os.write(self.descriptor, self._unsent) :]
         except BlockingIOError:
             pass
         except OSError:
@@ -103,6 +132,8 @@ def read_state(pid: int) -> tuple[str, str]:
 class Member:
     """What the judge knows of one rank."""
 
+    rank: int
+    connection: socket.socket
     lines: Lines
     host: str
     heard: float
@@ -113,14 +144,29 @@ class Member:
     has_been_told: bool = False
 
 
+@dataclasses.dataclass
+class Stranger:
+    """A connection that has not shown the token yet."""
+
+    connection: socket.socket
+    lines: Lines
+    since: float
+
+
 class Judge:
-    """Decides once, for all ranks, why the run ends."""
+    """Decides once, for all ranks, why the run ends.
+
+    What it does for each event does not depend on the number of ranks; what does, it does once a second.
+    """
 
     def __init__(self, listener: socket.socket, token: str, world_size: int, limit: float) -> None:
         self.listener, self.token, self.world_size, self.limit = listener, token, world_size, limit
-        self.strangers: list[tuple[Lines, socket.socket]] = []
+        self.selector = selectors.DefaultSelector()
+        self.strangers: dict[int, Stranger] = {}
+        """By descriptor; those who have waited longest come first."""
         self.members: dict[int, Member] = {}
-        self.sockets: list[socket.socket] = []
+        self.present: dict[int, Member] = {}
+        """The members that have not left."""
         self.clock = Clock()
         self.end: dict[str, Any] | None = None
         self.ended_at = 0.0
@@ -130,58 +176,113 @@ class Judge:
 
     def run(self, parent: int) -> None:
         next_beat, alone_since = 0.0, None
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         while True:
-            open_lines = [m.lines for m in self.members.values() if m.lines.is_open] + [s[0] for s in self.strangers]
-            select.select([self.listener.fileno(), *(lines.fileno() for lines in open_lines)], [], [], _TICK_SECONDS)
+            events = self.selector.select(_TICK_SECONDS)
             now = self.clock.advance()
-            self._accept()
-            for rank, member in list(self.members.items()):
-                self._hear(rank, member, now)
+            for key, _ in events:
+                if self.selector.get_map().get(key.fd) == key:  # an event before it may have closed it
+                    key.data(now)
+            self._drop_strangers(now)
             if now >= next_beat:
                 next_beat = now + BEAT_SECONDS
-                for member in self.members.values():
+                for member in self.present.values():
                     member.lines.write("beat")
-            if self.end is None:
                 self._look_for_losses(now)
+            self._look_at_suspicion(now)
             self._announce(now)
-            is_alone = not any(member.lines.is_open for member in self.members.values())
-            alone_since = (now if alone_since is None else alone_since) if is_alone else None
-            if alone_since is not None and (
-                len(self.members) == self.world_size or (os.getppid() != parent and now - alone_since > self.limit)
+            alone_since = (now if alone_since is None else alone_since) if not self.present else None
+            if self._is_through(now) or (
+                alone_since is not None
+                and (
+                    len(self.members) == self.world_size or (os.getppid() != parent and now - alone_since > self.limit)
+                )
             ):
-                for connection in self.sockets:
-                    connection.close()
-                return
+                return self._close()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
+    def _close(self) -> None:
+        for connection in (self.listener, *(member.connection for member in self.members.values())):
+            connection.close()
+        for stranger in self.strangers.values():
+            stranger.connection.close()
+        self.selector.close()
+
+    def _is_through(self, now: float) -> bool:
+        """Whether all who can still be reached know the end. A connection to a host that is gone stays open."""
+        if self.end is None:
+            return False
+        reachable = (m for m in self.present.values() if m.lines.is_open and now - m.heard <= self.limit)
+        return now - self.ended_at > _TOLD_SECONDS + _END_SECONDS or not any(reachable)
+
+    def _accept(self, now: float) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
                 connection = self.listener.accept()[0]
-                self.strangers.append((Lines(connection.fileno()), connection))
-        for stranger in list(self.strangers):
-            lines, connection = stranger
-            said = list(lines.read())
-            if said or not lines.is_open:
-                self.strangers.remove(stranger)
-            words = said[0].split(" ") if said else []
-            if len(words) == 4 and words[:2] == ["hello", self.token]:
-                rank = int(words[2])
-                self.members[rank] = Member(lines, words[3], self.clock.now)
-                self.sockets.append(connection)
-                for line in said[1:]:
-                    self._take(rank, self.members[rank], line, self.clock.now)
-            elif said:
-                connection.close()
+            except BlockingIOError:
+                return
+            except OSError:  # it is gone again, or this host has no more files, which must not make a busy loop
+                time.sleep(_TICK_SECONDS)
+                return
+            if len(self.strangers) == _STRANGERS:
+                self._drop(next(iter(self.strangers.values())))
+            stranger = Stranger(connection, Lines(connection.fileno(), _LONGEST_HELLO), now)
+            self.strangers[connection.fileno()] = stranger
+            self.selector.register(connection, selectors.EVENT_READ, functools.partial(self._ask, stranger))
 
-    def _hear(self, rank: int, member: Member, now: float) -> None:
-        for line in member.lines.read() if member.lines.is_open else ():
-            self._take(rank, member, line, now)
-        if not member.lines.is_open and not member.has_left:
-            member.has_left = True
-            text = "the connection to it was closed without a word: its host has gone down, or what watches it there"
-            self._suspect(now, {"rank": rank, "host": member.host, "sentence": text, "is_lost": True})
+    def _ask(self, stranger: Stranger, now: float) -> None:
+        said = list(stranger.lines.read())
+        words = said[0].split(" ") if said else []
+        if len(words) != 4 or not self._knows(*words[:3]):
+            if said or not stranger.lines.is_open:
+                self._drop(stranger)
+            return
+        del self.strangers[stranger.connection.fileno()]
+        stranger.lines.longest = _LONGEST_LINE
+        member = Member(int(words[2]), stranger.connection, stranger.lines, words[3], now)
+        self.members[member.rank] = self.present[member.rank] = member
+        self.selector.modify(stranger.connection, selectors.EVENT_READ, functools.partial(self._hear, member))
+        member.lines.write("beat")
+        for line in said[1:]:
+            self._take(member, line, now)
+        if len(self.members) == self.world_size:
+            self.selector.unregister(self.listener)
+            self.listener.close()
+            for other in list(self.strangers.values()):
+                self._drop(other)
 
-    def _take(self, rank: int, member: Member, line: str, now: float) -> None:
+    def _knows(self, word: str, token: str, rank: str) -> bool:
+        if word != "hello" or not hmac.compare_digest(token.encode(), self.token.encode()):
+            return False
+        return rank.isdecimal() and int(rank) < self.world_size and int(rank) not in self.members
+
+    def _drop(self, stranger: Stranger) -> None:
+        del self.strangers[stranger.connection.fileno()]
+        self.selector.unregister(stranger.connection)
+        stranger.connection.close()
+
+    def _drop_strangers(self, now: float) -> None:
+        while self.strangers and now - (oldest := next(iter(self.strangers.values()))).since > _STRANGER_SECONDS:
+            self._drop(oldest)
+
+    def _hear(self, member: Member, now: float) -> None:
+        for line in member.lines.read():
+            self._take(member, line, now)
+        if not member.lines.is_open:
+            self.selector.unregister(member.connection)
+            if not member.has_left:
+                self._leave(member)
+                text = (
+                    "the connection to it was closed without a word: its host has gone down, or what watches it there"
+                )
+                self._suspect(now, {"rank": member.rank, "host": member.host, "sentence": text, "is_lost": True})
+
+    def _leave(self, member: Member) -> None:
+        member.has_left = True
+        self.present.pop(member.rank, None)
+
+    def _take(self, member: Member, line: str, now: float) -> None:
+        place = {"rank": member.rank, "host": member.host}
         word, _, rest = line.partition(" ")
         member.heard = now
         if word == "beat":
@@ -190,29 +291,30 @@ class Judge:
             elif member.stopped_since is None:
                 member.stopped_since = now
         elif word == "failed":
-            failure = {"rank": rank, "host": member.host, **json.loads(rest)}
+            failure = {**place, **json.loads(rest)}
             self._suspect(now, failure, failure["patience"])
         elif word == "ready":
-            self.first_is_ready = self.first_is_ready or rank == 0
+            self.first_is_ready = self.first_is_ready or member.rank == 0
         elif word == "gone":
-            member.has_left = True
+            self._leave(member)
             text = "its process has ended without a word: it was killed, by the kernel for want of memory perhaps"
-            self._decide(now, {"rank": rank, "host": member.host, "sentence": text, "is_lost": True})
+            self._decide(now, {**place, "sentence": text, "is_lost": True})
         elif word == "told":
             member.has_been_told = True
         elif word == "bye":
-            member.has_left = True
+            self._leave(member)
 
-    def _look_for_losses(self, now: float) -> None:
+    def _look_at_suspicion(self, now: float) -> None:
         if self.suspicion is not None:
             due, failure = self.suspicion
             if now >= due or (self.first_is_ready and failure.get("patience") == FIRST_SECONDS):
                 self._decide(now, failure)
-        present = {rank: member for rank, member in self.members.items() if not member.has_left}
-        if all(member.stopped_since is not None for member in present.values()):
-            for member in present.values():  # Ctrl-Z: nobody waits for anybody
+
+    def _look_for_losses(self, now: float) -> None:
+        if all(member.stopped_since is not None for member in self.present.values()):
+            for member in self.present.values():  # Ctrl-Z: nobody waits for anybody
                 member.stopped_since = now
-        for rank, member in present.items():
+        for rank, member in self.present.items():
             place = {"rank": rank, "host": member.host}
             if now - member.heard > self.limit:
                 text = (
@@ -260,31 +362,52 @@ class Watcher:
     def run(self, address: tuple[str, int] | None, token: str) -> None:
         connection = None
         if address is not None:
-            try:
-                connection = socket.create_connection(address, timeout=self.limit)
-            except OSError:
+            connection = self._join(address, token)
+            if connection is None:
                 return  # the rank says that there is no connection
             self.judge, self.judge_host = Lines(connection.fileno()), address[0]
-            self.judge.write(f"hello {token} {self.rank} {socket.gethostname()}")
         self.answers.write("ready")
         heard, next_beat = self.clock.advance(), 0.0
-        while True:
-            sources = [lines for lines in (self.orders, self.judge) if lines is not None and lines.is_open]
-            select.select(sources, [], [], _TICK_SECONDS)
-            now = self.clock.advance()
-            self._take_orders()
-            if os.getppid() != self.parent or not self.orders.is_open:
-                return self._leave()
-            for line in self.judge.read() if self.judge is not None and self.judge.is_open else ():
-                heard = now
-                if line.startswith("end "):
-                    self._end(now, line)
-            if now >= next_beat:
-                next_beat = now + BEAT_SECONDS
-                self._beat()
-            self._look_for_judge(now, heard)
-            if self.ended_at is not None and (now - self.ended_at > self.patience or self._is_stopped()):
-                os.kill(self.parent, signal.SIGKILL)
+        with selectors.DefaultSelector() as selector:
+            sources = [lines for lines in (self.orders, self.judge) if lines is not None]
+            for lines in sources:
+                selector.register(lines, selectors.EVENT_READ)
+            while True:
+                selector.select(_TICK_SECONDS)
+                now = self.clock.advance()
+                self._take_orders()
+                if os.getppid() != self.parent or not self.orders.is_open:
+                    return self._leave()
+                for line in self.judge.read() if self.judge is not None and self.judge.is_open else ():
+                    heard = now
+                    if line.startswith("end "):
+                        self._end(now, line)
+                for lines in [lines for lines in sources if not lines.is_open]:
+                    selector.unregister(lines)
+                    sources.remove(lines)
+                if now >= next_beat:
+                    next_beat = now + BEAT_SECONDS
+                    self._beat()
+                self._look_for_judge(now, heard)
+                if self.ended_at is not None and (now - self.ended_at > self.patience or self._is_stopped()):
+                    os.kill(self.parent, signal.SIGKILL)
+
+    def _join(self, address: tuple[str, int], token: str) -> socket.socket | None:
+        """The connection to the judge, once that has answered; None where it does not."""
+        deadline = time.monotonic() + max(self.limit, _JOIN_SECONDS)
+        while (left := deadline - time.monotonic()) > 0 and os.getppid() == self.parent:
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection(address, timeout=left)
+                try:
+                    connection.sendall(f"hello {token} {self.rank} {socket.gethostname()}\n".encode())
+                    connection.settimeout(max(0.01, deadline - time.monotonic()))
+                    if connection.recv(1) == b"b":
+                        return connection
+                except OSError:
+                    pass
+                connection.close()  # strangers crowded it out
+            time.sleep(_TICK_SECONDS)
+        return None
 
     def _take_orders(self) -> None:
         for line in self.orders.read():
@@ -335,10 +458,15 @@ def _list_alive(start: str) -> list[tuple[str, str]]:
 def main(argv: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    settings = json.loads(argv[1])
+    # Not among the arguments, which every user of this host can see. Unbuffered: orders follow.
+    with open(0, "rb", buffering=0, closefd=False) as standard_input:
+        settings = json.loads(standard_input.readline())
     if argv[0] == "judge":
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = count_files(settings["world_size"])
+        if limits[0] != resource.RLIM_INFINITY and limits[0] < needed:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, limits[1]))
         listener = socket.socket(fileno=settings["listener"])
-        listener.setblocking(False)
         Judge(listener, settings["token"], settings["world_size"], settings["limit"]).run(settings["parent"])
         return
     launchers = [(int(pid), str(start)) for pid, start in settings["launchers"]]

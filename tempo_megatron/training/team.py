@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import json
 import os
+import resource
 import secrets
 import socket
 import subprocess
@@ -24,6 +25,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from tempo_megatron.cluster.host import is_loopback, list_addresses
 from tempo_megatron.training import heartbeat_process
 from tempo_megatron.training.agreement import AgreedError
 from tempo_megatron.training.facts import find_difference
@@ -35,6 +37,8 @@ from tempo_megatron.training.store import open_store
 _KEY = "tempo"
 # How long a rank that has failed waits for the cause that all ranks agree upon.
 _VERDICT_SECONDS = 20.0
+# The system lowers it to its own limit.
+_BACKLOG = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,26 +175,24 @@ class Team:
         """Address and password of the judge, which rank 0 starts."""
         key = f"{_KEY}/judge"
         if self.rank == 0:
-            listener = (
-                socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-                if socket.has_dualstack_ipv6()
-                else socket.create_server(("", 0), backlog=1024)
-            )
+            check_open_files(self.world_size)
+            address, listener = open_listener(os.environ)
             token = secrets.token_hex(16)
             settings = {"token": token, "world_size": self.world_size, "limit": heartbeat_s}
-            _start_process("judge", {**settings, "listener": listener.fileno()}, pass_fds=(listener.fileno(),))
-            self.store.set(key, json.dumps([listener.getsockname()[1], token]))
+            settings |= {"listener": listener.fileno()}
+            judge = start_process("judge", settings, pass_fds=(listener.fileno(),), stdout=subprocess.DEVNULL)
+            assert judge.stdin is not None
+            judge.stdin.close()
+            self.store.set(key, json.dumps([address, listener.getsockname()[1], token]))
             listener.close()
-        port, token = json.loads(self.store.get(key))
-        return (os.environ["MASTER_ADDR"], port), token
+        address, port, token = json.loads(self.store.get(key))
+        return (address, port), token
 
     def _start_watcher(
         self, address: tuple[str, int] | None, token: str, heartbeat_s: float, launchers: list[tuple[int, str]]
     ) -> None:
         settings = {"address": address, "token": token, "rank": self.rank, "limit": heartbeat_s}
-        self._watcher = _start_process(
-            "watch", {**settings, "launchers": launchers}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        self._watcher = start_process("watch", {**settings, "launchers": launchers}, stdout=subprocess.PIPE)
         assert self._watcher.stdout is not None
         if self._watcher.stdout.readline() != b"ready\n":
             where = "" if address is None else f" rank 0 at {address[0]}, port {address[1]},"
@@ -230,8 +232,48 @@ class Team:
             print(cause.describe(), file=sys.stderr, flush=True)
 
 
-def _start_process(role: str, settings: Mapping[str, Any], **options: Any) -> subprocess.Popen[bytes]:
+def open_listener(environ: Mapping[str, str]) -> tuple[str, socket.socket]:
+    """A listener for the judge, on rank 0's host, and the address for the other ranks.
+
+    It listens at the address by which the ranks meet: that of MASTER_ADDR, or, where the host itself takes that name
+    for loopback, that of Gloo's interface. Only where neither belongs to this host, as behind a translation of
+    addresses, does it listen at all of them.
+    """
+    name = environ["MASTER_ADDR"]
+    places = [(str(entry[4][0]), entry[0]) for entry in _look_up(name)]
+    if int(environ["LOCAL_WORLD_SIZE"]) < int(environ["WORLD_SIZE"]):
+        places = [(address, family) for address, family in places if not is_loopback(address)]
+        interface = environ.get("GLOO_SOCKET_IFNAME")
+        places += [(address, socket.AF_INET) for device, address, _ in list_addresses() if device == interface]
+    for address, family in places:
+        with contextlib.suppress(OSError):  # it is not an address of this host
+            return address, socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        return name, socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+    return name, socket.create_server(("", 0), backlog=_BACKLOG)
+
+
+def _look_up(name: str) -> list[Any]:
+    try:
+        return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+
+
+def check_open_files(world_size: int) -> None:
+    needed, allowed = heartbeat_process.count_files(world_size), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        raise ValueError(
+            f"the heartbeat of {world_size} ranks needs {needed} open files on rank 0's host, which allows {allowed}; "
+            f"raise its hard limit (`ulimit -Hn {needed}`), or go without a heartbeat: --heartbeat-seconds 0"
+        )
+
+
+def start_process(role: str, settings: Mapping[str, Any], **options: Any) -> subprocess.Popen[bytes]:
     """In a session of its own, so that Ctrl-C and Ctrl-Z of a terminal do not reach it."""
-    content = json.dumps({**settings, "parent": os.getpid()})
-    command = [sys.executable, "-I", "-S", heartbeat_process.__file__, role, content]
-    return subprocess.Popen(command, start_new_session=True, **options)
+    command = [sys.executable, "-I", "-S", heartbeat_process.__file__, role]
+    process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE, **options)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({**settings, "parent": os.getpid()}).encode() + b"\n")
+    process.stdin.flush()
+    return process
