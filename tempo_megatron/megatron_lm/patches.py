@@ -110,8 +110,7 @@ def _wrap_constructor(
             _finish_model(self, found, tempo_config)
         except ValueError as error:
             raise LaunchError(f"--use-tempo: {error}") from error
-        if found.draws_masks:
-            self.register_forward_pre_hook(micro_batches.check)
+        micro_batches.is_drawn_for |= found.draws_masks
         if model.has_causal_mask and found.knows_its_mask:
             found.leaves_mask_out = _leave_mask_out(run, hooks.mask_argument)
         report.add(found, given.arguments["config"], run)

@@ -40,13 +40,13 @@ class ModelReport:
     def add_block(self, block: Any, config: Any, choices: Any) -> None:
         """A block's spec that was built for `config` with these Choices; a T5Model has two."""
         from tempo_megatron.slots.block_slots import hides_the_future
+        from tempo_megatron.slots.dropout_rng import draws_masks
         from tempo_megatron.slots.transformer_engine import has_transformer_engine
 
         self.tempo_config = choices.config
         self.has_transformer_engine |= any(map(has_transformer_engine, block.layer_specs or []))
         self.reasons.update(choices.reasons)
-        dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
-        self.draws_masks |= any(p > 0 and choices.config.values_of(name) != {"off"} for name, p in dropouts.items())
+        self.draws_masks |= draws_masks(config, choices.config)
         self.knows_its_mask &= hides_the_future(block)
 
 

@@ -2,7 +2,8 @@
 
 Megatron's schedules say before each forward which micro batch of the step it is, for each model chunk of its own under
 interleaving; its arguments say how many samples the run has consumed, also after it was resumed. Evaluation counts for
-nothing: it draws no masks, and consumes samples of its own.
+nothing: it draws no masks, and consumes samples of its own. Where no model draws masks nothing is told, so that
+Megatron's tracker holds its own states only.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 
 from tempo_megatron.slots.dropout_rng import set_micro_batch
 
 
 class MicroBatches:
-    """Says which samples the forward that begins sees, and that a training forward begins without it.
+    """Says which samples the forward that begins sees, once a model of the run draws masks.
 
     Args:
         get_args: Megatron's.
@@ -26,37 +26,21 @@ class MicroBatches:
 
     def __init__(self, get_args: Callable[[], Any]) -> None:
         self._get_args = get_args
-        self._is_announced = False
+        self.is_drawn_for = False
+        """Whether a model draws masks for them."""
 
     def follow(self, begin_micro_batch: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         """Megatron's own function that is called at the start of a micro batch, which says it to Tempo as well."""
 
         @functools.wraps(begin_micro_batch)
         def begin(model: Any, microbatch_id: int) -> Any:
-            self._announce(microbatch_id)
+            if self.is_drawn_for:
+                args = self._get_args()
+                rank = parallel_state.get_data_parallel_rank()
+                set_micro_batch(args.seed, find_first_sample(args, microbatch_id, rank))
             return begin_micro_batch(model, microbatch_id)
 
         return begin
-
-    def check(self, model: torch.nn.Module, *_: Any) -> None:
-        """A forward pre-hook of a model that draws masks.
-
-        Raises RuntimeError where a second training forward would draw the masks of the one before.
-        """
-        if not model.training:
-            return
-        if not self._is_announced:
-            raise RuntimeError(
-                f"{type(model).__name__} runs forward in training mode outside of Megatron's schedules, so that "
-                "Tempo's dropout does not know which samples it sees; call model.eval() first, or set tempo.dropout "
-                'and tempo.attention to "off"'
-            )
-        self._is_announced = False
-
-    def _announce(self, microbatch_id: int) -> None:
-        args = self._get_args()
-        set_micro_batch(args.seed, find_first_sample(args, microbatch_id, parallel_state.get_data_parallel_rank()))
-        self._is_announced = True
 
 
 def find_first_sample(args: Any, microbatch_id: int, data_parallel_rank: int) -> int:

@@ -4,19 +4,40 @@ A mask is a pure function of (seed, global sample, stack, layer, site, global he
 The trainer says once per micro batch which samples it holds; that nonce lives in a named state of Megatron's
 CUDA RNG tracker, because every recomputation saves and restores the tracker's states: a recomputed forward
 therefore sees the nonce of its own micro batch, under any pipeline schedule. Nothing is ever advanced.
+
+Megatron takes all states of its tracker for those of CUDA generators: it registers them with CUDA graphs, saves them in
+checkpoints and converts them from one form to the other. The nonce is therefore such a state, with the run's seed as
+its seed and the sample as its offset, in the form that the tracker's other states have.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import struct
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
 
 from tempo_kernels.philox import derive_key
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.slots.linear import is_in_backward
 
 STATE_NAME = "tempo-micro-batch"
+# A CUDA generator counts in words of Philox, four to a block, and takes whole blocks only.
+_WORDS = 4
+# Its state as bytes: the seed, then the offset, in the order of this machine's own integers.
+_STATE = struct.Struct("=Qq")
+
+_REMEDY = (
+    "call tempo_megatron.set_micro_batch(seed, first_sample) before each forward in training mode (with another seed "
+    'for other masks of the same samples), call model.eval() first, or set tempo.dropout and tempo.attention to "off"'
+)
+
+_DRAWN: set[int] = set()
+"""The keys that forwards have drawn masks with since the micro batch was announced."""
 
 
 class Stack(enum.IntEnum):
@@ -37,6 +58,17 @@ class Site(enum.IntEnum):
     CROSS_ATTENTION = 5
 
 
+def draws_masks(config: Any, tempo_config: TempoConfig) -> bool:
+    """Whether a model draws masks of Tempo's, and has to be told its micro batches.
+
+    Args:
+        config: what has its `hidden_dropout` and `attention_dropout`, such as a TransformerConfig.
+        tempo_config: the model's.
+    """
+    dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
+    return any(p > 0 and tempo_config.values_of(name) != {"off"} for name, p in dropouts.items())
+
+
 def set_micro_batch(seed: int, first_sample: int) -> None:
     """Say which samples the next forward sees. Call it before the forward of every training micro batch.
 
@@ -49,9 +81,21 @@ def set_micro_batch(seed: int, first_sample: int) -> None:
     """
     if not 0 <= first_sample < 2**48:
         raise ValueError(f"first_sample is {first_sample}; it must be in [0, 2**48)")
-    # A fresh tensor each time: recomputation holds on to the states of earlier micro batches.
-    signed_seed = (seed + 2**63) % 2**64 - 2**63
-    get_cuda_rng_tracker().states_[STATE_NAME] = torch.tensor([signed_seed, first_sample], dtype=torch.int64)
+    _DRAWN.clear()
+    # A fresh state each time: recomputation holds on to those of earlier micro batches.
+    states = get_cuda_rng_tracker().states_
+    graphable = next((state for state in states.values() if isinstance(state, torch.Generator)), None)
+    states[STATE_NAME] = _make_state(seed, first_sample, None if graphable is None else graphable.device)
+
+
+def _make_state(seed: int, first_sample: int, device: torch.device | None) -> Tensor | torch.Generator:
+    """The state as bytes, or for CUDA graphs, where `device` is given, as a generator."""
+    seed, offset = seed % 2**64, _WORDS * first_sample
+    if device is None:
+        return torch.tensor(list(_STATE.pack(seed, offset)), dtype=torch.uint8)
+    generator = torch.Generator(device).manual_seed(seed)
+    generator.set_offset(offset)
+    return generator
 
 
 def read_micro_batch() -> tuple[int, int]:
@@ -61,12 +105,12 @@ def read_micro_batch() -> tuple[int, int]:
     """
     state = get_cuda_rng_tracker().states_.get(STATE_NAME)
     if state is None:
-        raise RuntimeError(
-            "Tempo's dropout does not know which samples it sees; call tempo_megatron.slots.dropout_rng.set_micro_batch"
-            "(seed, first_sample) before the forward of each training micro batch"
-        )
-    seed, first_sample = state.tolist()
-    return seed, first_sample
+        raise RuntimeError(f"Tempo's dropout does not know which samples it sees; {_REMEDY}")
+    if isinstance(state, torch.Generator):
+        seed, offset = state.initial_seed(), state.get_offset()
+    else:
+        seed, offset = _STATE.unpack(bytes(state.tolist()))
+    return seed, offset // _WORDS
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,6 +125,16 @@ def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECO
     """(64-bit key, first sample) for a dropout at `site` of layer `layer_number` (1-based) of `stack` in this forward.
 
     The layer number is global, over all pipeline stages.
+
+    Raises RuntimeError where a forward, that is no recomputed one, would draw the masks of the one before.
     """
     seed, first_sample = read_micro_batch()
-    return derive_site_key(seed, stack, layer_number, site), first_sample
+    key = derive_site_key(seed, stack, layer_number, site)
+    if not is_in_backward():
+        if key in _DRAWN:
+            raise RuntimeError(
+                f"dropout at {site.name} of {stack.name} layer {layer_number} would draw one mask twice: a second "
+                f"forward in training mode runs, and no micro batch was announced since the first; {_REMEDY}"
+            )
+        _DRAWN.add(key)
+    return key, first_sample

@@ -15,7 +15,7 @@ from torch import Tensor
 from tempo_kernels.philox import foresee
 from tempo_megatron.memory.run_ledger import RunSizes
 from tempo_megatron.memory.run_observer import RunObserver
-from tempo_megatron.slots.dropout_rng import set_micro_batch
+from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
 from tempo_megatron.training.agreement import raise_on_all_ranks
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
 from tempo_megatron.training.datasets import BatchStream, Datasets
@@ -57,6 +57,7 @@ class Trainer:
         self.valid_dataset, self.collate = datasets.valid, collate
         self.stream = self._open_stream(datasets.train, progress.consumed_samples, run.train_iters)
         self.group = parallel_state.get_data_parallel_group()
+        self._draws_masks = draws_masks(run.model, run.tempo)
         self._pending: list[dict[str, Any]] = []
         self._losses: list[dict[str, Tensor]] = []
         self._last_batch: Batch | None = None
@@ -117,7 +118,8 @@ class Trainer:
         totals: dict[str, Tensor] = {}
         for micro_batch in range(run.num_micro_batches):
             batch = self.stream.take_next()
-            set_micro_batch(run.seed, self.stream.find_first_sample(progress.consumed_samples, micro_batch))
+            if self._draws_masks:
+                set_micro_batch(run.seed, self.stream.find_first_sample(progress.consumed_samples, micro_batch))
             self._last_batch = batch
             losses = self.forward_step(engine.deepspeed, batch)
             engine.backward_and_step(losses[LOSS])
