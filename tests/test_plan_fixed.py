@@ -43,6 +43,7 @@ def read_request(monkeypatch: pytest.MonkeyPatch, full_rise: int) -> tuple[PlanR
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
     args = parser.parse_args([f"--model={MODEL}", "--gpu=a100", "--gpu-memory=80GB", "--pp=2", "--micro-batch-size=8"])
+    args.dtype = "bf16"
     request, estimates = make_plan_request(make_question(read_model(args), read_gpu("a100"), args))
     assert estimates is not None
     return request, estimates, asked

@@ -78,7 +78,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deepspeed_config",
         metavar="JSON",
-        help="estimate what DeepSpeed holds with this file (default: what Megatron's distributed optimizer does)",
+        help="estimate what DeepSpeed holds with this file, which also says the precision and, where they are numbers, "
+        "the batch sizes (default: what Megatron's distributed optimizer holds)",
     )
     _add_sizes(parser, tp="tensor", pp="pipeline", dp="data")
     _add_sequence_parallel(parser)
@@ -182,21 +183,32 @@ def _add_outputs(parser: Any, plot: str) -> None:
     parser.add_argument("--plot", metavar="PNG", type=parse_png, help=f"also draw {plot} to PNG")
 
 
-def _add_text(parser: Any) -> None:
-    """Tokens, and what they are computed in."""
+def _add_text(parser: Any, *, reads_deepspeed: bool = False) -> None:
+    """Tokens, and what they are computed in; None where --deepspeed_config may say it."""
     parser.add_argument(
         "--seq-length", type=parse_positive, metavar="S", help="tokens per sample (default the model's)"
     )
     parser.add_argument(
         "--vocab-size", type=parse_positive, metavar="V", help="tokens (default the model's, else 50257)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default %(default)s")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=None if reads_deepspeed else "bf16",
+        help="default --deepspeed_config's precision, else bf16" if reads_deepspeed else "default %(default)s",
+    )
 
 
-def _add_shape(parser: Any) -> None:
+def _add_shape(parser: Any, *, reads_deepspeed: bool = False) -> None:
     """What `read_requested_shape` reads, but for --model and --dropout."""
-    _add_text(parser)
-    parser.add_argument("--micro-batch-size", type=parse_positive, default=1, metavar="B", help="samples (default 1)")
+    _add_text(parser, reads_deepspeed=reads_deepspeed)
+    parser.add_argument(
+        "--micro-batch-size",
+        type=parse_positive,
+        default=None if reads_deepspeed else 1,
+        metavar="B",
+        help=f"samples (default {'that of --deepspeed_config, else ' if reads_deepspeed else ''}1)",
+    )
     parser.add_argument(
         "--recompute",
         nargs="+",
@@ -245,7 +257,7 @@ def _add_estimate_layout(group: Any) -> None:
 
 
 def _add_estimate_step(group: Any) -> None:
-    _add_shape(group)
+    _add_shape(group, reads_deepspeed=True)
     _add_dropout(group)
     group.add_argument(
         "--stock",
@@ -262,17 +274,21 @@ def _add_estimate_step(group: Any) -> None:
     group.add_argument(
         "--no-distributed-optimizer", action="store_true", help="Megatron's states whole on every data-parallel rank"
     )
-    group.add_argument("--deepspeed_config", metavar="JSON", help='its ZeRO stage, and its "tempo" block')
-    group.add_argument("--zero", type=int, choices=range(4), help="ZeRO stage of DeepSpeed, in place of a file's")
+    group.add_argument(
+        "--deepspeed_config",
+        metavar="JSON",
+        help='its precision, ZeRO stage, buckets, offload and batch sizes, and its "tempo" block',
+    )
+    group.add_argument("--zero", type=int, choices=range(4), help="ZeRO stage of DeepSpeed, where there is no file")
 
 
 def _add_plan_batch(parser: Any) -> None:
     parser.add_argument(
         "--micro-batch-size",
         type=_parse_micro_batch,
-        default=1,
         metavar="B",
-        help="samples, or auto: with which a step takes least time a sample (default 1)",
+        help="samples, or auto: with which a step takes least time a sample (default that of --deepspeed_config, else "
+        "1)",
     )
     parser.add_argument(
         "--global-batch-size",
@@ -283,7 +299,7 @@ def _add_plan_batch(parser: Any) -> None:
     parser.add_argument(
         "--num-micro-batches", type=parse_positive, metavar="M", help="of a step (default as many as fill the pipeline)"
     )
-    _add_text(parser)
+    _add_text(parser, reads_deepspeed=True)
     _add_dropout(parser)
 
 

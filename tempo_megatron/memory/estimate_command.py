@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 import threading
@@ -15,6 +14,11 @@ from typing import Any
 from tempo_megatron.arguments import tempo_config_from
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.json_text import read_object
+from tempo_megatron.memory.deepspeed_arguments import (
+    read_deepspeed_optimizer,
+    take_batch_sizes,
+    take_precision,
+)
 from tempo_megatron.memory.estimate import PART_NAMES, RankEstimate, RankLayout, describe_part, estimate_ranks
 from tempo_megatron.memory.memory_size import format_bytes
 from tempo_megatron.memory.model_states import OptimizerSettings
@@ -31,6 +35,8 @@ def run_estimate(args: argparse.Namespace) -> int:
     Raises ValueError for what cannot be estimated.
     """
     block = read_object(args.deepspeed_config) if args.deepspeed_config else {}
+    take_precision(args, block if args.deepspeed_config else None)
+    take_batch_sizes(args, block)
     shape, layout, optimizer = read_requested_shape(args), _read_layout(args), _read_optimizer(args, block)
     tempo_config = tempo_config_from(args, block)
     columns = {"stock": TempoConfig.off()} | ({} if tempo_config.is_off else {"Tempo": tempo_config})
@@ -135,14 +141,17 @@ def _read_layout(args: argparse.Namespace) -> RankLayout:
 def _read_optimizer(args: argparse.Namespace, block: dict[str, Any]) -> OptimizerSettings:
     is_deepspeed = args.deepspeed_config is not None or args.zero is not None
     kind = args.optimizer or ("deepspeed" if is_deepspeed else "megatron")
+    if kind == "megatron" and args.deepspeed_config is not None:
+        raise ValueError(
+            "--deepspeed_config is given with --optimizer megatron; that file's optimizer is DeepSpeed's: leave one out"
+        )
     if kind != "deepspeed":
         if args.zero is not None:
             raise ValueError(f"--zero {args.zero} is given with --optimizer {kind}; ZeRO is DeepSpeed's: leave one out")
         return OptimizerSettings(kind=kind, distributed=not args.no_distributed_optimizer)
     if args.no_distributed_optimizer:
         raise ValueError("--no-distributed-optimizer is Megatron's; give --zero 0 for DeepSpeed's")
-    settings = OptimizerSettings.from_deepspeed(block)
-    return settings if args.zero is None else dataclasses.replace(settings, zero_stage=args.zero)
+    return read_deepspeed_optimizer(block, args.zero)
 
 
 def _describe_optimizer(optimizer: OptimizerSettings) -> str:

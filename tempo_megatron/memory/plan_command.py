@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ import torch
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.extras import check_installed
 from tempo_megatron.json_text import read_object
+from tempo_megatron.memory.deepspeed_arguments import (
+    read_deepspeed_optimizer,
+    take_batch_sizes,
+    take_precision,
+)
 from tempo_megatron.memory.estimate import RankLayout
 from tempo_megatron.memory.gpu import Gpu, read_gpu
 from tempo_megatron.memory.ledger_command import format_layout
@@ -43,10 +49,12 @@ def run_plan(args: argparse.Namespace) -> int:
     )
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
-    samples_per_rank = _read_samples(args)
+    config = read_object(args.deepspeed_config) if args.deepspeed_config else None
+    take_precision(args, config)
+    samples_per_rank = _read_samples(args, config or {})
     if samples_per_rank is not None and args.micro_batch_size != "auto":
         args.num_micro_batches = samples_per_rank // args.micro_batch_size
-    question = make_question(read_model(args), gpu, args)
+    question = make_question(read_model(args), gpu, args, config)
     trials = []
     if args.micro_batch_size == "auto":
         trials = try_micro_batches(question, args.gpu_memory, samples_per_rank)
@@ -92,11 +100,11 @@ def read_model(args: argparse.Namespace) -> ModelShape:
     return shape
 
 
-def make_question(shape: ModelShape, gpu: Gpu, args: argparse.Namespace) -> Question:
-    """What the arguments ask. Raises ValueError where the DeepSpeed JSON is none."""
-    optimizer = OptimizerSettings()
-    if args.deepspeed_config:
-        optimizer = OptimizerSettings.from_deepspeed(read_object(args.deepspeed_config))
+def make_question(
+    shape: ModelShape, gpu: Gpu, args: argparse.Namespace, config: Mapping[str, Any] | None = None
+) -> Question:
+    """What the arguments ask; `config` is the DeepSpeed JSON, whose precision and batch sizes `args` has already."""
+    optimizer = OptimizerSettings() if config is None else read_deepspeed_optimizer(config)
     layout = RankLayout(
         tensor_parallel=args.tp,
         pipeline_parallel=args.pp,
@@ -118,15 +126,17 @@ def make_question(shape: ModelShape, gpu: Gpu, args: argparse.Namespace) -> Ques
     )
 
 
-def _read_samples(args: argparse.Namespace) -> int | None:
-    """The samples of a step on one data-parallel rank, where --global-batch-size says so; the micro batches follow.
+def _read_samples(args: argparse.Namespace, config: Mapping[str, Any]) -> int | None:
+    """The samples of a step on one data-parallel rank, where --global-batch-size or the DeepSpeed JSON says so; the
+    micro batches follow.
 
     Raises ValueError where they do not divide.
     """
+    if args.global_batch_size is not None and args.num_micro_batches is not None:
+        raise ValueError("--global-batch-size and --num-micro-batches are both given; leave one of them out")
+    take_batch_sizes(args, config)
     if args.global_batch_size is None:
         return None
-    if args.num_micro_batches is not None:
-        raise ValueError("--global-batch-size and --num-micro-batches are both given; leave one of them out")
     size = 1 if args.micro_batch_size == "auto" else args.micro_batch_size
     if args.global_batch_size % (args.dp * size):
         raise ValueError(
