@@ -88,53 +88,6 @@ def test_the_keys_and_files_of_a_saved_model_are_stocks(tmp_path):
     assert list(ours) == list(theirs) and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-HEADS = {
-    "GPT2LMHeadModel": ("GPT2Config", {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}),
-    "LlamaForCausalLM": (
-        "LlamaConfig",
-        {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("count", [None, 7])
-def test_the_loss_of_a_language_model_is_stocks_and_no_logits_of_all_tokens_are_kept(name, count):
-    import transformers
-
-    config, settings = HEADS[name]
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name.startswith("GPT2") else {}
-    ids = torch.arange(2 * 24).view(2, 24) * 7 % 250
-    labels = ids.clone()
-    labels[0, :5] = -100
-
-    def build(dtype=torch.float32):
-        torch.manual_seed(0)
-        model = getattr(transformers, name)(getattr(transformers, config)(vocab_size=250, **settings, **dropouts))
-        return model.to(dtype).train()
-
-    found = []
-    for model in (tempoize(build(), norm="recompute"), build(), build(torch.float64)):
-        more = {} if count is None else {"num_items_in_batch": torch.tensor(count)}
-        if model.dtype == torch.float64:
-            # Its own loss would be computed in float32.
-            logits, targets = model(input_ids=ids).logits[:, :-1], labels[:, 1:]
-            loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="sum")
-            loss = loss / (count or (targets != -100).sum())
-        else:
-            loss = model(input_ids=ids, labels=labels, **more).loss
-        loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for witnesses in zip(*found, strict=True):
-        assert_within_rule(name, *witnesses)
-    model = tempoize(build())
-    assert "loss" in {entry.operation for entry in report_on(model).replaced}
-    assert model(input_ids=ids, labels=labels).logits is None
-    assert model(input_ids=ids).logits.shape == (2, 24, 250)
-    model.eval()
-    assert model(input_ids=ids, labels=labels).logits.shape == (2, 24, 250)
-
-
 @pytest.mark.parametrize(
     ("name", "p", "more"),
     [

@@ -1,127 +1,347 @@
-"""Causal language models whose loss is made with the logits of a chunk of tokens at a time.
+"""Language models whose logits are made a chunk of tokens at a time, where only a cross entropy needs them.
 
-In a forward with labels in training, the head gives the losses of the tokens in the logits' place, and the model's loss
-function takes their mean. Both run where the model runs them, so that what gathers the head's weight (ZeRO-3, FSDP)
-sees the head called.
+In a forward with labels in training, the head returns `DeferredLogits`: its input, and what the model did to the logits
+since. Their cross entropy, whoever calls it (a loss function of transformers, `nn.CrossEntropyLoss`, a `compute_loss`),
+makes the logits of a chunk of tokens at a time; whatever else reads them gets all of them. So the model's own code says
+what the loss is: which labels, how they are shifted, what is ignored and what is divided by.
+
+The head is called when the loss or the logits are made, so that what gathers its weight (ZeRO-3, FSDP) sees that call.
 """
 
 from __future__ import annotations
 
-import ast
+import functools
 import inspect
-import textwrap
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_torch.linear import DropsInput
 from tempo_torch.replace import Replaced, change_class
 
-_IGNORED = -100
+
+class _Request(NamedTuple):
+    """What a head is asked for in place of logits: the cross entropy of softcap tanh(z / softcap) / temperature."""
+
+    labels: Tensor
+    ignore_index: int
+    softcap: float | None
+    temperature: float
 
 
 class LossHead(DropsInput):
-    """nn.Linear of [b, s, h]: the logits [b, s, v] or, while `tempo_labels` are set, the losses [b, s] in float32."""
+    """nn.Linear of [..., h]: the logits [..., v] or, of a request, the losses of the tokens, float32."""
 
-    tempo_labels: Tensor | None = None
+    tempo_defers = False
+    out_features: int
     weight: Tensor
     bias: Tensor | None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Logits, or what makes them later."""
+        if self.tempo_defers and len(args) == 1 and not kwargs and args[0].numel() > 0:
+            return DeferredLogits(self, args[0])
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, hidden: Tensor, request: _Request | None = None) -> Tensor:
         """Logits or losses."""
-        labels = self.tempo_labels
-        if labels is None:
+        if request is None:
             return super().forward(hidden)  # type: ignore[misc,no-any-return]
         weight, bias = self.weight, self.bias
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        losses: Tensor = linear_cross_entropy(hidden.transpose(0, 1), weight, labels, bias=bias, ignore_index=_IGNORED)
-        return losses
+        rows, labels = hidden.flatten(0, -2).unsqueeze(1), request.labels.reshape(1, -1)
+        more: dict[str, Any] = {"bias": bias, "ignore_index": request.ignore_index}
+        if request.softcap is None and request.temperature == 1.0:
+            return linear_cross_entropy(rows, weight, labels, **more).view(-1)  # type: ignore[no-any-return]
+        scaling = (request.temperature, request.softcap)
+        return -linear_log_prob(rows, weight, labels, *scaling, **more).view(-1)  # type: ignore[no-any-return]
+
+
+class DeferredLogits:
+    """Logits that are computed when somebody reads them.
+
+    It has what a tensor has: an attribute, an operator or a function of torch that needs their values computes them,
+    once, with their graph. Numbers by which they are multiplied or divided, tanh, dtypes and shapes that keep the
+    vocabulary are noted only, and `F.cross_entropy` makes them a chunk of tokens at a time. `read()` gives a tensor.
+
+    Keeps: the head's input, while it lives.
+    Raises RuntimeError where they are read after the head's weight, or its input, was written to.
+    """
+
+    def __init__(self, head: LossHead, hidden: Tensor) -> None:
+        device = hidden.device.type
+        self._head, self._hidden = head, hidden
+        self._autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self._steps: tuple[tuple[str, Any], ...] = ()
+        self._versions = None if torch.compiler.is_compiling() else self._find_versions()
+        self._read: Tensor | None = None
+        self.device = hidden.device
+        self.dtype = hidden.dtype if self._autocast is None else self._autocast
+        self.shape = torch.Size((*hidden.shape[:-1], head.out_features))
+
+    def read(self) -> Tensor:
+        """The logits."""
+        found = self._read
+        if found is None or (torch.is_grad_enabled() and not found.requires_grad):
+            if self._versions is not None and self._versions != self._find_versions():
+                raise RuntimeError(
+                    "logits are read after what they are made of was written to; expected to read them before the "
+                    'optimizer\'s step; read them earlier, or give tempoize loss="off"'
+                )
+            found = self._call_head(None)
+            for name, value in self._steps:
+                found = _STEPS[name](found, value)
+            self._read = found
+        return found
+
+    def find_loss(self, labels: Tensor, ignore_index: int, reduction: str) -> Tensor | None:
+        """F.cross_entropy of the logits and these labels; None where they have to be read for it."""
+        if (scaling := _find_scaling(self._steps)) is None:
+            return None
+        losses = self._call_head(_Request(labels, ignore_index, *scaling))
+        losses = losses.to(self.dtype if self._autocast is None else torch.float32)
+        if reduction == "none":
+            return losses
+        total = losses.sum()
+        return total if reduction == "sum" else total / (labels != ignore_index).sum()
+
+    def _call_head(self, request: _Request | None) -> Tensor:
+        now, device = torch.get_autocast_dtype(self.device.type), self.device.type
+        args = (self._hidden,) if request is None else (self._hidden, request)
+        # Not the head's own call, which would defer.
+        call = functools.partial(super(LossHead, self._head).__call__, *args)
+        if self._autocast == (now if torch.is_autocast_enabled(device) else None):
+            return call()  # type: ignore[no-any-return]
+        with torch.autocast(device, dtype=self._autocast, enabled=self._autocast is not None):
+            return call()  # type: ignore[no-any-return]
+
+    def _find_versions(self) -> tuple[Any, ...]:
+        weight = self._head.weight
+        return self._hidden._version, weight._version, id(weight)
+
+    def _then(self, name: str, value: Any = None, **attributes: Any) -> DeferredLogits:
+        """These logits after one more step."""
+        made = object.__new__(DeferredLogits)
+        made.__dict__.update({**self.__dict__, "_steps": (*self._steps, (name, value)), "_read": None, **attributes})
+        return made
+
+    # What is noted.
+
+    def __mul__(self, other: Any) -> Any:
+        return self._then("multiply", other) if isinstance(other, int | float) else self.read() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._then("divide", other) if isinstance(other, int | float) else self.read() / other
+
+    def tanh(self) -> DeferredLogits:
+        """torch.tanh of them."""
+        return self._then("tanh")
+
+    def float(self) -> DeferredLogits:
+        """In float32."""
+        return self._then("to", torch.float32, dtype=torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """In another dtype, or on the device where they are."""
+        (target,) = args if len(args) == 1 and not kwargs else (None,)
+        if isinstance(target, torch.dtype) and target.is_floating_point:
+            return self._then("to", target, dtype=target)
+        if target is not None and not isinstance(target, Tensor) and torch.device(target) == self.device:
+            return self
+        return self.read().to(*args, **kwargs)
+
+    def view(self, *shape: Any) -> Any:
+        """Of another shape."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        if sizes == (-1, self.shape[-1]):
+            rows = self.shape[:-1].numel()
+            return self._then("view", (rows, self.shape[-1]), shape=torch.Size((rows, self.shape[-1])))
+        return self.read().view(*shape)
+
+    def reshape(self, *shape: Any) -> Any:
+        """Of another shape."""
+        return self.view(*shape)
+
+    def contiguous(self) -> DeferredLogits:
+        """Themselves."""
+        return self
+
+    # What they are.
+
+    requires_grad = True
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or one size."""
+        return self.shape if dim is None else self.shape[dim]
+
+    # What reads them.
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_head":
+            raise AttributeError(name)  # what copies and pickles an object asks for
+        return getattr(self.read(), name)
+
+    def __repr__(self) -> str:
+        return f"DeferredLogits({list(self.shape)}, {self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().detach().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func is F.cross_entropy and (loss := _find_cross_entropy(*args, **kwargs)) is not None:
+            return loss
+        if func in (torch.tanh, Tensor.tanh) and len(args) == 1 and not kwargs:
+            return args[0].tanh()
+        return func(*map(_read_inside, args), **{name: _read_inside(value) for name, value in kwargs.items()})
+
+
+def _read_inside(value: Any) -> Any:
+    if isinstance(value, DeferredLogits):
+        return value.read()
+    return type(value)(map(_read_inside, value)) if type(value) in (list, tuple) else value
+
+
+def _forward_operator(name: str) -> Callable[..., Any]:
+    def call(self: DeferredLogits, *args: Any) -> Any:
+        return getattr(self.read(), name)(*map(_read_inside, args))
+
+    return call
+
+
+for _name in (
+    *("add", "radd", "sub", "rsub", "neg", "pow", "rpow", "rtruediv", "matmul", "rmatmul", "mod", "floordiv", "abs"),
+    *(
+        "getitem",
+        "setitem",
+        "len",
+        "iter",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "invert",
+        "bool",
+        "array",
+        "float",
+        "int",
+    ),
+    *("iadd", "isub", "imul", "itruediv", "and", "or", "xor", "contains"),
+):
+    setattr(DeferredLogits, f"__{_name}__", _forward_operator(f"__{_name}__"))
+DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+_STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "multiply": lambda logits, value: logits * value,
+    "divide": lambda logits, value: logits / value,
+    "tanh": lambda logits, _: logits.tanh(),
+    "to": lambda logits, dtype: logits.to(dtype),
+    "view": lambda logits, shape: logits.view(shape),
+}
+
+
+def _find_scaling(steps: tuple[tuple[str, Any], ...]) -> tuple[float | None, float] | None:
+    """(softcap, temperature) of logits after these steps; None where it is another function of them."""
+    inner, outer, is_capped = 1.0, 1.0, False
+    for name, value in steps:
+        if name == "tanh":
+            if is_capped:
+                return None
+            is_capped, inner, outer = True, outer, 1.0
+        elif name == "divide":
+            outer *= value
+        elif name == "multiply":
+            outer = outer / value if value else 0.0
+    # tanh(z / inner) / outer
+    softcap, temperature = (inner, outer * inner) if is_capped else (None, outer)
+    return (softcap, temperature) if inner > 0 and 0 < temperature < float("inf") else None
+
+
+def _find_cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """F.cross_entropy of deferred logits [n, v]; None where they have to be read for it."""
+    if not isinstance(input, DeferredLogits) or not isinstance(target, Tensor):
+        return None
+    is_plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+    if not is_plain or input.ndim != 2 or target.dim() != 1 or target.dtype != torch.int64:
+        return None
+    if target.size(0) != input.size(0) or target.device != input.device or reduction not in ("mean", "sum", "none"):
+        return None
+    return input.find_loss(target, ignore_index, reduction)
 
 
 class FusedLoss(Replaced):
-    """A causal language model of transformers. In training with labels its output has no logits."""
+    """A language model of transformers. In training with labels its output has `DeferredLogits`."""
 
+    labels_place: int
+    """The place of `labels` among the arguments of its forward."""
     training: bool
-    lm_head: LossHead
+    get_output_embeddings: Callable[[], Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
-        labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
-        is_plain = not kwargs.get("logits_to_keep") and kwargs.get("return_dict") is not False and not args[1:]
-        if labels is None or not self.training or not torch.is_grad_enabled() or not is_plain:
+        head = self.get_output_embeddings()
+        labels = args[self.labels_place] if len(args) > self.labels_place else kwargs.get("labels")
+        if not (labels is not None and self.training and torch.is_grad_enabled() and isinstance(head, LossHead)):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        if shifted is None:
-            shifted = F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
-        self.lm_head.tempo_labels, before = shifted.contiguous(), self.__dict__.get("_loss_function")
-        self.__dict__["_loss_function"] = _reduce
+        head.tempo_defers = True
         try:
-            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.lm_head.tempo_labels = None
-            if before is None:
-                del self.__dict__["_loss_function"]
-            else:
-                self.__dict__["_loss_function"] = before
-        output.logits = None
-        return output
+            head.tempo_defers = False
 
 
-def _reduce(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
-    """The loss, as transformers reduces it, of the losses that the head gave in the logits' place."""
-    shifted = kwargs.get("shift_labels")
-    kept = labels[..., 1:] if shifted is None else shifted
-    count = num_items_in_batch if num_items_in_batch is not None else (kept != _IGNORED).sum()
-    return logits.sum() / (count.to(logits.device) if isinstance(count, Tensor) else count)
+def is_language_model(model: Any) -> bool:
+    """Whether a module is a language model of transformers: it takes labels, and has a head over a vocabulary."""
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    if models is None or not isinstance(model, models.PreTrainedModel):
+        return False
+    return "labels" in inspect.signature(model.forward).parameters and model.get_output_embeddings() is not None
 
 
-def is_language_model(model: nn.Module) -> bool:
-    """Whether a module is a causal language model of transformers."""
-    return hasattr(model, "loss_type") and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-
-
-def use_fused_loss(model: nn.Module) -> str | None:
-    """Give a causal language model the fused loss; the reason where that cannot be."""
-    # transformers names no loss of the oldest of its causal language models.
-    expected = None if type(model).__name__.endswith("LMHeadModel") else "ForCausalLM"
-    if getattr(model, "loss_type", None) not in ("ForCausalLM", expected) or "_loss_function" in model.__dict__:
-        return "its loss is not the cross entropy of the next token"
-    head = getattr(model, "lm_head", None)
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        return "its lm_head is no plain linear"
-    if not _hands_logits_on(type(model)):
-        return "its forward changes the logits before the loss"
-    head.__class__ = getattr(head, "stock_class", type(head))
-    change_class(head, LossHead)
+def use_fused_loss(model: Any) -> str | None:
+    """Give a language model the fused loss; the reason where that cannot be."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, LossHead):
+        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+            return "its head is no plain linear"
+        head.__class__ = getattr(head, "stock_class", type(head))
+        change_class(head, LossHead)
+    names = list(inspect.signature(model.forward).parameters)
     change_class(model, FusedLoss)
+    model.__dict__["labels_place"] = names.index("labels")
     return None
-
-
-def _hands_logits_on(stock: type[nn.Module]) -> bool:
-    """Whether a forward gives what the head returned, and nothing else, to the loss function."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(stock.forward))))
-    except (OSError, TypeError):
-        return False
-    nodes = list(ast.walk(tree))
-    heads = [node for node in nodes if isinstance(node, ast.Assign) and _is_call_of(node.value, "lm_head")]
-    if len(heads) != 1 or not isinstance(heads[0].targets[0], ast.Name):
-        return False
-    name = heads[0].targets[0].id
-    stores = [
-        node for node in nodes if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
-    ]
-    calls = [node for node in nodes if isinstance(node, ast.Call) and _is_call_of(node, "loss_function")]
-    given = [
-        value for call in calls for value in (*call.args[:1], *(k.value for k in call.keywords if k.arg == "logits"))
-    ]
-    return len(stores) == 1 and len(given) == 1 and isinstance(given[0], ast.Name) and given[0].id == name
-
-
-def _is_call_of(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name

@@ -239,7 +239,7 @@ def _replace_losses(model: nn.Module) -> list[Entry]:
         kind = type(module).__name__
         why = use_fused_loss(module)
         entries.append(Entry(name, kind, "loss", "fused" if why is None else None, why or ""))
-    return entries or [Entry("", type(model).__name__, "loss", None, "it is no causal language model of transformers")]
+    return entries or [Entry("", type(model).__name__, "loss", None, "it is no language model of transformers")]
 
 
 def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Entry | None:

@@ -1,0 +1,263 @@
+"""Language models of transformers: their loss is stock's however it is called, and logits are computed when read."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from witness import assert_within_rule
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
+
+import transformers
+
+from tempo_torch import report_on, tempoize
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+VOCAB, B, S = 250, 2, 24
+IDS = torch.arange(B * S).view(B, S) * 7 % (VOCAB - 5) + 3
+LABELS = IDS.clone()
+LABELS[0, :5] = -100
+SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+GROUPS = {**SIZES, "num_key_value_heads": 2}
+EXPERTS = {**GROUPS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS = {
+    "GPT2LMHeadModel": (
+        "GPT2Config",
+        {"n_embd": 64, "n_layer": 1, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "LlamaForCausalLM": ("LlamaConfig", GROUPS),
+    # Positional vocab_size.
+    "MixtralForCausalLM": ("MixtralConfig", {**GROUPS, "num_local_experts": 4}),
+    "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", EXPERTS),
+    "OlmoeForCausalLM": ("OlmoeConfig", EXPERTS),
+    # Capped and scaled logits.
+    "Gemma2ForCausalLM": ("Gemma2Config", {**GROUPS, "head_dim": 16, "final_logit_softcapping": 2.0}),
+    "CohereForCausalLM": ("CohereConfig", {**GROUPS, "logit_scale": 0.25}),
+    "GraniteForCausalLM": ("GraniteConfig", {**GROUPS, "logits_scaling": 4.0}),
+    # Masked language models.
+    "BertForMaskedLM": ("BertConfig", {**SIZES, **NO_DROPOUT}),
+    "RobertaForMaskedLM": ("RobertaConfig", {**SIZES, **NO_DROPOUT}),
+    "ElectraForMaskedLM": ("ElectraConfig", {**SIZES, **NO_DROPOUT, "embedding_size": 64}),
+    "DistilBertForMaskedLM": (
+        "DistilBertConfig",
+        {"dim": 64, "n_layers": 1, "n_heads": 4, "hidden_dim": 96, "dropout": 0.0, "attention_dropout": 0.0},
+    ),
+    "ModernBertForMaskedLM": ("ModernBertConfig", SIZES),
+    "T5ForConditionalGeneration": (
+        "T5Config",
+        {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0},
+    ),
+}  # fmt: skip
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+
+
+def build(name, dtype=torch.float32, **more):
+    torch.manual_seed(0)
+    config, settings = MODELS[name]
+    ids = {**TOKENS, "decoder_start_token_id": 0} if name.startswith("T5") else TOKENS
+    made = getattr(transformers, config)(vocab_size=VOCAB, **settings, **ids, **more)
+    model = getattr(transformers, name)(made)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others have no float64
+    with torch.no_grad():
+        # Larger logits than at the start of training: a cap and a scale show.
+        model.get_output_embeddings().weight.mul_(5.0)
+    return model.to(dtype).train()
+
+
+def exact_loss(name, count):
+    """The loss in float64; a model's own would be computed in float32."""
+    model, targets = build(name, torch.float64), LABELS
+    more = {}
+    if "CausalLM" in name or "LMHead" in name:
+        targets = F.pad(LABELS, (0, 1), value=-100)[:, 1:]
+    elif name.startswith("T5"):
+        more = {"decoder_input_ids": model._shift_right(LABELS)}
+    logits = model(input_ids=IDS, **more).logits
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return model, total / (count or (targets != -100).sum())
+
+
+def saved_sizes(run):
+    """What run() returns, and the number of elements of each tensor that is kept for backward."""
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return run(), sizes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_stocks_and_no_logits_are_kept(name):
+    takes_count = "num_items_in_batch" if "kwargs" in inspect.signature(build(name).forward).parameters else None
+    counts = [None] if takes_count is None or name in ("ElectraForMaskedLM", "DistilBertForMaskedLM") else [None, 7]
+    for count in counts:
+        more = {} if count is None else {takes_count: torch.tensor(count)}
+        models = [tempoize(build(name), norm="off" if "Cohere" in name else "recompute"), build(name)]
+        (ours, kept), (stock, _) = (
+            saved_sizes(functools.partial(lambda model, more: model(IDS, labels=LABELS, **more).loss, model, more))
+            for model in models
+        )
+        exact_model, exact = exact_loss(name, count)
+        assert B * S * VOCAB not in kept and (B * S - B) * VOCAB not in kept
+        found = []
+        for model, loss in zip([*models, exact_model], (ours, stock, exact), strict=True):
+            loss.backward()
+            found.append({"loss": loss.detach(), **{key: p.grad for key, p in model.named_parameters()}})
+        for key, value in found[0].items():
+            if value is not None and found[2][key].abs().max() > 1e-9:
+                assert_within_rule(f"{name} {key}", value, found[1][key], found[2][key])
+            elif value is None:
+                assert found[1][key] is None
+    assert "loss" in {entry.operation for entry in report_on(models[0]).replaced}
+
+
+CALLS = {
+    "vocab_size by position": lambda loss, logits: loss(logits, LABELS, VOCAB),
+    "all by position": lambda loss, logits: loss(logits, LABELS.clamp(min=0), VOCAB, torch.tensor(7), 45),
+    "by name": lambda loss, logits: loss(logits=logits, labels=LABELS, vocab_size=VOCAB),
+    "an int of items": lambda loss, logits: loss(logits, LABELS, vocab_size=VOCAB, num_items_in_batch=9),
+    "ignore_index": lambda loss, logits: loss(logits, LABELS.clamp(min=0), VOCAB, ignore_index=0),
+    "shift_labels": lambda loss, logits: loss(logits, None, VOCAB, shift_labels=LABELS),
+    "shift_labels by position": lambda loss, logits: loss(logits, None, VOCAB, None, -100, LABELS),
+    "an unknown argument": lambda loss, logits: loss(logits, LABELS, VOCAB, use_cache=False),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_however_a_model_calls_its_loss_function_it_is_stocks(call):
+    class Model(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            return call(self.loss_function, self.lm_head(self.model(input_ids).last_hidden_state))
+
+    losses = []
+    for is_ours in (True, False):
+        torch.manual_seed(0)
+        model = Model(transformers.LlamaConfig(vocab_size=VOCAB, **GROUPS)).train()
+        if is_ours:
+            tempoize(model, norm="recompute")
+        loss, kept = saved_sizes(functools.partial(model, IDS, labels=LABELS))
+        assert (B * S * VOCAB in kept) is not is_ours
+        losses.append(loss)
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+
+
+def test_logits_are_computed_when_they_are_read_with_their_graph():
+    for name in ("LlamaForCausalLM", "Gemma2ForCausalLM", "BertForMaskedLM"):
+        found = []
+        for model in (tempoize(build(name), norm="recompute"), build(name)):
+            out = model(input_ids=IDS, labels=LABELS)
+            assert out.logits.shape == (B, S, VOCAB) and out.logits.dtype == torch.float32 and out.logits.dim() == 3
+            accuracy = (out.logits[:, :-1].argmax(-1) == LABELS[:, 1:]).float().mean()
+            loss = out.loss + 0.01 * torch.logsumexp(out.logits, -1).square().mean() + (1 - out.logits).mean() * 0.1
+            loss.backward()
+            found.append([accuracy, loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+LOSSES = {
+    "cross entropy": (lambda logits: F.cross_entropy(logits.view(-1, VOCAB), LABELS.view(-1)), True),
+    "a module": (lambda logits: nn.CrossEntropyLoss()(logits.float().reshape(-1, VOCAB), LABELS.reshape(-1)), True),
+    "scaled": (lambda logits: F.cross_entropy((0.5 * logits / 3).view(-1, VOCAB), LABELS.view(-1)), True),
+    "sum": (lambda logits: F.cross_entropy(logits.view(-1, VOCAB), LABELS.view(-1), reduction="sum") / 9, True),
+    "none": (lambda logits: F.cross_entropy(logits.view(-1, VOCAB), LABELS.view(-1), reduction="none").mean(), True),
+    "negative scale": (lambda logits: F.cross_entropy((-1 * logits).view(-1, VOCAB), LABELS.view(-1)), False),
+    "smoothed": (
+        lambda logits: F.cross_entropy(logits.view(-1, VOCAB), LABELS.view(-1), label_smoothing=0.1),
+        False,
+    ),
+    "classes second": (lambda logits: F.cross_entropy(logits.transpose(1, 2), LABELS), False),
+    "shifted": (
+        lambda logits: F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), LABELS[:, 1:].reshape(-1)),
+        False,
+    ),
+    "written by hand": (lambda logits: -torch.log_softmax(logits, -1).gather(-1, IDS[..., None]).mean(), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_loss_of_ones_own_reads_them_or_is_fused(loss):
+    compute, is_fused = loss
+    found = []
+    for is_ours in (True, False):
+        model = build("LlamaForCausalLM")
+        if is_ours:
+            tempoize(model, norm="recompute")
+
+        def run(model=model):
+            return compute(model(input_ids=IDS, labels=LABELS).logits)
+
+        value, kept = saved_sizes(run)
+        assert bool({B * S * VOCAB, (B * S - B) * VOCAB} & set(kept)) is not (is_ours and is_fused)
+        value.backward()
+        found.append([value.detach(), *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_that_are_read_after_the_weight_has_changed_are_refused():
+    model = tempoize(build("LlamaForCausalLM"), norm="recompute")
+    out = model(input_ids=IDS, labels=LABELS)
+    out.loss.backward()
+    assert torch.isfinite(out.logits.detach()).all()  # after the backward they can be read
+    out = model(input_ids=IDS, labels=LABELS)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match=r"logits are read after what they are made of was written to; expected to"):
+        out.logits.argmax(-1)
+
+
+def test_logits_of_a_step_under_autocast_have_its_dtype_when_they_are_read_later():
+    found = []
+    for model in (tempoize(build("LlamaForCausalLM"), norm="recompute"), build("LlamaForCausalLM")):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(input_ids=IDS, labels=LABELS)
+        found.append((out.logits.dtype, out.logits.argmax(-1).shape, out.logits[0].dtype, out.loss.dtype))
+    assert found[0] == found[1]
+
+
+def test_what_is_no_training_with_labels_has_logits_as_in_stock():
+    model, stock = tempoize(build("GPT2LMHeadModel"), norm="recompute"), build("GPT2LMHeadModel")
+    assert inspect.signature(model.forward) == inspect.signature(stock.forward)
+    assert isinstance(model(input_ids=IDS).logits, torch.Tensor)
+    loss, logits = model(input_ids=IDS, labels=LABELS, return_dict=False)[:2]
+    torch.testing.assert_close(loss, stock(input_ids=IDS, labels=LABELS).loss)
+    torch.testing.assert_close(logits.read(), stock(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+    kept = model(input_ids=IDS, labels=LABELS, logits_to_keep=S)
+    torch.testing.assert_close(kept.loss, loss)
+    place = list(inspect.signature(model.forward).parameters).index("labels")
+    by_position = model(*[IDS, *[None] * (place - 1), LABELS])
+    torch.testing.assert_close(by_position.loss, loss)
+    assert not isinstance(by_position.logits, torch.Tensor)
+    with torch.no_grad():
+        assert isinstance(model(input_ids=IDS, labels=LABELS).logits, torch.Tensor)
+    model.eval()
+    assert isinstance(model(input_ids=IDS, labels=LABELS).logits, torch.Tensor)
+    assert model(input_ids=IDS, labels=LABELS).loss == stock.eval()(input_ids=IDS, labels=LABELS).loss
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_compiled_model_has_the_fused_loss_in_one_graph():
+    for name in ("LlamaForCausalLM", "Gemma2ForCausalLM"):
+        model, stock = tempoize(build(name), norm="recompute"), build(name)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        out, kept = saved_sizes(lambda compiled=compiled: compiled(input_ids=IDS, labels=LABELS))
+        expected = stock(input_ids=IDS, labels=LABELS)
+        torch.testing.assert_close(out.loss, expected.loss)
+        assert B * S * VOCAB not in kept
+        torch.testing.assert_close(out.logits.read(), expected.logits, rtol=1e-4, atol=1e-5)
