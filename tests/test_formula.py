@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from formula_cases import Layer, draw_layer, measure_and_count
-from grid_models import LLAMA, Sizes
+from grid_models import LLAMA, Sizes, build_config
 
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.formula import LayerShape, count_layer_bytes, list_layer_rows
@@ -65,6 +65,44 @@ def test_a_llama_shaped_layer_keeps_what_the_formula_says(tp: int, sequence_para
     layer = Layer("Llama", tp, {**WIDE, "sequence_parallel": sequence_parallel}, tempo, Sizes(32, 1, 8))
     measured, counted = measure_and_count(layer)["decoder"]
     assert counted == measured
+
+
+@pytest.mark.parametrize("tempo", [OFF, RECOMPUTE], ids=["stock", "recompute"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window_size": (8, 0)},
+        {"window_size": (8, 0), "recompute": "core_attn"},
+        {"attention_softmax_in_fp32": False},
+        {"attention_softmax_in_fp32": False, "attention_dropout": 0.0},
+        {"bias_activation_fusion": True},
+    ],
+    ids=lambda changes: ", ".join(changes),
+)
+def test_a_setting_that_changes_what_stock_keeps_is_in_the_formula(
+    changes: dict[str, object], tempo: TempoConfig
+) -> None:
+    narrow = {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "kv_channels": 16}
+    layer = Layer("Llama", 1, {**WIDE, **narrow, **changes}, tempo, Sizes(32, 2, 8))
+    measured, counted = measure_and_count(layer)["decoder"]
+    assert counted == measured
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("qk_layernorm", True),
+        ("attention_output_gate", True),
+        ("activation_func_clamp_value", 7.0),
+        ("softmax_type", "learnable"),
+        ("no_rope_freq", [0, 1]),
+    ],
+)
+def test_a_setting_that_the_formula_does_not_know_is_refused(name: str, value: object) -> None:
+    with simulate_layout(1):
+        config = build_config(**{**LLAMA, name: value})
+    with pytest.raises(ValueError, match=f"^{name} is {value}, and the formula of kept bytes knows .* only; "):
+        LayerShape.from_config(config, seq_length=8, micro_batch_size=1, activation="swiglu")
 
 
 SHAPE = LayerShape(

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from peak_cases import Step, measure_step
 
 from tempo_megatron import TempoConfig, use_cpu
+from tempo_megatron.layer_values import LAYER_OPERATIONS
 from tempo_megatron.memory.estimate import RankLayout
 from tempo_megatron.memory.gpu import read_gpu
 from tempo_megatron.memory.layout import simulate_layout
@@ -46,9 +47,6 @@ def ask(step: Step, **layout: int) -> tuple[PlanRequest, PlanEstimates]:
 
 def list_budgets(request: PlanRequest, estimates: PlanEstimates, num: int) -> list[int]:
     """From the least that fits to what the shortest step of all needs, by the estimate."""
-    with pytest.raises(ValueError, match="a GPU are given") as error:
-        make_verified_plan(request, 1, estimates.estimate_plan)
-    assert "the least that fits is" in str(error.value)
     smallest = max(estimates.estimate_plan(make_smallest_plan(request)))
     most = max(estimates.estimate_plan(make_plan(request, 10**15)))
     return [smallest + (most - smallest) * index // (num - 1) for index in range(num)]
@@ -85,6 +83,20 @@ def test_no_real_step_exceeds_the_budget_of_its_plan(family: str, monkeypatch: p
             assert abs(measured - plan.peak_bytes) <= SCALARS_BYTES
         seconds.append(plan.seconds)
     assert len(measurements) >= 3 and seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_where_all_layers_recomputed_would_fit_a_plan_is_found(family: str) -> None:
+    request, estimates = ask(Step(family, False, TempoConfig.off()))
+    forms = (
+        TempoConfig.off(),
+        TempoConfig(activation="recompute", norm="recompute", dropout="recompute", attention="flash", loss="off"),
+        TempoConfig(**dict.fromkeys(LAYER_OPERATIONS, "recompute"), loss="off"),
+    )
+    for modules in (("full",), ()):
+        budget = min(estimates.estimate(form, modules)[0].peak_bytes for form in forms)
+        assert make_verified_plan(request, budget, estimates.estimate_plan)[0].peak_bytes <= budget
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.megatron_lm.report import Report
 from tempo_megatron.megatron_lm.versions import Model
+from tempo_megatron.memory.formula import refuse_unknown_settings
 
 _REMEDY = (
     "raise the budget, --tensor-model-parallel-size or --pipeline-model-parallel-size, lower --micro-batch-size, or "
@@ -123,6 +124,7 @@ def _check(model: Model, config: Any, run: Any) -> None:
     found = next((words for words, stands in obstacles.items() if stands), None)
     if found is not None:
         raise ValueError(f"the run has {found}; leave the memory budget out, and give the operations their values")
+    refuse_unknown_settings(config)
 
 
 def _read_shape(model: Model, arguments: dict[str, Any], run: Any) -> Any:

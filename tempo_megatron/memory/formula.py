@@ -8,9 +8,10 @@ What is counted are the real modules' tensors, so that the sum is what the ledge
 Two stacks of stock modules are known:
 
 - "local", Megatron's own modules in plain torch, as they run on a CPU, with unfused softmax. Dropout keeps a mask of
-  the tensor's dtype there; a softmax of 16-bit scores is computed, and kept, in float32; torch's LayerNorm keeps its
-  statistics in x's dtype; torch's RMSNorm is no operation of its own and keeps two tensors in float32; a gated
-  activation adds its offset, which is 0, to one half and so keeps a copy of it.
+  the tensor's dtype there; a softmax of 16-bit scores is computed, and kept, in float32, unless the configuration says
+  otherwise (`softmax_in_fp32`); a window's mask is kept by each layer; torch's LayerNorm keeps its statistics in
+  x's dtype; torch's RMSNorm is no operation of its own and keeps two tensors in float32; a gated activation that is not
+  fused with its bias adds its offset, which is 0, to one half and so keeps a copy of it.
 - "transformer_engine", the modules on a GPU. A dropout keeps one byte per element. LayerNormLinear keeps the norm's
   input, its output and float32 statistics. Attention keeps q, k, v, its output and a float32 logsumexp, no mask and no
   s*s tensor; q, k and v are contiguous there. cuDNN's attention writes its output where the next linear reads it;
@@ -35,6 +36,42 @@ RECOMPUTED = ("core_attn", "mlp", "full")
 GATED = ("swiglu", "geglu", "reglu")
 ACTIVATIONS = ("gelu", "squared_relu", "silu", *GATED)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Settings of a TransformerConfig that change what a layer keeps, and the value at which the formula knows it.
+_KNOWN_AT = {
+    "qk_layernorm": False,
+    "qk_l2_norm": False,
+    "attention_output_gate": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "fp32_residual_connection": False,
+    "softmax_type": "vanilla",
+    "window_attn_skip_freq": None,
+    "no_rope_freq": None,
+    "layernorm_zero_centered_gamma": False,
+    "multi_latent_attention": False,
+    "experimental_attention_variant": None,
+    "num_moe_experts": None,
+    "context_parallel_size": 1,
+    "fp8": None,
+    "fp4": None,
+    "cpu_offloading": False,
+    "fine_grained_activation_offloading": False,
+    "heterogeneous_block_specs": False,
+}
+
+
+def refuse_unknown_settings(config: Any) -> None:
+    """Raise ValueError where a TransformerConfig has layers whose kept bytes the formula does not know.
+
+    A setting that this version of Megatron lacks stands at its neutral value.
+    """
+    for name, known in _KNOWN_AT.items():
+        if (value := getattr(config, name, known)) != known:
+            raise ValueError(
+                f"{name} is {value}, and the formula of kept bytes knows {known} only; `tempo-megatron ledger` and "
+                "--tempo-ledger measure such a layer"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +99,16 @@ class LayerShape:
     normalization: str = "LayerNorm"
     rotary: bool = False
     """Rotary position embeddings, which Megatron computes anew in every layer."""
+
+    has_window: bool = False
+    """Whether attention sees a window of tokens only."""
+
+    softmax_in_fp32: bool = True
+    """Whether unfused attention computes its softmax in float32: Megatron's attention_softmax_in_fp32, without its
+    fused kernel, which keeps the result in 16 bits."""
+
+    bias_activation_fusion: bool = False
+    """Megatron's: a local gated activation then keeps its input only."""
 
     encoder_length: int | None = None
     """Tokens per sample of the encoder that a decoder's cross attention reads; None without cross attention."""
@@ -104,7 +151,11 @@ class LayerShape:
         rotary: bool = False,
         encoder_length: int | None = None,
     ) -> LayerShape:
-        """A layer of Megatron's TransformerConfig; `activation` as `tempo_megatron.slots.mlp.name_activation` says."""
+        """A layer of Megatron's TransformerConfig; `activation` as `tempo_megatron.slots.mlp.name_activation` says.
+
+        Raises ValueError as the class, and where the configuration has what the formula does not know.
+        """
+        refuse_unknown_settings(config)
         recompute = {"full": {"full"}, "selective": set(config.recompute_modules or ())}
         return cls(
             seq_length=seq_length,
@@ -122,6 +173,9 @@ class LayerShape:
             activation=activation,
             normalization=config.normalization,
             rotary=rotary,
+            has_window=config.window_size is not None,
+            softmax_in_fp32=config.attention_softmax_in_fp32 and not config.masked_softmax_fusion,
+            bias_activation_fusion=config.bias_activation_fusion,
             encoder_length=encoder_length,
             recompute=frozenset(recompute.get(config.recompute_granularity, ())),
         )
@@ -261,7 +315,10 @@ class _Formula:
             choice = self._config.attention
             has_logsumexp = choice == "flash" or (choice == "off" and self._is_te)
             yield f"{prefix}core_attention", operands + (logsumexp if has_logsumexp else 0)
-            yield f"{prefix}core_attention (s*s)", num_heads * shape.seq_length * kv_length * self._count_per_score()
+            scores = num_heads * shape.seq_length * kv_length * self._count_per_score()
+            if shape.has_window and choice == "off" and not self._is_te:
+                scores += shape.seq_length * kv_length
+            yield f"{prefix}core_attention (s*s)", scores
         context = self._tokens * self._heads * self._head_bytes
         copies = 1
         if not is_recomputed and self._config.attention == "recompute":
@@ -305,9 +362,11 @@ class _Formula:
             return e
         if choice in ("flash", "recompute") or self._is_te:
             return 0
-        # The softmax's output, in float32; in 16 bits, or with dropout, what the product with v reads; dropout's mask.
+        # The softmax's output; what the product with v reads, where dropout or a cast made it another tensor;
+        # dropout's mask.
         has_dropout = self._shape.attention_dropout > 0
-        return 4 + (e if has_dropout or e < 4 else 0) + (e if has_dropout else 0)
+        softmax = 4 if self._shape.softmax_in_fp32 else e
+        return softmax + (e if has_dropout or e < softmax else 0) + (e if has_dropout else 0)
 
     def _dropout(self) -> int:
         shape = self._shape
@@ -330,7 +389,7 @@ class _Formula:
                 raise ValueError(f"activation is {shape.activation}; in place exists for gelu and squared relu only")
             yield shape.activation, y + (-(-num_elements // 8) if shape.activation == "gelu" else 0)
         else:
-            if is_gated and not self._is_te:
+            if is_gated and not self._is_te and not shape.bias_activation_fusion:
                 # Both factors; of reglu's gate the first one is enough.
                 x = (0 if shape.activation == "reglu" else x) + 2 * y
             yield shape.activation, x

@@ -189,7 +189,27 @@ def make_smallest_plan(request: PlanRequest) -> Plan:
     return Planner(request).make_smallest()
 
 
-def _list_modes(request: PlanRequest) -> list[tuple[str, ...]]:
+def plan_alike(request: PlanRequest, values: Mapping[str, Sequence[str]], modules: Sequence[str]) -> Plan:
+    """The plan that needs least of those in which all layers are alike.
+
+    Args:
+        request: the model, and the values of operations that `values` does not name.
+        values: operation -> the values to choose from.
+        modules: what Megatron recomputes, in every layer; "full" is all layers, or as many as the request says.
+    """
+    per_stage = request.num_layers // request.pipeline_parallel
+    alike = dataclasses.replace(
+        request,
+        values={**request.values, **values},
+        recompute=frozenset(modules),
+        keeps_recompute=True,
+        num_full=request.num_full or per_stage,
+    )
+    return make_smallest_plan(alike)
+
+
+def list_modes(request: PlanRequest) -> list[tuple[str, ...]]:
+    """What of Megatron's recomputation a request may take together."""
     if request.keeps_recompute:
         return [tuple(sorted(request.recompute))]
     return [each for each in RECOMPUTE_MODES if request.recompute.issuperset(each)]
@@ -202,7 +222,7 @@ class Planner:
         self._request, self._flops = request, request.flops
         last = request.pipeline_parallel - 1
         self._loss = min(request.values["loss"], key=lambda form: request.count_fixed_bytes(last, form).at_head)
-        self.modes = [self._make_mode(frozenset(each)) for each in _list_modes(request)]
+        self.modes = [self._make_mode(frozenset(each)) for each in list_modes(request)]
         self.solver = Solver(self.modes)
 
     def make_smallest(self) -> Plan:

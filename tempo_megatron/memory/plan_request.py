@@ -121,7 +121,10 @@ def _check(question: Question) -> None:
     if shape.family == "t5":
         raise ValueError("the model is a T5, whose two stacks the planner does not divide; give a GPT or BERT")
     if shape.qk_layernorm:
-        raise ValueError("the model has qk_layernorm, whose kept bytes have no formula; turn it off")
+        raise ValueError(
+            "the model has qk_layernorm, whose kept bytes the planner's formula does not know; leave the budget out, "
+            "and compare values with `tempo-megatron estimate`, which follows the real modules"
+        )
     if tempo.layers:
         raise ValueError(
             "tempo.layers is given, and a plan gives the layers their values; leave it out, or leave the budget out"
@@ -164,6 +167,7 @@ def make_layer(shape: ModelShape, layout: RankLayout) -> LayerShape:
         activation=shape.activation,
         normalization=shape.normalization,
         rotary=shape.position_embedding_type == "rope",
+        has_window=shape.window_size is not None,
     )
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-
 from tempo_megatron.layer_values import LAYER_OPERATIONS
-from tempo_megatron.memory.plan import RECOMPUTE_MODES, Plan, Planner, PlanRequest
+from tempo_megatron.memory.plan import RECOMPUTE_MODES, Plan, Planner, PlanRequest, plan_alike
 from tempo_megatron.operations import OPERATIONS
 
 
@@ -43,18 +40,9 @@ def list_switches(request: PlanRequest) -> dict[str, Plan]:
         # In place exists for some activations only; "recompute" is not what that switch means there.
         if name == "Tempo, in place" and "inplace" not in request.values["activation"]:
             values["activation"] = ("off",)
-        plans[name] = _plan_one(request, values, ())
+        plans[name] = plan_alike(request, values, ())
     off = dict.fromkeys(LAYER_OPERATIONS, ("off",))
     for modules in RECOMPUTE_MODES[1:]:
         if request.recompute.issuperset(modules):
-            plans[f"stock + {' '.join(modules)}"] = _plan_one(request, off, modules)
+            plans[f"stock + {' '.join(modules)}"] = plan_alike(request, off, modules)
     return plans
-
-
-def _plan_one(request: PlanRequest, values: Mapping[str, Sequence[str]], modules: Sequence[str]) -> Plan:
-    values = {**request.values, **values}
-    only = Planner(
-        dataclasses.replace(request, values=values, recompute=frozenset(modules), keeps_recompute=True, num_full=None)
-    )
-    # Of full recomputation: of all layers.
-    return only.describe(only.solver.find_smallest())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from tempo_megatron.memory.plan import Plan, PlanRequest, find_plan, make_plan, raise_impossible
+from tempo_megatron.memory.plan import Plan, PlanRequest, find_plan, list_modes, make_plan, plan_alike, raise_impossible
 from tempo_megatron.memory.plan_request import Question, make_plan_request
 
 _ROUNDS = 6
@@ -48,12 +48,43 @@ def make_verified_plan(
             break
     fitting = [each for each in seen.values() if each[0].peak_bytes <= budget]
     if not fitting:
-        # What needs least by the formula, of which a larger budget would have been no better.
-        verify(find_plan(request, 0))
-        fitting = [min(seen.values(), key=lambda each: each[0].peak_bytes)]
-        if fitting[0][0].peak_bytes > budget:
-            raise_impossible(request, fitting[0][0], budget)
+        for plan in _descend(lambda: request, lambda: min((plan for plan, _ in seen.values()), key=_peak)):
+            verify(plan)
+        fitting = [each for each in seen.values() if each[0].peak_bytes <= budget]
+    if not fitting:
+        raise_impossible(request, min((plan for plan, _ in seen.values()), key=_peak), budget)
     return min(fitting, key=lambda each: each[0].seconds)
+
+
+def _peak(plan: Plan) -> int:
+    return plan.peak_bytes
+
+
+def _descend(get_request: Callable[[], PlanRequest], get_best: Callable[[], Plan]) -> Iterator[Plan]:
+    """Plans to estimate where none fits by the formula: towards the one that needs least by the estimate.
+
+    The formula knows what layers keep, and not what an operation's backward makes for itself, which decides once little
+    is kept. So each of Megatron's modes is tried with what needs least by the formula; in the best of them, and where
+    whole layers are recomputed, each attention, whose backward makes most; and from the best of all on, each value of
+    each other operation, in all layers.
+
+    Args:
+        get_request: the request with the corrections of all estimates so far.
+        get_best: of the plans that were estimated so far the one that needs least.
+    """
+    yield find_plan(get_request(), 0)
+    values, modes = get_request().values, list_modes(get_request())
+    for modules in modes:
+        yield plan_alike(get_request(), {}, modules)
+    for modules in dict.fromkeys((tuple(sorted(get_best().recompute)), modes[-1])):
+        for attention in values["attention"]:
+            yield plan_alike(get_request(), {"attention": (attention,)}, modules)
+    for operation in sorted(values.keys() - {"attention"}):
+        for value in values[operation]:
+            best = get_best()
+            same = {name: (best.block[name],) for name in values}
+            if (operation, value, best.block["attention"]) != ("linear_qkv", "recompute", "off"):
+                yield plan_alike(get_request(), {**same, operation: (value,)}, sorted(best.recompute))
 
 
 def answer(question: Question, budget: int) -> tuple[Plan, PlanRequest]:

@@ -70,6 +70,8 @@ class Measured:
     standing: dict[str, int]
     stock: tuple[tuple[str, int], ...]
     """(operation, bytes) of a stock layer of the same shape by the formula; empty where that does not know it."""
+    stock_unknown: str = ""
+    """Why the formula does not know the layer."""
 
     @property
     def kept_bytes(self) -> int:
@@ -116,6 +118,7 @@ class RunLedger:
         lengths = {sizes.seq_length, sizes.decoder_seq_length or sizes.seq_length}
         activation = describe_activation(config)
         by_layer, rest = self._divide()
+        stock, stock_unknown = self._find_stock(model, activation)
         return Measured(
             title=self.write_title(),
             stage=find_stage(),
@@ -123,7 +126,8 @@ class RunLedger:
             layers=tuple(_list_kinds(by_layer, lengths, activation)),
             outside=sum_rows(rest, lengths, activation),
             standing=self.standing.count(),
-            stock=self._find_stock(model, activation),
+            stock=stock,
+            stock_unknown=stock_unknown,
         )
 
     def _begin(self, model: Any, args: Any, keywords: Any) -> None:
@@ -173,11 +177,11 @@ class RunLedger:
             f"b {sizes.micro_batch_size}, {layout}"
         )
 
-    def _find_stock(self, model: Any, activation: str) -> tuple[tuple[str, int], ...]:
-        """By the formula, of one layer; where a model has two stacks, or what it does not know, nothing."""
+    def _find_stock(self, model: Any, activation: str) -> tuple[tuple[tuple[str, int], ...], str]:
+        """The rows of one stock layer by the formula; or none, and why."""
         config, sizes = model.config, self._sizes
-        if sum(hasattr(model, stack) for stack in STACKS) > 1 or getattr(config, "num_moe_experts", None):
-            return ()
+        if sum(hasattr(model, stack) for stack in STACKS) > 1:
+            return (), "the model has two stacks of layers"
         rotary = getattr(model, "position_embedding_type", "") == "rope"
         try:
             shape = LayerShape.from_config(
@@ -190,9 +194,9 @@ class RunLedger:
             is_te = any("transformer_engine" in type(module).__module__ for module in model.modules())
             stack = "transformer_engine" if is_te else "local"
             rows = list_layer_rows(dataclasses.replace(shape, recompute=frozenset()), TempoConfig.off(), stock=stack)
-        except ValueError:
-            return ()
-        return tuple((row.operation, row.num_bytes) for row in rows)
+        except ValueError as error:
+            return (), str(error)
+        return tuple((row.operation, row.num_bytes) for row in rows), ""
 
 
 def _count_together(config: Any) -> int:
@@ -258,6 +262,8 @@ def format_measured(found: Measured) -> str:
     num_layers = sum(kind.num_layers for kind in found.layers)
     lines.append(write(f"this rank, {num_layers} layers", found.kept_bytes))
     lines += [f"{name:<{_WIDTH}}{num_bytes:>17,}" for name, num_bytes in found.standing.items()]
+    if found.stock_unknown:
+        lines.append(f"no column of stock by formula: {found.stock_unknown}")
     return "\n".join(lines)
 
 
