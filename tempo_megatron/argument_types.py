@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 from pathlib import Path
 
@@ -88,8 +89,17 @@ def parse_output(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text} cannot be written, the folder {path.parent} cannot be made ({error.strerror}); give another place"
         ) from None
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written here; give another place")
+    # Permissions do not tell of file systems such as /proc, so it is opened. A pipe would wait for its reader.
+    existed = path.exists()
+    try:
+        if path.is_file() or not existed:
+            path.open("ab").close()
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written ({error.strerror}); give another place") from None
+    if not existed:
+        path.unlink()
     return text
 
 

@@ -95,6 +95,7 @@ def test_banner_and_doctor_have_one_wording_for_what_an_operation_runs_on(monkey
         (["--plot", "file/a.png"], "file/a.png cannot be written, the folder file cannot be made (File exists); give"),
         (["--plot", "a.pdf"], "a.pdf does not end in .png, which is what is drawn"),
         (["--json", "."], ". is a folder; give a file in it"),
+        (["--json", "/proc/a.json"], "/proc/a.json cannot be written (No such file or directory); give another place"),
         (["--deepspeed_config", "none.json"], "none.json cannot be read or written (No such file or directory); corr"),
     ],
 )
