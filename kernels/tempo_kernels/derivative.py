@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tempo_kernels.transforms import refuse_batched
+
 Backward = Callable[..., Any]
 
 
@@ -33,7 +35,11 @@ def first_derivative_only(
         @functools.wraps(backward)
         def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
             if not torch.is_grad_enabled():
-                return backward(ctx, *grads)
+                try:
+                    return backward(ctx, *grads)
+                except RuntimeError as error:
+                    refuse_batched(operation if isinstance(operation, str) else operation(ctx), grads, error)
+                    raise
             name = operation if isinstance(operation, str) else operation(ctx)
             return _FirstDerivative.apply((name, switch), backward, ctx, len(grads), *grads, *ctx.saved_tensors)
 

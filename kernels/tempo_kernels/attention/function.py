@@ -13,12 +13,14 @@ from tempo_kernels.attention.settings import OPERANDS, Inputs, Kept, Settings
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import call_untraced, is_traced, opaque, separate, without_autocast
+from tempo_kernels.transforms import takes_plain_tensors
 
 PREFERS_SDPA = True
 """Whether torch's scaled_dot_product_attention runs instead of our kernels, where it can. Which of them is faster has
 not been measured yet."""
 
 
+@takes_plain_tensors
 def attention(
     q: Tensor,
     k: Tensor,

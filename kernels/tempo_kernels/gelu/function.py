@@ -13,10 +13,12 @@ from tempo_kernels.gelu import cpu
 from tempo_kernels.gelu.inverse import INVERSES
 from tempo_kernels.opaque import opaque
 from tempo_kernels.pointwise import activate, check_tensors, forward_with_bits, list_gradients, shape_gradients
+from tempo_kernels.transforms import takes_plain_tensors
 
 _ACTIVATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
+@takes_plain_tensors
 def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, keep: str = "output") -> Tensor:
     """GELU of x + bias.
 

@@ -6,8 +6,10 @@ from torch import Tensor
 
 from tempo_kernels.glu import cpu
 from tempo_kernels.pointwise import OperationOfInput, check_tensors
+from tempo_kernels.transforms import takes_plain_tensors
 
 
+@takes_plain_tensors
 def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu(gate) * up, gate and up being the halves of x + bias (Shazeer, "GLU Variants Improve Transformer", 2020).
 
@@ -25,6 +27,7 @@ def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return _glu("swiglu", x, bias, "silu")
 
 
+@takes_plain_tensors
 def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     """gelu(gate) * up, erf ("none") or "tanh" form. See `swiglu` for all else."""
     if approximate not in ("none", "tanh"):
@@ -32,6 +35,7 @@ def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> T
     return _glu("geglu", x, bias, "gelu" if approximate == "none" else "gelu_tanh")
 
 
+@takes_plain_tensors
 def reglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """relu(gate) * up. See `swiglu` for all else."""
     return _glu("reglu", x, bias, "relu")

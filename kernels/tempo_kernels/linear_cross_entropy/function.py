@@ -20,10 +20,12 @@ from tempo_kernels.linear_cross_entropy.operators import (
 from tempo_kernels.linear_cross_entropy.settings import Settings
 from tempo_kernels.linear_cross_entropy.shards import Shards
 from tempo_kernels.opaque import is_traced
+from tempo_kernels.transforms import takes_plain_tensors
 
 _SCALED_ELEMENTS = 1 << 22
 
 
+@takes_plain_tensors
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -90,6 +92,7 @@ def linear_cross_entropy(
     return _WeightedLinearCrossEntropy.apply(hidden, weight, bias, labels, token_weights, link, settings, fused)
 
 
+@takes_plain_tensors
 def linear_log_prob(
     hidden: Tensor,
     weight: Tensor,

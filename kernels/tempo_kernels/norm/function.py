@@ -14,10 +14,12 @@ from tempo_kernels.norm import cpu
 from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dtype
 from tempo_kernels.opaque import call_untraced, is_traced, opaque
 from tempo_kernels.refill import allow_refill
+from tempo_kernels.transforms import takes_plain_tensors
 
 OPERANDS = "Tensor weight, Tensor? bias, float eps, bool subtracts_mean, bool zero_centered"
 
 
+@takes_plain_tensors
 def layer_norm(
     x: Tensor,
     weight: Tensor,
@@ -71,6 +73,7 @@ def layer_norm(
     return _apply(x, weight, bias, eps, zero_centered, True, keep)
 
 
+@takes_plain_tensors
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-5, *, zero_centered: bool = False, keep: str = "output"
 ) -> Tensor:

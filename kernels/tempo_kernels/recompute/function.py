@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.recompute.graph import is_about_to_run
 from tempo_kernels.refill import allow_refill
+from tempo_kernels.transforms import check_transforms
 
 _WRITES = (
     "function writes to an argument or to a buffer of its module, and would write again in its second run; expected a "
@@ -46,7 +47,9 @@ def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     call = _Call(function, args, kwargs)
-    y: Tensor = _Recomputed.apply(call, *call.take_tensors())
+    tensors = call.take_tensors()
+    check_transforms("recompute", tensors)
+    y: Tensor = _Recomputed.apply(call, *tensors)
     return y
 
 

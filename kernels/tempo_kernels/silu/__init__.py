@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from tempo_kernels.pointwise import activate
+from tempo_kernels.transforms import takes_plain_tensors
 
 __all__ = ["silu"]
 
 
+@takes_plain_tensors
 def silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """(x + bias) sigmoid(x + bias) (Elfwing et al., "Sigmoid-weighted linear units", 2017).
 

@@ -12,8 +12,10 @@ from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import opaque
 from tempo_kernels.pointwise import ACTIVATE, activate, check_tensors, list_gradients, shape_gradients
 from tempo_kernels.squared_relu import cpu
+from tempo_kernels.transforms import takes_plain_tensors
 
 
+@takes_plain_tensors
 def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "output") -> Tensor:
     """relu(x + bias)**2 (So et al., "Primer", 2021).
 
