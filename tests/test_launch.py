@@ -13,11 +13,25 @@ import pytest
 
 from tempo_megatron.cluster.job_processes import JOB_VARIABLE, find_processes
 from tempo_megatron.cluster.launch import choose_variables, main
+from tempo_megatron.training.heartbeat_process import read_state
 
 ROOT = Path(__file__).parent.parent
 # In the place of DeepSpeed's: starts two ranks by a launcher, as it does, and has no handler for SIGTERM either.
 RUNNER = """
 import os, subprocess, sys
+if os.path.exists(os.path.join(sys.argv[-1], "another_host_is_cut_off")):
+    # Over several hosts only the ranks have the variable of the job, not what waits for them here.
+    of_job = os.environ.pop("TEMPO_LAUNCH_ID", None)
+    if of_job:
+        os.environ["OF_JOB"] = of_job
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    subprocess.Popen([sys.executable, sys.argv[-2], "launcher", *sys.argv[-1:]],
+                     env={**os.environ, "TEMPO_LAUNCH_ID": os.environ["OF_JOB"]}, start_new_session=True)
+    ssh = subprocess.Popen(["sleep", "300"])
+    with open(os.path.join(sys.argv[-1], "ssh"), "w") as file:
+        file.write(str(ssh.pid))
+    print("pdsh@here: node1: ssh exited with exit code 7", file=sys.stderr, flush=True)
+    sys.exit(ssh.wait())
 if os.path.exists(os.path.join(sys.argv[-1], "one_host_failed")):
     print("pdsh@here: node1: ssh exited with exit code 7", file=sys.stderr, flush=True)
 sys.exit(subprocess.run([sys.executable, sys.argv[-2], "launcher", *sys.argv[-1:]]).returncode)
@@ -131,6 +145,14 @@ def test_ranks_of_other_hosts_are_ended_when_those_of_one_have_failed(tmp_path: 
     assert code != 0
     assert "pdsh@here: node1: ssh exited with exit code 7" in errors
     assert "the ranks of a host have failed; those of the others are ended" in errors
+
+
+@pytest.mark.slow
+def test_launch_does_not_wait_for_the_ssh_of_a_host_that_is_cut_off(tmp_path: Path) -> None:
+    job = Job(tmp_path, "another_host_is_cut_off")
+    code, errors = job.finish()
+    assert code == 1 and "the ranks of a host have failed; those of the others are ended" in errors
+    assert read_state(int((tmp_path / "ssh").read_text()))[0] in "XZ"
 
 
 def test_a_command_that_is_not_deepspeeds_is_one_sentence() -> None:

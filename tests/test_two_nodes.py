@@ -83,6 +83,37 @@ def test_a_cut_cable_is_one_sentence(nodes: TwoNodes, tmp_path: Path) -> None:
     assert "error: node1: ssh does not get there (" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["node0", "node1"])
+def test_a_cable_that_is_cut_while_ranks_train_ends_launch(
+    nodes: TwoNodes, data: Data, tmp_path: Path, cut: str
+) -> None:
+    """Nothing is closed by a cut: the ranks end by the heartbeat, and launch does not wait for an ssh that hangs."""
+    hostfile = write_hostfile(nodes, "node0 slots=1\nnode1 slots=1\n")
+    argv = arguments(data, tmp_path, "--train-iters", "100000", "--heartbeat-seconds", "5")
+    words = ["-m", "tempo_megatron", "launch", "--timeout", "60", "deepspeed", "-H", hostfile, str(SCRIPT), *argv]
+    process = start(nodes, "node0", words, tmp_path / "rank0.log")
+    wait_for_steps(process, tmp_path, 2)
+    cable = nodes.inside(cut, ["ip", "link", "set", "eth0"])
+    subprocess.run([*cable, "down"], check=True)
+    begin = time.monotonic()
+    try:
+        code = process.wait(180)
+        seconds = time.monotonic() - begin
+    finally:
+        subprocess.run([*cable, "up"], check=True)
+        process.kill()
+    said = (tmp_path / "rank0.log").read_text()
+    print(f"launch ended {seconds:.0f} s after the cut with exit status {code}")
+    assert code == 1 and "nothing has come from its host for 5 s" in said, said
+    assert "node1: its ranks could not be told to end: " in said
+    assert seconds < 90  # on a machine that does nothing else, 5 until it is noticed and 25 for the other host
+    deadline = time.monotonic() + 60
+    while any(nodes.find_processes(node, "pretrain_gpt") for node in ADDRESSES):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
 def one_host(data: Data, folder: Path, world_size: int, iterations: int) -> Run:
     # How many iterations there are to be decides about the order of the samples.
     how = ["--train-iters", str(iterations), "--exit-interval", "2"]

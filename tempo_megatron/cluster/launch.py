@@ -45,6 +45,8 @@ _POLL_SECONDS = 0.2
 _ASK_AGAIN_SECONDS = 3.0
 # The other hosts' ranks may know more about why one has failed; pdsh would wait for their timeout.
 _SECONDS_FOR_OTHER_HOSTS = 10.0
+# An ssh whose host is cut off does not notice that its ranks are gone: TCP waits for hours.
+_SECONDS_FOR_SSH = 5.0
 _HOST_FAILED = re.compile(rb"pdsh@\S+: \S+: ssh exited with exit code [1-9]")
 
 
@@ -191,30 +193,38 @@ class _Job:
     def wait(self) -> int:
         """Wait for its end; the exit status."""
         asked_at = -_ASK_AGAIN_SECONDS
-        is_ending = False
+        ended_at: float | None = None
         while self._process.poll() is None:
             failed = self._failed_at is not None and time.monotonic() > self._failed_at + _SECONDS_FOR_OTHER_HOSTS
             if self._requests > 1:
                 self._process.kill()
-            elif failed and not is_ending:
-                is_ending = True
+            elif ended_at is not None and time.monotonic() > ended_at + _SECONDS_FOR_SSH:
+                self._kill_launcher()
+            elif failed and ended_at is None:
                 self._say("the ranks of a host have failed; those of the others are ended")
                 self._order("end", {})
+                ended_at = time.monotonic()
             elif self._requests and time.monotonic() > asked_at + _ASK_AGAIN_SECONDS:
                 self._ask_ranks_to_stop()
                 asked_at = time.monotonic()
             time.sleep(_POLL_SECONDS)
         code = self._process.wait()
         self._reader.join(1)
+        if ended_at is not None:
+            self._kill_launcher()
+            return 1
         left = sum(len(processes) for processes in self._order("end", {}).values())
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # pdsh and its ssh, where their parent was killed
+        self._kill_launcher()  # pdsh and its ssh, where their parent was killed
         if left:
             self._say(f"ended {left} processes that deepspeed left behind")
         if code < 0:
             return 128 - code
         # The launcher reports success where its child was killed.
         return 1 if left and not code else code
+
+    def _kill_launcher(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _ask_ranks_to_stop(self) -> None:
         new = self._order("stop", self._asked)
