@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 try:
-    from tempo_megatron.data.prepare_data import main
+    from tempo_megatron.cli import main
 except ModuleNotFoundError as error:
     if error.name != "tempo_megatron":
         raise
@@ -15,4 +15,4 @@ except ModuleNotFoundError as error:
     )
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(["prepare-data", *sys.argv[1:]]))

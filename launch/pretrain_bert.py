@@ -10,13 +10,13 @@ from pathlib import Path
 warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
 
 try:
-    from tempo_megatron.training.pretrain_bert import main
+    from tempo_megatron.cli import pretrain_bert
 except ModuleNotFoundError as error:
     if error.name not in ("tempo_megatron", "tempo_kernels"):
         raise
     root = Path(__file__).resolve().parent.parent
     sys.path[:0] = [str(root), str(root / "kernels")]
-    from tempo_megatron.training.pretrain_bert import main
+    from tempo_megatron.cli import pretrain_bert
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pretrain_bert())

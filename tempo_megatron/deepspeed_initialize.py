@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed
 from torch import nn
 
-from tempo_megatron.json_text import read_json
+from tempo_megatron.json_text import find_near_name, read_json
 from tempo_torch import CHOICES, tempoize
 
 _KEYS = ("enabled", "seed", *CHOICES)
@@ -38,10 +38,16 @@ def initialize(
 
 def read_block(config: Any) -> dict[str, Any] | None:
     """The "tempo" block of a DeepSpeed configuration, a dictionary or the path of a JSON file; None without one or
-    where it is not enabled. Raises ValueError for an unknown key."""
+    where it is not enabled. Raises ValueError for an unknown key, and for a name that is nearly "tempo"."""
     if isinstance(config, str | Path):
         config = read_json(config)
-    if not isinstance(config, Mapping) or "tempo" not in config:
+    if not isinstance(config, Mapping):
+        return None
+    if "tempo" not in config:
+        if near := [key for key in config if find_near_name(str(key), ("tempo",))]:
+            raise ValueError(
+                f'"{near[0]}" is unknown, and Tempo would stay off; expected "tempo"; correct or remove it'
+            )
         return None
     block = config["tempo"]
     if not isinstance(block, Mapping):

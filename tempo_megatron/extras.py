@@ -23,7 +23,7 @@ def check_installed(what: str, extra: str, *modules: str) -> None:
     Raises MissingExtraError for the first module that is not installed.
     """
     for module in modules:
-        if not _is_installed(module):
+        if not is_installed(module):
             # megatron.core comes from the distribution megatron-core, every other one from that of its own name.
             raise MissingExtraError(
                 f"{what} needs {module.replace('.', '-')}, which is not installed; "
@@ -32,7 +32,8 @@ def check_installed(what: str, extra: str, *modules: str) -> None:
             )
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Whether a module of this full name can be found. It is not imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package around it

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,6 +58,24 @@ def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"{min(name for name in found if names.count(name) > 1)} appears twice")
     return found
+
+
+def find_near_name(key: str, names: Iterable[str]) -> str | None:
+    """The known name that somebody may have meant with `key`, whatever its capitals; None where none is near.
+
+    Near are names of nearly the same letters, and those that begin or end with all words of the other: `zero` is near
+    `zero_optimization`, and `tempo_config` near `tempo`.
+    """
+    word, known = key.lower(), list(names)
+    if close := difflib.get_close_matches(word, known, n=1, cutoff=0.85):
+        return close[0]
+    parts = [name for name in known if _shares_an_end(word, name)]
+    return next(iter(difflib.get_close_matches(word, parts, n=1, cutoff=0.0)), None)
+
+
+def _shares_an_end(one: str, other: str) -> bool:
+    short, long = sorted((one.replace("-", "_"), other), key=len)
+    return bool(short) and (long.startswith(f"{short}_") or long.endswith(f"_{short}"))
 
 
 def read_finite(text: str) -> float:

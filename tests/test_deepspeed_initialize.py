@@ -80,3 +80,9 @@ def test_initialize_is_a_public_name():
     import tempo_megatron
 
     assert callable(tempo_megatron.initialize) and "initialize" in tempo_megatron.__all__
+
+
+@pytest.mark.parametrize("name", ["tempo_config", "Tempo", "temppo"])
+def test_a_name_that_is_nearly_the_blocks_is_not_passed_over(initialize, name):
+    with pytest.raises(ValueError, match=f'"{name}" is unknown, and Tempo would stay off; expected "tempo"'):
+        initialize(None, build(), config={"train_micro_batch_size_per_gpu": 1, name: BLOCK})

@@ -89,6 +89,14 @@ def test_commands_that_need_megatron_only_start_without_what_data_preparation_ne
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("script", ["prepare_data", "pretrain_gpt", "pretrain_bert"])
+def test_a_script_that_lacks_a_package_says_so_without_a_traceback(bare_site: Path, script: str) -> None:
+    path = str(ROOT / "launch" / f"{script}.py")
+    done = run_bare(bare_site, f"import runpy; runpy.run_path({path!r}, run_name='__main__')", "--help")
+    assert done.returncode and done.stderr.count("\n") == 1
+    assert 'which is not installed; pip install "tempo-megatron[train]"' in done.stderr
+
+
 def test_the_training_command_says_so_without_a_traceback(bare_site: Path) -> None:
     done = run_bare(bare_site, "from tempo_megatron.cli import pretrain_gpt; sys.exit(pretrain_gpt())")
     assert done.returncode == 1

@@ -115,3 +115,19 @@ def test_ctrl_c_on_one_rank_saves_on_all(data: Data, whole: Run, tmp_path: Path)
     reached = int((save / "latest").read_text().strip().removeprefix("iter_"))
     assert f"stopped by a signal to another rank after step {reached}" in stopped.output and 3 <= reached < STEPS
     assert stopped.losses_hex == whole.losses_hex[:reached]
+
+
+def limit_files_to_less_than_a_script() -> None:
+    """As limit_files, so that what DeepSpeed copies to a checkpoint does not fit either (zero_to_fp32.py has 30 kB)."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_the_first_save_is_one_sentence(data: Data, tmp_path: Path) -> None:
+    few_samples = ["--seq-length", "512", "--micro-batch-size", "1"]  # whose indices are small files
+    options = ["--train-iters", "4", "--save-interval", "2", "--save", str(tmp_path / "save"), *few_samples]
+    failed = run(data, tmp_path, *options, config=ZERO1, before=limit_files_to_less_than_a_script)
+    assert failed.exit_codes == [1] and "Traceback" not in failed.output
+    assert "the checkpoint of step 2 cannot be written" in failed.output, failed.output
+    assert list((tmp_path / "save").glob("iter_*")) == []

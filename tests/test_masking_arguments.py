@@ -42,6 +42,7 @@ def test_a_model_without_segments_is_said_by_argument_or_by_its_file(tmp_path: P
 
 WRONG = {
     "nothing to predict": (["--mask-prob", "0"], "--mask-prob 0 leaves nothing to predict"),
+    "nothing to predict from": (["--mask-prob", "1"], "--mask-prob 1 leaves nothing to predict from"),
     "all and more": (["--mask-prob", "1.5"], "1.5 is not in [0, 1]"),
     "another masking": (["--masking", "spans"], "invalid choice: 'spans'"),
     "no room": (["--seq-length", "4"], "--seq-length 4 has no room for two segments"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.training.arguments import parse_arguments
 from tempo_megatron.training.checks import check_run
 from tempo_megatron.training.deepspeed_config import copy_deepspeed_config, read_deepspeed_config
+from tempo_megatron.training.deepspeed_names import find_unknown_keys
 from tempo_megatron.training.run_config import RunConfig, complete_run
 
 ROOT = Path(__file__).parent.parent
@@ -111,6 +113,11 @@ WRONG_ARGUMENTS = {
     "odd blend": (["--data-path", "1", "a", "2"], "--data-path has 3 words"),
     "blend weight": (["--data-path", "a", "b"], "'a' stands where a weight is expected"),
     "negative weight": (["--data-path", "0", "b"], "weight 0 is not positive"),
+    "weights without a sum": (
+        ["--data-path", "1e308", "a", "1e308", "b"],
+        "the weights 1e308 1e308 have no finite sum",
+    ),
+    "split without a sum": (["--split", "1e308,1e308"], "--split '1e308,1e308' is not understood"),
     "split": (["--split", "9-1"], "--split '9-1' is not understood"),
     "split without training": (["--split", "0,1"], "--split '0,1' is not understood"),
     "split without validation": (["--split", "1"], "--split 1 leaves nothing for validation; add --eval-iters 0"),
@@ -159,6 +166,23 @@ WRONG_CONFIGS = {
         "offload_optimizer needs ZeRO",
     ),
     "accumulated in bf16": ({"data_types": {"grad_accum_dtype": "bf16"}}, "without ZeRO gradients are fp32"),
+    "elasticity": ({"elasticity": {"enabled": True}}, '"elasticity" is not used here: the number of ranks is'),
+    "layer drop": ({"progressive_layer_drop": {"enabled": True}}, "every layer is trained in every step"),
+    "eigenvalue": ({"eigenvalue": {"enabled": True}}, '"eigenvalue" is not used here'),
+    "compression": ({"compression_training": {}}, "there is no compression in training; remove the block"),
+    "accumulated in fp64": (
+        {"data_types": {"grad_accum_dtype": "fp64"}, "zero_optimization": {"stage": 1}},
+        '"data_types.grad_accum_dtype" is \'fp64\'; expected "fp32" or "bf16" or "fp16"',
+    ),
+    "sent in fp8": ({"communication_data_type": "fp8"}, 'is \'fp8\'; expected "fp32" or "bf16" or "fp16"'),
+    "sent in 8": ({"seq_parallel_communication_data_type": 8}, '"seq_parallel_communication_data_type" is 8; expected'),
+    "log level": ({"log_level": "x"}, '"log_level" is \'x\'; expected "debug" or "info" or'),
+    "zero": ({"zero": {"stage": 1}}, '"zero" is unknown; the nearest known name is "zero_optimization"'),
+    "bfloat16": ({"bfloat16": {"enabled": True}}, '"bfloat16" is unknown; the nearest known name is "bf16"'),
+    "tempo config": ({"tempo_config": {}}, '"tempo_config" is unknown; the nearest known name is "tempo"'),
+    "batch size": ({"batch_size": 8}, '"batch_size" is unknown; the nearest known name is "train_batch_size"'),
+    "stage at the top": ({"stage": 1}, '"stage" stands at the top, where nobody reads it; it belongs into "zero_opt'),
+    "wandb": ({"wandb": {"enabled": True}}, '"wandb" in the DeepSpeed JSON needs wandb, which is not installed'),
     "tempo block": ({"tempo": {"activaton": "off"}}, "the nearest known name is tempo.activation"),
 }
 
@@ -166,6 +190,28 @@ WRONG_CONFIGS = {
 @pytest.mark.parametrize(("config", "words"), WRONG_CONFIGS.values(), ids=WRONG_CONFIGS)
 def test_a_wrong_deepspeed_json_is_one_sentence(tmp_path: Path, config: Any, words: str) -> None:
     assert words in refusal(tmp_path, config=config)
+
+
+@pytest.fixture(autouse=True)
+def without_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed here."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+
+
+def test_a_name_of_the_users_own_is_not_refused(tmp_path: Path) -> None:
+    config = {"comment": "mine", "_notes": [1], "x": 1, "log_level": "INFO", "communication_data_type": "BF16"}
+    assert find_unknown_keys(prepared(tmp_path, config=config).deepspeed) == ["comment", "_notes", "x"]
+
+
+def test_what_the_end_of_a_run_needs_is_asked_for_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = ["--save", str(tmp_path / "save")]
+    assert prepared(tmp_path, *save).loss_plot is not None
+    (tmp_path / "file").touch()
+    said = refusal(tmp_path, *save, "--loss-plot", str(tmp_path / "file" / "loss.png"))
+    assert "loss.png cannot be written, the folder" in said
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = refusal(tmp_path, *save)
+    assert "loss.png needs matplotlib, which is not installed; pip install matplotlib" in said
 
 
 CONTRADICTIONS = {

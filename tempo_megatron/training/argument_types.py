@@ -25,6 +25,8 @@ def parse_blend(words: list[str]) -> Blend:
         if not (weight > 0 and math.isfinite(weight)):
             raise ValueError(f"--data-path: weight {word} is not positive; give positive weights")
         weights.append(weight)
+    if not math.isfinite(sum(weights)):
+        raise ValueError(f"--data-path: the weights {' '.join(words[0::2])} have no finite sum; give smaller ones")
     return tuple(words[1::2]), tuple(weights)
 
 
@@ -34,7 +36,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
         weights = [float(part) for part in split.split(",")]
     except ValueError:
         weights = []
-    if not 1 <= len(weights) <= 3 or any(not 0 <= weight < math.inf for weight in weights) or not weights[0]:
+    is_sound = 1 <= len(weights) <= 3 and min(weights) >= 0 and weights[0] > 0 and math.isfinite(sum(weights))
+    if not is_sound:
         raise ValueError(
             f"--split {split!r} is not understood; give up to three weights such as 969,30,1, train above 0"
         )

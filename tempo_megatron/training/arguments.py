@@ -15,6 +15,7 @@ from tempo_megatron.argument_types import (
     parse_minutes,
     parse_not_negative,
     parse_not_negative_float,
+    parse_png,
     parse_positive,
     parse_positive_float,
     parse_seed,
@@ -239,7 +240,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events there")
     group.add_argument("--metrics-file", metavar="JSONL", help="one JSON line per step (default DIR of --save)")
-    group.add_argument("--loss-plot", metavar="PNG", help="loss curve drawn at the end (default DIR of --save)")
+    group.add_argument(
+        "--loss-plot", type=parse_png, metavar="PNG", help="loss curve drawn at the end (default DIR of --save)"
+    )
     group.add_argument(
         "--log-dir",
         metavar="DIR",

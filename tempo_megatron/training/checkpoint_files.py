@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,10 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
     def save(self, state_dict: Any, path: str) -> None:
         self._failure = self._failure or try_to_write(torch.save, state_dict, path)
         self._written.append(path)
+
+    def attempt(self, write: Callable[..., Any], *args: Any) -> None:
+        """Let DeepSpeed write what does not come through save."""
+        self._failure = self._failure or try_to_write(write, *args)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         self._failure = self._failure or try_to_write(os.makedirs, path, exist_ok=exist_ok)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tempo_megatron.extras import is_installed
 from tempo_megatron.models.checks import check_layout
 from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_zero_stage
 from tempo_megatron.training.masking import check_masking
@@ -20,6 +21,9 @@ _REFUSED_MODULES = {
     "mla_up_proj": _NOT_DENSE,
 }
 
+# What DeepSpeed imports where the block of that name is enabled.
+_OF_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+
 
 def check_run(run: RunConfig) -> None:
     """Raise ValueError for the first combination that cannot train."""
@@ -31,6 +35,7 @@ def check_run(run: RunConfig) -> None:
     if run.masking is not None:
         check_masking(run.masking, run.model.seq_length)
     _check_output(run)
+    _check_packages(run)
 
 
 def _check_precision(run: RunConfig) -> None:
@@ -110,8 +115,20 @@ def _check_output(run: RunConfig) -> None:
         check_metrics_file(run.metrics_file)
     if run.loss_plot and not run.metrics_file:
         raise ValueError("--loss-plot is drawn from the metrics file; give --metrics-file or --save")
-    if run.loss_plot and Path(run.loss_plot).suffix != ".png":
-        raise ValueError(f"--loss-plot {run.loss_plot} does not end in .png; give the name of a PNG file")
+
+
+def _check_packages(run: RunConfig) -> None:
+    """What would be missed when the engine is built, or when the run is over."""
+    asked = {
+        f'"{block}" in the DeepSpeed JSON': package
+        for block, package in _OF_MONITORS.items()
+        if run.deepspeed.get(block, {}).get("enabled")
+    }
+    if run.loss_plot:
+        asked[f"the loss curve {run.loss_plot}"] = "matplotlib"
+    for what, package in asked.items():
+        if not is_installed(package):
+            raise ValueError(f"{what} needs {package}, which is not installed; pip install {package}")
 
 
 def check_metrics_file(path: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from tempo_megatron.json_text import find_near_name
 
 # What would take over a decision that belongs to the trainer, with where to make that decision instead.
 REFUSED = {
@@ -23,7 +24,21 @@ REFUSED = {
     "nebula": "checkpoints are written by the trainer; remove the block and use --save",
     "compile": "torch.compile of the whole engine is not supported; remove the block",
     "expert_parallel": "the model has no experts; remove the block",
+    "elasticity": "the number of ranks is the launcher's, and --load goes on with any; remove the block",
+    "autotuning": "`tempo-megatron plan` chooses the micro batch; remove the block",
+    "progressive_layer_drop": "every layer is trained in every step; remove the block",
+    "eigenvalue": "it is for quantization in training, which there is not; remove the block",
+    "quantize_training": "there is no quantization in training; remove the block",
+    "compression_training": "there is no compression in training; remove the block",
+    "weight_quantization": "it is for inference; remove the block",
+    "sparse_attention": "attention is Megatron's or Tempo's; remove the block",
+    "sparse_gradients": "the embedding's gradient is dense; remove it",
+    "graph_harvesting": "graphs of the whole engine are not supported; remove it",
+    "managed_gradient_accumulation": "the trainer lets DeepSpeed count micro batches; remove it",
+    "datastates": "checkpoints are written by the trainer; remove the block and use --save",
 }
+# Which names people write for others that DeepSpeed, or somebody else, once had.
+_OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _BLOCKS = (
     "bf16 fp16 zero_optimization data_types checkpoint flops_profiler comms_logger tensorboard wandb csv_monitor comet "
@@ -31,10 +46,22 @@ _BLOCKS = (
 ).split()
 _BOOLEANS = (
     "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients wall_clock_breakdown dump_state "
-    "memory_breakdown graph_harvesting disable_allgather"
+    "memory_breakdown disable_allgather disable_python_gc dataloader_drop_last use_data_before_expert_parallelism"
 ).split()
 _NUMBERS = ("gradient_clipping", "gradient_predivide_factor", "steps_per_print")
-_WORDS = "communication_data_type seq_parallel_communication_data_type log_level gradient_allreduce_op".split()
+_DTYPES = ("fp32", "bf16", "fp16")
+# What DeepSpeed takes there, in capitals or not.
+_WORDS: dict[str, tuple[str, ...]] = {
+    "communication_data_type": _DTYPES,
+    "seq_parallel_communication_data_type": _DTYPES,
+    "log_level": ("debug", "info", "warning", "error", "critical"),
+    "gradient_allreduce_op": ("mean", "sum"),
+}
+_ACCUMULATED = {
+    "fp32": "fp32 float32 float torch.float32",
+    "bf16": "bf16 bfloat16 torch.bfloat16",
+    "fp16": "fp16 float16 half torch.float16",
+}
 _KNOWN = (*BATCH_KEYS, *_BLOCKS, *_BOOLEANS, *_NUMBERS, *_WORDS)
 # DeepSpeed refuses other names itself, in its own words and late; here the near ones are found.
 _KNOWN_IN = {
@@ -63,7 +90,12 @@ def check_names(path: str, config: Mapping[str, Any]) -> None:
         if key in config:
             raise ValueError(f'--deepspeed_config {path}: "{key}" is not used here: {reason}')
     for key in find_unknown_keys(config):
-        if near := _find_near(key, (*_KNOWN, *REFUSED)):
+        if blocks := [block for block, names in _KNOWN_IN.items() if key in names.split()]:
+            raise ValueError(
+                f'--deepspeed_config {path}: "{key}" stands at the top, where nobody reads it; it belongs into '
+                + " or ".join(f'"{block}"' for block in blocks)
+            )
+        if near := _OTHER_NAMES.get(key.lower()) or find_near_name(key, (*_KNOWN, *REFUSED)):
             reason = f", which is not used here: {REFUSED[near]}" if near in REFUSED else ""
             raise ValueError(
                 f'--deepspeed_config {path}: "{key}" is unknown; the nearest known name is "{near}"{reason}'
@@ -71,7 +103,7 @@ def check_names(path: str, config: Mapping[str, Any]) -> None:
     for block, names in _KNOWN_IN.items():
         content = config.get(block)
         for key in content if isinstance(content, Mapping) else ():
-            if key not in names.split() and (near := _find_near(key, names.split())):
+            if key not in names.split() and (near := find_near_name(key, names.split())):
                 raise ValueError(
                     f'--deepspeed_config {path}: "{block}.{key}" is unknown; the nearest known name is "{block}.{near}"'
                 )
@@ -94,10 +126,13 @@ def check_kinds(path: str, config: Mapping[str, Any]) -> None:
             refuse(key, value, "a number above 0")
         elif key == "steps_per_print" and value is not None and not _is_count(value):
             refuse(key, value, "a whole number of at least 1")
-        elif key in _WORDS and value is not None and not isinstance(value, str):
-            refuse(key, value, "a word in quotes")
+        elif key in _WORDS and value is not None and str(value).lower() not in _WORDS[key]:
+            refuse(key, value, " or ".join(f'"{word}"' for word in _WORDS[key]))
         elif key in _BOOLEANS and key != "memory_breakdown" and not isinstance(value, bool):
             refuse(key, value, "true or false")
+    accumulated = config.get("data_types", {}).get("grad_accum_dtype")
+    if accumulated is not None and not any(accumulated in names.split() for names in _ACCUMULATED.values()):
+        refuse("data_types.grad_accum_dtype", accumulated, " or ".join(f'"{dtype}"' for dtype in _ACCUMULATED))
     zero = config.get("zero_optimization", {})
     for name, devices in _OFFLOADS.items():
         value = zero.get(name)
@@ -110,11 +145,6 @@ def check_kinds(path: str, config: Mapping[str, Any]) -> None:
 def find_unknown_keys(config: Mapping[str, Any]) -> list[str]:
     """Top-level keys that neither DeepSpeed nor the trainer reads: DeepSpeed accepts any name without a word."""
     return [key for key in config if key not in _KNOWN]
-
-
-def _find_near(key: str, names: Iterable[str]) -> str | None:
-    """The known name that somebody may have meant, whatever its capitals."""
-    return next(iter(difflib.get_close_matches(key.lower(), list(names), n=1, cutoff=0.8)), None)
 
 
 def _is_number(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import io
 import logging
 import os
@@ -212,6 +213,9 @@ class Engine:
                 model=model, optimizer=build_optimizer(model, run), config=copy_deepspeed_config(config), mpu=MPU()
             )
         self.files = self.deepspeed.checkpoint_engine = CheckpointFiles()
+        # It copies scripts to the checkpoint; on a full disk it would raise there, and the other ranks wait.
+        copy_scripts = self.deepspeed._copy_recovery_script
+        self.deepspeed._copy_recovery_script = functools.partial(self.files.attempt, copy_scripts)
         self.optimizer_name = type(optimizer).__name__
         self.scheduler = build_scheduler(optimizer, run)
 

@@ -178,10 +178,10 @@ def find_sentence_for_the_user(error: Exception) -> str | None:
     """The text of a ValueError that this repository raised, or DeepSpeed about its JSON; None for a bug."""
     if _follows_from_another(error):
         return f"another rank has ended ({str(error).strip().splitlines()[0]})"
+    if type(error).__module__.startswith(("pydantic", "deepspeed.runtime.config")):
+        return f"DeepSpeed refuses its JSON: {error}"
     if not isinstance(error, ValueError):
         return None
-    if type(error).__module__.startswith("pydantic"):
-        return f"DeepSpeed refuses its JSON: {error}"
     if str(error).startswith("Caught ") and "DataLoader worker" in str(error):
         return str(error).strip().splitlines()[-1].partition(": ")[2]
     frame = list(traceback.walk_tb(error.__traceback__))[-1][0]

@@ -61,6 +61,8 @@ def check_masking(masking: Masking, seq_length: int) -> None:
     """Raise ValueError for what Megatron's masked dataset would stop in."""
     if masking.mask_prob == 0:
         raise ValueError("--mask-prob 0 leaves nothing to predict; expected a share above 0")
+    if masking.mask_prob == 1:
+        raise ValueError("--mask-prob 1 leaves nothing to predict from; expected a share below 1")
     if seq_length < SHORTEST_SAMPLE:
         raise ValueError(
             f"--seq-length {seq_length} has no room for two segments and what is around them; expected at least "
