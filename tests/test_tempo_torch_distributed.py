@@ -114,3 +114,23 @@ def test_losses_are_those_of_one_process(kind):
     for losses in run_ranks(one_rank, 2, kind):
         assert losses == pytest.approx(expected, rel=2e-5)
     assert expected[0] != pytest.approx(expected[-1], rel=1e-3)
+
+
+def run_llama(folder, tp_size=1):
+    """The output of a forward with dropout in attention."""
+    from transformers import LlamaModel
+
+    kwargs = {} if tp_size == 1 else {"tp_plan": "auto", "tp_size": tp_size}
+    model = LlamaModel.from_pretrained(folder, attention_dropout=0.5, **kwargs).train()
+    out = tempoize(model, seed=9, norm="off")(input_ids=make_ids(2)).last_hidden_state
+    return out.detach().tolist()
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_heads_of_an_attention_draw_the_mask_of_one_process(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 2 * H}
+    transformers.LlamaModel(transformers.LlamaConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path)
+    expected = torch.tensor(run_llama(tmp_path))
+    for out in run_ranks(run_llama, 2, tmp_path, 2):
+        torch.testing.assert_close(torch.tensor(out), expected, rtol=1e-4, atol=1e-4)

@@ -6,6 +6,7 @@ s*s tensor on a CPU, and on a GPU draws from a generator, so that masks depend o
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -19,10 +20,53 @@ from tempo_torch.position import Place
 
 NAME = "tempo"
 PLACE = "tempo_place"
-"""The attribute of an attention module that holds its Place."""
+"""The attribute of an attention module that holds its AttentionPlace."""
 
 _hidden_masks: Any = WeakIdKeyDictionary()
 """Of each mask, its version and its inverse."""
+
+
+@dataclasses.dataclass
+class AttentionPlace:
+    """What an attention module needs for its dropout.
+
+    Args:
+        place: where it draws.
+        is_required: whether a call that Tempo's attention cannot serve is an error; otherwise stock serves it.
+        head_rank, head_ranks: this process among those that share the heads of one attention.
+        was_called: whether the module asked for attention.
+        why: the reason of the last call with dropout that stock served.
+    """
+
+    place: Place
+    is_required: bool = False
+    head_rank: int = 0
+    head_ranks: int = 1
+    was_called: bool = False
+    why: str | None = None
+
+    def find_first_head(self, module: Any, num_heads: int) -> int:
+        """The index over all processes of the first of this call's heads."""
+        total = num_heads if self.head_ranks == 1 else module.config.get_text_config().num_attention_heads
+        if num_heads == total:
+            return 0
+        if num_heads * self.head_ranks != total:
+            raise ValueError(
+                f"{type(module).__name__} has {num_heads} of {total} heads here, of {self.head_ranks} processes with "
+                'tensor parallelism; expected as many in each; give tempoize attention="off"'
+            )
+        return self.head_rank * num_heads
+
+
+def find_ranks(model: Any) -> dict[str, tuple[int, int]]:
+    """{"heads": ..., "samples": ...}: this process and the number of those that share the heads, and the samples, of a
+    model that transformers distributed by tensor parallelism; empty for any other."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or (getattr(model, "_tp_size", None) or 1) == 1:
+        return {}
+    names = mesh.mesh_dim_names or ("tp",)
+    ranks, sizes = (dict(zip(names, values, strict=True)) for values in (mesh.get_coordinate(), mesh.shape))
+    return {"heads": (ranks["tp"], sizes["tp"]), "samples": (ranks.get("fsdp", 0), sizes.get("fsdp", 1))}
 
 
 def use_attention(model: Any) -> str | None:
@@ -45,42 +89,50 @@ def use_attention(model: Any) -> str | None:
     return None
 
 
+def give_back_attention(model: Any) -> None:
+    """Give `model`, none of whose modules asks the registry, the attention that it had."""
+    model.set_attn_implementation("sdpa")
+    for module in model.modules():
+        module.__dict__.pop(PLACE, None)
+
+
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """What transformers' sdpa_attention_forward returns: (out [b, s, a, d], None) of q, k, v [b, a or g, s, d].
 
     With dropout, a mask by position. What keeps the next linear from keeping a second output is a promise.
-    Raises ValueError for a module that was not given to tempoize, and where scores are changed by a tensor.
+    Stock serves a call that changes the scores by more than a bool mask, and the report says so.
+    Raises ValueError for a module that was not given to tempoize, and for such a call with attention "flash".
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     p = kwargs.get("dropout", 0.0) or 0.0
+    place: AttentionPlace | None = getattr(module, PLACE, None)
+    if place is not None and not place.was_called:
+        place.was_called = True
     if p == 0.0 or query.numel() == 0:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-    place: Place | None = getattr(module, PLACE, None)
     if place is None:
         raise ValueError(
             f'a {type(module).__name__} asks for attention "{NAME}", but was not given to tempoize; expected a module '
             'of a model that was; set attn_implementation to "sdpa", or call tempoize'
         )
-    if kwargs.get("position_bias") is not None or (attention_mask is not None and attention_mask.dtype != torch.bool):
-        raise ValueError(
-            f"{type(module).__name__} adds a tensor to its scores, which Tempo's attention with dropout does not; "
-            'expected a bool mask or none; give tempoize attention="off"'
-        )
-    if kwargs.get("softcap") is not None or kwargs.get("cache") is not None:
-        raise ValueError(
-            f"{type(module).__name__} caps its scores or pages its keys, which Tempo's attention with dropout does "
-            'not; expected neither; give tempoize attention="off"'
-        )
+    if (why := _find_refusal(attention_mask, kwargs)) is not None:
+        if place.is_required:
+            raise ValueError(
+                f'attention is "flash", but {type(module).__name__} {why}, which Tempo\'s attention with dropout does '
+                'not; set it to "auto" or "off"'
+            )
+        place.why = why
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     causal = causal and attention_mask is None and query.size(2) > 1
     if causal and key.size(2) > query.size(2):  # as sdpa_attention_forward has it
         key, value = (t[:, :, : query.size(2)] for t in (key, value))
     scale = kwargs.get("scaling")
-    draw_key, first_sample, _ = place.find(query.device)
+    draw_key, first_sample, _ = place.place.find(query.device)
     out = attention(
         *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
         causal=causal,
@@ -89,8 +141,20 @@ def attend(
         dropout_p=p,
         dropout_key=draw_key,
         first_sample=first_sample,
+        first_head=place.find_first_head(module, query.size(1)),
     )
     return put_batch_first(out), None
+
+
+def _find_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | None:
+    """What a call asks for that Tempo's attention with dropout does not do."""
+    if more.get("position_bias") is not None or (attention_mask is not None and attention_mask.dtype != torch.bool):
+        return "adds a tensor to its scores"
+    if more.get("softcap") is not None:
+        return "caps its scores"
+    if more.get("cache") is not None:
+        return "pages its keys"
+    return None
 
 
 def _hide(attention_mask: Tensor) -> Tensor:

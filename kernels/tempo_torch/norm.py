@@ -34,15 +34,14 @@ class _Norm(Replaced):
 class LayerNorm(_Norm):
     """LayerNorm over the last dimension."""
 
-    bias: Tensor | None
-
     def forward(self, x: Tensor) -> Tensor:
         """y of the shape and dtype of the stock class."""
         if torch.is_autocast_enabled(x.device.type) and self.weight.dtype == torch.float32:
             x = x.float()  # as autocast does for F.layer_norm
         if not self._fits(x):
             return super().forward(x)  # type: ignore[misc,no-any-return]
-        return layer_norm(x, self.weight, self.bias, self.tempo_eps, keep=self.keep)
+        bias = getattr(self, "bias", None)  # some models' classes have none
+        return layer_norm(x, self.weight, bias, self.tempo_eps, keep=self.keep)
 
 
 class RMSNorm(_Norm):

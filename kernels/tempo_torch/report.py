@@ -31,9 +31,15 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The modules of one model, in the order of its `named_modules`; `str` gives a table of them."""
+    """The modules of one model, in the order of its `named_modules`, then what else draws; `str` gives a table.
+
+    Args:
+        entries: the modules.
+        seen: which forward in training was watched, so that `entries` are what it ran; or why none was yet.
+    """
 
     entries: tuple[Entry, ...]
+    seen: str = ""
 
     @property
     def replaced(self) -> tuple[Entry, ...]:
@@ -57,4 +63,5 @@ class Report:
         rows = [(f"{count} x", *line) for line, count in found.items()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
-        return "\n".join(line.rstrip() for line in lines) or "nothing to replace"
+        table = "\n".join(line.rstrip() for line in lines) or "nothing to replace"
+        return f"{table}\n{self.seen}".rstrip()

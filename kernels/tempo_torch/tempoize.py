@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -10,13 +11,14 @@ import torch
 from torch import nn
 
 from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
-from tempo_torch.attention import PLACE, use_attention
+from tempo_torch.attention import PLACE, AttentionPlace, find_ranks, give_back_attention, use_attention
 from tempo_torch.dropout import RedrawnDropout
 from tempo_torch.functional import RedirectsFunctions, find_functions, find_refusal, redirect
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import is_language_model, use_fused_loss
 from tempo_torch.norm import find_norm
 from tempo_torch.position import Passes
+from tempo_torch.probe import Call, Seen, make_inputs, probe
 from tempo_torch.replace import Replaced, change_class
 from tempo_torch.report import Entry, Report
 
@@ -36,10 +38,75 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class _State:
-    """What a model that was given to `tempoize` holds."""
+    """What a model that was given to `tempoize` holds.
 
-    def __init__(self, passes: Passes, report: Report) -> None:
-        self.passes, self.report = passes, report
+    Args:
+        made: what was replaced, and what was left.
+    """
+
+    def __init__(self, passes: Passes, choices: dict[str, str], made: list[Entry]) -> None:
+        self.passes, self.choices, self.made = passes, choices, made
+        self.seen: Seen | str = "its inputs are not; the first one tells"
+        self._is_settled = False
+
+    def watch(self, model: nn.Module, call: Call) -> None:
+        """Find out what model(*args, **kwargs) runs. Attention that no module asks for is the stock one again.
+
+        Raises ValueError where a value other than "auto" and "off" applies to nothing that runs.
+        """
+        self.seen = probe(model, self.passes, call)
+        flash = next((entry for entry in self.made if entry.operation == "attention" and entry.now), None)
+        if isinstance(self.seen, Seen) and not self.seen.attention and flash is not None:
+            give_back_attention(model)
+            why = "none of its modules asks transformers' registry for attention"
+            self.made[self.made.index(flash)] = dataclasses.replace(flash, now=None, why=why)
+            self.seen = probe(model, self.passes, call)
+        _check_applied(self.report(model), self.choices)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def watch_first(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """A hook before forwards: watch the first in training that is given other inputs than the one before."""
+        if self._is_settled or not model.training or not torch.is_grad_enabled():
+            return
+        self._is_settled = True
+        if isinstance(self.seen, str) or args[1:] or any(name not in self.seen.inputs for name in kwargs):
+            self.watch(model, (args, kwargs))
+
+    def report(self, model: nn.Module) -> Report:
+        """The report of what is known by now."""
+        if isinstance(self.seen, str):
+            return Report(tuple(self.made), f"What a forward in training runs is not known yet: {self.seen}.")
+        modules = dict(model.named_modules())
+        entries = [entry for made in self.made for entry in _confirm(made, self.seen, modules)]
+        listed = {entry.name for entry in entries if entry.now is None}
+        for name, functions in self.seen.draws.items():
+            is_attention = PLACE in modules[name].__dict__ or any("attention" in function for function in functions)
+            if name not in listed:
+                why = f"{', '.join(sorted(functions))} draws from torch's generator"
+                operation = "attention" if is_attention else "dropout"
+                entries.append(Entry(name, type(modules[name]).__name__, operation, None, why))
+        return Report(tuple(entries), f"Seen in a forward in training, without memory, of {self.seen.inputs}.")
+
+
+def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator[Entry]:
+    """The entries of what `made` says is replaced, as it was seen to run."""
+    operators = {operator for found in seen.operators.values() for operator in found}
+    if made.now is None:
+        yield made
+    elif made.operation == "attention":
+        for name, why in seen.attention.items():
+            why = modules[name].__dict__[PLACE].why or why
+            now = made.now if why is None else None
+            kind = type(modules[name]).__name__
+            yield dataclasses.replace(made, name=name, module=kind, now=now, why="" if why is None else f"it {why}")
+    elif made.operation != "loss" and made.name not in seen.called:
+        yield dataclasses.replace(made, now=None, why="the forward that was watched does not call it")
+    elif made.operation == "loss" and "linear_cross_entropy" not in operators:
+        yield dataclasses.replace(made, now=None, why="the forward that was watched does not come to its loss")
+    elif made.operation == "norm" and not seen.operators.get(made.name):
+        yield dataclasses.replace(made, now=None, why="stock ran: its input and its weight are of two dtypes")
+    else:
+        yield made
 
 
 def tempoize(
@@ -71,7 +138,8 @@ def tempoize(
             transformers on "sdpa".
         loss: "fused" (and "auto") makes the logits of a causal language model a chunk of tokens at a time.
         rank, num_ranks: this process among those that train on different samples. By default those of
-            torch.distributed; needed where several processes share their samples, as in tensor parallelism.
+            torch.distributed, and of the mesh of a model that transformers distributed; needed where several processes
+            share their samples in other ways.
 
     Each may be "off". Where an "auto" does not apply, modules stay, and `report_on` says why.
 
@@ -81,6 +149,9 @@ def tempoize(
     """
     choices = {"activation": activation, "norm": norm, "dropout": dropout, "attention": attention, "loss": loss}
     _check(model, seed, choices, rank, num_ranks)
+    ranks = find_ranks(model)
+    if rank is None and ranks:
+        rank, num_ranks = ranks["samples"]
     passes = Passes(seed, rank, num_ranks)
     entries: list[Entry] = []
     for name, module in list(model.named_modules()):
@@ -91,19 +162,29 @@ def tempoize(
                 entries.append(entry)
                 break
     if choices["attention"] != "off":
-        entries.append(_replace_attention(model, passes))
+        entries.append(_replace_attention(model, choices, passes, ranks.get("heads", (0, 1))))
     if choices["loss"] != "off":
         entries += _replace_losses(model)
-    report = Report(tuple(entries))
-    _check_applied(report, choices)
+    model.__dict__[_ATTRIBUTE] = state = _State(passes, choices, entries)
     passes.follow(model)
-    model.__dict__[_ATTRIBUTE] = _State(passes, report)
+    call = make_inputs(model, any(entry.operation == "loss" and entry.now for entry in entries))
+    if call is not None:
+        state.watch(model, call)
+    _check_applied(state.report(model), choices)
+    model.register_forward_pre_hook(state.watch_first, prepend=True, with_kwargs=True)
     return model
 
 
 def report_on(model: nn.Module) -> Report:
-    """What tempoize replaced in `model`, what it left and why; ValueError for a model it was not given."""
-    return _find_state(model).report
+    """What tempoize replaced in `model`, what it left and why; ValueError for a model it was not given.
+
+    It tells what a forward in training was seen to run. Of a model of transformers that is one on tensors without
+    memory, before the first step; of any other, and where the first step has other inputs, one of that step's sizes.
+    """
+    for module in model.modules():
+        if isinstance(state := module.__dict__.get(_ATTRIBUTE), _State):
+            return state.report(module)
+    raise _make_error(model)
 
 
 @contextlib.contextmanager
@@ -135,7 +216,11 @@ def _find_state(model: nn.Module) -> _State:
         state = module.__dict__.get(_ATTRIBUTE)
         if isinstance(state, _State):
             return state
-    raise ValueError(
+    raise _make_error(model)
+
+
+def _make_error(model: nn.Module) -> ValueError:
+    return ValueError(
         f"{type(model).__name__} was not given to tempoize; expected a model that was; call tempoize first"
     )
 
@@ -263,12 +348,13 @@ def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], pa
     )
 
 
-def _replace_attention(model: nn.Module, passes: Passes) -> Entry:
+def _replace_attention(model: nn.Module, choices: dict[str, str], passes: Passes, head_ranks: tuple[int, int]) -> Entry:
     kind = type(model).__name__
     why = use_attention(model)
     if why is not None:
         return Entry("", kind, "attention", None, why)
     for name, module in model.named_modules():
         if "Attention" in type(module).__name__:
-            module.__dict__[PLACE] = passes.add_place(f"{name}.attention")
+            place = passes.add_place(f"{name}.attention")
+            module.__dict__[PLACE] = AttentionPlace(place, choices["attention"] == "flash", *head_ranks)
     return Entry("", kind, "attention", "flash", stock_bytes=0.0)

@@ -1,0 +1,217 @@
+"""Finds out what a forward in training runs: a copy of the model without memory goes through one, and is watched.
+
+What is seen is what ran, whatever modules are called and however a model reaches its functions: which modules were
+called, in which of them Tempo's operators ran, and in which an operator drew from torch's generator. The copy has fake
+tensors in the place of parameters and buffers, and no hooks, so that neither the model nor a random state changes; a
+model of 7e9 parameters takes about a second, and megabytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tempo_torch.attention import PLACE
+from tempo_torch.position import Passes
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SAMPLES, _TOKENS, _WAVE = 2, 16, 8000
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What one forward in training ran.
+
+    Args:
+        inputs: the tensors that it was given, in words.
+        called: the names of the modules that were called.
+        operators: Tempo's operators that ran, by the module whose forward ran them.
+        draws: functions that drew from torch's generator, by the module whose forward called them.
+        attention: the modules that asked transformers' registry for attention, and why stock served them; None where
+            Tempo's does.
+    """
+
+    inputs: str
+    called: frozenset[str]
+    operators: dict[str, set[str]]
+    draws: dict[str, set[str]]
+    attention: dict[str, str | None]
+
+
+def make_inputs(model: Any, has_loss: bool) -> Call | None:
+    """A call that a model of transformers accepts, from its configuration; None where that does not tell.
+
+    Args:
+        has_loss: whether labels are to be given.
+    """
+    config: Any = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", None)
+    ids = torch.empty(_SAMPLES, _TOKENS, dtype=torch.int64, device="meta")
+    inputs: dict[str, Tensor] = {}
+    if name == "input_ids" and hasattr(config, "vocab_size"):
+        inputs = {"input_ids": ids}
+    elif name == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        inputs = {"pixel_values": _make_floats(model, getattr(config, "num_channels", 3), *sides)}
+    elif name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+        inputs = {"input_features": _make_floats(model, config.num_mel_bins, 2 * config.max_source_positions)}
+    elif name == "input_values" and hasattr(config, "conv_stride"):
+        inputs = {"input_values": _make_floats(model, _WAVE)}
+    if not inputs:
+        return None
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids
+    if has_loss:
+        inputs["labels"] = ids
+    return (), inputs
+
+
+def _make_floats(model: Any, *shape: int) -> Tensor:
+    return torch.empty(_SAMPLES, *shape, dtype=model.dtype, device="meta")
+
+
+def probe(model: nn.Module, passes: Passes, call: Call) -> Seen | str:
+    """What model(*args, **kwargs) in training runs; the reason where that cannot be found out.
+
+    Args:
+        passes: of the model, which was given to tempoize.
+        call: (args, kwargs), of which only shapes and dtypes count.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with _keep_random_states(), _run_eagerly(), torch.enable_grad():
+            twin, twin_passes, (args, kwargs) = _copy_without_memory(model, passes, call, mode)
+            twin_passes.follow(twin)
+            watch = _Watch()
+            for name, module in twin.named_modules():
+                module.register_forward_pre_hook(lambda *_, name=name: watch.enter(name), prepend=True)
+                module.register_forward_hook(lambda *_: watch.leave(), always_call=True)
+            with mode, watch, _Names(watch), twin_passes.set_next(0):
+                twin(*args, **kwargs)
+    except Exception as error:  # what another's model raises without values is not ours to list
+        return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    given = [*enumerate(call[0]), *call[1].items()]
+    inputs = ", ".join(f"{name} {list(value.shape)}" for name, value in given if isinstance(value, Tensor))
+    places = {name: module.__dict__[PLACE] for name, module in twin.named_modules() if PLACE in module.__dict__}
+    attention = {name: place.why for name, place in places.items() if place.was_called}
+    return Seen(inputs, frozenset(watch.called), dict(watch.operators), dict(watch.draws), attention)
+
+
+def _copy_without_memory(
+    model: nn.Module, passes: Passes, call: Call, mode: FakeTensorMode
+) -> tuple[nn.Module, Passes, Call]:
+    memo: dict[int, Any] = {}
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(call)]
+    with mode:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                fake = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="cpu")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    for module in model.modules():
+        for hooks in _HOOKS:
+            memo[id(module.__dict__[hooks])] = collections.OrderedDict()
+    twin, twin_passes, copied = copy.deepcopy((model, passes, call), memo)
+    if not model.training:
+        twin.train()
+    for module in twin.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.__dict__["gradient_checkpointing"] = False
+    return twin, twin_passes, copied
+
+
+class _Watch(TorchDispatchMode):
+    """Notes operators by the module whose forward runs. Fake tensors have no values: a number that is read is 1, and
+    one element of a mask is set."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.called: set[str] = set()
+        self.operators: dict[str, set[str]] = defaultdict(set)
+        self.draws: dict[str, set[str]] = defaultdict(set)
+        self.function = ""
+        self._stack: list[str] = [""]
+
+    def enter(self, name: str) -> None:
+        self.called.add(name)
+        self._stack.append(name)
+
+    def leave(self) -> None:
+        self._stack.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "tempo_kernels":
+            self.operators[self._stack[-1]].add(func._opname)
+        elif torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+            self.draws[self._stack[-1]].add(self.function or func._opname)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1
+        if func is torch.ops.aten.nonzero.default:
+            return args[0].new_zeros((1, args[0].dim()), dtype=torch.int64)
+        return func(*args, **kwargs)
+
+
+class _Names(TorchFunctionMode):
+    """Tells a watch the name of the function that was called."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, self._watch.function = self._watch.function, resolve_name(func) or getattr(func, "__name__", "")
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._watch.function = before
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator that can draw does so with these arguments."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "p"):
+            value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return value is None or value > 0.0
+    return True
+
+
+@contextlib.contextmanager
+def _keep_random_states() -> Iterator[None]:
+    """What a model draws from Python's and numpy's generators inside, it does not draw. Fake tensors draw nothing."""
+    numpy: Any = sys.modules.get("numpy")
+    state, others = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(others)
+
+
+@contextlib.contextmanager
+def _run_eagerly() -> Iterator[None]:
+    """Functions that a model has compiled run as they are written."""
+    if "torch._dynamo" not in sys.modules:  # its import takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
