@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import random
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,11 +102,10 @@ def probe(model: nn.Module, passes: Passes, call: Call) -> Seen | str:
         with _keep_random_states(), _run_eagerly(), torch.enable_grad():
             twin, twin_passes, (args, kwargs) = _copy_without_memory(model, passes, call, mode)
             twin_passes.follow(twin)
-            watch = _Watch()
-            for name, module in twin.named_modules():
-                module.register_forward_pre_hook(lambda *_, name=name: watch.enter(name), prepend=True)
-                module.register_forward_hook(lambda *_: watch.leave(), always_call=True)
-            with mode, watch, _Names(watch), twin_passes.set_next(0):
+            watch = _Watch(twin, model)
+            # A forward inside of a checkpointed region keeps for that region what is saved here, unless these hooks do.
+            hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+            with mode, watch, _Names(watch), twin_passes.set_next(0), hooks, watch.follow():
                 twin(*args, **kwargs)
     except Exception as error:  # what another's model raises without values is not ours to list
         return f"{type(error).__name__}: {error}".split("\n")[0][:200]
@@ -132,6 +134,10 @@ def _copy_without_memory(
     if not model.training:
         twin.train()
     for module in twin.modules():
+        # A function in the place of a forward leads to the model's own module.
+        module.__dict__.pop("forward", None)
+        if (place := module.__dict__.get(PLACE)) is not None:
+            place.is_required = False  # what stock would have to serve is seen, not refused
         if hasattr(module, "gradient_checkpointing"):
             module.__dict__["gradient_checkpointing"] = False
     return twin, twin_passes, copied
@@ -141,20 +147,39 @@ class _Watch(TorchDispatchMode):
     """Notes operators by the module whose forward runs. Fake tensors have no values: a number that is read is 1, and
     one element of a mask is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, twin: nn.Module, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {id(module): name for name, module in twin.named_modules()}
+        self._originals = {id(module): name for name, module in model.named_modules()}
         self.called: set[str] = set()
         self.operators: dict[str, set[str]] = defaultdict(set)
         self.draws: dict[str, set[str]] = defaultdict(set)
         self.function = ""
         self._stack: list[str] = [""]
 
-    def enter(self, name: str) -> None:
-        self.called.add(name)
-        self._stack.append(name)
+    @contextlib.contextmanager
+    def follow(self) -> Iterator[None]:
+        """Know which module runs. None of the model's own may: one that a closure leads to would count its calls."""
+        thread = threading.get_ident()
 
-    def leave(self) -> None:
-        self._stack.pop()
+        def enter(module: nn.Module, _: Any) -> None:
+            if threading.get_ident() != thread:
+                return
+            if (name := self._originals.get(id(module))) is not None:
+                raise RuntimeError(f"a function reaches {name or 'the model'} otherwise than by its module")
+            self._stack.append(self._names.get(id(module), self._stack[-1]))
+            self.called.add(self._stack[-1])
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            if threading.get_ident() == thread and id(module) not in self._originals:
+                self._stack.pop()
+
+        hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -66,7 +66,7 @@ class _State:
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def watch_first(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """A hook before forwards: watch the first in training that is given other inputs than the one before."""
-        if self._is_settled or not model.training or not torch.is_grad_enabled():
+        if self._is_settled or not model.training:
             return
         self._is_settled = True
         if isinstance(self.seen, str) or args[1:] or any(name not in self.seen.inputs for name in kwargs):
@@ -78,7 +78,7 @@ class _State:
             return Report(tuple(self.made), f"What a forward in training runs is not known yet: {self.seen}.")
         modules = dict(model.named_modules())
         entries = [entry for made in self.made for entry in _confirm(made, self.seen, modules)]
-        listed = {entry.name for entry in entries if entry.now is None}
+        listed = {entry.name for entry in entries if entry.now is None and entry.operation in ("dropout", "attention")}
         for name, functions in self.seen.draws.items():
             is_attention = PLACE in modules[name].__dict__ or any("attention" in function for function in functions)
             if name not in listed:
@@ -103,6 +103,8 @@ def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator
         yield dataclasses.replace(made, now=None, why="the forward that was watched does not call it")
     elif made.operation == "loss" and "linear_cross_entropy" not in operators:
         yield dataclasses.replace(made, now=None, why="the forward that was watched does not come to its loss")
+    elif made.operation != "loss" and "forward" in modules[made.name].__dict__:
+        yield dataclasses.replace(made, now=None, why="its forward was replaced on the object itself")
     elif made.operation == "norm" and not seen.operators.get(made.name):
         yield dataclasses.replace(made, now=None, why="stock ran: its input and its weight are of two dtypes")
     else:
@@ -171,7 +173,7 @@ def tempoize(
     if call is not None:
         state.watch(model, call)
     _check_applied(state.report(model), choices)
-    model.register_forward_pre_hook(state.watch_first, prepend=True, with_kwargs=True)
+    model.register_forward_pre_hook(state.watch_first, with_kwargs=True)  # after what changes the inputs
     return model
 
 
