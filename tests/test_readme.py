@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tempo_megatron import TempoConfig
+from tempo_megatron.models.arguments import take_model
 from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.training.arguments import parse_arguments
 
@@ -43,7 +44,7 @@ def test_the_training_command_is_one_the_trainer_accepts(monkeypatch: pytest.Mon
     monkeypatch.chdir(ROOT)
     (command,) = re.findall(r"launch/pretrain_gpt.py ((?:.*\\\n)+.*)$", README, re.MULTILINE)
     args = parse_arguments(shlex.split(command.replace("\\\n", " ")))
-    assert args.model.num_layers == 4 and args.use_tempo is True
+    assert take_model(args, "gpt").num_layers == 4 and args.use_tempo is True
     assert Path(args.deepspeed_config).is_file()
 
 

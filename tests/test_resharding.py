@@ -26,8 +26,9 @@ COMMON = [
     "--global-batch-size", "4", "--micro-batch-size", "1", "--train-iters", str(STEPS),
     "--make-vocab-size-divisible-by", "60", "--seq-length", "32",
 ]  # fmt: skip
-STOCK = ("--attention-dropout", "0", "--hidden-dropout", "0")
-TEMPO = ("--use-tempo", *STOCK)
+NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
+STOCK = ("--no-use-tempo", *NO_DROPOUT)
+TEMPO = ("--use-tempo", *NO_DROPOUT)
 DROPOUT = ("--use-tempo", "--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 LLAMA = (
     "--swiglu", "--normalization", "RMSNorm", "--group-query-attention", "--num-query-groups", "2", "--qk-layernorm",

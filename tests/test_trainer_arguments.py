@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,17 @@ REST = ["--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3", "--dat
 
 
 def prepared(
-    folder: Path, *extra: str, config: dict[str, Any] | str | None = None, world_size: int = 1, on_gpu: bool = False
+    folder: Path,
+    *extra: str,
+    config: dict[str, Any] | str | None = None,
+    world_size: int = 1,
+    on_gpu: bool = False,
+    sizes: Sequence[str] = SIZES,
 ) -> RunConfig:
     """What main() does before it starts: the completed and checked run."""
     path = folder / "deepspeed.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config or {}), encoding="utf-8")
-    args = parse_arguments(["--deepspeed_config", str(path), *SIZES, *REST, *extra])
+    args = parse_arguments(["--deepspeed_config", str(path), *sizes, *REST, *extra])
     typed, read = copy.deepcopy(vars(args)), read_deepspeed_config(str(path))
     as_read = copy.deepcopy(read)
     run = complete_run(args, read, None, world_size=world_size, on_gpu=on_gpu)
@@ -257,16 +263,15 @@ def test_values_of_the_json_count_where_the_command_line_is_silent(tmp_path: Pat
 
 
 def test_sizes_come_from_a_file_and_an_argument_wins(tmp_path: Path) -> None:
-    needed = ["--deepspeed_config", "-", *REST, "--model", str(ROOT / "configs/model/gpt2_124m.json")]
-    args = parse_arguments([*needed, "--num-layers", "3"])
-    assert (args.model.num_layers, args.model.hidden_size, args.model.vocab_size) == (3, 768, 50257)
-    assert (args.model.ffn_hidden_size, args.model.max_position_embeddings) == (3072, 1024)
+    file = ["--model", str(ROOT / "configs/model/gpt2_124m.json")]
+    shape = prepared(tmp_path, *file, "--num-layers", "3", sizes=[]).model
+    assert (shape.num_layers, shape.hidden_size, shape.vocab_size) == (3, 768, 50257)
+    assert (shape.ffn_hidden_size, shape.max_position_embeddings) == (3072, 1024)
     wrong = tmp_path / "model.json"
     wrong.write_text('{"num_layer": 2}')
-    with pytest.raises(ValueError, match="num_layer is unknown; the nearest known name is num_layers"):
-        parse_arguments([*needed, "--model", str(wrong)])
+    assert "num_layer is unknown; the nearest known name is num_layers" in refusal(tmp_path, "--model", str(wrong))
     with pytest.raises(ValueError, match="--hidden-size is missing; give it, or --model"):
-        parse_arguments(["--deepspeed_config", "-", *REST, "--num-layers", "2"])
+        prepared(tmp_path, "--num-layers", "2", sizes=[])
 
 
 def parameters_of(sizes: dict[str, int]) -> int:

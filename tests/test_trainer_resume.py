@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,25 @@ from typing import Any
 import numpy as np
 import pytest
 from training_job import Data, Run, make_data, run, successful, write_unsealed
+
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.models.shape import NAMES
+from tempo_megatron.training.arguments import parse_arguments
+from tempo_megatron.training.checkpoint_integrity import write_description
+from tempo_megatron.training.datasets import Vocabulary
+from tempo_megatron.training.deepspeed_config import read_deepspeed_config
+from tempo_megatron.training.facts import list_settings
+from tempo_megatron.training.resume import (
+    COMPUTED,
+    MAY_CHANGE,
+    MODEL_MAY_CHANGE,
+    OF_EACH_START,
+    STAYS,
+    describe_changes,
+    describe_run,
+    read_saved_run,
+)
+from tempo_megatron.training.run_config import RunConfig, complete_run
 
 STAGES = {
     "ZeRO 0": {"zero_optimization": {"stage": 0}},
@@ -37,7 +60,10 @@ def saved(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "save"
 
 
-SETTINGS = ["--adam-beta1", "0.8", "--adam-beta2", "0.9", "--adam-eps", "1e-6", "--weight-decay", "0.1"]
+SETTINGS = [
+    *("--adam-beta1", "0.8", "--adam-beta2", "0.9", "--adam-eps", "1e-6", "--weight-decay", "0.1"),
+    *("--hidden-dropout", "0", "--use-tempo", "--tempo-attention", "off", "--eod-mask-loss"),
+]
 
 
 def first_run(data: Data, folder: Path, config: dict[str, Any]) -> Run:
@@ -150,6 +176,17 @@ def test_a_finished_run_is_extended(data: Data, finished: tuple[Path, Run], tmp_
 
 
 @pytest.mark.slow
+def test_a_finished_run_is_saved_elsewhere_without_a_step(
+    data: Data, finished: tuple[Path, Run], tmp_path: Path
+) -> None:
+    result = successful(
+        run(data, tmp_path, "--train-iters", "4", "--load", str(finished[0]), "--save", str(tmp_path / "other"))
+    )
+    assert "none of the 4 steps is left to train; raise --train-iters for more" in result.output
+    assert "no loss curve:" in result.output and (tmp_path / "other" / "iter_0000004" / "run.json").is_file()
+
+
+@pytest.mark.slow
 def test_an_extended_run_keeps_the_order_of_its_samples(data: Data, tmp_path: Path) -> None:
     """One document of a few hundred samples: a run that was begun for one epoch goes on for several."""
     constant = [
@@ -213,7 +250,7 @@ def test_a_checkpoint_of_another_format_is_refused(data: Data, saved: Path, tmp_
     shutil.copytree(saved, tmp_path / "old")
     write_unsealed(tmp_path / "old" / "iter_0000003", format=1)
     result = resume(data, tmp_path, tmp_path / "old")
-    assert result.exit_codes == [1] and "run.json has format 1, expected 3" in result.output
+    assert result.exit_codes == [1] and "run.json has format 1, expected 4" in result.output
 
 
 def test_the_metrics_of_an_earlier_run_are_set_aside(data: Data, tmp_path: Path) -> None:
@@ -221,3 +258,152 @@ def test_the_metrics_of_an_earlier_run_are_set_aside(data: Data, tmp_path: Path)
     second = successful(run(data, tmp_path, "--train-iters", "2"))
     assert second.losses_hex == first.losses_hex and len(second.of_kind("run")) == 1
     assert f"the metrics of an earlier run are now in {tmp_path / 'metrics.jsonl.1'}" in second.output
+
+
+SIZES = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
+NEEDED = ["--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3", "--data-path", "text"]
+TEMPO_BLOCK = {"enabled": False, "norm": "auto"}
+# Every field that a run takes from its checkpoint, with another value than its default. BERT has no --eod-mask-loss.
+SAID = {
+    "gpt": "--hidden-dropout 0 --attention-dropout 0.2 --swiglu --group-query-attention --num-query-groups 2 "
+    "--normalization RMSNorm --norm-epsilon 1e-6 --position-embedding-type rope --rotary-base 500 --rotary-percent 0.5 "
+    "--use-rope-scaling --rope-scaling-factor 4 --qk-layernorm --window-size 8,0 --disable-bias-linear --add-qkv-bias "
+    "--untie-embeddings-and-output-weights --init-method-std 0.06 --kv-channels 32 --ffn-hidden-size 100 "
+    "--max-position-embeddings 128 --vocab-size 512 --make-vocab-size-divisible-by 64 --global-batch-size 8 --seed 7 "
+    "--min-lr 1e-5 --lr-warmup-iters 2 --lr-decay-style cosine --lr-decay-iters 9 --weight-decay 0.1 --adam-beta1 0.8 "
+    "--adam-beta2 0.9 --adam-eps 1e-6 --clip-grad 0.5 --split 10,2 --vocab-file v --merge-file m --eod-mask-loss "
+    "--eval-interval 5 --eval-iters 3 --recompute-granularity full --recompute-method block --recompute-num-layers 2 "
+    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --bf16 "
+    "--use-tempo --tempo-norm recompute --tempo-memory-budget 3GiB",
+    "bert": "--mask-prob 0.3 --short-seq-prob 0.2 --masking tokens --bert-no-binary-head --recompute-granularity "
+    "selective --recompute-modules mlp --use-tempo --tempo-loss off "
+    '--tempo-layers {"0":{"norm":"off"}}',
+}
+# Whose value in a first run cannot be another one than the default's, or that no argument gives.
+WITHOUT_ANOTHER = {"sample_parts", "vocab_padding_tp"}
+
+
+def decide(folder: Path, words: list[str], family: str, config: dict[str, Any] | None = None) -> RunConfig:
+    """The run of a command line, as main() decides it."""
+    path = folder / "deepspeed.json"
+    zero = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}, "tempo": TEMPO_BLOCK}
+    path.write_text(json.dumps(zero if config is None else config))
+    args = parse_arguments(["--deepspeed_config", str(path), *words], family)
+    return complete_run(args, read_deepspeed_config(str(path)), read_saved_run(args), world_size=1, on_gpu=True)
+
+
+def pretend_to_save(run: RunConfig, folder: Path, iteration: int = 6, **changes: Any) -> list[str]:
+    """A checkpoint of `run` without its tensors; the words that load it."""
+    checkpoint = folder / f"iter_{iteration:07d}"
+    checkpoint.mkdir(parents=True)
+    described = describe_run(run, Vocabulary(Tokenizer(), 512, 512, {}), zero_stage=1, gelu_form=None)
+    content = {**described, "iteration": iteration, "settings": list_settings(run), "sample_parts": [80], **changes}
+    write_description(checkpoint, {name: value for name, value in content.items() if value is not None}, {})
+    (folder / "latest").write_text(checkpoint.name)
+    return ["--load", str(folder)]
+
+
+class Tokenizer:
+    eod = 0
+
+
+def test_every_field_of_a_run_is_classified() -> None:
+    """A new field of RunConfig belongs into one of the tables of resume.py, one of ModelShape is compared."""
+    tables = [STAYS, MAY_CHANGE, OF_EACH_START, COMPUTED]
+    assert sorted(itertools.chain(*tables)) == sorted(field.name for field in dataclasses.fields(RunConfig))
+    assert set(MODEL_MAY_CHANGE) < set(NAMES) and all({**MAY_CHANGE, **OF_EACH_START, **MODEL_MAY_CHANGE}.values())
+
+
+@pytest.mark.parametrize("family", SAID)
+def test_every_field_that_is_left_out_is_as_in_the_checkpoint(tmp_path: Path, family: str) -> None:
+    run = decide(tmp_path, [*SIZES, *NEEDED, *SAID[family].split()], family)
+    load = pretend_to_save(run, tmp_path / "save")
+    resumed = decide(tmp_path, load, family)
+    for name in {*STAYS, *MAY_CHANGE} - {"sample_parts"}:
+        assert getattr(resumed, name) == getattr(run, name), name
+    assert resumed.sample_parts == (80,)
+    assert list(describe_changes(read_saved_run(parse_arguments(["--deepspeed_config", "-", *load], family)) or {},
+                                 list_settings(resumed))) == []  # fmt: skip
+
+
+def test_the_test_above_changes_every_field(tmp_path: Path) -> None:
+    runs = {family: decide(tmp_path, [*SIZES, *NEEDED, *SAID[family].split()], family) for family in SAID}
+    plain = {family: decide(tmp_path, [*SIZES, *NEEDED], family) for family in SAID}
+    needed = {"micro_batch_size", "train_iters", "lr", "data_path"}
+    for name in {*STAYS, *MAY_CHANGE} - WITHOUT_ANOTHER - needed - {"model"}:
+        assert any(getattr(runs[family], name) != getattr(plain[family], name) for family in SAID), name
+    sizes = {"num_layers", "hidden_size", "num_attention_heads", "seq_length"}
+    for name in set(NAMES) - sizes - {"family", "decoder_seq_length"}:
+        assert any(getattr(runs[family].model, name) != getattr(plain[family].model, name) for family in SAID), name
+
+
+def test_what_is_typed_or_new_in_the_json_holds(tmp_path: Path) -> None:
+    run = decide(tmp_path, [*SIZES, *NEEDED, "--use-tempo", "--tempo-norm", "off", "--hidden-dropout", "0"], "gpt")
+    load = pretend_to_save(run, tmp_path / "save")
+    assert decide(tmp_path, [*load, "--hidden-dropout", "0.3"], "gpt").model.hidden_dropout == 0.3
+    assert decide(tmp_path, [*load, "--no-use-tempo"], "gpt").tempo.is_off
+    assert decide(tmp_path, load, "gpt").tempo == TempoConfig(norm="off")
+    assert decide(tmp_path, [*load, "--tempo-loss", "off"], "gpt").tempo == TempoConfig(norm="off", loss="off")
+    new = {"tempo": {**TEMPO_BLOCK, "attention": "off"}}
+    assert decide(tmp_path, load, "gpt", new).tempo == TempoConfig(norm="off", attention="off")
+    stock = pretend_to_save(decide(tmp_path, [*SIZES, *NEEDED], "gpt"), tmp_path / "stock")
+    assert decide(tmp_path, stock, "gpt").tempo.is_off
+    assert decide(tmp_path, stock, "gpt", {"tempo": {"enabled": True, "norm": "off"}}).tempo == TempoConfig(norm="off")
+    assert decide(tmp_path, [*stock, "--use-tempo"], "gpt").tempo == TempoConfig()
+    full = [*SIZES, *NEEDED, "--recompute-granularity", "full", "--recompute-method", "block"]
+    full = pretend_to_save(decide(tmp_path, full, "gpt"), tmp_path / "full")
+    assert decide(tmp_path, [*full, "--recompute-granularity", "none"], "gpt").recompute_method is None
+    assert decide(tmp_path, [*full, "--recompute-num-layers", "2"], "gpt").recompute_num_layers == 2
+
+
+OTHERS = {
+    "hidden size": (["--hidden-size", "128"], "its hidden_size is 64, this run's is 128, so it cannot be loaded"),
+    "activation": (["--swiglu"], "its activation is gelu, this run's is swiglu"),
+    "epsilon": (["--norm-epsilon", "1e-6"], "its norm_epsilon is 1e-05, this run's is 1e-06"),
+    "fewer steps": (["--train-iters", "3"], "--train-iters 3 is less than the 6 steps of"),
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), OTHERS.values(), ids=OTHERS)
+def test_what_a_run_cannot_go_on_with_is_refused_before_it_starts(
+    tmp_path: Path, words: list[str], sentence: str
+) -> None:
+    load = pretend_to_save(decide(tmp_path, [*SIZES, *NEEDED], "gpt"), tmp_path / "save")
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        decide(tmp_path, [*load, *words], "gpt")
+
+
+def test_changes_are_said(tmp_path: Path) -> None:
+    load = pretend_to_save(decide(tmp_path, [*SIZES, *NEEDED], "gpt"), tmp_path / "save")
+    config = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
+    resumed = decide(tmp_path, [*load, "--hidden-dropout", "0", "--eod-mask-loss"], "gpt", config)
+    saved = read_saved_run(parse_arguments(["--deepspeed_config", "-", *load]))
+    assert saved is not None
+    (line,) = describe_changes(saved, list_settings(resumed))
+    changes = line.removeprefix("other than in iter_0000006: ").split(", ")
+    assert {"model.hidden_dropout 0.1 -> 0.0", "eod_mask_loss False -> True"} < set(changes)
+    assert {"deepspeed.zero_optimization.stage 1 -> 2", "deepspeed.data_types.grad_accum_dtype none -> fp32"} < set(
+        changes
+    )
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Format 3: the settings of the optimizer, and what the description tells."""
+    words = [*SIZES, *NEEDED, "--hidden-dropout", "0", "--seed", "7", "--weight-decay", "0.5", "--use-tempo"]
+    run = decide(tmp_path, words, "gpt")
+    kept = ("lr min_lr lr_warmup_iters lr_decay_style lr_decay_iters weight_decay adam_beta1 adam_beta2 adam_eps "
+            "clip_grad train_iters").split()  # fmt: skip
+    load = pretend_to_save(run, tmp_path / "save")
+    path = tmp_path / "save" / "iter_0000006" / "run.json"
+    content = json.loads(path.read_text())
+    content |= {"format": 3, "settings": {name: content["settings"][name] for name in kept}}
+    del content["sha256_of_the_rest"]
+    seal = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**content, "sha256_of_the_rest": seal}))
+    resumed = decide(tmp_path, [*load, "--micro-batch-size", "1"], "gpt")
+    assert (resumed.model.hidden_dropout, resumed.seed, resumed.weight_decay) == (0.0, 7, 0.5)
+    assert resumed.global_batch_size == 2 and resumed.train_iters == 10 and resumed.tempo.is_off
+    saved = read_saved_run(parse_arguments(["--deepspeed_config", "-", *load]))
+    assert saved is not None
+    (line, *_) = describe_changes(saved, list_settings(resumed))
+    assert "is of an earlier version and does not tell" in line and "eod_mask_loss" in line and "tempo" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from tempo_megatron.argument_types import (
@@ -17,7 +18,6 @@ from tempo_megatron.models.shape import NAMES, ModelShape, make_shape, read_shap
 
 # Flags of Megatron-LM, and --geglu, which it has as --quick-geglu only: a gate of x * sigmoid(1.702 x), no GELU.
 _ACTIVATIONS = ("swiglu", "geglu", "squared_relu")
-_OTHERS = (*_ACTIVATIONS, "group_query_attention", "disable_bias_linear")
 OPTIONS = {
     "family": "--model",
     "activation": "--swiglu, --geglu and --squared-relu",
@@ -52,26 +52,37 @@ def take_model(args: argparse.Namespace, *families: str) -> ModelShape:
 
     Raises ValueError where something is missing, contradicts another thing, or is of another family.
     """
-    values = read_shape_file(args.model) if args.model else {}
+    return make_shape(**read_given_model(args, *families))
+
+
+def read_given_model(
+    args: argparse.Namespace, *families: str, stored: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The fields of ModelShape that the file of --model and what was typed give, and the family.
+
+    Args:
+        args: parsed with add_model_arguments.
+        families: those that the program trains; none means any.
+        stored: of the checkpoint that the run goes on from, ModelShape.describe; what is given is read on top of it.
+
+    Raises ValueError where two things contradict each other, or where the model is of another family.
+    """
+    given = read_shape_file(args.model) if args.model else {}
     if families:
-        family = values.setdefault("family", families[0])
+        family = {**(stored or {}), **given}.get("family", families[0])
         if family not in families:
             raise ValueError(
-                f"--model {args.model} is of the family {family}; expected {' or '.join(families)}: give such a file, "
-                f"or start it with the script for {family}"
+                f"{f'--model {args.model}' if 'family' in given else f'the checkpoint of --load {args.load}'} is of "
+                f"the family {family}; expected {' or '.join(families)}: give such a one, or start it with the script "
+                f"for {family}"
             )
+        given["family"] = family
+    below = {**(stored or {}), **given}
     typed = {name: value for name, value in vars(args).items() if name in NAMES and value is not None}
-    typed |= _take_activation(args, values) | _take_groups(args, values)
+    typed |= _take_activation(args, below) | _take_groups(args, below)
     if args.disable_bias_linear is not None:
         typed["add_bias_linear"] = not args.disable_bias_linear
-    return make_shape(**{**values, **typed})
-
-
-def replace_model(args: argparse.Namespace, *families: str) -> argparse.Namespace:
-    """`args` with take_model's answer as `model`, and without the arguments that it was made of."""
-    model = take_model(args, *families)
-    rest = {name: value for name, value in vars(args).items() if name not in (*NAMES, *_OTHERS)}
-    return argparse.Namespace(**{**rest, "model": model})
+    return {**given, **typed}
 
 
 def _take_activation(args: argparse.Namespace, in_file: dict[str, Any]) -> dict[str, Any]:

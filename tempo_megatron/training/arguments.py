@@ -21,11 +21,12 @@ from tempo_megatron.argument_types import (
     parse_seed,
 )
 from tempo_megatron.arguments import add_ledger_argument, add_tempo_arguments
-from tempo_megatron.models.arguments import add_model_arguments, replace_model
-from tempo_megatron.training.masking import add_masking_arguments, take_masking
+from tempo_megatron.models.arguments import add_model_arguments
+from tempo_megatron.training.masking import MASKING_DEFAULTS, add_masking_arguments
 
 # Used where neither the command line, the DeepSpeed JSON nor the checkpoint of --load says anything.
 DEFAULTS = {
+    "seed": 1234,
     "min_lr": 0.0,
     "lr_warmup_iters": 0,
     "lr_decay_style": "linear",
@@ -34,8 +35,23 @@ DEFAULTS = {
     "adam_beta2": 0.999,
     "adam_eps": 1e-8,
     "clip_grad": 1.0,
+    "split": "969,30,1",
+    "eod_mask_loss": False,
+    **MASKING_DEFAULTS,
+    "eval_interval": 1000,
+    "eval_iters": 100,
+    "bias_gelu_fusion": True,
+    "bias_swiglu_fusion": True,
+    "bias_dropout_fusion": True,
+    "masked_softmax_fusion": True,
 }
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+_FUSIONS = {
+    "bias-gelu-fusion": "on a GPU fused tanh GELU (the default), or erf GELU, unfused",
+    "bias-swiglu-fusion": "fused SwiGLU on a GPU (default yes)",
+    "bias-dropout-fusion": "fused bias, dropout and residual on a GPU (default yes)",
+    "masked-softmax-fusion": "fused softmax of the attention scores on a GPU with Apex (default yes)",
+}
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
 
 
@@ -62,19 +78,18 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def parse_arguments(argv: Sequence[str] | None = None, family: str = "gpt") -> argparse.Namespace:
-    """What was typed; the model's arguments and the file of --model have become one ModelShape, `model`.
+    """What was typed, and `family`. What was left out is None, where it is not the same for every start.
 
     Args:
         argv: None takes those of the process.
         family: gpt or bert, whose program it is.
 
-    Raises ValueError for what is unknown or malformed, or contradicts another thing.
+    Raises ValueError for what is unknown or malformed.
     """
     args = build_parser(family).parse_args(sys.argv[1:] if argv is None else list(argv))
     _check_words(args)
-    if family == "bert":
-        args = argparse.Namespace(**{**vars(args), **take_masking(args)})
-    return replace_model(args, family)
+    args.family = family
+    return args
 
 
 def _check_words(args: argparse.Namespace) -> None:
@@ -107,7 +122,11 @@ def build_parser(family: str) -> argparse.ArgumentParser:
         add_masking_arguments(parser)
     else:
         data.add_argument("--vocab-file", help="GPT-2 vocab.json (default: the tokenizer stored beside the data)")
-        data.add_argument("--eod-mask-loss", action="store_true", help="no loss where the input is end-of-document")
+        data.add_argument(
+            "--eod-mask-loss",
+            action=argparse.BooleanOptionalAction,
+            help="no loss where the input is end-of-document (default no)",
+        )
     _add_recompute_and_fusion(parser)
     _add_output(parser)
     _add_distributed(parser)
@@ -123,7 +142,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         type=parse_positive,
         help="samples per step over all devices (default micro batch x data parallel size x the JSON's accumulation)",
     )
-    group.add_argument("--train-iters", type=parse_positive, required=True, help="steps of the whole run")
+    group.add_argument("--train-iters", type=parse_positive, help="steps of the whole run; needed without --load")
     group.add_argument("--exit-interval", type=parse_positive, help="save and exit at every multiple of this step")
     group.add_argument(
         "--exit-signal-handler",
@@ -132,7 +151,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="on SIGTERM or Ctrl-C, to the launcher or to a rank, finish the step, save and exit; on a second Ctrl-C "
         "exit at once (default on)",
     )
-    group.add_argument("--seed", type=parse_seed, default=1234, help="default %(default)s")
+    group.add_argument("--seed", type=parse_seed, help=f"default {DEFAULTS['seed']}")
     group.add_argument("--bf16", action="store_true", help="bfloat16 (the DeepSpeed JSON must not say otherwise)")
     group.add_argument("--fp16", action="store_true", help="float16 (the DeepSpeed JSON must not say otherwise)")
 
@@ -144,8 +163,7 @@ def _describe_default(name: str) -> str:
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "optimizer",
-        "AdamW; parameters with one dimension and biases do not decay. With --load what is left out is as in the "
-        "checkpoint",
+        "AdamW; parameters with one dimension and biases do not decay",
     )
     group.add_argument("--lr", type=parse_positive_float, help="highest learning rate; needed without --load")
     group.add_argument(
@@ -181,17 +199,20 @@ def _add_data(parser: argparse.ArgumentParser) -> Any:
     group.add_argument(
         "--data-path",
         nargs="+",
-        required=True,
         metavar="PREFIX",
-        help="prefix of a .bin/.idx pair, or several as WEIGHT PREFIX WEIGHT PREFIX ...",
+        help="prefix of a .bin/.idx pair, or several as WEIGHT PREFIX WEIGHT PREFIX ...; needed without --load",
     )
-    group.add_argument("--split", default="969,30,1", help="train,validation,test weights (default %(default)s)")
+    group.add_argument("--split", help="train,validation,test weights" + _describe_default("split"))
     group.add_argument("--data-cache-path", help="folder for the sample indices (default: beside the data)")
     group.add_argument("--merge-file", help="merges.txt of a byte-level BPE")
     group.add_argument("--num-workers", type=parse_not_negative, help="loader processes (default 2 with a GPU, else 0)")
-    group.add_argument("--eval-interval", type=parse_positive, default=1000, help="steps between validations")
     group.add_argument(
-        "--eval-iters", type=parse_not_negative, default=100, help="global batches a validation; 0 is none"
+        "--eval-interval", type=parse_positive, help="steps between validations" + _describe_default("eval_interval")
+    )
+    group.add_argument(
+        "--eval-iters",
+        type=parse_not_negative,
+        help="global batches a validation; 0 is none" + _describe_default("eval_iters"),
     )
     return group
 
@@ -201,7 +222,11 @@ def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--recompute-activations", action="store_true", help="short for --recompute-granularity selective"
     )
-    group.add_argument("--recompute-granularity", choices=("full", "selective"), help="which activations to recompute")
+    group.add_argument(
+        "--recompute-granularity",
+        choices=("full", "selective", "none"),
+        help="which activations to recompute (default none)",
+    )
     group.add_argument("--recompute-method", choices=("uniform", "block"), help="for full recomputation")
     group.add_argument("--recompute-num-layers", type=parse_positive, help="for full recomputation")
     group.add_argument(
@@ -211,12 +236,8 @@ def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:
         metavar="{core_attn,mlp}",  # the others are known, and refused with the reason
         help="for selective recomputation: core_attn and mlp (default core_attn)",
     )
-    group.add_argument("--no-bias-gelu-fusion", action="store_true", help="erf GELU, unfused, instead of tanh GELU")
-    group.add_argument("--no-bias-swiglu-fusion", action="store_true", help="unfused SwiGLU")
-    group.add_argument("--no-bias-dropout-fusion", action="store_true", help="unfused bias, dropout and residual")
-    group.add_argument(
-        "--no-masked-softmax-fusion", action="store_true", help="unfused softmax of the attention scores"
-    )
+    for name, text in _FUSIONS.items():
+        group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -226,8 +247,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--load",
         metavar="DIR",
         help="continue from the latest checkpoint in this folder, which a run of another tensor parallel size, number "
-        "of processes or ZeRO stage may have saved, stock or Tempo; the model, the data, --global-batch-size and "
-        "--seed stay (docs/checkpoints.md)",
+        "of processes or ZeRO stage may have saved, stock or Tempo. What is left out is as in the checkpoint, but for "
+        "the layout and what is written where and when; the model, the data, --global-batch-size and --seed stay "
+        "(docs/checkpoints.md)",
     )
     group.add_argument(
         "--save-interval", type=parse_positive, help="steps between checkpoints (default: only at the end)"

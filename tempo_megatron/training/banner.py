@@ -123,7 +123,8 @@ def _describe_recomputation(run: RunConfig) -> str:
 def _describe_tempo(run: RunConfig, choices: Choices) -> str:
     block = run.deepspeed.get("tempo")
     said = "none" if block is None else " ".join(f"{key}={_write_value(value)}" for key, value in block.items())
-    return f"{choices.describe()} (arguments: {run.tempo_arguments}; block: {said})"
+    rest = "; what they leave out: the checkpoint" if run.sample_parts else ""
+    return f"{choices.describe()} (arguments: {run.tempo_arguments}; block: {said}{rest})"
 
 
 def _write_value(value: Any) -> str:

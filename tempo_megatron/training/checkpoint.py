@@ -28,7 +28,6 @@ from tempo_megatron.training.resume import (
     check_same_run,
     describe_layout,
     has_other_layout,
-    select_settings,
 )
 from tempo_megatron.training.rng_state import get_rng_state, seed_all, set_rng_state
 from tempo_megatron.training.run_config import RunConfig
@@ -49,6 +48,7 @@ class Checkpoints:
     Args:
         run: save and load folders, and how many checkpoints stay.
         engine: whose state it is.
+        settings: list_settings of this run as it was asked for, before anything was planned for it.
         description: describe_run of this run.
         sample_parts: of its datasets, the order of the samples.
 
@@ -56,9 +56,15 @@ class Checkpoints:
     """
 
     def __init__(
-        self, run: RunConfig, engine: Engine, description: dict[str, Any], sample_parts: tuple[int, ...]
+        self,
+        run: RunConfig,
+        engine: Engine,
+        settings: Mapping[str, Any],
+        description: dict[str, Any],
+        sample_parts: tuple[int, ...],
     ) -> None:
-        self.run, self.engine, self.description, self.sample_parts = run, engine, description, sample_parts
+        self.run, self.engine, self.settings = run, engine, settings
+        self.description, self.sample_parts = description, sample_parts
         self.rank = dist.get_rank()
         self.last_saved: int | None = None
 
@@ -114,7 +120,7 @@ class Checkpoints:
         content = {
             **self.description,
             **dataclasses.asdict(progress),
-            "settings": select_settings(self.run),
+            "settings": self.settings,
             "sample_parts": self.sample_parts,
         }
         write_description(unfinished, content, {name: entry for found in files for name, entry in found.items()})

@@ -14,9 +14,10 @@ from typing import Any
 from tempo_megatron.training.checkpoint_files import find_fault
 
 RUN_FILE = "run.json"
-FORMAT = 3
-UNSEALED_FORMAT = 2
-"""Of checkpoints without checksums."""
+FORMAT = 4
+"""Its settings are every field of the run."""
+READ_FORMATS = (2, 3, FORMAT)
+"""3 has few settings, see `resume.read_settings`; 2 no checksums either."""
 _SEAL = "sha256_of_the_rest"
 _BLOCK_BYTES = 1 << 24
 
@@ -57,7 +58,7 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
             f"{type(description).__name__}, expected an object); give another --load"
         )
     seal = description.pop(_SEAL, None)
-    if (seal is not None or description.get("format") == FORMAT) and seal != _seal(description):
+    if (seal is not None or description.get("format") in READ_FORMATS[1:]) and seal != _seal(description):
         raise ValueError(f"{path} is not what the trainer wrote: its checksum differs; give another checkpoint")
     return description
 

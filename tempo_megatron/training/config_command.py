@@ -14,7 +14,7 @@ from tempo_megatron.training.arguments import build_parser, parse_arguments
 from tempo_megatron.training.checks import check_run
 from tempo_megatron.training.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.facts import flatten, list_settings
-from tempo_megatron.training.resume import OPTIMIZER, SCHEDULE, read_saved_run
+from tempo_megatron.training.resume import MAY_CHANGE, STAYS, read_saved_run, read_settings
 from tempo_megatron.training.run_config import complete_run
 
 # What both the command line and the DeepSpeed JSON may say, by its name there.
@@ -95,12 +95,16 @@ def _find_source(
         return f"argument --{argument.replace('_', '-')}"
     if group == "model" and rest in shape:
         return f"--model {typed['model']}"
+    stored = read_settings(saved) if saved is not None else {}
     if group == "tempo":
-        block = config.get("tempo", {})
-        return "JSON" if rest.partition(".")[0] in block else "default"
+        key, block = rest.partition(".")[0], config.get("tempo", {})
+        block_then = stored.get("deepspeed", {}).get("tempo", {})
+        if saved is not None and "tempo" in stored and block.get(key) == block_then.get(key):
+            return f"checkpoint {saved['checkpoint']}"
+        return "JSON" if key in block else "default"
     if config.get(_IN_JSON.get(name, ""), "auto") not in (None, "auto"):
         return f'JSON "{_IN_JSON[name]}"'
-    if saved is not None and name in (*SCHEDULE, *OPTIMIZER, "global_batch_size"):
+    if saved is not None and group in (*STAYS, *MAY_CHANGE) and group in stored:
         return f"checkpoint {saved['checkpoint']}"
     if name == "precision" and not ({"bf16", "fp16"} & set(typed)) and ({"bf16", "fp16"} & set(config)):
         return "JSON"

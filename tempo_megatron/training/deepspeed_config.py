@@ -75,10 +75,15 @@ def read_zero_stage(config: Mapping[str, Any]) -> int:
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
+def is_given(config: Mapping[str, Any], key: str) -> bool:
+    """Whether the JSON gives a key a value, rather than "auto"."""
+    return config.get(key, "auto") not in (None, "auto")
+
+
 def decides_batch_size(config: Mapping[str, Any]) -> bool:
     """Whether the JSON has a number that the size of a global batch follows from."""
     total_key, _, steps_key = BATCH_KEYS
-    return any(config.get(key, "auto") not in (None, "auto") for key in (total_key, steps_key))
+    return any(is_given(config, key) for key in (total_key, steps_key))
 
 
 def read_precision(config: Mapping[str, Any]) -> str:

@@ -21,11 +21,11 @@ from tempo_megatron.training.banner import find_versions, write_banner
 from tempo_megatron.training.checkpoint_folder import LATEST
 from tempo_megatron.training.data_identity import identify_data
 from tempo_megatron.training.datasets import build_datasets, load_vocabulary
-from tempo_megatron.training.facts import collect_facts
+from tempo_megatron.training.facts import collect_facts, list_settings
 from tempo_megatron.training.loop import Trainer
 from tempo_megatron.training.planning import plan_memory
 from tempo_megatron.training.plots import plot_losses
-from tempo_megatron.training.resume import describe_run
+from tempo_megatron.training.resume import describe_changes, describe_run
 from tempo_megatron.training.rng_state import seed_all
 from tempo_megatron.training.run_config import RunConfig
 from tempo_megatron.training.task import find_task
@@ -95,6 +95,7 @@ class Job:
             if damage is None:
                 break
             run, saved = decide_without({**saved["passed_over"], saved["checkpoint"]: damage})
+        self.settings = list_settings(run)  # before anything is planned or chosen for it: "auto" may adapt again
         run, self.plan = plan_memory(run, self.vocabulary.padded_size)
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)
@@ -121,7 +122,9 @@ class Job:
             gelu_form=model.find_gelu_form(run.model, transformer_config),
             **identify_data(run, self.vocabulary.tokenizer),
         )
-        self.checkpoints = checkpoint.Checkpoints(run, self.engine, self.description, self.datasets.sample_parts)
+        self.checkpoints = checkpoint.Checkpoints(
+            run, self.engine, self.settings, self.description, self.datasets.sample_parts
+        )
         self.progress = self.checkpoints.load(saved) if saved else checkpoint.Progress()
         self.report = metrics.Report(
             run,
@@ -152,6 +155,10 @@ class Job:
                 self.report.say(damage)
             named = "" if saved["named"] else f", the newest checkpoint there: no file {LATEST} names one"
             self.report.say(f"going on after step {self.progress.iteration} of {run.load}{named}")
+            if self.progress.iteration == run.train_iters:
+                self.report.say(f"none of the {run.train_iters} steps is left to train; raise --train-iters for more")
+            for line in describe_changes(saved, self.settings):
+                self.report.say(line)
         elif run.load:
             self.report.say(f"{run.load} holds no checkpoint yet; starting anew")
         self.report.record(
@@ -199,8 +206,11 @@ class Job:
         self.report.close()
         if run.loss_plot and dist.get_rank() == 0:
             assert run.metrics_file is not None
-            plot_losses({"stock" if run.tempo.is_off else "tempo": run.metrics_file}, run.loss_plot)
-            print(f"loss curve in {run.loss_plot}", flush=True)
+            if any(record["kind"] == "train" for record in metrics.read_metrics(run.metrics_file)):
+                plot_losses({"stock" if run.tempo.is_off else "tempo": run.metrics_file}, run.loss_plot)
+                print(f"loss curve in {run.loss_plot}", flush=True)
+            else:
+                print(f"no loss curve: {run.metrics_file} has no step, none was left to train", flush=True)
         dist.barrier()
         dist.destroy_process_group()
         if self.save_folder is not None:

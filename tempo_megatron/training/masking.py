@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from tempo_megatron.argument_types import parse_probability
 from tempo_megatron.models.shape import read_shape_file
 
 WORDS, TOKENS = "words", "tokens"
+MASKING_DEFAULTS = {"mask_prob": 0.15, "short_seq_prob": 0.1, "masking": WORDS}
+"""Used where neither the command line nor the checkpoint of --load says anything."""
 SHORTEST_SAMPLE = 5
 """[CLS], a token, [SEP], a token and [SEP]."""
 
@@ -26,20 +29,21 @@ class Masking:
 def add_masking_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("masking")
     group.add_argument(
-        "--mask-prob", type=parse_probability, default=0.15, help="share of the tokens to predict (default %(default)s)"
+        "--mask-prob",
+        type=parse_probability,
+        help=f"share of the tokens to predict (default {MASKING_DEFAULTS['mask_prob']})",
     )
     group.add_argument(
         "--short-seq-prob",
         type=parse_probability,
-        default=0.1,
-        help="share of the samples that are made shorter, 0 for none as in RoBERTa (default %(default)s)",
+        help="share of the samples that are made shorter, 0 for none as in RoBERTa "
+        f"(default {MASKING_DEFAULTS['short_seq_prob']})",
     )
     group.add_argument(
         "--masking",
         choices=(WORDS, TOKENS),
-        default=WORDS,
         help="words: whole words, and up to three in a row, as Megatron-LM masks for BERT; tokens: each for itself, as "
-        "in RoBERTa (default %(default)s)",
+        f"in RoBERTa (default {MASKING_DEFAULTS['masking']})",
     )
     group.add_argument(
         "--bert-no-binary-head",
@@ -48,13 +52,21 @@ def add_masking_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def take_masking(args: argparse.Namespace) -> dict[str, Any]:
-    """`masking` and the two fields of ModelShape that say whether there are segments: as typed, as --model, as BERT."""
-    in_file = read_shape_file(args.model) if args.model else {}
-    has_head = not args.bert_no_binary_head and in_file.get("add_binary_head", True)
-    kinds = 0 if args.bert_no_binary_head else in_file.get("num_tokentypes", 2 if has_head else 0)
-    masking = Masking(mask_prob=args.mask_prob, short_seq_prob=args.short_seq_prob, masking=args.masking)
-    return {"masking": masking, "add_binary_head": has_head, "num_tokentypes": kinds}
+def take_segments(args: argparse.Namespace, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The two fields of ModelShape that say whether there are segments: as typed, as --model, as `stored`, as BERT.
+
+    Args:
+        args: parsed with add_masking_arguments.
+        stored: fields of ModelShape of the checkpoint that the run goes on from.
+    """
+    below = {**(stored or {}), **(read_shape_file(args.model) if args.model else {})}
+    has_head = not args.bert_no_binary_head and below.get("add_binary_head", True)
+    kinds = 0 if args.bert_no_binary_head else below.get("num_tokentypes", 2 if has_head else 0)
+    return {"add_binary_head": has_head, "num_tokentypes": kinds}
+
+
+def take_masking(values: Mapping[str, Any]) -> Masking:
+    return Masking(**{field.name: values[field.name] for field in dataclasses.fields(Masking)})
 
 
 def check_masking(masking: Masking, seq_length: int) -> None:

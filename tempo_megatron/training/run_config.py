@@ -15,7 +15,8 @@ from typing import Any
 
 from tempo_megatron.arguments import describe_tempo_arguments, read_tempo_of_run
 from tempo_megatron.config import TempoConfig
-from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.arguments import read_given_model
+from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.training.argument_types import Blend, parse_blend, parse_split
 from tempo_megatron.training.arguments import DEFAULTS
 from tempo_megatron.training.deepspeed_config import (
@@ -23,8 +24,20 @@ from tempo_megatron.training.deepspeed_config import (
     freeze_deepspeed_config,
     read_precision,
 )
-from tempo_megatron.training.masking import Masking
-from tempo_megatron.training.resume import find_vocab_padding_tp, take_from_checkpoint
+from tempo_megatron.training.masking import Masking, take_masking, take_segments
+from tempo_megatron.training.resume import (
+    check_given_model,
+    find_vocab_padding_tp,
+    join_tempo,
+    read_settings,
+    take_from_checkpoint,
+)
+
+_NEEDED = {
+    "train_iters": "the steps of the whole run",
+    "lr": "the highest learning rate",
+    "data_path": "the prefix of a .bin/.idx pair",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +97,10 @@ class RunConfig:
     recompute_method: str | None
     recompute_num_layers: int | None
     recompute_modules: tuple[str, ...] | None
-    no_bias_gelu_fusion: bool
-    no_bias_swiglu_fusion: bool
-    no_bias_dropout_fusion: bool
-    no_masked_softmax_fusion: bool
+    bias_gelu_fusion: bool
+    bias_swiglu_fusion: bool
+    bias_dropout_fusion: bool
+    masked_softmax_fusion: bool
 
     # Output
     save: str | None
@@ -142,12 +155,26 @@ def complete_run(
 
     Raises ValueError where something is missing that has no default, or where two sources contradict each other.
     """
+    settings, with_tempo = {}, deepspeed_config
+    if saved:
+        settings = read_settings(saved)
+        args = argparse.Namespace(**{**vars(args), **take_from_checkpoint(args, deepspeed_config, saved)})
+        with_tempo = join_tempo(args, deepspeed_config, settings)
+    values = {**vars(args), "model": _complete_model(args, settings, saved)}
+    # The DeepSpeed JSON may still decide the clipping.
+    values |= {
+        name: default
+        for name, default in DEFAULTS.items()
+        if name != "clip_grad" and name in values and values[name] is None
+    }
+    for name, what in _NEEDED.items():
+        if values[name] is None:
+            raise ValueError(f"--{name.replace('_', '-')} is missing; give {what}")
     data_parallel_size = divide_processes(world_size, args.tensor_model_parallel_size)
-    values = {**vars(args), **(take_from_checkpoint(args, deepspeed_config, saved) if saved else {})}
     completed = complete_deepspeed_config(deepspeed_config, values, data_parallel_size)
-    tempo, memory_budget = read_tempo_of_run(args, completed)
+    tempo, memory_budget = read_tempo_of_run(args, with_tempo)
     values.setdefault("eod_mask_loss", False)
-    values.setdefault("masking", None)
+    values["masking"] = take_masking(values) if args.family == "bert" else None
     values |= {
         "micro_batch_size": completed["train_micro_batch_size_per_gpu"],
         "global_batch_size": completed["train_batch_size"],
@@ -157,9 +184,9 @@ def complete_run(
         "num_workers": (2 if on_gpu else 0) if args.num_workers is None else args.num_workers,
         "sample_parts": tuple(saved["sample_parts"]) if saved else (),
         "vocab_padding_tp": find_vocab_padding_tp(saved) if saved else args.tensor_model_parallel_size,
-        "data_path": tuple(args.data_path),
-        "blend": parse_blend(args.data_path),
-        "split_weights": parse_split(args.split),
+        "data_path": tuple(values["data_path"]),
+        "blend": parse_blend(values["data_path"]),
+        "split_weights": parse_split(values["split"]),
         "world_size": world_size,
         "data_parallel_size": data_parallel_size,
         "on_gpu": on_gpu,
@@ -183,22 +210,34 @@ def divide_processes(world_size: int, tensor_model_parallel_size: int) -> int:
     return world_size // tp
 
 
+def _complete_model(
+    args: argparse.Namespace, settings: Mapping[str, Any], saved: Mapping[str, Any] | None
+) -> ModelShape:
+    """What was given on top of what the checkpoint has."""
+    stored = settings.get("model", {})
+    if args.family == "bert":
+        args = argparse.Namespace(**{**vars(args), **take_segments(args, stored)})
+    given = read_given_model(args, args.family, stored=stored)
+    if saved:
+        check_given_model(given, saved, args.load)
+    return make_shape(**{**stored, **given})
+
+
 def _complete_schedule(values: Mapping[str, Any]) -> dict[str, Any]:
-    if values["lr"] is None:
-        raise ValueError("--lr is missing; give the highest learning rate")
-    completed = {name: default if values[name] is None else values[name] for name, default in DEFAULTS.items()}
     decay_iters = values["lr_decay_iters"]
-    return {**completed, "lr_decay_iters": values["train_iters"] if decay_iters is None else decay_iters}
+    return {"lr_decay_iters": values["train_iters"] if decay_iters is None else decay_iters}
 
 
 def _complete_recomputation(args: argparse.Namespace) -> dict[str, Any]:
     granularity, num_layers = args.recompute_granularity, args.recompute_num_layers
     if args.recompute_activations:
-        if granularity == "full":
+        if granularity in ("full", "none"):
             raise ValueError(
-                "--recompute-activations is selective but --recompute-granularity is full; give one of them"
+                f"--recompute-activations is selective but --recompute-granularity is {granularity}; give one of them"
             )
         granularity = "selective"
+    if granularity == "none":
+        granularity = None
     if granularity == "full" and num_layers is None:
         num_layers = 1
     modules = None if args.recompute_modules is None else tuple(args.recompute_modules)
