@@ -60,3 +60,28 @@ def test_a_young_lock_may_be_another_machines(tmp_path: Path, capsys: pytest.Cap
     with refuse_stale_locks():
         FileBaton(path).wait()
     assert "no process of this machine holds it" in capsys.readouterr().err
+
+
+def test_a_young_lock_that_nobody_touches_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_locks, "_QUIET_SECONDS", 1.0)
+    path = make_lock(tmp_path, 0)
+    with refuse_stale_locks(), pytest.raises(StaleLockError, match=f"{path} has been there for 1 s and no process of"):
+        FileBaton(path).wait()
+
+
+def test_a_build_touches_its_lock_and_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """find_holders sees no process of another machine, so that only the touches tell of it."""
+    monkeypatch.setattr(build_locks, "_QUIET_SECONDS", 0.6)
+    monkeypatch.setattr(build_locks, "_TOUCH_SECONDS", 0.1)
+    monkeypatch.setattr(build_locks, "find_holders", lambda path: [])
+    path = str(tmp_path / "lock")
+    builder = FileBaton(path)
+    threads = threading.active_count()
+    with refuse_stale_locks():
+        assert builder.try_acquire() and not FileBaton(path).try_acquire()
+        os.utime(path, (0, 0))
+        threading.Timer(1.5, builder.release).start()
+        time.sleep(0.5)
+        FileBaton(path).wait()
+    time.sleep(0.5)
+    assert threading.active_count() == threads and not os.path.exists(path)

@@ -46,6 +46,8 @@ WRONG = {
     "all and more": (["--mask-prob", "1.5"], "1.5 is not in [0, 1]"),
     "another masking": (["--masking", "spans"], "invalid choice: 'spans'"),
     "no room": (["--seq-length", "4"], "--seq-length 4 has no room for two segments"),
+    "too short": (["--seq-length", "8"], "expected --mask-prob of at least 0.2, or --seq-length of at least 10"),
+    "too few": (["--mask-prob", "1e-9"], "--mask-prob 1e-09 of the 61 tokens that --seq-length 64 has besides"),
     "merges alone": (["--merge-file", "m"], "--merge-file is given without --vocab-file"),
     "an argument of GPT": (["--eod-mask-loss"], "unrecognized arguments: --eod-mask-loss"),
 }

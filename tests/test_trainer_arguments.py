@@ -14,7 +14,7 @@ import pytest
 
 from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.training.arguments import parse_arguments
-from tempo_megatron.training.checks import check_run
+from tempo_megatron.training.checks import check_run, check_weights_fit
 from tempo_megatron.training.deepspeed_config import copy_deepspeed_config, read_deepspeed_config
 from tempo_megatron.training.deepspeed_names import find_unknown_keys
 from tempo_megatron.training.run_config import RunConfig, complete_run
@@ -133,6 +133,9 @@ WRONG_ARGUMENTS = {
     "keep none": (["--save", "s", "--keep-checkpoints", "0"], "0 is not at least 1"),
     "override alone": (["--override-opt-param-scheduler"], "changes what --load brings"),
     "plot alone": (["--loss-plot", "a.png"], "--loss-plot is drawn from the metrics file"),
+    "save to the root": (["--save", "/"], "--save / is the root folder; give one of its own"),
+    "logs in a file": (["--log-dir", __file__], f"--log-dir {__file__}: {__file__} is a file; give a folder"),
+    "below a file": (["--tensorboard-dir", f"{__file__}/a"], f"{__file__} is a file; give a folder"),
     "plot of another kind": (["--save", "s", "--loss-plot", "a.pdf"], "does not end in .png"),
     "empty word": (["--lr", "1e-3", ""], "one of the arguments is an empty word; remove it"),
     "empty": (["--save", ""], "--save is empty; give a value, or leave it out"),
@@ -170,6 +173,10 @@ WRONG_CONFIGS = {
     "offload without zero": (
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
         "offload_optimizer needs ZeRO",
+    ),
+    "parameters offloaded": (
+        {"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}},
+        "zero_optimization.offload_param needs partitioned parameters, but zero_optimization.stage is 1",
     ),
     "accumulated in bf16": ({"data_types": {"grad_accum_dtype": "bf16"}}, "without ZeRO gradients are fp32"),
     "elasticity": ({"elasticity": {"enabled": True}}, '"elasticity" is not used here: the number of ranks is'),
@@ -272,6 +279,16 @@ def test_sizes_come_from_a_file_and_an_argument_wins(tmp_path: Path) -> None:
     assert "num_layer is unknown; the nearest known name is num_layers" in refusal(tmp_path, "--model", str(wrong))
     with pytest.raises(ValueError, match="--hidden-size is missing; give it, or --model"):
         prepared(tmp_path, "--num-layers", "2", sizes=[])
+
+
+def test_a_model_that_no_memory_holds_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    run = prepared(tmp_path, "--num-layers", "1000000000000", "--tensor-model-parallel-size", "2", world_size=2)
+    with pytest.raises(ValueError, match=r"have 49,152,000,000,000,000 weights, and the 2 processes of this node need"):
+        check_weights_fit(run, 2**50, 2)
+    fits = prepared(tmp_path)
+    check_weights_fit(fits, 2 * 49152 * 4, 1)
+    with pytest.raises(ValueError, match=r"need 384\.00 KiB for theirs, but it has 97\.66 KiB"):
+        check_weights_fit(fits, 100_000, 1)
 
 
 def parameters_of(sizes: dict[str, int]) -> int:

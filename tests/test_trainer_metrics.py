@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from distributed import run_ranks
 
-from tempo_megatron.training.metrics import MetricsFile, average_over, read_metrics
+from tempo_megatron.training.metrics import MetricsFile, Report, average_over, measure_peak, read_metrics
 from tempo_megatron.training.plots import main, plot_losses
 
 
@@ -70,6 +72,22 @@ def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="exists and does not hold metrics of a run"):
             MetricsFile(str(tmp_path / "notes"), resume_after)
     assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_the_memory_of_a_process_is_not_called_that_of_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: Any = SimpleNamespace(metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=None, train_iters=1)
+    report = Report(run, is_first_rank=True, first_iteration=0, resumes=False)
+    on_cpu = measure_peak(torch.device("cpu"))
+    step = {"iteration": 1, "loss": 2.0, "learning_rate": 0.1, "grad_norm": None}
+    for peak in (on_cpu, {"peak_memory_bytes": 2**30}):
+        report.report_steps([step], {"tokens_per_s": 1.0, "step_ms": 1.0, **peak})
+    report.close()
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    assert f"| peak RSS of the process {on_cpu['peak_rss_bytes'] / 2**20:,.0f} MiB" in first
+    assert second.endswith("| peak 1,024 MiB")
+    assert ["peak_memory_bytes" in record for record in read_metrics(tmp_path / "m.jsonl")] == [False, True]
 
 
 def averages() -> list[dict[str, float]]:

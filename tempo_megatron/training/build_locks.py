@@ -1,7 +1,8 @@
 """A lock that a killed build has left ends a run with a sentence, instead of letting it wait for ever.
 
 DeepSpeed compiles some of its operations at their first use. torch lets one process build and the others wait until
-the file `lock` is gone, whoever wrote it and whenever. It keeps the file open while it builds.
+the file `lock` is gone, whoever wrote it and whenever. It keeps the file open while it builds, which other processes of
+the machine can see; for those of other machines that share the folder, a run touches its lock while it builds.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
 from torch.utils.file_baton import FileBaton
 
 _PATIENCE_SECONDS = 10.0
-# Another machine, or another container, may hold the lock where several share a home; no build takes that long.
+# No build takes that long.
 _STALE_SECONDS = 600.0
+# Another machine, or another container, may hold the lock where several share a home. It touches the lock.
+_TOUCH_SECONDS = 5.0
+_QUIET_SECONDS = 30.0
 _LOOK_SECONDS = 2.0
 
 
@@ -27,9 +32,19 @@ class StaleLockError(ValueError):
 @contextlib.contextmanager
 def refuse_stale_locks() -> Iterator[None]:
     """In this context what waits for another process's build raises StaleLockError where no process can be
-    building, also where DeepSpeed makes another error of it."""
-    original = FileBaton.wait
+    building, also where DeepSpeed makes another error of it; what builds touches its lock."""
+    wait, try_acquire = FileBaton.wait, FileBaton.try_acquire
+
+    def try_acquire_and_touch(baton: FileBaton) -> bool:
+        if not try_acquire(baton):
+            return False
+        assert baton.fd is not None
+        touch = threading.Thread(target=_touch, args=(baton.lock_file_path, os.dup(baton.fd)), daemon=True)
+        touch.start()
+        return True
+
     FileBaton.wait = _wait  # type: ignore[assignment,method-assign]
+    FileBaton.try_acquire = try_acquire_and_touch  # type: ignore[assignment,method-assign]
     try:
         yield
     except Exception as error:
@@ -40,20 +55,39 @@ def refuse_stale_locks() -> Iterator[None]:
             raise cause from None
         raise
     finally:
-        FileBaton.wait = original  # type: ignore[method-assign]
+        FileBaton.wait, FileBaton.try_acquire = wait, try_acquire  # type: ignore[method-assign]
+
+
+def _touch(path: str, descriptor: int) -> None:
+    """Touch a lock, which stays open as `descriptor`, until it is gone from `path`."""
+    try:
+        while os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+            os.utime(descriptor)
+            time.sleep(_TOUCH_SECONDS)
+    except OSError:
+        pass  # it is gone
+    finally:
+        os.close(descriptor)
 
 
 def _wait(baton: FileBaton) -> None:
     path, start, has_spoken, looked = baton.lock_file_path, time.monotonic(), False, 0.0
-    while (age := _find_age(path)) is not None:
+    touched, touched_at = None, start
+    while os.path.exists(path):
         now = time.monotonic()
         if now - looked >= _LOOK_SECONDS:
             looked, holders = now, find_holders(path)
-            if not holders and age > _STALE_SECONDS and now - start > _LOOK_SECONDS:
-                raise StaleLockError(
-                    f"{path} has been there for {age / 60:.0f} minutes and no process of this machine holds it: a "
-                    "build that was killed has left it; remove it and start again"
-                )
+            written = _find_time(path)
+            if written != touched:
+                touched, touched_at = written, now
+            if written is not None and not holders and now - start > _LOOK_SECONDS:
+                age, quiet = time.time() - written, now - touched_at
+                if age > _STALE_SECONDS or quiet > _QUIET_SECONDS:
+                    since = f"{age / 60:.0f} minutes" if age > _STALE_SECONDS else f"{quiet:.0f} s"
+                    raise StaleLockError(
+                        f"{path} has been there for {since} and no process of this machine holds it, nor does one of "
+                        "another machine touch it: a build that was killed has left it; remove it and start again"
+                    )
             if not has_spoken and now - start > _PATIENCE_SECONDS:
                 has_spoken = True
                 who = f"process {holders[0]} builds there" if holders else "no process of this machine holds it"
@@ -65,11 +99,12 @@ def _wait(baton: FileBaton) -> None:
         time.sleep(baton.wait_seconds)
 
 
-def _find_age(path: str) -> float | None:
-    """Seconds since a file was written; None where there is none."""
+def _find_time(path: str) -> float | None:
+    """When a file was written; None where there is none. It is opened, for NFS to ask its server."""
     try:
-        return time.time() - os.stat(path).st_mtime
-    except FileNotFoundError:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
         return None
 
 

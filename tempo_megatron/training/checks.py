@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from tempo_megatron.extras import is_installed
+from tempo_megatron.memory.memory_size import format_bytes
 from tempo_megatron.models.checks import check_layout
-from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_zero_stage
+from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_offload_device, read_zero_stage
 from tempo_megatron.training.masking import check_masking
 from tempo_megatron.training.run_config import RunConfig
 
@@ -38,6 +40,33 @@ def check_run(run: RunConfig) -> None:
     _check_packages(run)
 
 
+def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
+    """Raise ValueError where the weights alone do not fit: building a model of a mistyped size may never end.
+
+    Args:
+        run: checked.
+        node_bytes: memory of this node, that of its GPUs included.
+        node_ranks: processes of the run on it.
+    """
+    if read_offload_device(run.deepspeed, "offload_param") == "nvme":
+        return
+    model = run.model
+    attention = 2 * model.kv_channels * (model.num_attention_heads + model.num_query_groups)
+    mlp = (3 if model.is_gated else 2) * model.ffn_hidden_size
+    elements = model.num_layers * model.hidden_size * (attention + mlp)
+    shares = run.tensor_model_parallel_size
+    if read_zero_stage(run.deepspeed) == 3:
+        shares *= run.data_parallel_size
+    needed = elements * (4 if run.precision == "fp32" else 2) * node_ranks // shares
+    if needed > node_bytes:
+        raise ValueError(
+            f"the linears of {model.num_layers} layers of hidden size {model.hidden_size} have {elements:,} weights, "
+            f"and the {node_ranks} processes of this node need {format_bytes(needed)} for theirs, but it has "
+            f"{format_bytes(node_bytes)}, GPUs included; check --num-layers and --hidden-size, or divide the model "
+            "further"
+        )
+
+
 def _check_precision(run: RunConfig) -> None:
     config = run.deepspeed
     if run.precision == "fp16" and not run.on_gpu:
@@ -58,6 +87,11 @@ def _check_precision(run: RunConfig) -> None:
         )
     if offloads_optimizer(config) and stage == 0:
         raise ValueError("zero_optimization.offload_optimizer needs ZeRO; set zero_optimization.stage to 1, 2 or 3")
+    if stage < 3 and read_offload_device(config, "offload_param") != "none":
+        raise ValueError(
+            f"zero_optimization.offload_param needs partitioned parameters, but zero_optimization.stage is {stage}, "
+            "where DeepSpeed passes over it; set the stage to 3 or remove it"
+        )
 
 
 def _check_schedule(run: RunConfig) -> None:
@@ -107,10 +141,9 @@ def _check_output(run: RunConfig) -> None:
         raise ValueError("--keep-checkpoints is given without --save; give the folder for the checkpoints")
     if run.override_opt_param_scheduler and not run.load:
         raise ValueError("--override-opt-param-scheduler changes what --load brings; give --load or remove it")
-    for option in ("save", "load"):
-        folder = getattr(run, option)
-        if folder and Path(folder).exists() and not Path(folder).is_dir():
-            raise ValueError(f"--{option} {folder} is a file; give a folder")
+    for option in ("save", "load", "log_dir", "tensorboard_dir", "data_cache_path"):
+        if folder := getattr(run, option):
+            _check_folder("--" + option.replace("_", "-"), Path(folder))
     if run.metrics_file:
         check_metrics_file(run.metrics_file)
     if run.loss_plot and not run.metrics_file:
@@ -129,6 +162,14 @@ def _check_packages(run: RunConfig) -> None:
     for what, package in asked.items():
         if not is_installed(package):
             raise ValueError(f"{what} needs {package}, which is not installed; pip install {package}")
+
+
+def _check_folder(option: str, folder: Path) -> None:
+    for part in (folder, *folder.parents):
+        if os.path.exists(part) and not os.path.isdir(part):
+            raise ValueError(f"{option} {folder}: {part} is a file; give a folder")
+    if folder.resolve() == Path(folder.resolve().anchor):
+        raise ValueError(f"{option} {folder} is the root folder; give one of its own")
 
 
 def check_metrics_file(path: str) -> None:

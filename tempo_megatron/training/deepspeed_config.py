@@ -94,9 +94,9 @@ def read_precision(config: Mapping[str, Any]) -> str:
     return enabled[0] if enabled else "fp32"
 
 
-def read_offload_device(config: Mapping[str, Any]) -> str:
-    """Where the optimizer's states are: `none` (with the weights), `cpu` or `nvme`."""
-    return str((config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none"))
+def read_offload_device(config: Mapping[str, Any], block: str = "offload_optimizer") -> str:
+    """Where the optimizer's states are, with "offload_param" the weights: `none` (on the device), `cpu` or `nvme`."""
+    return str((config.get("zero_optimization", {}).get(block) or {}).get("device", "none"))
 
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from tempo_megatron.training.agreement import raise_on_all_ranks
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
 from tempo_megatron.training.datasets import BatchStream, Datasets
 from tempo_megatron.training.engine import REMEDY, Engine
-from tempo_megatron.training.metrics import Report, StepTimer, average_over, measure_peak_memory
+from tempo_megatron.training.metrics import Report, StepTimer, average_over, measure_peak
 from tempo_megatron.training.run_config import RunConfig
 from tempo_megatron.training.stop_signal import StopSignal
 from tempo_megatron.training.task import LOSS, Batch, Collate, ForwardStep
@@ -151,7 +151,7 @@ class Trainer:
             {
                 "tokens_per_s": self.run.global_batch_size * self.run.model.seq_length / seconds,
                 "step_ms": seconds * 1e3,
-                "peak_memory_bytes": measure_peak_memory(self.device),
+                **measure_peak(self.device),
                 "loss_scale": self.engine.loss_scale,
             },
         )

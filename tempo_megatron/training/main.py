@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tempo_megatron.launch_env import set_rank_environment
 from tempo_megatron.training.agreement import AgreedError
 from tempo_megatron.training.arguments import parse_arguments
-from tempo_megatron.training.checks import check_run
+from tempo_megatron.training.checks import check_run, check_weights_fit
 from tempo_megatron.training.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.launchers import find_launchers
 from tempo_megatron.training.rank_log import RankLog
@@ -67,6 +67,7 @@ class _Attempt:
             def decide(saved: dict[str, Any] | None) -> RunConfig:
                 run = complete_run(args, deepspeed_config, saved, world_size=world_size, on_gpu=on_gpu)
                 check_run(run)
+                check_weights_fit(run, _measure_node(on_gpu), int(os.environ["LOCAL_WORLD_SIZE"]))
                 return run
 
             def decide_without(damaged: Mapping[str, str]) -> tuple[RunConfig, dict[str, Any] | None]:
@@ -218,3 +219,11 @@ def _prepare_device() -> bool:
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     return on_gpu
+
+
+def _measure_node(on_gpu: bool) -> int:
+    """Bytes of memory that this node has, those of its GPUs included."""
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count() * on_gpu)]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + sum(gpus)

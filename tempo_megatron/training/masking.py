@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ MASKING_DEFAULTS = {"mask_prob": 0.15, "short_seq_prob": 0.1, "masking": WORDS}
 """Used where neither the command line nor the checkpoint of --load says anything."""
 SHORTEST_SAMPLE = 5
 """[CLS], a token, [SEP], a token and [SEP]."""
+_SPECIAL_TOKENS = 3
+"""That Megatron leaves room for, also in a sample of one segment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,4 +82,13 @@ def check_masking(masking: Masking, seq_length: int) -> None:
         raise ValueError(
             f"--seq-length {seq_length} has no room for two segments and what is around them; expected at least "
             f"{SHORTEST_SAMPLE}"
+        )
+    tokens = seq_length - _SPECIAL_TOKENS
+    if masking.mask_prob * tokens < 1:
+        # Megatron masks no word that is longer than this product, and so none at all.
+        shortest = math.ceil(1 / masking.mask_prob) + _SPECIAL_TOKENS
+        raise ValueError(
+            f"--mask-prob {masking.mask_prob:g} of the {tokens} tokens that --seq-length {seq_length} has besides "
+            f"[CLS] and [SEP] is less than one token, so nothing would be predicted; expected --mask-prob of at least "
+            f"{math.ceil(1e4 / tokens) / 1e4:g}, or --seq-length of at least {shortest}"
         )

@@ -24,12 +24,16 @@ from tqdm import tqdm
 from tempo_megatron.training.checks import check_metrics_file
 from tempo_megatron.training.run_config import RunConfig
 
+PEAKS = {"peak_memory_bytes": "peak", "peak_rss_bytes": "peak RSS of the process"}
+"""Key of the metrics -> what the log calls it: what a GPU's allocator gave out, or what a process has in memory."""
 
-def measure_peak_memory(device: torch.device) -> int:
-    """Most bytes this process has had: allocated on its GPU, else resident in memory."""
+
+def measure_peak(device: torch.device) -> dict[str, int]:
+    """Most bytes that tensors had on the GPU. On a CPU, which counts no tensors, most that this process had in memory,
+    with Python and its libraries; the key says which."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
+    return {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def average_over(values: list[dict[str, Tensor]], group: Any, device: torch.device) -> list[dict[str, float]]:
@@ -155,7 +159,7 @@ class Report:
             f"step {last['iteration']:>{len(str(self.run.train_iters))}}/{self.run.train_iters}"
             f" | {_format_losses(steps)} | lr {last['learning_rate']:.3e}{norm}{scale}"
             f" | {interval['tokens_per_s']:,.0f} tokens/s | {interval['step_ms']:.1f} ms/step"
-            f" | peak {interval['peak_memory_bytes'] / 2**20:,.0f} MiB"
+            + "".join(f" | {name} {interval[key] / 2**20:,.0f} MiB" for key, name in PEAKS.items() if key in interval)
         )
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{last['loss']:.4f}", refresh=False)
