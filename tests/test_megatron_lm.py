@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from distributed import run_ranks
+from distributed import run_megatron_ranks, run_ranks
+from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main as tempo_megatron
@@ -234,3 +235,73 @@ def test_the_launcher_says_how_it_is_used() -> None:
     command = [sys.executable, str(ROOT / "launch" / "run_megatron.py"), "--help"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "usage: run_megatron.py [--megatron-root DIR] SCRIPT" in found.stdout
+
+
+RUN = SimpleNamespace(
+    seq_length=SEQ_LENGTH,
+    micro_batch_size=2,
+    global_batch_size=8,
+    data_parallel_size=1,
+    use_distributed_optimizer=False,
+    optimizer="adam",
+)
+
+
+@pytest.mark.slow
+def test_out_of_memory_is_explained_for_the_model_that_the_run_builds() -> None:
+    (found,) = run_megatron_ranks(_read_orders, 1, 1)
+    assert found["none"] == "no GPTModel, BertModel or T5Model is built"
+    bert = found["bert"]
+    assert (bert.shape.family, bert.shape.num_tokentypes, bert.shape.add_binary_head) == ("bert", 2, True)
+    assert bert.tempo.is_off and bert.layout.recompute == ("core_attn",)
+    gpt = found["gpt"]
+    assert (gpt.shape.family, gpt.shape.window_size, gpt.shape.activation) == ("gpt", (4, 0), "geglu")
+    assert gpt.shape.vocab_size == VOCAB_SIZE and gpt.global_batch_size == 8 and gpt.layout.num_micro_batches == 4
+    # What the layers were built with, and not what was asked for.
+    assert gpt.tempo.norm == "recompute" and gpt.tempo.activation == "recompute"
+    assert "gated quick_gelu" in found["quick geglu"]
+    assert found["sgd"] == "the run has the optimizer sgd, and what is known is adam"
+    assert found["block"].startswith("the run recomputes by block with 1 layers, and what is known is each layer")
+    assert found["two shapes"] == "models of several shapes are built, and the estimate knows one"
+
+
+def _read_orders() -> dict[str, Any]:
+    import gc
+
+    from megatron.core.activations import quick_gelu
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+    from torch.nn import functional as F
+
+    from tempo_megatron.megatron_lm.run_reader import make_order
+
+    found: dict[str, Any] = {}
+
+    def read(name: str, run: Any = RUN) -> None:
+        try:
+            found[name] = make_order(run, 0)
+        except ValueError as error:
+            found[name] = str(error)
+
+    def read_gpt(name: str, tempo: TempoConfig, run: Any = RUN, **overrides: Any) -> Any:
+        model = build_gpt(gpt_config(**overrides), tempo)
+        read(name, run)
+        return model
+
+    read("none")
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    bert = BertModel(gpt_config(**selective), 2, bert_layer_local_spec, VOCAB_SIZE, SEQ_LENGTH)
+    read("bert")
+    del bert
+    gc.collect()
+    geglu = {"gated_linear_unit": True, "activation_func": F.gelu}
+    gpt = read_gpt("gpt", TempoConfig(norm="recompute"), **geglu, window_size=(4, 0))
+    read("sgd", SimpleNamespace(**{**vars(RUN), "optimizer": "sgd"}))
+    read_gpt("two shapes", TempoConfig.off())
+    del gpt
+    gc.collect()
+    read_gpt("quick geglu", TempoConfig(), gated_linear_unit=True, activation_func=quick_gelu)
+    gc.collect()
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    read_gpt("block", TempoConfig(), **block)
+    return found

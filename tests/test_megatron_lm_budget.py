@@ -60,7 +60,7 @@ def test_recomputation_stays_as_written(results: dict[str, dict[str, Any]]) -> N
     ("name", "message"),
     [
         ("impossible", "memory budget: 1.00 MiB a GPU are given, and the least that fits is"),
-        ("sgd", "the run has the optimizer sgd, and the planner knows adam; leave the memory budget out"),
+        ("sgd", "the run has the optimizer sgd, and what is known is adam; leave the memory budget out"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(results: dict[str, dict[str, Any]], name: str, message: str) -> None:

@@ -49,8 +49,12 @@ def test_a_run_that_runs_out_of_memory_says_what_would_have_fitted(
     megatron_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (rank,) = run_all(megatron_root, 1, [Run("out", DROPOUT, changes=("run_out_of_memory",))], tmp_path)
+    adam = f"{DROPOUT} --optimizer adam --lr 1e-3"
+    runs = [Run("out", adam, changes=("run_out_of_memory",)), Run("sgd", DROPOUT, changes=("run_out_of_memory",))]
+    (rank,) = run_all(megatron_root, 1, runs, tmp_path)
     out = rank["out"]
+    unknown = "what stood at the peak is not known: the run has the optimizer sgd, and what is known is adam"
+    assert unknown in rank["sgd"]["complaints"]
     assert out["error"] is None and out["status"] == 1 and list(out["losses"]) == [1]
     assert out["complaints"].count("out of memory: CUDA out of memory. Tried to allocate 64.00 KiB") == 1
     assert "kept by core_attention (s*s), 4 layers" in out["complaints"]

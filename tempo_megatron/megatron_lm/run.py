@@ -59,20 +59,20 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
 
         if not is_out_of_memory(error):
             raise
-        report_out_of_memory(error, _find_order(arguments))
+        report_out_of_memory(error, _find_order())
         return 1
     return 0
 
 
-def _find_order(arguments: list[str]) -> Order | None:
+def _find_order() -> Order | None:
     """The run as the estimate knows it; None, with the reason, where it does not."""
     from megatron.core import parallel_state
     from megatron.training.global_vars import get_args
 
-    from tempo_megatron.megatron_lm.run_order import make_order
+    from tempo_megatron.megatron_lm.run_reader import make_order
 
     try:
-        return make_order(get_args(), read_options(arguments)[0], parallel_state.get_pipeline_model_parallel_rank())
+        return make_order(get_args(), parallel_state.get_pipeline_model_parallel_rank())
     except (ValueError, AttributeError, AssertionError) as error:
         print(f"what stood at the peak is not known: {error}", file=sys.stderr, flush=True)
         return None

@@ -1,0 +1,198 @@
+"""What a run of Megatron-LM trains, and how, as the estimate and the planner know it.
+
+It is read from the model that the run builds, not from its command line: that leaves most sizes out, says nothing of
+the model's class, and has several names for one activation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.T5.t5_model import T5Model
+
+from tempo_megatron.config import TempoConfig
+from tempo_megatron.memory.estimate import RankLayout, list_stage_layers
+from tempo_megatron.memory.model_states import OptimizerSettings
+from tempo_megatron.memory.out_of_memory import Order
+from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.slots.mlp import describe_activation
+
+_FAMILIES = {"GPTModel": "gpt", "BertModel": "bert"}
+# What a TransformerConfig and a ModelShape call by the same name.
+_SAME = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "qk_layernorm",
+    "window_size",
+    "add_bias_linear",
+    "attention_dropout",
+    "hidden_dropout",
+)
+# Fields of a TransformerConfig that change what a step holds, in ways that the estimate does not know.
+_UNKNOWN_FIELDS = {
+    "heterogeneous_block_specs": "layers of several kinds",
+    "num_moe_experts": "layers of experts",
+    "multi_latent_attention": "latent attention",
+    "mtp_num_layers": "multi-token prediction",
+    "fp8": "float8",
+    "fp4": "float4",
+    "fp32_residual_connection": "a float32 residual stream",
+    "attention_output_gate": "gates on attention's output",
+    "experimental_attention_variant": "an experimental attention",
+    "window_attn_skip_freq": "layers with and without a window",
+    "cpu_offloading": "activations on the host",
+    "fine_grained_activation_offloading": "activations on the host",
+    "distribute_saved_activations": "saved activations that tensor-parallel ranks share",
+    "pipeline_model_parallel_layout": "a pipeline layout of its own",
+    "account_for_embedding_in_pipeline_split": "an embedding that counts as a layer of its stage",
+    "account_for_loss_in_pipeline_split": "a loss that counts as a layer of its stage",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadRun:
+    """A run, without what it recomputes."""
+
+    shape: ModelShape
+    layout: RankLayout
+    optimizer: OptimizerSettings
+
+
+def find_unknown(model_name: str, config: Any, run: Any) -> str | None:
+    """What a run has that the estimate does not know, as `the run has ...` goes on; None where there is nothing.
+
+    Args:
+        model_name: class of the model, as Megatron calls it.
+        config: its TransformerConfig.
+        run: Megatron's arguments.
+    """
+    if model_name not in _FAMILIES:
+        return f"a {model_name}, and what is known are GPTModel and BertModel"
+    fields = (words for name, words in _UNKNOWN_FIELDS.items() if getattr(config, name, None))
+    if (words := next(fields, None)) is not None:
+        return words
+    if config.context_parallel_size > 1:
+        return f"context parallel size {config.context_parallel_size}"
+    if getattr(run, "use_megatron_fsdp", False):
+        return "weights sharded by Megatron-FSDP"
+    if run.optimizer != "adam":
+        return f"the optimizer {run.optimizer}, and what is known is adam"
+    return "optimizer states on the host" if getattr(run, "optimizer_cpu_offload", False) else None
+
+
+def read_run(model_name: str, config: Any, arguments: Mapping[str, Any], run: Any) -> ReadRun:
+    """A run of which `find_unknown` finds nothing.
+
+    Args:
+        model_name: class of the model, as Megatron calls it.
+        config: its TransformerConfig.
+        arguments: of its constructor; of a BertModel num_tokentypes and add_binary_head too.
+        run: Megatron's arguments.
+
+    Raises ValueError where the model has a part, such as an activation, that no ModelShape has.
+    """
+    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    is_local = getattr(run, "transformer_impl", "local") == "local"
+    layout = RankLayout(
+        tensor_parallel=config.tensor_model_parallel_size,
+        pipeline_parallel=stages,
+        data_parallel=run.data_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        layers_per_virtual_stage=chunks and config.num_layers // (stages * chunks),
+        first_stage_layers=config.num_layers_in_first_pipeline_stage,
+        last_stage_layers=config.num_layers_in_last_pipeline_stage,
+        micro_batch_size=run.micro_batch_size,
+        num_micro_batches=max(1, run.global_batch_size // (run.micro_batch_size * run.data_parallel_size)),
+        dtype=config.params_dtype,
+        stock=("local" if is_local else "transformer_engine") if torch.cuda.is_available() else "cpu",
+    )
+    shape = make_shape(
+        **{name: getattr(config, name) for name in _SAME},
+        # Megatron's is of all linears, or of q, k and v only.
+        add_qkv_bias=config.add_qkv_bias and not config.add_bias_linear,
+        family=_FAMILIES[model_name],
+        activation=describe_activation(config),
+        seq_length=run.seq_length,
+        max_position_embeddings=arguments["max_sequence_length"],
+        # As this run pads it.
+        vocab_size=arguments["vocab_size"],
+        make_vocab_size_divisible_by=1,
+        position_embedding_type=arguments["position_embedding_type"],
+        untie_embeddings_and_output_weights=not arguments["share_embeddings_and_output_weights"],
+        num_tokentypes=arguments.get("num_tokentypes") or 0,
+        add_binary_head=bool(arguments.get("add_binary_head", False)),
+    )
+    return ReadRun(shape=shape, layout=layout, optimizer=OptimizerSettings(distributed=run.use_distributed_optimizer))
+
+
+def make_order(run: Any, stage: int) -> Order:
+    """The run of this process, whose model is built, or was begun to be, for a rank of this pipeline stage.
+
+    Args:
+        run: Megatron's arguments.
+        stage: pipeline stage, from 0.
+
+    Raises ValueError for what the estimate does not know.
+    """
+    found = [_read_model(model, run) for model in _find_models()]
+    if not found:
+        raise ValueError("no GPTModel, BertModel or T5Model is built")
+    (read, tempo_config), *others = found
+    if any(other.shape != read.shape for other, _ in others):
+        raise ValueError("models of several shapes are built, and the estimate knows one")
+    return Order(read.shape, read.layout, tempo_config, read.optimizer, stage, run.global_batch_size)
+
+
+def _find_models() -> list[Any]:
+    """Every model of Megatron's that this process has; a pipeline stage has one for each of its chunks."""
+    return [each for each in gc.get_objects() if issubclass(type(each), (GPTModel, BertModel, T5Model))]
+
+
+def _read_model(model: Any, run: Any) -> tuple[ReadRun, TempoConfig]:
+    name = next(base.__name__ for base in (GPTModel, BertModel, T5Model) if isinstance(model, base))
+    config = model.config
+    unknown = find_unknown(name, config, run)
+    if unknown is not None:
+        raise ValueError(f"the run has {unknown}")
+    names = ("vocab_size", "max_sequence_length", "position_embedding_type", "share_embeddings_and_output_weights")
+    arguments = {name: getattr(model, name) for name in names}
+    if name == "BertModel":
+        arguments["add_binary_head"] = model.add_binary_head
+        # The last stages have no embedding, and there nothing depends on it; a binary head tells two segments apart.
+        segments = 2 if model.add_binary_head else 0
+        arguments["num_tokentypes"] = getattr(getattr(model, "embedding", None), "num_tokentypes", segments)
+    read = read_run(name, config, arguments, run)
+    layers_of_chunk = max(list_stage_layers(read.shape, read.layout)) // (
+        config.virtual_pipeline_model_parallel_size or 1
+    )
+    layout = dataclasses.replace(read.layout, recompute=_read_recomputation(config, layers_of_chunk))
+    choices = getattr(model.transformer_layer_spec, "choices", None)
+    return dataclasses.replace(read, layout=layout), TempoConfig.off() if choices is None else choices.config
+
+
+def _read_recomputation(config: Any, layers_of_chunk: int) -> tuple[str, ...]:
+    if config.recompute_granularity is None:
+        return ()
+    if config.recompute_granularity == "selective":
+        modules = tuple(config.recompute_modules or ("core_attn",))
+        if unknown := sorted({*modules} - {"core_attn", "mlp"}):
+            raise ValueError(f"the run recomputes {' and '.join(unknown)}, and what is known are core_attn and mlp")
+        return modules
+    number = config.recompute_num_layers
+    if number != 1 if config.recompute_method == "uniform" else number < layers_of_chunk:
+        raise ValueError(
+            f"the run recomputes by {config.recompute_method} with {number} layers, and what is known is each layer by "
+            "itself"
+        )
+    return ("full",)
