@@ -1,13 +1,9 @@
-"""Runs a training script of a Megatron-LM checkout: deepspeed launch/run_megatron.py pretrain_gpt.py ... --use-tempo"""
+"""Runs a script of Megatron-LM's from this repository: torchrun launch/run_megatron.py SCRIPT ... --use-tempo"""
 
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
-
-# megatron-core says so once per module and rank.
-warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
 
 try:
     from tempo_megatron.megatron_lm.run import main

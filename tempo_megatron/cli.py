@@ -110,6 +110,9 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status. A user's mistake is one sentence on stderr and status 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[1:2] == ["run"] and argv[0].startswith("--local_rank="):
+        # `deepspeed --module tempo_megatron run ...` puts it first.
+        argv[:2] = reversed(argv[:2])
     if argv[:1] == ["run"]:
         # What a script raises is the script's, whatever its type, and ends in the script's traceback.
         return _run(argv)

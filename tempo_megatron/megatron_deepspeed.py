@@ -4,7 +4,7 @@
     from tempo_megatron.megatron_deepspeed import use_tempo
     use_tempo(get_args(), TempoConfig())  # before the model is built
 
-or no line at all: `launch/run_megatron.py pretrain_gpt.py ... --use-tempo` patches its scripts.
+or no line at all: `python -m tempo_megatron run pretrain_gpt.py ... --use-tempo` patches its scripts.
 
 Megatron-DeepSpeed has no layer specs, and its constructors name their own class in `super()`: a subclass in that
 class's place would construct itself without end. What computes is therefore replaced where it is defined: the forwards

@@ -17,7 +17,7 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main as tempo_megatron
 from tempo_megatron.megatron_lm import run, versions
 from tempo_megatron.megatron_lm.options import read_options
-from tempo_megatron.megatron_lm.patches import _leave_replayed_masks
+from tempo_megatron.megatron_lm.patches import _leave_masks
 from tempo_megatron.megatron_lm.report import Report
 from tempo_megatron.megatron_lm.samples import find_first_sample
 from tempo_megatron.megatron_lm.versions import LaunchError
@@ -82,7 +82,6 @@ def test_two_blocks_are_refused(tmp_path: Path) -> None:
         (["--num-layers", "2"], "--num-layers comes before the script"),
         (["--megatron-root", "x"], "no script is given; expected one of a Megatron-LM checkout"),
         (["missing.py"], "missing.py is not a file"),
-        ([__file__, "--use-tempo"], "holds megatron/core and megatron/training; give the Megatron-LM checkout"),
         (["--megatron-root", "/", __file__], "--megatron-root is /, which holds no megatron/core and"),
     ],
 )
@@ -110,33 +109,22 @@ def make_checkout(folder: Path) -> Path:
     return script
 
 
-def make_importable_checkout(folder: Path, script: str) -> Path:
-    """A checkout that holds what the launcher imports where Tempo is off, and this script."""
-    make_checkout(folder)
-    (folder / "megatron" / "core" / "__init__.py").write_text('__version__ = "0.16.1"\n')
-    arguments = "def add_megatron_arguments(parser):\n    return parser\n"
-    (folder / "megatron" / "training" / "arguments.py").write_text(arguments)
-    path = folder / "script.py"
-    path.write_text(script)
-    return path
-
-
-@pytest.mark.parametrize("error", ["ValueError", "BrokenPipeError"])
-def test_what_a_script_raises_ends_in_its_own_traceback(tmp_path: Path, error: str) -> None:
-    script = make_importable_checkout(tmp_path, f'def work():\n    raise {error}("the script\'s own")\n\nwork()\n')
-    # Nor does anything that only data preparation needs stand before it.
-    start = "import sys; sys.modules |= dict.fromkeys(('tokenizers', 'tqdm')); "
-    code = f"{start}from tempo_megatron.cli import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", code, "run", str(script)], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f'File "{script}", line 2, in work' in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"{error}: ") and "the script's own" in done.stderr
-
-
 def test_the_checkout_is_found_around_the_script_and_the_launchers_rank_moves_behind_it(tmp_path: Path) -> None:
     script = make_checkout(tmp_path)
     found = run._split(["--local_rank=3", str(script), "--use-tempo"])
     assert found == (tmp_path, script, ["--use-tempo", "--local_rank=3"])
+
+
+def test_a_script_elsewhere_takes_an_installed_megatron_training_or_asks_for_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "is_installed", lambda module: True)
+    assert run._split([__file__, "--x"]) == (None, Path(__file__), ["--x"])
+    script = make_checkout(tmp_path)
+    assert run._split([str(script)])[0] == tmp_path
+    monkeypatch.setattr(run, "is_installed", lambda module: module != "megatron.training")
+    with pytest.raises(LaunchError, match="megatron.training is not installed; give a Megatron-LM checkout with --meg"):
+        run._split([__file__, "--x"])
 
 
 def test_a_script_elsewhere_takes_the_checkout_it_is_given(tmp_path: Path) -> None:
@@ -220,15 +208,19 @@ def test_a_script_that_builds_none_of_the_models_is_refused() -> None:
         report.publish_once()
 
 
-def test_cuda_graphs_leave_masks_to_stock_unless_these_were_asked_for() -> None:
+def test_masks_are_left_to_stock_where_nobody_knows_their_samples_unless_these_were_asked_for() -> None:
     config = SimpleNamespace(cuda_graph_impl="local", hidden_dropout=0.1, attention_dropout=0.0)
-    asked, reasons = _leave_replayed_masks(config, TempoConfig())
-    assert asked == TempoConfig(dropout="off")
-    assert set(reasons) == {"dropout"} and "cuda_graph_impl is local" in reasons["dropout"]
-    with pytest.raises(ValueError, match='leave CUDA graphs off, or set tempo.dropout to "off"'):
-        _leave_replayed_masks(config, TempoConfig(dropout="recompute"))
+    for arguments, clause, remedy in (
+        (RUN, "cuda_graph_impl is local", "leave CUDA graphs off"),
+        (None, "the script parses no arguments of Megatron's", "call megatron.training's initialize_megatron in it"),
+    ):
+        asked, reasons = _leave_masks(config, TempoConfig(), arguments)
+        assert asked == TempoConfig(dropout="off")
+        assert set(reasons) == {"dropout"} and clause in reasons["dropout"]
+        with pytest.raises(ValueError, match=f'{remedy}, or set tempo.dropout to "off"'):
+            _leave_masks(config, TempoConfig(dropout="recompute"), arguments)
     config.cuda_graph_impl = "none"
-    assert _leave_replayed_masks(config, TempoConfig()) == (TempoConfig(), {})
+    assert _leave_masks(config, TempoConfig(), RUN) == (TempoConfig(), {})
 
 
 def test_the_launcher_says_how_it_is_used() -> None:

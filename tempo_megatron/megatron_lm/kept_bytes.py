@@ -66,9 +66,11 @@ def start_measuring(config: Any, tempo_config: TempoConfig, run: Any) -> Callabl
     Args:
         config: the run's TransformerConfig.
         tempo_config: without "auto".
-        run: Megatron's arguments.
+        run: Megatron's arguments, or None.
     """
     obstacle = _find_obstacle(config)
+    if run is None:
+        obstacle = "the script parses no arguments of Megatron's, which say how long and how many samples are"
     if obstacle is not None:
         return lambda: KeptBytes(unknown=obstacle)
     order = {

@@ -52,9 +52,17 @@ def patch_models(
 
     replace_hook(hooks.begin_micro_batch, begin)
     planning = Planning(tempo_config, budget, report)
+
+    def find_args() -> Any:
+        """Megatron's arguments; None in a script that parses none."""
+        try:
+            return get_args()
+        except AssertionError:
+            return None
+
     for model in hooks.models:
         cls = get_hook(model.place, version)
-        cls.__init__ = _wrap_constructor(cls.__init__, model, hooks, planning, get_args, micro_batches, report)
+        cls.__init__ = _wrap_constructor(cls.__init__, model, hooks, planning, find_args, micro_batches, report)
 
 
 def patch_steps(hooks: Hooks, version: str, prefix: str) -> None:
@@ -86,7 +94,7 @@ def _wrap_constructor(
     model: Model,
     hooks: Hooks,
     planning: Planning,
-    get_args: Callable[[], Any],
+    find_args: Callable[[], Any],
     micro_batches: Any,
     report: Report,
 ) -> Callable[..., None]:
@@ -102,10 +110,10 @@ def _wrap_constructor(
     def construct_with_tempo(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
-        run = get_args()
+        run = find_args()
         try:
             tempo_config = planning.choose(model, given.arguments, run)
-            found = _replace_specs(model, given.arguments, tempo_config)
+            found = _replace_specs(model, given.arguments, tempo_config, run)
             construct(*given.args, **given.kwargs)
             _finish_model(self, found, tempo_config)
         except ValueError as error:
@@ -114,18 +122,29 @@ def _wrap_constructor(
         if model.has_causal_mask and found.knows_its_mask:
             found.leaves_mask_out = _leave_mask_out(run, hooks.mask_argument)
         report.add(found, given.arguments["config"], run)
+        _publish_before_forward(self, report)
 
     return construct_with_tempo
 
 
-def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoConfig) -> ModelReport:
+def _publish_before_forward(model: Any, report: Report) -> None:
+    """A loop without Megatron's schedules begins no micro batch; the first forward publishes as well."""
+
+    def publish(*_: Any) -> None:
+        handle.remove()
+        report.publish_once()
+
+    handle = model.register_forward_pre_hook(publish)
+
+
+def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoConfig, run: Any) -> ModelReport:
     """Put Tempo's specs in the place of those that a constructor is given."""
     from tempo_megatron.slots.layer_spec import tempoize
 
     found = ModelReport(name=model.place.partition(":")[2], tempo_config=tempo_config)
     for spec_name, config_name in model.specs.items():
         config = arguments[config_name]
-        asked, reasons = _leave_replayed_masks(config, tempo_config)
+        asked, reasons = _leave_masks(config, tempo_config, run)
         block = tempoize(arguments[spec_name], config, asked, vp_stage=arguments.get("vp_stage"))
         assert block.choices is not None
         choices = dataclasses.replace(block.choices, written=tempo_config, reasons={**block.choices.reasons, **reasons})
@@ -149,10 +168,8 @@ def _finish_model(model: Any, found: ModelReport, tempo_config: TempoConfig) -> 
     found.report = report_on(model)
 
 
-def _leave_replayed_masks(config: Any, tempo_config: TempoConfig) -> tuple[TempoConfig, dict[str, str]]:
-    """`tempo_config` with stock where a CUDA graph would draw the masks again of the micro batch it was made of.
-
-    A replayed graph runs no Python, which is what says which samples a micro batch holds.
+def _leave_masks(config: Any, tempo_config: TempoConfig, run: Any) -> tuple[TempoConfig, dict[str, str]]:
+    """`tempo_config` with stock for what would draw masks, where nothing says which samples a micro batch holds.
 
     Raises ValueError where what draws was asked for by its value.
     """
@@ -161,12 +178,17 @@ def _leave_replayed_masks(config: Any, tempo_config: TempoConfig) -> tuple[Tempo
     graphs = getattr(config, "cuda_graph_impl", "none")
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False):
         graphs = "on"
-    if graphs == "none":
+    if run is None:
+        reason = "the script parses no arguments of Megatron's, which say the samples that a dropout mask is drawn for"
+        remedy = "call megatron.training's initialize_megatron in it"
+    elif graphs != "none":
+        # A replayed graph runs no Python, which is what says which samples a micro batch holds.
+        reason = f"cuda_graph_impl is {graphs}, under which each step would draw the first one's dropout masks"
+        remedy = "leave CUDA graphs off"
+    else:
         return tempo_config, {}
-    reason = f"cuda_graph_impl is {graphs}, under which each step would draw the first one's dropout masks"
     dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
-    obstacles = {name: reason for name, p in dropouts.items() if p > 0}
-    return leave_to_stock(tempo_config, obstacles, "leave CUDA graphs off")
+    return leave_to_stock(tempo_config, {name: reason for name, p in dropouts.items() if p > 0}, remedy)
 
 
 def _leave_mask_out(run: Any, argument: str) -> bool:
@@ -174,7 +196,7 @@ def _leave_mask_out(run: Any, argument: str) -> bool:
 
     With a mask given the causal path, which skips what is hidden, would not be taken.
     """
-    if getattr(run, "reset_attention_mask", False) or not getattr(run, argument, False):
+    if run is None or getattr(run, "reset_attention_mask", False) or not getattr(run, argument, False):
         return False
     setattr(run, argument, False)
     return True

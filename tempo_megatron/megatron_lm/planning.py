@@ -32,7 +32,7 @@ class Planning:
         self._tempo_config, self._budget, self._report = tempo_config, budget, report
 
     def choose(self, model: Model, arguments: dict[str, Any], run: Any) -> TempoConfig:
-        """The values for a model that is built with `arguments` in a run of Megatron's arguments `run`.
+        """The values for a model that is built with `arguments` in a run of Megatron's arguments `run`, or None.
 
         The first time, rank 0 plans and every rank gets its plan or its error. All ranks build a model.
 
@@ -40,6 +40,11 @@ class Planning:
         """
         if self._budget is None:
             return self._tempo_config
+        if run is None:
+            raise ValueError(
+                "a memory budget is given, and the script parses no arguments of Megatron's, from which it would be "
+                "planned; leave it out"
+            )
         import torch.distributed as dist
 
         from tempo_megatron.memory.plan_run import plan_beside

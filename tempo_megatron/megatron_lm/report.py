@@ -51,11 +51,11 @@ class ModelReport:
 
 
 class Report:
-    """The report of a run. `publish_once` prints it on rank 0, when the first micro batch begins.
+    """The report of a run. `publish_once` prints it on rank 0, before the first forward.
 
     Args:
         megatron_version: of Megatron-core.
-        megatron_root: the checkout.
+        megatron_root: the folder that holds the package megatron: a checkout, or where it is installed.
         file: where it goes as JSON too, or None.
     """
 
@@ -63,7 +63,7 @@ class Report:
         self.megatron_version = megatron_version
         self.megatron_root = megatron_root
         self._file = file
-        self._models: list[ModelReport] = []
+        self.models: list[ModelReport] = []
         self._is_published = False
         self.plan: str | None = None
         """What a memory budget has decided, in lines."""
@@ -71,10 +71,13 @@ class Report:
         self._kept_bytes = KeptBytes(unknown="no model is built")
 
     def add(self, model: ModelReport, config: Any, run: Any) -> None:
-        """A model that was built for `config`, a TransformerConfig; a pipeline stage may have several."""
-        if self._is_first_rank and not self._models and model.name == "GPTModel" and not model.has_transformer_engine:
+        """A model that was built for `config`, a TransformerConfig; a pipeline stage may have several.
+
+        run: Megatron's arguments, or None.
+        """
+        if self._is_first_rank and not self.models and model.name == "GPTModel" and not model.has_transformer_engine:
             model.kept_bytes = start_measuring(config, model.tempo_config, run)
-        self._models.append(model)
+        self.models.append(model)
 
     def publish_once(self) -> None:
         """Print the report on rank 0 and write it, the first time.
@@ -84,14 +87,14 @@ class Report:
         if self._is_published:
             return
         self._is_published = True
-        if not self._models:
+        if not self.models:
             raise LaunchError(
                 "--use-tempo is given, but this script builds no GPTModel, BertModel or T5Model of megatron.core, the "
                 "models whose layers Tempo replaces; leave --use-tempo out"
             )
         if not self._is_first_rank:
             return
-        wait = self._models[0].kept_bytes
+        wait = self.models[0].kept_bytes
         self._kept_bytes = wait() if wait else KeptBytes(unknown="the ledger measures a GPT's local layers")
         print(self.describe(), flush=True)
         if self._file:
@@ -113,7 +116,7 @@ class Report:
                     "attention_mask_left_out": model.leaves_mask_out,
                     "transformer_engine": model.has_transformer_engine,
                 }
-                for model in self._models
+                for model in self.models
             ],
         }
 
@@ -121,7 +124,7 @@ class Report:
         """The banner."""
         lines = [f"tempo: Megatron-core {self.megatron_version} at {self.megatron_root}"]
         lines += [f"tempo: plan: {line}" for line in (self.plan or "").splitlines()]
-        for model in self._models:
+        for model in self.models:
             lines.append(f"tempo: {model.name}, {model.tempo_config.describe()}")
             lines.append(f"tempo:   slots replaced: {model.report.describe_counts()}")
             lines += [f"tempo:   left: {line}" for line in model.report.describe_left()]

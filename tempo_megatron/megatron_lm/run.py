@@ -1,4 +1,8 @@
-"""Runs a training script of a Megatron-LM checkout, unmodified, with `--use-tempo` among its arguments."""
+"""Runs a training script of Megatron-LM's, unmodified, with `--use-tempo` among its arguments.
+
+Megatron comes from the checkout around the script, or from site-packages: since 0.17 the package megatron-core brings
+megatron.training too.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tempo_megatron.extras import MissingExtraError
+from tempo_megatron.extras import MissingExtraError, is_installed
 from tempo_megatron.launch_env import set_rank_environment
 from tempo_megatron.megatron_lm.options import add_tempo_options, read_ledger_prefix, read_options
 from tempo_megatron.megatron_lm.versions import LaunchError, find_hooks
 
 if TYPE_CHECKING:
+    from tempo_megatron.megatron_lm.report import Report
     from tempo_megatron.memory.out_of_memory import Order
 
 _SECONDS_FOR_RANK_0 = 3
@@ -27,7 +32,8 @@ usage: {prog} [--megatron-root DIR] SCRIPT [ARGUMENTS OF THE SCRIPT]
 Run SCRIPT, such as pretrain_gpt.py of a Megatron-LM checkout, with the Tempo arguments beside its own:
 {prog} pretrain_gpt.py ... --use-tempo. Without --use-tempo it runs as it is.
 
-  --megatron-root DIR  the checkout; without it the folder around SCRIPT that holds megatron/core and megatron/training
+  --megatron-root DIR  the checkout; without it the folder around SCRIPT that holds megatron/core and megatron/training,
+                       or, where there is none, an installed megatron.training
   SCRIPT --help        lists all arguments, Tempo's among them"""
 
 
@@ -37,15 +43,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
     if not argv or argv[0] in ("-h", "--help"):
         print(_USAGE.format(prog=prog))
         return 0 if argv else 2
+    # megatron-core says so once per module and rank.
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
     try:
-        script, arguments = _prepare(argv)
+        root, script, arguments = _split(argv)
+        report = _prepare(root, script, arguments)
     except (LaunchError, MissingExtraError) as error:
         if _find_rank() == 0:
             print(f"{prog}: {error}", file=sys.stderr, flush=True)
         return 2
     sys.argv = [str(script), *arguments]
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        _run_script(script, report)
     except LaunchError as error:
         rank = _find_rank()
         if rank != 0:
@@ -59,19 +68,37 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
 
         if not is_out_of_memory(error):
             raise
-        report_out_of_memory(error, _find_order())
+        report_out_of_memory(error, _find_order(root))
         return 1
     return 0
 
 
-def _find_order() -> Order | None:
-    """The run as the estimate knows it; None, with the reason, where it does not."""
-    from megatron.core import parallel_state
-    from megatron.training.global_vars import get_args
+def _run_script(script: Path, report: Report | None) -> None:
+    """Run it as Python would; at its end the report is published, where no forward has come before.
 
-    from tempo_megatron.megatron_lm.run_reader import make_order
-
+    Raises LaunchError where --use-tempo had nothing to replace.
+    """
     try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        # `--help` ends so, and builds nothing.
+        if report is not None and report.models and not end.code:
+            report.publish_once()
+        raise
+    if report is not None:
+        report.publish_once()
+
+
+def _find_order(root: Path | None) -> Order | None:
+    """The run as the estimate knows it; None, with the reason, where it does not."""
+    try:
+        if root is not None and _is_megatron_deepspeed(root):
+            raise ValueError("the run is Megatron-DeepSpeed's, and what is known is Megatron-LM")
+        from megatron.core import parallel_state
+        from megatron.training.global_vars import get_args
+
+        from tempo_megatron.megatron_lm.run_reader import make_order
+
         return make_order(get_args(), parallel_state.get_pipeline_model_parallel_rank())
     except (ValueError, AttributeError, AssertionError) as error:
         print(f"what stood at the peak is not known: {error}", file=sys.stderr, flush=True)
@@ -84,9 +111,8 @@ def _find_rank() -> int:
     return int(next((os.environ[name] for name in names if name in os.environ), "0"))
 
 
-def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
-    """Replace what `--use-tempo` replaces; the script and its arguments."""
-    root, script, arguments = _split(argv)
+def _prepare(root: Path | None, script: Path, arguments: list[str]) -> Report | None:
+    """Replace what `--use-tempo` replaces; what will say so, where Tempo is on."""
     tempo_config, budget, report_file = read_options(arguments)
     ledger = read_ledger_prefix(arguments)
     try:
@@ -94,8 +120,8 @@ def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
     except ValueError as error:
         raise LaunchError(str(error)) from error
     # As Python does for a script, and with the checkout before an installed megatron-core.
-    sys.path[:0] = [str(script.parent)] if script.parent == root else [str(script.parent), str(root)]
-    version = _find_version(root)
+    sys.path[:0] = [str(script.parent)] if root in (None, script.parent) else [str(script.parent), str(root)]
+    version, root = _find_megatron(root)
     if _is_megatron_deepspeed(root):
         from tempo_megatron.megatron_deepspeed import patch_scripts
 
@@ -110,7 +136,7 @@ def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
                 "leave it out"
             )
         patch_scripts(tempo_config, report_file, add_tempo_options)
-        return script, arguments
+        return None
     hooks, warning = find_hooks(version)
     # What patches touch is imported here and not before: the checkout's, now that it comes first.
     from tempo_megatron.megatron_lm import patches
@@ -119,15 +145,17 @@ def _prepare(argv: list[str]) -> tuple[Path, list[str]]:
     patches.patch_arguments(hooks, version)
     if ledger is not None:
         patches.patch_steps(hooks, version, ledger)
-    if not tempo_config.is_off:
-        if warning:
-            warnings.warn(warning, stacklevel=1)
-        patches.patch_models(hooks, version, tempo_config, Report(version, root, report_file), budget)
-    return script, arguments
+    if tempo_config.is_off:
+        return None
+    if warning:
+        warnings.warn(warning, stacklevel=1)
+    report = Report(version, root, report_file)
+    patches.patch_models(hooks, version, tempo_config, report, budget)
+    return report
 
 
-def _split(argv: list[str]) -> tuple[Path, Path, list[str]]:
-    """The checkout, the script, and the script's arguments."""
+def _split(argv: list[str]) -> tuple[Path | None, Path, list[str]]:
+    """The checkout, None where Megatron is installed instead, the script, and the script's arguments."""
     root_given, launcher_arguments = None, []
     rest = list(argv)
     while rest and rest[0].startswith("-"):
@@ -150,7 +178,7 @@ def _split(argv: list[str]) -> tuple[Path, Path, list[str]]:
     return _find_root(script, root_given), script, [*rest[1:], *launcher_arguments]
 
 
-def _find_root(script: Path, given: Path | None) -> Path:
+def _find_root(script: Path, given: Path | None) -> Path | None:
     for folder in (given,) if given else script.parents:
         if (folder / "megatron" / "core").is_dir() and (
             (folder / "megatron" / "training").is_dir() or _is_megatron_deepspeed(folder)
@@ -158,9 +186,11 @@ def _find_root(script: Path, given: Path | None) -> Path:
             return folder
     if given:
         raise LaunchError(f"--megatron-root is {given}, which holds no megatron/core and megatron/training; correct it")
+    if is_installed("megatron.core") and is_installed("megatron.training"):
+        return None
     raise LaunchError(
-        f"no folder around {script} holds megatron/core and megatron/training; give the Megatron-LM checkout with "
-        "--megatron-root DIR"
+        f"no folder around {script} holds megatron/core and megatron/training, and megatron.training is not installed; "
+        'give a Megatron-LM checkout with --megatron-root DIR, or pip install "megatron-core[training]>=0.17"'
     )
 
 
@@ -168,11 +198,11 @@ def _is_megatron_deepspeed(root: Path) -> bool:
     return (root / "megatron" / "model" / "transformer.py").is_file() and (root / "megatron" / "arguments.py").is_file()
 
 
-def _find_version(root: Path) -> str:
-    """The version of the checkout's Megatron-core, which must be the one that is imported."""
+def _find_megatron(root: Path | None) -> tuple[str, Path]:
+    """The version of Megatron-core, and the folder of the package megatron: the checkout, where there is one."""
     import megatron.core
 
-    found = Path(megatron.core.__file__ or "").resolve()
-    if root not in found.parents:
-        raise LaunchError(f"megatron.core was imported from {found.parent}, expected it in {root}; start a new process")
-    return str(getattr(megatron.core, "__version__", "0.2.0"))
+    found = Path(megatron.core.__file__ or "").resolve().parent
+    if root is not None and root not in found.parents:
+        raise LaunchError(f"megatron.core was imported from {found}, expected it in {root}; start a new process")
+    return str(getattr(megatron.core, "__version__", "0.2.0")), root or found.parent.parent
