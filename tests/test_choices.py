@@ -56,7 +56,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {"loss": "off"},
         "defer_embedding_wgrad_compute is on",
     ),
-    "fp8": ({"fp8": "hybrid"}, ALL_THAT_AUTO_TAKES, "fp8 or fp4 is on"),
+    "fp8": ({**DROPS, "fp8": "hybrid"}, {"activation": "off", "norm": "off"}, "fp8 or fp4 is on, whose linears keep"),
+    "fp8 attention": (
+        {"fp8": "e4m3", "fp8_dot_product_attention": True},
+        {"activation": "off", "norm": "off", "attention": "off"},
+        "fp8 or fp4 is on, whose linears|fp8_dot_product_attention is on, and Tempo's attention computes in 16 bits",
+    ),
     "autocast": ({"enable_autocast": True}, ALL_THAT_AUTO_TAKES, "autocast is on"),
 }  # fmt: skip
 
@@ -119,9 +124,17 @@ def test_the_line_for_the_banner_says_a_shared_reason_once():
     line = choose(config_with(**SWIGLU), TempoConfig(loss="off")).describe()
     reason = "activation is swiglu, and in place exists for gelu and squared relu only"
     assert line == f"activation=recompute (auto: {reason}) norm=inplace dropout=recompute attention=flash loss=off"
-    line = choose(config_with(fp8="hybrid"), TempoConfig()).describe()
-    assert line.startswith("activation=off norm=off dropout=off attention=off loss=off (auto: fp8")
-    assert line.count("fp8") == 1
+    line = choose(config_with(enable_autocast=True), TempoConfig()).describe()
+    assert line.startswith("activation=off norm=off dropout=off attention=off loss=off (auto: autocast")
+    assert line.count("autocast") == 1
+
+
+def test_in_fp8_nothing_is_refused_but_what_reckons_with_a_layers_linears():
+    written = TempoConfig(activation="off", norm="off", dropout="recompute", attention="softmax", loss="fused")
+    assert choose(config_with(**DROPS, fp8="hybrid"), written).reasons == {}
+    for name in ("attention", "linear_fc1", "linear_qkv"):
+        with pytest.raises(ValueError, match=f'fp8 or fp4 is on.*; set tempo.{name} to .*"off"$'):
+            choose(config_with(fp8="hybrid"), TempoConfig(**{**EVERYTHING_OFF, name: "recompute"}))
 
 
 def test_multi_token_prediction_takes_what_can_be_told_apart():

@@ -212,7 +212,7 @@ def test_masks_are_left_to_stock_where_nobody_knows_their_samples_unless_these_w
     config = SimpleNamespace(cuda_graph_impl="local", hidden_dropout=0.1, attention_dropout=0.0)
     for arguments, clause, remedy in (
         (RUN, "cuda_graph_impl is local", "leave CUDA graphs off"),
-        (None, "the script parses no arguments of Megatron's", "call megatron.training's initialize_megatron in it"),
+        (None, "Megatron's arguments, which say what samples", "call initialize_megatron of megatron.training"),
     ):
         asked, reasons = _leave_masks(config, TempoConfig(), arguments)
         assert asked == TempoConfig(dropout="off")

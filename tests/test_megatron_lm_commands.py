@@ -142,7 +142,7 @@ def test_a_loop_of_ones_own_under_an_installed_megatron_training_has_a_banner_an
     assert "slots replaced: activation 2 of 2, norm 5 of 5, dropout 0 of 5, attention 2 of 2, loss 1 of 1" in banner
     assert banner.count("tempo: GPTModel, ") == 1
     # Nobody says which samples a mask would be drawn for.
-    assert "the script parses no arguments of Megatron's, which say the samples" in banner
+    assert "Megatron's arguments, which say what samples a mask is drawn for, are not" in banner
     (model,) = json.loads(report.read_text("utf-8"))["models"]
     assert model["slots"]["norm"] == {"tempo": 5, "all": 5} and set(model["reasons"]) == {"dropout"}
     assert model["tempo"]["dropout"] == "off" and model["tempo"]["attention"] == "flash"

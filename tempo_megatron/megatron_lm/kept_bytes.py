@@ -70,7 +70,7 @@ def start_measuring(config: Any, tempo_config: TempoConfig, run: Any) -> Callabl
     """
     obstacle = _find_obstacle(config)
     if run is None:
-        obstacle = "the script parses no arguments of Megatron's, which say how long and how many samples are"
+        obstacle = "Megatron's arguments, which say how long samples are, are not initialized in this script"
     if obstacle is not None:
         return lambda: KeptBytes(unknown=obstacle)
     order = {

@@ -54,7 +54,7 @@ def patch_models(
     planning = Planning(tempo_config, budget, report)
 
     def find_args() -> Any:
-        """Megatron's arguments; None in a script that parses none."""
+        """Megatron's arguments; None in a script that initializes none."""
         try:
             return get_args()
         except AssertionError:
@@ -179,8 +179,8 @@ def _leave_masks(config: Any, tempo_config: TempoConfig, run: Any) -> tuple[Temp
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False):
         graphs = "on"
     if run is None:
-        reason = "the script parses no arguments of Megatron's, which say the samples that a dropout mask is drawn for"
-        remedy = "call megatron.training's initialize_megatron in it"
+        reason = "Megatron's arguments, which say what samples a mask is drawn for, are not initialized in this script"
+        remedy = "call initialize_megatron of megatron.training"
     elif graphs != "none":
         # A replayed graph runs no Python, which is what says which samples a micro batch holds.
         reason = f"cuda_graph_impl is {graphs}, under which each step would draw the first one's dropout masks"

@@ -42,8 +42,8 @@ class Planning:
             return self._tempo_config
         if run is None:
             raise ValueError(
-                "a memory budget is given, and the script parses no arguments of Megatron's, from which it would be "
-                "planned; leave it out"
+                "a memory budget is given, and Megatron's arguments, which say the sizes, are not initialized in this "
+                "script; leave it out"
             )
         import torch.distributed as dist
 

@@ -35,7 +35,11 @@ def find_refusal(operation: str, value: str, transformer_config: TransformerConf
     """Why tempo.`operation` cannot be `value` in a model of `transformer_config`; None where it can."""
     if value == "off":
         return None
-    found = _find_refusal_of_everything(transformer_config) or _FINDERS[operation](transformer_config, value)
+    found = (
+        _find_refusal_of_everything(transformer_config)
+        or _find_quantised_refusal(transformer_config, operation, value)
+        or _FINDERS[operation](transformer_config, value)
+    )
     return Refusal(found) if isinstance(found, str) else found
 
 
@@ -96,16 +100,29 @@ def join_words(words: list[str]) -> str:
 
 
 def _find_refusal_of_everything(transformer_config: TransformerConfig) -> Refusal | None:
-    if transformer_config.fp8 or getattr(transformer_config, "fp4", None):
-        return Refusal(
-            "fp8 or fp4 is on, whose linears keep quantised copies, so that keeping outputs saves nothing",
-        )
     if getattr(transformer_config, "enable_autocast", False):
         return Refusal(
             "autocast is on, under which linears keep cast copies, so that keeping outputs saves nothing",
             remedy="use bf16 or fp16 parameters",
         )
     return None
+
+
+def _find_quantised_refusal(transformer_config: TransformerConfig, operation: str, value: str) -> str | None:
+    """What stands against an operation that reckons with what a layer's linears keep, or runs one again.
+
+    Between linears there are 16 bits: adding with dropout, and core attention unless that is quantised too; and the
+    output layer stands outside of the layers.
+    """
+    if not (transformer_config.fp8 or getattr(transformer_config, "fp4", None)):
+        return None
+    if operation in ("activation", "norm") or (operation, value) == ("attention", "recompute"):
+        return "fp8 or fp4 is on, whose linears keep quantised copies, so that keeping outputs saves nothing"
+    if operation in ("linear_fc1", "linear_qkv"):
+        return "fp8 or fp4 is on, in which Tempo does not run a linear again"
+    quantised = (name for name in ("fp8_dot_product_attention", "fp8_multi_head_attention") if operation == "attention")
+    name = next((name for name in quantised if getattr(transformer_config, name, False)), None)
+    return None if name is None else f"{name} is on, and Tempo's attention computes in 16 bits"
 
 
 def _find_shared_masks(transformer_config: TransformerConfig, dropout_p: float) -> str | None:
