@@ -81,6 +81,7 @@ def test_a_chain_makes_each_tensor_once(monkeypatch):
     assert first.num_runs == num_runs + 2 and len(refills) == 2 * num_refills
 
 
+@pytest.mark.filterwarnings("ignore:saved_tensors_hooks")
 def test_where_nothing_is_kept_nothing_is_dropped_and_nothing_made():
     (x, _), linear = leaves(), Linear()
     with torch.no_grad():

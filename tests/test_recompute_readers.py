@@ -8,6 +8,7 @@ from dropped import Counted, assert_same, bias_gelu, dropping, leaves, linear_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tempo_kernels.gelu import gelu
 from tempo_kernels.norm import layer_norm, rms_norm
@@ -117,13 +118,17 @@ def test_a_held_tensor_that_was_written_to_since_is_refused_when_it_is_taken():
 @pytest.mark.parametrize("hooks", [
     lambda: torch.autograd.graph.save_on_cpu(), lambda: torch.autograd.graph.saved_tensors_hooks(*[lambda t: t] * 2),
 ], ids=["save_on_cpu", "hooks that only look"])  # fmt: skip
-def test_under_somebodys_hooks_what_they_keep_is_theirs_and_right(hooks):
+def test_under_somebodys_hooks_what_they_keep_is_theirs_and_right_which_one_warning_says(hooks):
     inputs, linear, _ = dropped()
+    graph._warn_of_hooks_from.cache_clear()
     with hooks():
         y = recompute(bias_gelu, *inputs)
         other = y.square()
         out = linear(y)
-        drop(y, after=out)
+        with pytest.warns(RuntimeWarning, match="under them Tempo drops nothing") as found:
+            drop(y, after=out)
+            drop(y, after=out)
+        assert len(found) == 1
         del y
     middle = bias_gelu(*inputs)
     assert_same(
@@ -132,13 +137,22 @@ def test_under_somebodys_hooks_what_they_keep_is_theirs_and_right(hooks):
     )
 
 
+def test_a_checkpoint_which_drops_it_all_is_no_reason_to_warn():
+    inputs, linear = leaves(), linear_of()
+    graph._warn_of_hooks_from.cache_clear()
+    out = checkpoint(lambda *tensors: dropping(bias_gelu, linear)(*tensors)[0], *inputs, use_reentrant=False)
+    out.sum().backward()
+
+
 def test_without_a_way_to_ask_for_hooks_as_in_torch_2_6_the_same_is_dropped_and_the_same_left(monkeypatch):
     monkeypatch.setattr(graph, "_CAN_ASK_FOR_HOOKS", False)
     inputs, linear = leaves(), linear_of()
     out, memory = dropping(bias_gelu, linear)(*inputs)
     assert memory.expired()
     assert_same(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(linear(bias_gelu(*inputs)).sum(), inputs))
-    test_under_somebodys_hooks_what_they_keep_is_theirs_and_right(torch.autograd.graph.save_on_cpu)
+    test_under_somebodys_hooks_what_they_keep_is_theirs_and_right_which_one_warning_says(
+        torch.autograd.graph.save_on_cpu
+    )
 
 
 class Linear(torch.autograd.Function):

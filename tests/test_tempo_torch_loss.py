@@ -18,6 +18,7 @@ import transformers
 from tempo_torch import report_on, tempoize
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:saved_tensors_hooks"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]

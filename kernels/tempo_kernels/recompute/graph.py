@@ -15,6 +15,7 @@ the weight's place, without the attributes that Megatron's linear looks for.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -61,8 +62,9 @@ def drop(
 
     y's memory is free as soon as nobody else holds it: delete your own names for it. A view of y that an operation
     keeps (a linear flattens y) counts as y. Nothing happens where nothing is kept for backward (no_grad, eval), or
-    where saved-tensor hooks keep it (a checkpointed region, whose activations go anyway; save_on_cpu). Derivatives of
-    any order are those of a y that was kept, as far as the operation that made y has them.
+    where saved-tensor hooks keep it: those of a checkpointed region, whose activations go anyway, and, with one
+    warning, those of save_on_cpu, of offloading or of others, under which y stays beside what it is made from.
+    Derivatives of any order are those of a y that was kept, as far as the operation that made y has them.
 
     Args:
         y: the output of `recompute`, or of an operation with keep="input", whose grad_fn can make it again; with `make`
@@ -80,9 +82,13 @@ def drop(
     """
     outputs = (y,) if isinstance(y, Tensor) else tuple(y)
     first = outputs[0].grad_fn
-    if first is None or not torch.is_grad_enabled() or not (_CAN_ASK_FOR_HOOKS or _saves_without_hooks()):
+    if first is None or not torch.is_grad_enabled():
+        return
+    if not (_CAN_ASK_FOR_HOOKS or _saves_without_hooks()):
+        _warn_of_hooks()
         return
     promise = _find_promise(outputs[0]) if make is None else _Promise(outputs, make)
+    is_found = False
     for node in _find_nodes_between(first, (after,) if isinstance(after, Tensor) else tuple(after)):
         for saved, kept in find_saved_tensors(node):
             tensor = kept.tensor if isinstance(kept, Kept) else kept
@@ -90,11 +96,14 @@ def drop(
                 continue
             if make is None:
                 check_version(outputs[0])
+            is_found = True
             promise.note_user(part)
             if isinstance(kept, Kept):
                 kept.replace(functools.partial(promise.make, part))
             else:
                 saved.register_hooks(lambda _, part=part: part, promise.make)
+    if not is_found:
+        _warn_of_hooks()
 
 
 def hold(y: Tensor) -> Callable[[], Tensor]:
@@ -280,6 +289,26 @@ def find_saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor | Kept]]:
 @functools.cache
 def _list_saved_names(node_type: Any) -> list[str]:
     return [name for name in dir(node_type) if name.startswith("_raw_saved_")]
+
+
+def _warn_of_hooks() -> None:
+    """Says once that nothing is dropped, where hooks are on that keep what they are given: not those of a checkpoint,
+    and not those under which `drop` works."""
+    hooks = cast(Any, torch._C._autograd)._top_saved_tensors_default_hooks(True)
+    home = "" if hooks is None else str(getattr(hooks[1], "__module__", ""))
+    if hooks is not None and not home.startswith(("torch.utils.checkpoint", "tempo_")):
+        _warn_of_hooks_from(home)
+
+
+@functools.cache
+def _warn_of_hooks_from(home: str) -> None:
+    warnings.warn(
+        f"saved_tensors_hooks (of {home}) decide what is kept, and under them Tempo drops nothing: an operation that "
+        "recomputes keeps its input and its output, as stock does, and results stay right. To keep less, leave the "
+        "hooks out, or checkpoint the layers in place of them",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def _saves_without_hooks() -> bool:
