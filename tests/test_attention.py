@@ -246,3 +246,17 @@ def test_a_mask_beyond_the_indices_that_are_told_apart_is_refused(place):
     q = torch.randn(4, 1, 2, 8)
     with pytest.raises(ValueError, match="beyond lie the masks of other places"):
         attention(q, q, q, causal=True, softmax_scale=0.3, dropout_p=0.1, dropout_key=1, **place)
+
+
+@pytest.mark.parametrize("key", [2**70, 2**64, -(2**63) - 1])
+def test_a_dropout_key_of_more_than_64_bits_is_refused(key):
+    q = torch.randn(4, 1, 2, 8)
+    with pytest.raises(ValueError, match=f"the key of a dropout mask is {key}; expected 64 bits, signed or not"):
+        attention(q, q, q, causal=True, softmax_scale=1.0, dropout_p=0.1, dropout_key=key)
+
+
+@pytest.mark.parametrize("length", [-5, 5])
+def test_key_lengths_out_of_range_are_refused(length):
+    q = torch.randn(4, 2, 2, 8)
+    with pytest.raises(ValueError, match=f"key_lengths holds {length}; expected 0 to 4, how many keys a sample has"):
+        attention(q, q, q, causal=False, softmax_scale=1.0, key_lengths=torch.tensor([4, length], dtype=torch.int64))

@@ -171,3 +171,9 @@ def test_a_mask_beyond_the_indices_that_are_told_apart_is_refused(place):
     with pytest.raises(ValueError, match="beyond lie the masks of other places"):
         bias_dropout_add(x, None, None, p=0.1, key=1, **place)
     assert torch.equal(bias_dropout_add(x, None, None, p=0.0, key=1, **place), x)
+
+
+@pytest.mark.parametrize("key", [2**70, 2**64, -(2**63) - 1])
+def test_a_key_of_more_than_64_bits_is_refused(key):
+    with pytest.raises(ValueError, match=f"the key of a dropout mask is {key}; expected 64 bits, signed or not"):
+        bias_dropout_add(torch.ones(2, 2, 4), None, None, p=0.1, key=key)

@@ -101,6 +101,14 @@ def test_a_hook_that_writes_to_an_output_unseen_by_the_graph_is_refused_or_chang
             differentiate(ours)
 
 
+@pytest.mark.parametrize("is_converted_later", [False, True])
+def test_an_rms_norm_without_eps_takes_that_of_its_inputs_dtype(is_converted_later):
+    x = torch.linspace(-1e-4, 2e-4, 3 * H, dtype=torch.float64).view(3, H)
+    stock = nn.RMSNorm(H).double()
+    ours = tempoize(nn.Sequential(nn.RMSNorm(H)) if is_converted_later else nn.Sequential(nn.RMSNorm(H).double()))
+    torch.testing.assert_close(ours.double()(x), stock(x), rtol=1e-12, atol=0)
+
+
 def test_the_model_its_parameters_and_its_keys_are_the_same():
     model = build()
     before, parameters = dict(model.state_dict()), list(model.parameters())

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch_models import B, build, loss_and_gradients, make_ids
 
-from tempo_torch import samples, set_step, tempoize
+from tempo_torch import read_step, samples, set_step, tempoize
 
 CHECKPOINTS = {
     "non-reentrant": {"use_reentrant": False},
@@ -99,6 +99,16 @@ def test_forwards_in_training_are_counted():
     assert not any(equal(larger[:1], masks(6, first=step)[:1]) for step in range(0, 40, 2))
     set_step(model, 1)
     assert equal(masks(model=model), second)
+    assert read_step(model) == (2, 4)
+
+
+def test_a_run_that_goes_on_with_a_smaller_batch_counts_as_before():
+    model = tempoize(Dropouts(), seed=7)
+    set_step(model, 3, 4)
+    assert equal(masks(2, model=model), masks(2, first=12)) and read_step(model) == (4, 4)
+    for wrong in ((-1, None), (0, 0)):
+        with pytest.raises(ValueError, match="expected at least"):
+            set_step(model, *wrong)
 
 
 def test_evaluation_counts_no_step_and_draws_nothing():
@@ -330,3 +340,24 @@ def test_an_empty_tensor_does_not_say_how_many_samples_there_are():
     model, alone = tempoize(Prompted(), seed=7), tempoize(Prompted(), seed=7)
     x = torch.ones(4, 64)
     assert torch.equal(model(torch.ones(0, 8), x), alone(x, x))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_a_compiled_model_trains_with_gains_that_hide_a_norms_output(norm):
+    found = []
+    for is_compiled in (True, False):
+        model = tempoize(build(p=0.0, layers=1, norm=lambda: norm(32)), seed=4, activation="off")
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, norm):
+                    module.weight[:2] = 1e-3  # less than half of abs(bias), and none to divide by
+                    if norm is nn.LayerNorm:
+                        module.bias.fill_(0.5)
+        torch._dynamo.reset()
+        found.append(
+            loss_and_gradients(torch.compile(model, backend="aot_eager") if is_compiled else model, make_ids())
+        )
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -8,9 +8,19 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
 pytest.importorskip("accelerate", reason="accelerate is not installed; pip install tempo-megatron[test]")
 
-from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
-from tempo_torch import report_on
+from tempo_torch import read_step, report_on, tempoize
 from tempo_torch.trainer import TempoCallback
 
 pytestmark = [
@@ -21,33 +31,95 @@ pytestmark = [
 ]
 
 
-def make_trainer(folder, steps):
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+def make_arguments(folder, steps, **more):
+    settings = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "logging_steps": 1,
+        "save_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    return TrainingArguments(str(folder), max_steps=steps, **{**settings, **more})
+
+
+def make_data(samples=40):
+    return [{"input_ids": row, "labels": row} for row in torch.arange(samples * 16).view(samples, 16) * 7 % 47 + 3]
+
+
+def make_model():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    model = BertForMaskedLM(BertConfig(vocab_size=50, max_position_embeddings=16, **sizes))
-    ids = torch.arange(40 * 16).view(40, 16) * 7 % 47 + 3
-    arguments = TrainingArguments(
-        str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
-        logging_steps=1, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
-    )  # fmt: skip
-    data = [{"input_ids": row, "labels": row} for row in ids]
-    return Trainer(model, arguments, train_dataset=data, callbacks=[TempoCallback(norm="recompute")])
+    return BertForMaskedLM(BertConfig(vocab_size=50, max_position_embeddings=16, **SIZES))
 
 
-def test_a_resumed_run_has_the_losses_of_the_run_that_went_on(tmp_path):
-    whole = make_trainer(tmp_path / "whole", 4)
+def make_trainer(folder, steps, samples=40, **more):
+    callbacks = [TempoCallback(norm="recompute")]
+    arguments = make_arguments(folder, steps, **more)
+    return Trainer(make_model(), arguments, train_dataset=make_data(samples), callbacks=callbacks)
+
+
+def read_losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+# 20 batches; 11, of which the last step has fewer; and a last batch of one sample, with which the run goes on.
+@pytest.mark.parametrize(("samples", "accumulation", "half"), [(40, 2, 2), (22, 2, 7), (22, 4, 4), (21, 2, 5)])
+def test_a_resumed_run_has_the_losses_of_the_run_that_went_on(tmp_path, samples, accumulation, half):
+    more = {"samples": samples, "gradient_accumulation_steps": accumulation, "save_steps": half}
+    whole = make_trainer(tmp_path / "whole", half + 3, **more)
     assert {entry.operation for entry in report_on(whole.model).replaced} >= {"norm", "dropout", "activation"}
     whole.train()
-    make_trainer(tmp_path / "half", 2).train()
-    resumed = make_trainer(tmp_path / "half", 4)
+    make_trainer(tmp_path / "half", half, **more).train()
+    resumed = make_trainer(tmp_path / "half", half + 3, **more)
     resumed.train(resume_from_checkpoint=True)
-    expected, found = (
-        [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (whole, resumed)
-    )
-    assert len(expected) == 4 and found == pytest.approx(expected, rel=1e-4)
+    expected, found = read_losses(whole), read_losses(resumed)
+    assert len(expected) == half + 3 and found == pytest.approx(expected, rel=1e-4)
+    assert read_step(whole.model) == read_step(resumed.model)
 
 
-def test_a_trainer_without_a_model_is_refused(tmp_path):
-    callback = TempoCallback()
-    with pytest.raises(ValueError, match="the Trainer has no model when it is made, as with model_init"):
-        callback.on_init_end(TrainingArguments(str(tmp_path), report_to=[], use_cpu=True), None, None)
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_a_trainer_with_default_arguments_trains_a_language_model(tmp_path, name):
+    torch.manual_seed(0)
+    if name == "GPT2":
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=2, n_positions=16))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **SIZES))
+    data = [{**row, "length": 16} for row in make_data(8)]  # a column that is no argument of a forward
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, logging_steps=1)
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[TempoCallback()])
+    trainer.train()
+    assert len(read_losses(trainer)) == 2 and "loss" in {entry.operation for entry in report_on(model).replaced}
+
+
+def test_a_loss_of_ones_own_finds_the_logits(tmp_path):
+    def smoothed(outputs, labels, num_items_in_batch=None):
+        logits = outputs.logits
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1), label_smoothing=0.1)
+
+    found = []
+    for callbacks in ([TempoCallback(dropout="off", attention="off", norm="recompute")], []):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **SIZES))
+        model.load_state_dict({key: torch.full_like(value, 0.02) for key, value in model.state_dict().items()})
+        arguments = make_arguments(tmp_path, 2)
+        more = {"compute_loss_func": smoothed, "callbacks": callbacks}
+        trainer = Trainer(model, arguments, train_dataset=make_data(), **more)
+        trainer.train()
+        found.append(read_losses(trainer))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_a_model_init_that_tempoizes_trains_and_one_that_does_not_is_refused(tmp_path):
+    more = {"args": make_arguments(tmp_path, 1), "train_dataset": make_data(), "callbacks": [TempoCallback()]}
+    trainer = Trainer(model_init=lambda: tempoize(make_model(), seed=1), **more)
+    trainer.train()
+    assert len(read_losses(trainer)) == 1 and read_step(trainer.model) == (2, 2)
+    with pytest.raises(
+        ValueError, match="the Trainer has made its model anew, as with model_init, which TempoCallback"
+    ):
+        Trainer(model_init=make_model, **more).train()
+
+
+def test_liger_beside_tempo_is_refused(tmp_path):
+    arguments = make_arguments(tmp_path, 1)
+    arguments.use_liger_kernel = True
+    with pytest.raises(ValueError, match="use_liger_kernel is set beside TempoCallback, and each puts forwards of its"):
+        TempoCallback().on_init_end(arguments, None, None, make_model())

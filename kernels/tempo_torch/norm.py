@@ -23,8 +23,13 @@ class _Norm(Replaced):
     """
 
     keep: str
-    tempo_eps: float
+    compiled_keep: str
+    """`keep` in a compiled graph: norm "auto" keeps the input there, since a graph has no room for lost channels."""
+    tempo_eps: float | None
     weight: Tensor
+
+    def _choose_keep(self) -> str:
+        return self.compiled_keep if torch.compiler.is_compiling() else self.keep
 
     def _fits(self, x: Tensor) -> bool:
         # Of two dtypes stock promotes, in ways that differ from class to class.
@@ -34,6 +39,8 @@ class _Norm(Replaced):
 class LayerNorm(_Norm):
     """LayerNorm over the last dimension."""
 
+    tempo_eps: float
+
     def forward(self, x: Tensor) -> Tensor:
         """y of the shape and dtype of the stock class."""
         if torch.is_autocast_enabled(x.device.type) and self.weight.dtype == torch.float32:
@@ -41,7 +48,7 @@ class LayerNorm(_Norm):
         if not self._fits(x):
             return super().forward(x)  # type: ignore[misc,no-any-return]
         bias = getattr(self, "bias", None)  # some models' classes have none
-        return layer_norm(x, self.weight, bias, self.tempo_eps, keep=self.keep)
+        return layer_norm(x, self.weight, bias, self.tempo_eps, keep=self._choose_keep())
 
 
 class RMSNorm(_Norm):
@@ -53,7 +60,9 @@ class RMSNorm(_Norm):
         """y of the shape and dtype of the stock class."""
         if not self._fits(x):
             return super().forward(x)  # type: ignore[misc,no-any-return]
-        return rms_norm(x, self.weight, self.tempo_eps, zero_centered=self.zero_centered, keep=self.keep)
+        # nn.RMSNorm without eps takes that of the dtype that it computes in, float32 or wider.
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.tempo_eps is None else self.tempo_eps
+        return rms_norm(x, self.weight, eps, zero_centered=self.zero_centered, keep=self._choose_keep())
 
 
 def find_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str | None:
@@ -67,16 +76,11 @@ def find_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str | N
             return _find_by_result(module)
         if isinstance(module, nn.LayerNorm):
             return LayerNorm, {"tempo_eps": module.eps}
-        return RMSNorm, {"tempo_eps": _choose_eps(module), "zero_centered": False}
+        return RMSNorm, {"tempo_eps": module.eps, "zero_centered": False}
     name = type(module).__name__.lower()
     if not (name.endswith("norm") or "layernorm" in name or "rmsnorm" in name) or any(module.children()):
         return None
     return _find_by_result(module)
-
-
-def _choose_eps(module: nn.RMSNorm) -> float:
-    # nn.RMSNorm without eps takes that of the dtype that it computes in, float32 or wider.
-    return module.eps if module.eps is not None else torch.finfo(torch.float32).eps
 
 
 def _find_by_result(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str:

@@ -114,7 +114,8 @@ class Passes:
         self.num_steps = 0
         """Forwards that drew, where nobody said which samples they see."""
         self._ranks = (rank, num_ranks)
-        self._step_samples: int | None = None
+        self.step_samples: int | None = None
+        """Samples of the first of them."""
         self._next_sample: int | None = None
         self._knows_repeats = False
         self._depth = 0
@@ -203,12 +204,12 @@ class Passes:
     def _count_step(self, num_samples: int) -> int:
         """A number of which no other step and rank has those that follow."""
         rank, num_ranks = self._find_rank()
-        if self._step_samples is None:
-            self._step_samples = num_samples
+        if self.step_samples is None:
+            self.step_samples = num_samples
         step = self.num_steps * num_ranks + rank
         self.num_steps += 1
-        if num_samples <= self._step_samples:
-            return step * self._step_samples
+        if num_samples <= self.step_samples:
+            return step * self.step_samples
         # More than in the first step: they have numbers of their own, that the other ranks need not know of.
         return _FIRST_OVERSIZED + step * max(_MAX_OVERSIZED, num_samples)
 

@@ -134,7 +134,8 @@ def tempoize(
         seed: of the dropout masks, equal on all ranks.
         activation: "recompute" keeps an activation's input, and its output goes once a linear used it; "inplace" keeps
             the output and, for GELU, a bit per element; "auto" is "recompute", which is right whatever follows.
-        norm: "inplace" keeps a norm's output; "recompute" its input; "auto" is "inplace".
+        norm: "inplace" keeps a norm's output; "recompute" its input; "auto" is "inplace", and "recompute" where
+            torch.compile compiles the model.
         dropout: "recompute" (and "auto") draws masks again by position; see `samples`.
         attention: "flash" (and "auto") gives attention with dropout a mask by position and no s*s tensor, in models of
             transformers on "sdpa".
@@ -206,11 +207,35 @@ def samples(model: nn.Module, first_sample: int) -> Iterator[None]:
         yield
 
 
-def set_step(model: nn.Module, num_forwards: int) -> None:
-    """Let the count of forwards in training go on at `num_forwards`, as after a checkpoint is loaded."""
+def set_step(model: nn.Module, num_forwards: int, num_samples: int | None = None) -> None:
+    """Let the count of forwards in training go on, as after a checkpoint is loaded.
+
+    Args:
+        num_forwards: the forwards in training so far.
+        num_samples: in the first forward of the run, which is the distance of the forwards' numbers. By default those
+            of this model's first forward; needed where a run may go on with a smaller batch.
+
+    `read_step` gives both, for a checkpoint.
+    """
     if num_forwards < 0:
         raise ValueError(f"num_forwards is {num_forwards}; expected at least 0, the forwards in training so far")
-    _find_state(model).passes.num_steps = num_forwards
+    if num_samples is not None and num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; expected at least 1, the samples of the run's first forward")
+    passes = _find_state(model).passes
+    passes.num_steps = num_forwards
+    if num_samples is not None:
+        passes.step_samples = num_samples
+
+
+def read_step(model: nn.Module) -> tuple[int, int | None]:
+    """What `set_step` takes: (forwards in training so far, samples of the first of them, None before it)."""
+    passes = _find_state(model).passes
+    return passes.num_steps, passes.step_samples
+
+
+def is_tempoized(model: nn.Module) -> bool:
+    """Whether a model, or a module in it, was given to tempoize."""
+    return any(isinstance(module.__dict__.get(_ATTRIBUTE), _State) for module in model.modules())
 
 
 def _find_state(model: nn.Module) -> _State:
@@ -240,7 +265,7 @@ def _check(model: Any, seed: Any, choices: dict[str, str], rank: int | None, num
         raise ValueError(
             f"rank is {rank} and num_ranks {num_ranks}; expected both, with 0 <= rank < num_ranks, or none"
         )
-    if any(isinstance(module.__dict__.get(_ATTRIBUTE), _State) for module in model.modules()):
+    if is_tempoized(model):
         raise ValueError(
             f"{type(model).__name__} was given to tempoize before; expected a model that was not; build it anew"
         )
@@ -270,7 +295,8 @@ def _replace_norm(name: str, module: nn.Module, choices: dict[str, str], _: Pass
     mixin, attributes = found
     keeps_input = choices["norm"] == "recompute"
     change_class(module, mixin)
-    module.__dict__.update(attributes, keep="input" if keeps_input else "output")
+    keep = "input" if keeps_input else "output"
+    module.__dict__.update(attributes, keep=keep, compiled_keep="input" if choices["norm"] == "auto" else keep)
     return Entry(name, kind, "norm", "recompute" if keeps_input else "inplace", stock_bytes=2.0)
 
 

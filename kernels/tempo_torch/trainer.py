@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
-from tempo_torch.tempoize import set_step, tempoize
+from tempo_torch.tempoize import is_tempoized, read_step, set_step, tempoize
 
 
-class TempoCallback(TrainerCallback):  # type: ignore[misc]
+class TempoCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Gives the Trainer's model to tempoize before anything wraps it, and lets masks go on where a checkpoint ended.
+
+    A model that was given to tempoize before stays as it is; so a `model_init` gives its models to tempoize itself.
 
     Args:
         choices: the arguments of `tempoize`; `seed` is the Trainer's own where it is not given.
@@ -18,16 +21,30 @@ class TempoCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, **choices: Any) -> None:
         self._choices = choices
+        self._model: Any = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Before the Trainer wraps the model."""
-        if model is None:
+        if getattr(args, "use_liger_kernel", False):
             raise ValueError(
-                "the Trainer has no model when it is made, as with model_init; expected a model; give it to tempoize "
-                "in model_init, and leave TempoCallback out"
+                "use_liger_kernel is set beside TempoCallback, and each puts forwards of its own into the model; "
+                "expected one of them; leave the other out"
             )
-        tempoize(model, **{"seed": args.seed, **self._choices})
+        if model is not None and not is_tempoized(model):
+            tempoize(model, **{"seed": args.seed, **self._choices})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """After a checkpoint was loaded, if one was."""
-        set_step(model, state.global_step * args.gradient_accumulation_steps)
+        if not is_tempoized(model):
+            raise ValueError(
+                "the Trainer has made its model anew, as with model_init, which TempoCallback does not see; expected a "
+                "model_init that returns a model that was given to tempoize; call tempoize in model_init"
+            )
+        self._model = model
+        saved = (state.stateful_callbacks or {}).get(type(self).__name__, {})
+        set_step(model, *(saved.get("step") or (0, None)))
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer saves in its own state: the arguments, and the step of the masks."""
+        step = None if self._model is None else read_step(self._model)
+        return {"args": self._choices, "attributes": {}, "step": step}

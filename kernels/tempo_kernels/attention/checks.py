@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.attention.settings import Inputs, Settings
+from tempo_kernels.opaque import is_traced
 from tempo_kernels.philox import check_place, effective_probability
 
 FORMS = ("flash", "softmax")
@@ -46,6 +47,13 @@ def check_tensors(inputs: Inputs, causal: bool) -> None:
             f"key_lengths is {key_lengths.dtype} of shape {list(key_lengths.shape)} on {key_lengths.device}; expected "
             f"torch.int32 or torch.int64 of shape [{batch}] on {q.device}, as q; move it there"
         )
+    # To read numbers on a GPU would wait for it.
+    if key_lengths is not None and key_lengths.device.type == "cpu" and not is_traced(key_lengths):
+        outside = key_lengths[(key_lengths < 0) | (key_lengths > num_keys)]
+        if outside.numel():
+            raise ValueError(
+                f"key_lengths holds {outside[0].item()}; expected 0 to {num_keys}, how many keys a sample has; clamp it"
+            )
 
 
 def _check_mask(mask: Tensor, shape: list[int]) -> None:
@@ -64,6 +72,7 @@ def check_settings(q: Tensor, settings: Settings, form: str) -> None:
         first_sample = settings.first_sample if isinstance(settings.first_sample, int) else 0
         num_rows, num_samples, num_heads, _ = q.shape
         check_place(
+            key=settings.dropout_key or 0,
             first_sample=first_sample,
             num_samples=num_samples,
             first_head=settings.first_head,

@@ -51,6 +51,7 @@ def attention(
         first_sample, first_head: global indices of q[:, 0] and q[:, :, 0].
         window_size: (left, right): query i sees keys i + sk - sq - left to i + sk - sq + right; -1 is no limit.
         key_lengths: int [b], how many keys a sample has; those behind them are not read, and their gradients are 0.
+            A number outside of [0, sk] is refused on a CPU; on a GPU, which is not waited for, it counts as nearest.
         form: "flash" keeps no [sq, sk] tensor. "softmax" keeps the softmax's output and draws the dropout's again.
 
     dropout_key and first_sample may each be a 0-dim int64 tensor on q's device (the key's 64 bits as a signed number),

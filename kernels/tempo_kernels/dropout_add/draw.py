@@ -42,7 +42,13 @@ class Draw(NamedTuple):
             )
         if threshold(self.p):
             first_sample = 0 if isinstance(self.first_sample, Tensor) else self.first_sample
-            check_place(first_sample=first_sample, num_samples=shape[1], first_row=self.first_row, num_rows=shape[0])
+            check_place(
+                key=self.key,
+                first_sample=first_sample,
+                num_samples=shape[1],
+                first_row=self.first_row,
+                num_rows=shape[0],
+            )
         if isinstance(self.key, Tensor) or isinstance(self.first_sample, Tensor):
             self._check_tensors(x.device)
 

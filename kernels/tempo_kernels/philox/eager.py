@@ -96,6 +96,7 @@ def effective_probability(p: float) -> float:
 
 def check_place(
     *,
+    key: int | Tensor = 0,
     first_sample: int = 0,
     num_samples: int = 1,
     first_head: int = 0,
@@ -103,7 +104,7 @@ def check_place(
     first_row: int = 0,
     num_rows: int = 1,
 ) -> None:
-    """Raise ValueError where a mask reaches beyond the indices that the counter tells apart.
+    """Raise ValueError where a mask reaches beyond the indices that the counter tells apart, or a key beyond 64 bits.
 
     Beyond them lie the masks of other places: head 2**16 of sample 0 would be head 0 of sample 2**32.
     """
@@ -117,6 +118,12 @@ def check_place(
                 f"a dropout mask is asked for {name} {first} to {first + count - 1}; expected 0 to {limit - 1}, "
                 "as beyond lie the masks of other places; give global indices in that range"
             )
+    # A compiled graph is made for any key, and torch has no numbers of more bits there.
+    if isinstance(key, int) and not torch.compiler.is_compiling() and not -(1 << 63) <= key < 1 << 64:
+        raise ValueError(
+            f"the key of a dropout mask is {key}; expected 64 bits, signed or not, as derive_key gives; longer keys "
+            "would share their masks"
+        )
 
 
 def drop_mask(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, num_columns: int) -> Tensor:
