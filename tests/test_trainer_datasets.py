@@ -83,6 +83,30 @@ def test_index_files_cut_off_by_a_kill_are_made_again(data: Data, tmp_path: Path
     assert all(np.load(path).size for path in cut_off)
 
 
+def samples_of_changed_indices(data: Data, cache: str) -> list[list[int]]:
+    """In one process, whose output the test does not see: the first samples, of files in which a byte is changed."""
+    first = samples(data, cache)
+    files = sorted(Path(cache).glob("*.npy"))
+    assert len(files) == 6 and all(Path(f"{path}.sha256").is_file() for path in files)
+    written = [path.read_bytes() for path in files]
+    for path in files:
+        content = bytearray(path.read_bytes())
+        content[-8] ^= 1
+        path.write_bytes(content)
+    assert samples(data, cache) == first and [path.read_bytes() for path in files] == written
+    inodes = [path.stat().st_ino for path in files]
+    assert samples(data, cache) == first and [path.stat().st_ino for path in files] == inodes
+    for path in files:  # of Megatron-LM, say
+        Path(f"{path}.sha256").unlink()
+    assert samples(data, cache) == first and all(Path(f"{path}.sha256").is_file() for path in files)
+    return first
+
+
+def test_index_files_of_which_a_bit_has_changed_are_made_again(data: Data, tmp_path: Path) -> None:
+    ranks = run_megatron_ranks(samples_of_changed_indices, 1, 1, data, str(tmp_path))
+    assert ranks == run_megatron_ranks(samples, 1, 1, data, str(tmp_path / "other"))
+
+
 def blended(data: Data, cache: str) -> int:
     args = options(data, blend=([data.prefix, data.prefix], [0.25, 0.75]), data_cache_path=cache)
     built = build_datasets(args, TASK, load_vocabulary(args, TASK).tokenizer)

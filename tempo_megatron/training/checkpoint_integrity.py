@@ -28,7 +28,7 @@ Files = dict[str, tuple[int, str]]
 def describe_files(checkpoint: Path, paths: Iterable[str | Path]) -> Files:
     """Sizes and checksums of files of `checkpoint`, read from the disk."""
     return {
-        Path(path).relative_to(checkpoint).as_posix(): (Path(path).stat().st_size, _hash_file(Path(path)))
+        Path(path).relative_to(checkpoint).as_posix(): (Path(path).stat().st_size, hash_file(Path(path)))
         for path in paths
     }
 
@@ -89,14 +89,15 @@ def find_damage(checkpoint: Path, files: Any, rank: int, world_size: int) -> str
         try:
             if fault := find_fault(path):
                 return fault
-            if isinstance(files, dict) and _hash_file(path) != files[name][1]:
+            if isinstance(files, dict) and hash_file(path) != files[name][1]:
                 return f"{path} is damaged: its content is not what was saved"
         except OSError as error:
             return f"{path} cannot be read ({error})"
     return None
 
 
-def _hash_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """SHA-256 of what is in a file."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):

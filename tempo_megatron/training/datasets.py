@@ -6,16 +6,18 @@ import dataclasses
 import difflib
 import glob
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from torch import Tensor
 
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer, validate_dataset
 from tempo_megatron.models.shape import pad_vocab_size
+from tempo_megatron.training import index_files
+from tempo_megatron.training.agreement import is_true_on_any_rank
 from tempo_megatron.training.run_config import RunConfig
 from tempo_megatron.training.stop_signal import ignore_stop_signals
 from tempo_megatron.training.task import Batch, Collate, Task
@@ -128,7 +130,8 @@ def build_datasets(run: RunConfig, task: Task, tokenizer: Any) -> Datasets:
     Raises ValueError where the folder for the index files cannot be written.
     """
     if int(os.environ["RANK"]) == 0:
-        _remove_cut_off_indices(run, task)
+        for prefix in run.blend[0]:
+            index_files.remove_cut_off(index_files.name_folder(task.dataset_class, prefix, run.data_cache_path))
     needed, valid_samples = run.train_iters * run.global_batch_size, run.eval_iters * run.global_batch_size
     sample_parts = run.sample_parts or (needed,)
     first, valid = _build_part(run, task, tokenizer, run.seed, sample_parts[0], valid_samples)
@@ -161,36 +164,44 @@ def _build_part(
     if not valid_samples:
         config.split_matrix[1] = None
     sizes = [train_samples, valid_samples, 0]
-    try:
-        train, valid, _ = BlendedMegatronDatasetBuilder(task.dataset_class, sizes, lambda: True, config).build()
-    except Exception as error:
-        if isinstance(error.__cause__, OSError) or isinstance(error, OSError):
-            cause = error.__cause__ or error
-            raise ValueError(
-                f"the sample indices cannot be written ({cause}); give --data-cache-path a folder"
-            ) from error
-        raise
-    return train, valid
+    folders = [index_files.name_folder(task.dataset_class, prefix, run.data_cache_path) for prefix in prefixes]
+    for _ in range(2):
+        before = index_files.list_files(folders)
+        try:
+            train, valid, _ = BlendedMegatronDatasetBuilder(task.dataset_class, sizes, lambda: True, config).build()
+            if not _remove_changed_indices(before, index_files.list_files_of(train, valid)):
+                return train, valid
+        except Exception as error:
+            if isinstance(error.__cause__, OSError) or isinstance(error, OSError):
+                cause = error.__cause__ or error
+                raise ValueError(
+                    f"the sample indices cannot be written ({cause}); give --data-cache-path a folder"
+                ) from error
+            raise
+    raise ValueError(
+        f"the sample indices in {' '.join(folders)} are not as this run wrote them a moment ago; where another run "
+        "writes them, too, give --data-cache-path a folder of its own"
+    )
 
 
-def _remove_cut_off_indices(run: RunConfig, task: Task) -> None:
-    """Delete index files that a killed run wrote in part: megatron-core takes a file that exists for a whole one."""
-    for prefix in run.blend[0]:
-        folder = run.data_cache_path or os.path.join(prefix, "cache", f"{task.dataset_class.__name__}_indices")
-        if not os.path.isdir(folder):
-            continue
-        for name in os.listdir(folder):
-            path = os.path.join(folder, name)
-            if name.endswith(".npy") and not _is_whole_npy(path):
+def _remove_changed_indices(before: Collection[str], used: Iterable[str]) -> bool:
+    """On rank 0 delete what is not as it was written and seal what is new; on every rank whether any was deleted.
+
+    Args:
+        before: the index files that were there before the datasets were built.
+        used: those that the datasets read.
+    """
+    changed: list[str] = []
+    if dist.get_rank() == 0:
+        for path in used:
+            if path not in before:
+                index_files.write_digest(path)
+            elif not index_files.is_as_written(path):
+                changed.append(path)
                 os.remove(path)
-
-
-def _is_whole_npy(path: str) -> bool:
-    try:
-        np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError):
-        return False
-    return True
+        if changed:
+            print(f"{', '.join(changed)}: not as this trainer wrote it, or of another program; made again", flush=True)
+    return is_true_on_any_rank(bool(changed))
 
 
 class ShardedBatchSampler:
