@@ -44,6 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive: minutes more")
     parser.addoption("--megatron-root", metavar="DIR", help="a Megatron-LM checkout (default: MEGATRON_LM_ROOT)")
+    parser.addoption("--megatron-bridge", metavar="DIR", help="an unpacked megatron-bridge (default: MEGATRON_BRIDGE)")
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ Transformer Engine needs CUDA. What is imitated here, after its sources (2.0 to 
   `Linear`, `LayerNormLinear`, `LayerNorm`, `RMSNorm`, `DotProductAttention`, and of the operations of `ops`;
 - what they keep for backward without fp8: a linear its input as it came in (not a copy, and under sequence parallelism
   this rank's part of it), `LayerNormLinear` its input, the norm's output, mean and rstd;
+- what `return_layernorm_output` and `return_layernorm_output_gathered` add to what `LayerNormLinear` returns;
 - what they communicate, forward and backward;
 - that attention with a causal mask, or none, looks at no mask it is given.
 
@@ -207,7 +208,8 @@ class LayerNormLinear(Linear):
     ) -> None:
         TransformerEngineBaseModule.__init__(self)
         self._set_up(in_features, out_features, sequence_parallel, tp_group, tp_size, bias, return_bias, parallel_mode)
-        assert not return_layernorm_output
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = False
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         ones = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
         self.layer_norm_bias: Any
@@ -228,26 +230,35 @@ class LayerNormLinear(Linear):
                     parameter.sequence_parallel = self.sequence_parallel
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        return self._finish(
-            _LayerNormLinear.apply(inp, self.layer_norm_weight, self.layer_norm_bias, self.weight, self)
-        )
+        out, ln_out = _LayerNormLinear.apply(inp, self.layer_norm_weight, self.layer_norm_bias, self.weight, self)
+        result = self._finish(out)
+        if not self.return_layernorm_output:
+            return result
+        return (*result, ln_out) if self.return_bias else (result, ln_out)
 
 
 class _LayerNormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inp: Tensor, gamma: Tensor, beta: Any, weight: Tensor, module: LayerNormLinear) -> Tensor:
+    def forward(ctx: Any, inp: Tensor, gamma: Tensor, beta: Any, weight: Tensor, module: LayerNormLinear) -> Any:
         ctx.module = module
+        ctx.set_materialize_grads(False)
         ln_out = normalize(inp, gamma, beta, module.eps, module.zero_centered_gamma, module.normalization)
         mu = inp.float().mean(-1)
         rsigma = (inp.float().var(-1, correction=0) + module.eps).rsqrt()
         ctx.save_for_backward(inp, gamma, beta, weight, ln_out, mu, rsigma)
-        return gathered(ln_out, module) @ weight.t()
+        given = ln_out.clone() if module.return_layernorm_output else None
+        if given is not None and module.return_layernorm_output_gathered:
+            given = gathered(given, module)
+        return gathered(ln_out, module) @ weight.t(), given
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_given: Any) -> tuple[Any, ...]:
         inp, gamma, beta, weight, ln_out, _, _ = ctx.saved_tensors
         module = ctx.module
         grad_ln_out, grad_weight = linear_backward(grad, ln_out, weight, module)
+        if grad_given is not None:
+            is_whole = module.sequence_parallel and module.return_layernorm_output_gathered
+            grad_ln_out = grad_ln_out + (scatter(grad_given, module) if is_whole else grad_given)
         with torch.enable_grad():
             leaves = [each.detach().requires_grad_() for each in (inp, gamma, beta) if each is not None]
             x, g, b = (*leaves, None)[:3]

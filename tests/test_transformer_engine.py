@@ -20,17 +20,17 @@ LAYOUTS = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark
 
 
 @functools.cache
-def results(ranks: int, folder: str, root: str = "") -> list[dict]:
-    """What te_cases.py prints in each rank, with the megatron-core under `root`, by default the installed one."""
+def results(ranks: int, folder: str, root: str = "", script: str = "te_cases.py", *arguments: str) -> list[dict]:
+    """What the script prints in each rank, with the megatron-core under `root`, by default the installed one."""
     source = TESTS.parent
     own = [*map(str, (source, source / "kernels", TESTS)), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join([root, *own] if root else own)
     more = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     environment = {**os.environ, **more, "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(TESTS / "te_cases.py"), str(Path(folder, f"store{ranks}"))]
+    command = [sys.executable, str(TESTS / script), str(Path(folder, f"store{ranks}"))]
     children = [
         subprocess.Popen(
-            [*command, str(rank), str(ranks)],
+            [*command, str(rank), str(ranks), *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

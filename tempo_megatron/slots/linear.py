@@ -31,10 +31,21 @@ class DropsInput:
         return result
 
 
+def name_as_stock(cls: Any) -> Any:
+    """Give a linear's class the name of the Megatron class that it stands for; its `__qualname__` stays Tempo's.
+
+    By that name Megatron-Bridge tells which of a parameter's dimensions the ranks share, and which adapter fits.
+    """
+    cls.__name__ = cls.__bases__[-1].__name__
+    return cls
+
+
+@name_as_stock
 class TempoColumnParallelLinear(DropsInput, ColumnParallelLinear):
     """ColumnParallelLinear that does not keep its input; see DropsInput."""
 
 
+@name_as_stock
 class TempoRowParallelLinear(DropsInput, RowParallelLinear):
     """RowParallelLinear that does not keep its input; see DropsInput."""
 
@@ -72,7 +83,14 @@ class LinearCall(torch.nn.Module):
     def forward(self, input_: Tensor) -> Any:
         """(output, bias), as the linear.
 
-        Raises ValueError where ZeRO-3 partitions its weight, which is then not there when it runs again."""
+        Raises ValueError where the linear is none of Megatron's but something around one, such as an adapter, whose
+        dropout would draw anew, and where ZeRO-3 partitions its weight, which is not there when it runs again."""
+        if next(self.linear.children(), None) is not None:
+            raise ValueError(
+                f"a linear is a {type(self.linear).__name__} around another module, which may draw other random "
+                "numbers when it runs again; expected Megatron's own linear; set tempo.linear_fc1 and tempo.linear_qkv "
+                'to "off"'
+            )
         if hasattr(self.linear.weight, "ds_id"):
             raise ValueError(
                 f"the weight of a {type(self.linear).__name__} is partitioned by ZeRO-3, which has not gathered it "

@@ -5,31 +5,38 @@ They are made when they are asked for: what they derive from exists only where T
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any, ClassVar
 
 import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.recompute import drop, hold
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoRecomputeDotProductAttention
-from tempo_megatron.slots.linear import NormInFront
+from tempo_megatron.slots.linear import NormInFront, name_as_stock
 from tempo_megatron.slots.mlp import TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP
 
 _WITHOUT_PADDING = (AttnMaskType.causal, AttnMaskType.no_mask)
 
 
 class SplitNorm(NormInFront):
-    """Tempo's norm, then Transformer Engine's linear: a base of classes whose next base is its column-parallel linear.
+    """Tempo's norm, then Transformer Engine's linear: a base of classes whose next base is Megatron's
+    `TELayerNormColumnParallelLinear`.
 
-    Takes the place of `TELayerNormColumnParallelLinear` under its name, with its arguments, parameters (in its order),
-    flags and `_extra_state`, so that checkpoints, sharded or not, are those of stock.
+    It is that module in everything but what runs: its constructor, parameters, flags, checkpoint keys and class, which
+    Megatron-Bridge's adapters and weight maps ask for, and which `return_layernorm_output` tells to give the norm's
+    output too. The linear that runs is Transformer Engine's column-parallel one, on this module's weight and bias.
 
     Keeps for backward: with `keep` "output" y, which the linear keeps too, in the same memory, and rstd; with "input" x
         and the statistics, and neither y. Stock keeps x, y and the statistics.
     """
+
+    linear_class: ClassVar[Any]
+    """Megatron's class for Transformer Engine's column-parallel linear."""
 
     keep: ClassVar[str] = "output"
     runs_again: ClassVar[bool] = False
@@ -37,52 +44,34 @@ class SplitNorm(NormInFront):
 
     def __init__(self: Any, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)  # type: ignore[call-arg]
-        self.eps = config.layernorm_epsilon
-        self.normalization = config.normalization
-        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
-        linear_parameters, device = dict(self._parameters), self.weight.device
-        self._parameters.clear()
-        start = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
-        self._add_norm_parameter("layer_norm_weight", start, device)
-        if self.normalization == "LayerNorm":
-            self._add_norm_parameter("layer_norm_bias", torch.nn.init.zeros_, device)
-        else:
-            self.layer_norm_bias = None
-        # The distributed optimizer lays out its buffers in the order of the parameters, which is stock's.
-        self._parameters.update(linear_parameters)
-        self._mark_norm_parameters()
-
-    def _add_norm_parameter(self: Any, name: str, init_fn: Any, device: torch.device) -> None:
-        values = torch.empty(self.in_features, dtype=self.config.params_dtype, device=device)
-        parameter = torch.nn.Parameter(values)
-        init_fn(parameter)
-        # Transformer Engine remembers how to fill a parameter that was made on the meta device.
-        self.register_parameter(name, parameter, init_fn=init_fn)
-
-    def _mark_norm_parameters(self: Any) -> None:
-        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
-            if parameter is not None:
-                parameter.sequence_parallel = self.sequence_parallel
-
-    def reset_parameters(self: Any, defer_init: bool = False) -> None:
-        """As Transformer Engine's, which calls it once before the norm's parameters are there."""
-        super().reset_parameters(defer_init=defer_init)  # type: ignore[misc]
-        if not defer_init and "layer_norm_weight" in self._parameters:
-            self._mark_norm_parameters()
+        bare = copy.copy(config)
+        bare.use_cpu_initialization, bare.init_model_with_meta_device = False, True
+        # In a tuple, and so none of this module's modules: it has no parameters of its own.
+        self._linear = (self.linear_class(input_size, output_size, config=bare, **kwargs),)
 
     def forward(self: Any, x: Tensor) -> Any:
-        """(output, bias or None) of x [s or s/t, b, h]."""
+        """(output, bias or None) of x [s or s/t, b, h]; with `return_layernorm_output` the norm's output beside them,
+        in the place where Transformer Engine puts it."""
         y = self._norm(x)
         if self.runs_again and torch.is_grad_enabled():
             self.normed = hold(y)
         result = self.run_linear(y)
         if self.keep == "input":
             drop(y, after=result[0])
-        return result
+        if not self.return_layernorm_output:
+            return result
+        if self.return_layernorm_output_gathered and self.sequence_parallel:
+            y = gather_from_sequence_parallel_region(y, group=self.tp_group)
+        output, bias = result
+        return (output, bias, y) if self.te_return_bias else ((output, y), bias)
 
     def run_linear(self: Any, y: Tensor) -> Any:
         """(output, bias or None) of the norm's output."""
-        return super().forward(y)  # type: ignore[misc]
+        (linear,) = self._linear
+        # As they are now: FSDP and initialisation on the meta device put others in their place.
+        linear._parameters.update({name: self._parameters[name] for name in linear._parameters})
+        linear.is_first_microbatch, self.is_first_microbatch = self.is_first_microbatch, False
+        return linear(y)
 
     def _norm(self: Any, x: Tensor) -> Tensor:
         settings = {"zero_centered": self.zero_centered_gamma, "keep": self.keep}
@@ -162,10 +151,10 @@ class TempoLinearRecomputeOpsMLP(TempoLinearRecomputeMLP):
 
 
 @functools.cache
-def make_split_norm(linear: Any, keep: str, runs_again: bool) -> Any:
-    """SplitNorm in front of `linear`, Megatron's class for Transformer Engine's column-parallel linear."""
-    contents = {"keep": keep, "runs_again": runs_again}
-    return type("TempoTELayerNormColumnParallelLinear", (SplitNorm, linear), contents)
+def make_split_norm(norm_and_linear: Any, linear: Any, keep: str, runs_again: bool) -> Any:
+    """SplitNorm in the place of `norm_and_linear`, and in front of `linear`: Megatron's classes for those modules."""
+    contents = {"linear_class": linear, "keep": keep, "runs_again": runs_again}
+    return name_as_stock(type(f"Tempo{norm_and_linear.__name__}", (SplitNorm, norm_and_linear), contents))
 
 
 @functools.cache
@@ -177,4 +166,4 @@ def add_extra_state(norm: Any) -> Any:
 @functools.cache
 def make_dropping_linear(mixin: Any, linear: Any) -> Any:
     """`linear` that does not keep the output of a norm, or an attention, that can make it again."""
-    return type(f"Tempo{linear.__name__}", (mixin, linear), {})
+    return name_as_stock(type(f"Tempo{linear.__name__}", (mixin, linear), {}))

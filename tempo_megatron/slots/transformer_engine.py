@@ -3,9 +3,9 @@
 The decision: TE's linears stay, and Tempo takes what lies between them.
 
 - `TELayerNormColumnParallelLinear` (norm and linear in one) is split into Tempo's norm and TE's own column-parallel
-  linear, inside of one module with the name, the parameters and the extra state of the fused one. Stock keeps the
-  norm's input and its output; split, the output is the linear's input and the input goes. What fusing saves without
-  fp8 is one kernel launch: the norm writes its output to memory either way.
+  linear, inside of one module of a class derived from the fused one. Stock keeps the norm's input and its output;
+  split, the output is the linear's input and the input goes. What fusing saves without fp8 is one kernel launch: the
+  norm writes its output to memory either way.
 - `TENorm` becomes Tempo's norm.
 - `MLP`, and the op fuser's `TEFusedMLP`, become Tempo's MLP around TE's linears.
 - `TEDotProductAttention` becomes Tempo's attention in layers with a causal mask or none. With padding or arbitrary
@@ -116,7 +116,8 @@ def replace_linears(submodules: Any, tempo_config: TempoConfig, after_norms: tup
     for name, slot in list_fields(submodules).items():
         if _is_stock(slot, _NORM_AND_LINEAR):
             runs_again = getattr(tempo_config, name, "off") == "recompute"
-            changes[name] = make_split_norm(extension.TEColumnParallelLinear, keep, runs_again)
+            stock = getattr(extension, _NORM_AND_LINEAR)
+            changes[name] = make_split_norm(stock, extension.TEColumnParallelLinear, keep, runs_again)
         elif choice == "recompute" and name in after_norms and _is_stock(slot, "TEColumnParallelLinear"):
             changes[name] = make_dropping_linear(DropsInput, extension.TEColumnParallelLinear)
     return changes
