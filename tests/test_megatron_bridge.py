@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from test_transformer_engine import results
+from te_ranks import results
 
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
 

@@ -33,6 +33,11 @@ def results(megatron_root: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         Run("attention off", "--train-iters 1 --use-tempo --tempo-attention off"),
         Run("deepspeed", f"--train-iters 1 --deepspeed_config {deepspeed} --local_rank=0"),
         Run("swiglu", "--train-iters 1 --use-tempo --swiglu"),
+        Run(
+            "a second choice",
+            "--train-iters 1 --hidden-dropout 0.1 --attention-dropout 0.1 --use-tempo --tempo-norm off "
+            "--spec tempo_megatron.slots.named_specs tempo_layer",
+        ),
         Run("swiglu in place", "--train-iters 1 --use-tempo --swiglu --tempo-activation inplace"),
     ]
     (rank,) = run_all(megatron_root, 1, runs, folder)
@@ -95,6 +100,15 @@ def test_what_cannot_be_had_adapts_unless_it_was_written(results: dict[str, dict
     assert results["swiglu in place"]["status"] == 2
     (line,) = results["swiglu in place"]["complaints"].splitlines()
     assert line.startswith("run_megatron.py: --use-tempo: activation is swiglu")
+
+
+@pytest.mark.slow
+def test_values_beside_a_spec_whose_layers_choose_are_refused(results: dict[str, dict[str, Any]]) -> None:
+    assert results["a second choice"]["status"] == 2
+    (line,) = results["a second choice"]["complaints"].splitlines()
+    assert line.startswith(
+        "run_megatron.py: --use-tempo: the spec is one of TempoTransformerLayer, whose layers choose"
+    )
 
 
 _SCRIPT = """

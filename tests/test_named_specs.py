@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import import_module
 from torch.nn import functional as F
 
-from tempo_megatron import TempoConfig
+from tempo_megatron import TempoConfig, tempoize
 from tempo_megatron.slots import named_specs
 from tempo_megatron.slots.mlp import TempoMLP, TempoRecomputeMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TempoRMSNorm
@@ -89,4 +89,23 @@ def test_what_draws_masks_stays_stock_or_is_refused_as_nobody_tells_the_samples(
     (refused,) = run_megatron_ranks(what_draws, 1, 1, TempoConfig(dropout="recompute"))
     assert refused.startswith(
         "hidden_dropout is 0.1 and tempo.dropout is recompute, and a spec cannot tell Tempo which"
+    )
+
+
+def report_of_layers_that_choose():
+    config = gpt_config(dropout=0.1)
+    model = GPTModel(config, named_specs.tempo_layer, VOCAB_SIZE, SEQ_LENGTH)
+    with pytest.raises(ValueError) as refused:
+        tempoize(named_specs.tempo_layer, config, TempoConfig(norm="off"))
+    return report_on(model), str(refused.value)
+
+
+def test_layers_that_choose_are_reported_as_built_and_take_no_second_choice():
+    ((report, refused),) = run_megatron_ranks(report_of_layers_that_choose, 1, 1)
+    # The final norm, the embedding and what draws masks are Megatron's.
+    counts = {"activation": (2, 2), "norm": (4, 5), "dropout": (0, 5), "attention": (0, 2), "loss": (0, 1)}
+    assert report.counts == counts
+    assert "attention in decoder.layers.0-1 (self_attention.core_attention): off" in report.describe_left()
+    assert refused.startswith(
+        "the spec is one of TempoTransformerLayer, whose layers choose Tempo's modules by themselves"
     )

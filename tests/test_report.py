@@ -23,11 +23,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
 from tempo_megatron.slots.choices import choose
-from tempo_megatron.slots.report import ReportedSlot, TempoReport, report_on
+from tempo_megatron.slots.report import ReportedSlot, TempoReport, check_built, report_on
 
 OFF = TempoConfig.off()
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True}
@@ -189,9 +190,9 @@ def test_multi_token_prediction_is_left_as_it_is() -> None:
     assert report.counts["activation"] == (2, 3) and report.counts["attention"] == (2, 3)
     left = report.describe_left()
     assert "activation in mtp.layers.0 (mlp): multi-token prediction" in left
-    assert "norm in mtp.layers.0 (enorm, hnorm, layer_norm): multi-token prediction" not in left
+    assert "norm in mtp.layers.0 (enorm, hnorm, final_layernorm): multi-token prediction" not in left
     assert {slot.slot for slot in report.left if slot.operation == "norm"} == {
-        "input_layernorm", "pre_mlp_layernorm", "enorm", "hnorm", "layer_norm"
+        "input_layernorm", "pre_mlp_layernorm", "enorm", "hnorm", "final_layernorm"
     }  # fmt: skip
     assert left[-1] == "loss in model (output_layer): auto: mtp_num_layers is 1, whose layers need logits of their own"
 
@@ -266,6 +267,71 @@ def test_a_users_own_module_is_left_and_the_spec_can_be_handed_around() -> None:
         "norm in decoder.layers.0-1 (pre_mlp_layernorm): OwnNorm is none that Tempo replaces"
     ]
     assert counts == [report.counts, {"norm": (1, 1)}]
+
+
+class StubbornLayer(TransformerLayer):  # type: ignore[misc,unused-ignore]
+    """A layer that builds Megatron's modules whatever its spec says."""
+
+    def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, get_gpt_layer_local_spec().submodules, *args, **kwargs)
+
+
+def reports_of_built_modules() -> Any:
+    config = gpt_config()
+    model = build_gpt(config, TempoConfig())
+    check_built(model)
+    model.decoder.layers[1].input_layernorm = torch.nn.LayerNorm(32)
+    layer = dataclasses.replace(get_gpt_layer_local_spec(), module=StubbornLayer)
+    stubborn = GPTModel(config, tempoize(layer, config, TempoConfig()), VOCAB_SIZE, SEQ_LENGTH)
+    refused = []
+    for each in (model, stubborn):
+        with pytest.raises(ValueError) as error:
+            check_built(each)
+        refused.append(str(error.value))
+    return [report_on(each).describe_left() for each in (model, stubborn)], report_on(stubborn).counts, refused
+
+
+def test_a_models_report_is_of_its_modules_and_not_of_its_spec() -> None:
+    (((changed, _), counts, refused),) = run_megatron_ranks(reports_of_built_modules, 1, 1)
+    assert changed == ["norm in decoder.layers.1 (input_layernorm): LayerNorm is none that Tempo replaces"]
+    assert counts == {"activation": (0, 2), "norm": (1, 5), "dropout": (0, 5), "attention": (0, 2), "loss": (0, 1)}
+    assert refused[0].startswith(
+        "TransformerLayer 1 holds LayerNorm in input_layernorm (norm off), where its spec says inplace; expected layers"
+    )
+    assert refused[1].startswith("StubbornLayer 0 holds MLP in mlp (activation off), where its spec says inplace;")
+
+
+def values_that_a_given_spec_has() -> list[str]:
+    config = gpt_config()
+    given = tempo_block_spec(config, TempoConfig(norm="recompute", activation="recompute", linear_fc1="recompute"))
+    asked = {
+        "norm": TempoConfig(norm="off", activation="recompute", linear_fc1="recompute"),
+        "a layer's norm": TempoConfig(norm="recompute", linear_fc1="recompute", layers={"1": {"norm": "inplace"}}),
+        "the first linear": TempoConfig(norm="recompute"),
+        "attention": TempoConfig(norm="recompute", linear_fc1="recompute", attention="softmax"),
+    }
+    found = []
+    for tempo_config in asked.values():
+        with pytest.raises(ValueError) as error:
+            tempoize(given, config, tempo_config)
+        found.append(str(error.value))
+    # The same values, or those that leave the MLP to its first linear, are no others.
+    tempoize(given, config, TempoConfig(norm="recompute", linear_fc1="recompute"))
+    return found
+
+
+def test_a_value_that_another_value_of_the_given_spec_stands_against_is_refused() -> None:
+    (found,) = run_megatron_ranks(values_that_a_given_spec_has, 1, 1)
+    norm, of_layer, linear, attention = found
+    assert norm == (
+        'input_layernorm of decoder.layers.0 holds TempoRecomputeLayerNorm already, by tempo.norm "recompute", and now '
+        '"off" is asked for; give a spec without Tempo\'s modules (leave --spec out), or set tempo.norm to "recompute"'
+    )
+    assert of_layer.startswith("input_layernorm of decoder.layers.1 holds") and '"inplace" is asked for' in of_layer
+    assert linear.startswith("mlp of decoder.layers.0 holds TempoLinearRecomputeMLP already, by tempo.activation")
+    assert attention.startswith(
+        "self_attention.core_attention of decoder.layers.0 holds TempoDotProductAttention already"
+    )
 
 
 def test_reports_are_added_and_written_as_json() -> None:

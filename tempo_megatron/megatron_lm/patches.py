@@ -157,8 +157,9 @@ def _finish_model(model: Any, found: ModelReport, tempo_config: TempoConfig) -> 
     """What no spec names: the embedding's dropout and the loss head."""
     from tempo_megatron.slots.embedding import tempoize_embedding
     from tempo_megatron.slots.loss import choose_loss, tempoize_loss
-    from tempo_megatron.slots.report import report_on
+    from tempo_megatron.slots.report import check_built, report_on
 
+    check_built(model)
     tempoize_embedding(model, found.tempo_config)
     loss, reason = choose_loss(model, tempo_config)
     found.tempo_config = dataclasses.replace(found.tempo_config, loss=loss)

@@ -1,4 +1,4 @@
-"""A block's submodules as `tempoize` returns them, and what their slots hold."""
+"""A block's submodules as `tempoize` returns them, and what the slots of such a spec, or of a built block, hold."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
-from tempo_megatron.slots.attention import TempoDotProductAttention
+from tempo_megatron.slots.attention import TempoDotProductAttention, TempoRecomputeDotProductAttention
 from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
 from tempo_megatron.slots.choices import Choices
 from tempo_megatron.slots.dropout_rng import Stack
@@ -22,6 +22,8 @@ from tempo_megatron.slots.slot_content import find_class, find_submodules, is_th
 from tempo_megatron.slots.te_modules import SplitNorm
 
 ATTENTIONS = ("self_attention", "cross_attention")
+# A block's norm, by its slot in the spec, and as the built block calls it.
+BUILT_NAMES = {"layer_norm": "final_layernorm"}
 # Norms inside of an attention: of queries and keys, and of what latent attention compresses.
 INNER_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
@@ -69,22 +71,36 @@ class Slot:
         """Whether it holds Tempo's module."""
         return _is_tempo(self.operation, self.content)
 
+    @property
+    def value(self) -> str:
+        """The value of the operation's switch that puts such a module here; "off" of one that is none of Tempo's."""
+        if not self.is_tempo:
+            return "off"
+        module = find_class(self.content)
+        if self.operation in ("norm", "activation"):
+            return {"output": "inplace", "input": "recompute"}[module.keep]
+        if self.operation == "attention" and not issubclass(module, TempoRecomputeDotProductAttention):
+            return str(module.form)
+        return "recompute"
 
-def list_slots(block: TransformerBlockSubmodules) -> Iterator[Slot]:
-    """Each slot of a block whose operation Tempo knows, in the order of the layers.
+
+def list_slots(block: TransformerBlockSubmodules | TransformerBlock) -> Iterator[Slot]:
+    """Each slot of a block, built or as a spec, whose operation Tempo knows, in the order of the layers.
 
     A slot that a layer leaves empty (no cross attention, an attention or MLP that is left out) is not there.
     """
-    for index, layer in enumerate(block.layer_specs or []):
+    is_built = isinstance(block, TransformerBlock)
+    for index, layer in enumerate((block.layers if is_built else block.layer_specs) or []):
         for slot in list_layer_slots(layer):
             yield dataclasses.replace(slot, layer=index)
     for name in OPERATIONS["norm"].block_slots:
-        if is_there(norm := getattr(block, name)):
+        norm = getattr(block, BUILT_NAMES[name] if is_built else name, None)
+        if is_there(norm):
             yield Slot(operation="norm", layer=None, name=name, content=norm)
 
 
 def list_layer_slots(layer: Any) -> Iterator[Slot]:
-    """Each slot of one layer's spec; see `list_slots`."""
+    """Each slot of one layer, or of its spec; see `list_slots`."""
     submodules = find_submodules(layer)
     for operation in OPERATIONS.values():
         for path in operation.slots:

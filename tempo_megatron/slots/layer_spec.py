@@ -37,7 +37,7 @@ from tempo_megatron.slots.attention import (
     TempoSoftmaxDotProductAttention,
 )
 from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
-from tempo_megatron.slots.block_slots import ATTENTIONS, TempoBlockSubmodules
+from tempo_megatron.slots.block_slots import ATTENTIONS, TempoBlockSubmodules, list_slots
 from tempo_megatron.slots.choices import choose
 from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
@@ -155,7 +155,7 @@ def tempoize(
     stack = _find_stack(layer_specs) if stack is None else stack
     stack_name, first_layer = stack.name.lower(), get_transformer_layer_offset(transformer_config, vp_stage)
     tempo_config.check_layers(stack_name, transformer_config.num_layers)
-    return TempoBlockSubmodules(
+    found = TempoBlockSubmodules(
         layer_specs=[
             _tempoize_layer(layer, transformer_config, choices.config.for_layer(number, stack_name), number + 1, stack)
             for number, layer in enumerate(layer_specs, first_layer)
@@ -166,6 +166,27 @@ def tempoize(
         stack=stack,
         first_layer=first_layer,
     )
+    _refuse_other_values(found, choices.config)
+    return found
+
+
+def _refuse_other_values(block: TempoBlockSubmodules, tempo_config: TempoConfig) -> None:
+    """Raise ValueError where a slot holds a module of Tempo's by another value than `tempo_config` has: the given spec
+    held it, and only Megatron's modules are replaced."""
+    stack = block.stack.name.lower()
+    for slot in list_slots(block):
+        layer = None if slot.layer is None else block.first_layer + slot.layer
+        values = tempo_config if layer is None else tempo_config.for_layer(layer, stack)
+        asked = getattr(values, slot.operation)
+        # Beside a first linear that runs again an activation has its input at hand, whatever is asked for.
+        is_free = slot.operation == "activation" and asked != "off" and values.linear_fc1 == "recompute"
+        if slot.value not in ("off", asked) and not is_free:
+            where = stack if layer is None else f"{stack}.layers.{layer}"
+            raise ValueError(
+                f"{slot.name} of {where} holds {find_class(slot.content).__name__} already, by tempo.{slot.operation} "
+                f'"{slot.value}", and now "{asked}" is asked for; give a spec without Tempo\'s modules (leave --spec '
+                f'out), or set tempo.{slot.operation} to "{slot.value}"'
+            )
 
 
 def _make_block(spec: Any, transformer_config: TransformerConfig, vp_stage: int | None) -> TempoBlockSubmodules:
@@ -176,6 +197,12 @@ def _make_block(spec: Any, transformer_config: TransformerConfig, vp_stage: int 
         if not isinstance(getattr(layer, "submodules", None), TransformerLayerSubmodules):
             found = layer.module if isinstance(layer, ModuleSpec) else type(layer)
             raise ValueError(f"the spec is one of {getattr(found, '__name__', found)}; {_EXPECTED_SPEC}")
+        if "tempo_config" in getattr(layer, "params", {}):
+            raise ValueError(
+                f"the spec is one of {layer.module.__name__}, whose layers choose Tempo's modules by themselves; "
+                "expected a spec whose slots say what is built; leave that spec (--spec) out, or Tempo's other "
+                "switches (--use-tempo)"
+            )
     if isinstance(block, TempoBlockSubmodules):
         return block
     submodules = layer_specs[0].submodules if layer_specs else None

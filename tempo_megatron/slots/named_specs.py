@@ -76,6 +76,8 @@ class TempoTransformerLayer(TransformerLayer):  # type: ignore[misc,unused-ignor
         assert block.layer_specs is not None
         chosen = block.layer_specs[layer_number - 1].submodules
         super().__init__(config, chosen, layer_number, *args, **kwargs)
+        # What was asked for, for `report_on`; the model's own spec says nothing of it.
+        self.tempo_block = block
 
 
 tempo_layer = make_layer_spec(_DEFAULT)

@@ -16,17 +16,16 @@ from tempo_megatron.config import TempoConfig
 from tempo_megatron.layer_values import write_layers
 from tempo_megatron.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
-from tempo_megatron.slots.block_slots import Slot, TempoBlockSubmodules, list_layer_slots, list_slots
+from tempo_megatron.slots.block_slots import BUILT_NAMES, Slot, TempoBlockSubmodules, list_layer_slots, list_slots
 from tempo_megatron.slots.choices import Choices
 from tempo_megatron.slots.embedding import TempoEmbeddingDropout
 from tempo_megatron.slots.loss import choose_loss, find_loss_head
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 
 _NOT_REPLACED = "the slot was filled without Tempo"
-_BLOCK_SLOTS = {"layer_norm": "final_layernorm"}
 # What Megatron calls the layer inside of a layer of multi-token prediction, by version, and its own norms.
 _PREDICTION_LAYERS = ("transformer_layer", "mtp_model_layer")
-_PREDICTION_NORMS = ("enorm", "hnorm", "layer_norm")
+_PREDICTION_NORMS = ("enorm", "hnorm", *BUILT_NAMES, *BUILT_NAMES.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +97,8 @@ class TempoReport:
 def report_on(subject: Any, choices: Choices | None = None) -> TempoReport:
     """What became of the slots of a block's spec, or of a built model with its embedding and its loss head.
 
+    Of a model it tells what its modules are, whatever its spec says.
+
     Args:
         subject: what `tempoize` or `tempo_block_spec` returned, or a GPTModel, BertModel or T5Model (or a pipeline
             stage of one) that was built with it, wrappers such as DDP taken off; or a spec of multi-token prediction.
@@ -107,39 +108,64 @@ def report_on(subject: Any, choices: Choices | None = None) -> TempoReport:
     Raises ValueError where a spec, or a model's, was not made by `tempoize`.
     """
     if isinstance(subject, TransformerBlockSubmodules):
-        return TempoReport(slots=tuple(_report_block(subject, choices)))
+        return TempoReport(slots=tuple(_report_block(subject, subject, choices)))
     if isinstance(subject, MultiTokenPredictionBlockSubmodules):
-        return TempoReport(slots=tuple(_report_prediction(subject)))
-    blocks = {name: block for name in ("encoder", "decoder") if (block := getattr(subject, name, None)) is not None}
-    specs = {name: block.submodules for name, block in blocks.items()}
-    slots: list[ReportedSlot] = []
-    for name, spec in specs.items():
-        has_norm = getattr(blocks[name], "final_layernorm", None) is not None
-        slots += [slot for slot in _report_block(spec, choices) if has_norm or slot.slot != "final_layernorm"]
-    slots += _report_prediction(getattr(getattr(subject, "mtp", None), "submodules", None))
-    found = choices or next((spec.choices for spec in specs.values()), None)
+        return TempoReport(slots=tuple(_report_prediction(subject.layer_specs)))
+    blocks = _list_blocks(subject)
+    slots = [slot for block in blocks for slot in _report_block(block, _find_spec(block), choices)]
+    slots += _report_prediction(getattr(getattr(subject, "mtp", None), "layers", None))
+    found = choices or next((_find_spec(block).choices for block in blocks), None)
     if found is not None:
         slots += [*_report_embedding(subject, found), *_report_loss(subject, found)]
     return TempoReport(slots=tuple(slots))
 
 
-def _report_block(block: Any, choices: Choices | None) -> Iterator[ReportedSlot]:
-    if not isinstance(block, TempoBlockSubmodules) or block.choices is None:
+def check_built(model: Any) -> None:
+    """Raise ValueError where a layer of a model holds in one of its slots another module than its spec says: then it
+    chose by itself, and what was asked of the spec does not hold."""
+    for block in _list_blocks(model):
+        spec = block.submodules
+        asked, found = (
+            {(slot.layer, slot.name, slot.operation): slot for slot in list_slots(each)} for each in (spec, block)
+        )
+        for place, slot in found.items():
+            value = asked[place].value if place in asked else "nothing"
+            if place[0] is not None and value != slot.value:
+                layer, holds = type(block.layers[place[0]]).__name__, find_class(slot.content).__name__
+                raise ValueError(
+                    f"{layer} {place[0]} holds {holds} in {slot.name} ({slot.operation} {slot.value}), where its spec "
+                    f"says {value}; expected layers that build what their spec says; give the spec of such layers"
+                )
+
+
+def _list_blocks(model: Any) -> list[Any]:
+    return [block for name in ("encoder", "decoder") if (block := getattr(model, name, None)) is not None]
+
+
+def _find_spec(block: Any) -> Any:
+    """The spec that says what was asked for: the block's, or that of layers which choose by themselves."""
+    chosen = next((layer.tempo_block for layer in block.layers if hasattr(layer, "tempo_block")), None)
+    return chosen or block.submodules
+
+
+def _report_block(block: Any, spec: Any, choices: Choices | None) -> Iterator[ReportedSlot]:
+    """The slots of a block, built or as a spec, of which `spec` says what was asked for."""
+    if not isinstance(spec, TempoBlockSubmodules) or spec.choices is None:
         raise ValueError(
-            f"the spec is a {type(block).__name__} that Tempo has not made; expected what tempoize or tempo_block_spec "
+            f"the spec is a {type(spec).__name__} that Tempo has not made; expected what tempoize or tempo_block_spec "
             "returned; call one of them first"
         )
-    choices = choices or block.choices
-    stack = block.stack.name.lower()
+    choices = choices or spec.choices
+    stack = spec.stack.name.lower()
     spoken_of = choices.written.list_spoken_of()
     for slot in list_slots(block):
         if slot.operation not in spoken_of:
             continue
-        layer = None if slot.layer is None else block.first_layer + slot.layer
+        layer = None if slot.layer is None else spec.first_layer + slot.layer
         yield ReportedSlot(
             operation=slot.operation,
             where=stack if layer is None else f"{stack}.layers.{layer}",
-            slot=_BLOCK_SLOTS.get(slot.name, slot.name),
+            slot=BUILT_NAMES.get(slot.name, slot.name),
             left=None if slot.is_tempo else _explain(slot, layer, stack, choices),
         )
 
@@ -168,9 +194,9 @@ def _explain_off(operation: str, layer: int | None, stack: str, choices: Choices
     return f"off for layer{'s' if '-' in layers else ''} {layers}"
 
 
-def _report_prediction(prediction: Any) -> Iterator[ReportedSlot]:
+def _report_prediction(layers: Any) -> Iterator[ReportedSlot]:
     """The slots of multi-token prediction's layers, which `tempoize` leaves: they hold what their spec was made of."""
-    for index, layer in enumerate(getattr(prediction, "layer_specs", None) or []):
+    for index, layer in enumerate(layers or []):
         fields = list_fields(find_submodules(layer))
         inner = next((fields[name] for name in _PREDICTION_LAYERS if fields.get(name) is not None), None)
         slots = [slot for slot in list_layer_slots(inner) if not OPERATIONS[slot.operation].is_for_the_asking]
@@ -181,7 +207,8 @@ def _report_prediction(prediction: Any) -> Iterator[ReportedSlot]:
         ]
         for slot in slots:
             why = None if slot.is_tempo else "multi-token prediction"
-            yield ReportedSlot(operation=slot.operation, where=f"mtp.layers.{index}", slot=slot.name, left=why)
+            name = BUILT_NAMES.get(slot.name, slot.name)
+            yield ReportedSlot(operation=slot.operation, where=f"mtp.layers.{index}", slot=name, left=why)
 
 
 def _report_embedding(model: Any, choices: Choices) -> Iterator[ReportedSlot]:
