@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -13,23 +15,38 @@ from tempo_megatron.cluster.versions import PACKAGES, find_version
 from tempo_megatron.operations import OPERATIONS
 
 
-def describe_installation() -> str:
-    """Versions, devices, and which implementation each operation takes here, one line each."""
-    lines = [f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"]
+def describe_installation() -> Iterator[str]:
+    """Versions, devices, and which implementation each operation takes here: a line each, as soon as it is known."""
+    yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
     for name in PACKAGES:
-        lines.append(f"{name:<21}{find_version(name) or 'not installed'}")
+        yield f"{name:<21}{find_version(name) or 'not installed'}"
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            lines.append(f"GPU {index:<17}{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+            yield f"GPU {index:<17}{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     else:
-        lines.append("GPU                  none; training runs on the CPU with gloo")
-    lines.append(f"CPU                  {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
-    obstacle = find_obstacle()
-    compiler = f"does not work: {obstacle}. Training runs without; on a CPU what it would compile is slower"
-    lines.append(f"C++ compiler         {compiler if obstacle else find_compiler()}")
-    lines += [f"tempo {name:<15}{text}" for name, text in list_implementations().items()]
-    return "\n".join(lines)
+        yield "GPU                  none; training runs on the CPU with gloo"
+    yield f"CPU                  {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        yield f"C++ compiler         {find_compiler() or 'none'} (not tried: nothing of Tempo needs it on a GPU)"
+    else:
+        obstacle = try_compiler()
+        fault = f"does not work: {obstacle}. Training runs without; what it would compile is slower"
+        yield f"C++ compiler         {fault if obstacle else find_compiler()}"
+    for name, text in list_implementations().items():
+        yield f"tempo {name:<15}{text}"
+
+
+def try_compiler() -> str | None:
+    """find_obstacle, with a word to whoever waits for it: torch's compiler alone takes seconds to import."""
+    print(
+        "trying the C++ compiler on a small function: 10 s, or a minute on a busy machine", file=sys.stderr, flush=True
+    )
+    import torch._inductor.config as inductor  # with torch's compiler around it
+
+    # The processes in which Inductor compiles import torch, each of them; one function needs none.
+    with inductor.patch(compile_threads=1):
+        return find_obstacle()
 
 
 def list_implementations() -> dict[str, str]:

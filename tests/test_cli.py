@@ -84,9 +84,29 @@ def test_banner_and_doctor_have_one_wording_for_what_an_operation_runs_on(monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for obstacle, words in ((None, "plain torch, compiled where that pays"), ("no compiler", "plain torch")):
         monkeypatch.setattr(doctor, "find_obstacle", lambda found=obstacle: found)
-        rows = {line[:21].strip(): line[21:] for line in doctor.describe_installation().splitlines()}
+        rows = {line[:21].strip(): line[21:] for line in doctor.describe_installation()}
         assert rows["tempo attention"] == rows["tempo norm"] == words
         assert doctor.describe_implementation("attention", "cpu") == words
+
+
+def test_doctor_says_at_once_what_it_knows_and_then_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[None] = []
+    monkeypatch.setattr(doctor, "find_obstacle", lambda: tried.append(None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    names = []
+    for line in doctor.describe_installation():
+        names.append(line[:21].strip())
+        if not tried:
+            assert capsys.readouterr().err == ""
+    assert names.index("CPU") + 1 == names.index("C++ compiler") and tried
+    assert capsys.readouterr().err.startswith("trying the C++ compiler on a small function: 10 s")
+    tried.clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    rows = {line[:21].strip(): line[21:] for line in doctor.describe_installation()}
+    assert "nothing of Tempo needs it on a GPU" in rows["C++ compiler"] and not tried
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,16 @@ def test_a_bad_json_line_is_refused_with_its_number(
     refuse(f"line 11 of {path} {message}", "--input", path)
 
 
+def test_a_pretty_printed_file_is_refused_before_a_vocabulary_is_trained(
+    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempo_megatron.data.prepare_data.train_tokenizer", None)
+    (tmp_path / "tree").mkdir()
+    file(tmp_path / "tree" / "a.jsonl", '{"text": "good"}\n' * 100)
+    pretty = file(tmp_path / "tree" / "b.json", "\ufeff\n\n" + json.dumps({"text": "good"}, indent=2))
+    refuse(f"line 3 of {pretty} is not JSON (Expecting property name", "--input", tmp_path / "tree")
+
+
 def test_a_vocabulary_that_does_not_fit_is_refused(refuse: Refuse, tmp_path: Path) -> None:
     text = file(tmp_path / "a.txt", "plain text")
     accented = file(tmp_path / "b.txt", "café")

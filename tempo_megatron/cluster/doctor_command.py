@@ -92,11 +92,13 @@ class _Report:
         self._add(*judge(self.survey))
 
     def look_here(self, starts_others: bool) -> None:
-        # It imports torch and tries the compiler, which takes seconds.
+        # It imports torch, which takes seconds.
         from tempo_megatron.doctor import describe_installation
 
-        if not self._quiet:
-            self._say(f"\n{describe_installation()}" if self.survey else describe_installation())
+        if self.survey:
+            self._say("")
+        for line in describe_installation():
+            self._say(line)
         self._add(*(Finding("error", None, text) for text in _find_faults_here(starts_others)))
 
     def measure_collectives(self, args: argparse.Namespace) -> None:

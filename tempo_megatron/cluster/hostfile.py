@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 _ENTRY = re.compile(r"(\S+)\s+slots=(\d+)")
-_HOST = re.compile(r"(?:[\w.-]+@)?[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?|[0-9A-Fa-f:]+:[0-9A-Fa-f:]*")
+# A user or a host that began with a dash would be an option of ssh.
+_HOST = re.compile(r"(?:\w[\w.-]*@)?[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?|[0-9A-Fa-f:]+:[0-9A-Fa-f:]*")
 _FILTER = re.compile(r"([^:\s]+)(?::(\d+(?:,\d+)*))?")
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.connection import wait
@@ -18,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from tempo_megatron.data.corpus import LeftOut, Part, Piece, format_path
+from tempo_megatron.data.corpus import InputFile, LeftOut, Part, Piece, format_path
 from tempo_megatron.data.data_error import DataError
 from tempo_megatron.data.sentences import LONGEST_SENTENCE, split_sentences
 from tempo_megatron.data.tokenizer_types import TextTokenizer, load_tokenizer
+
+_LOOKED_AT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,27 @@ def _read_json_texts(
             yield Text(text, True, path)
         else:
             left_out.add("empty", part.file.path)
+
+
+def check_first_lines(files: Iterable[InputFile], json_key: str) -> None:
+    """Raise DataError where the first line of a JSON file holds no text: long work would end in it.
+
+    A line that is longer than a MiB is not looked at here.
+    """
+    for file in files:
+        if not file.is_json:
+            continue
+        content = b""
+        with suppress(OSError), open(file.path, "rb") as stream:  # read_texts says what the disk has against it
+            content = stream.read(min(file.size, _LOOKED_AT))
+        first = len(content) - len(content.lstrip(b"\xef\xbb\xbf \t\r\n"))
+        end = content.find(b"\n", first)
+        if end < 0 and len(content) == file.size:
+            end = len(content)
+        if end > 0:
+            part = Part(file, 0, end, is_last=True)
+            for _ in _read_json_texts(part, content[:end], json_key, LeftOut(), skip_bad_lines=False):
+                pass
 
 
 def _parse_json_text(line: bytes, json_key: str) -> str:

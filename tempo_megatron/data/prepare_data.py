@@ -25,7 +25,7 @@ from tempo_megatron.data.dataset_files import (
     validate_dataset,
 )
 from tempo_megatron.data.dataset_writer import DatasetWriter, choose_token_dtype
-from tempo_megatron.data.documents import Encoded, Encoding, encode, read_texts
+from tempo_megatron.data.documents import Encoded, Encoding, check_first_lines, encode, read_texts
 from tempo_megatron.data.partial_output import SUFFIXES, PartialOutput
 from tempo_megatron.data.prepare_arguments import PrepareOptions, parse_prepare_arguments
 from tempo_megatron.data.prepare_progress import Progress
@@ -133,6 +133,8 @@ def _choose_input_files(options: PrepareOptions, left_out: corpus.LeftOut) -> li
         files = corpus.take_first_bytes(files, options.max_bytes, left_out)
     if not files:
         raise DataError(f"there is no text in the input{_format_left_out(left_out)}; give other files with --input")
+    if not options.skip_bad_lines:
+        check_first_lines(files, options.text_key)
     if options.json_key is not None and not any(file.is_json for file in files):
         raise DataError("--json-key is for .json and .jsonl files, and the input has none; leave it out")
     return files
