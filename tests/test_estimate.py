@@ -58,20 +58,18 @@ def test_a_layer_keeps_what_the_paper_publishes(name: str, recompute: tuple[str,
     published = s * b * h * ((34 / t if sequence_parallel else 10 + 24 / t) + scores)
     if recompute == ("full",):
         published = 2 * s * b * h / (t if sequence_parallel else 1)
-    # Megatron's plain softmax of 16-bit scores is computed, and kept, in float32: 2 bytes more of each score.
-    if not recompute:
-        published += 2 * a * s * s * b / t
     assert kept == pytest.approx(published, rel=0.01)
 
 
 @pytest.mark.parametrize("tempo_config", [OFF, TempoConfig(), TempoConfig(activation="recompute", norm="recompute")])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("attention", ["fused", "unfused"])
 def test_transformer_engines_layer_keeps_what_the_formula_says(
-    tempo_config: TempoConfig, sequence_parallel: bool
+    tempo_config: TempoConfig, sequence_parallel: bool, attention: str
 ) -> None:
     sizes = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 512}
     memory = simulate(sizes, tempo_config, tensor_parallel=2, sequence_parallel=sequence_parallel,
-                      stock="transformer_engine")  # fmt: skip
+                      stock="transformer_engine", has_fused_attention=attention == "fused")  # fmt: skip
     layer = LayerShape(
         seq_length=512, micro_batch_size=1, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16,
         num_query_groups=16, kv_channels=64, tensor_parallel=2, sequence_parallel=sequence_parallel,
@@ -86,8 +84,40 @@ def test_transformer_engines_layer_keeps_what_the_formula_says(
     }
     filled = tempo_config.fill_auto(in_place)
     assert keep_of_middle_layer(memory) == pytest.approx(
-        count_layer_bytes(layer, filled, stock="transformer_engine"), rel=0.001
+        count_layer_bytes(layer, filled, stock="transformer_engine", stock_attention=attention), rel=0.001
     )
+
+
+def test_without_a_softmax_kernel_stock_keeps_its_softmax_in_float32() -> None:
+    sizes = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64}
+    kept = {
+        (dtype, has_kernel): keep_of_middle_layer(
+            simulate(sizes, OFF, stock="local", dtype=dtype, masked_softmax_fusion=has_kernel)
+        )
+        for dtype in (torch.bfloat16, torch.float32)
+        for has_kernel in (True, False)
+    }
+    scores = 4 * 64 * 64
+    assert kept[torch.bfloat16, False] - kept[torch.bfloat16, True] == 2 * scores
+    assert kept[torch.float32, False] == kept[torch.float32, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["--stock", "local", "--stock-attention", "unfused"],
+            "--stock-attention unfused is Transformer Engine's, and the stock modules are local, whose att",
+        ),
+        (["--no-masked-softmax-fusion"], "stock attention (transformer_engine) has no softmax kernel to leave out;"),
+        (["--no-masked-softmax-fusion", "--stock", "cpu"], "stock attention (cpu) has no softmax kernel to leave out;"),
+    ],
+)
+def test_an_attention_that_the_stock_modules_lack_is_refused(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", "--model", "configs/model/gpt2_tiny.json", *words]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert", "t5"])

@@ -95,7 +95,6 @@ def test_a_setting_that_changes_what_stock_keeps_is_in_the_formula(
         ("attention_output_gate", True),
         ("activation_func_clamp_value", 7.0),
         ("softmax_type", "learnable"),
-        ("no_rope_freq", [0, 1]),
     ],
 )
 def test_a_setting_that_the_formula_does_not_know_is_refused(name: str, value: object) -> None:

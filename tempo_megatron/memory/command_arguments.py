@@ -84,18 +84,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sizes(parser, tp="tensor", pp="pipeline", dp="data")
     _add_sequence_parallel(parser)
     _add_plan_batch(parser)
-    parser.add_argument(
-        "--stock",
-        choices=("transformer_engine", "local"),
-        help="whose modules stock ones are: Transformer Engine's (default), or Megatron's local ones with unfused "
-        "attention, which our trainer has (default with --deepspeed_config)",
-    )
-    parser.add_argument(
-        "--stock-attention",
-        choices=("fused", "flash"),
-        default="fused",
-        help="Transformer Engine's attention: cuDNN's (default) or FlashAttention 2, which keeps its output twice",
-    )
+    _add_stock(parser, ("transformer_engine", "local"), ("fused", "flash", "unfused"))
     parser.add_argument(
         "--recompute-allowed",
         nargs="*",
@@ -259,13 +248,7 @@ def _add_estimate_layout(group: Any) -> None:
 def _add_estimate_step(group: Any) -> None:
     _add_shape(group, reads_deepspeed=True)
     _add_dropout(group)
-    group.add_argument(
-        "--stock",
-        choices=("local", "transformer_engine", "cpu"),
-        default="local",
-        help="whose modules stock ones are: Megatron's local ones on a GPU, as in our trainer (default), Transformer "
-        "Engine's, or local ones on a CPU",
-    )
+    _add_stock(group, ("transformer_engine", "local", "cpu"), ("fused", "unfused"))
     group.add_argument(
         "--optimizer",
         choices=("megatron", "deepspeed", "none"),
@@ -280,6 +263,28 @@ def _add_estimate_step(group: Any) -> None:
         help='its precision, ZeRO stage, buckets, offload and batch sizes, and its "tempo" block',
     )
     group.add_argument("--zero", type=int, choices=range(4), help="ZeRO stage of DeepSpeed, where there is no file")
+
+
+def _add_stock(parser: Any, stacks: tuple[str, ...], attentions: tuple[str, ...]) -> None:
+    on_cpu = ", or local ones on a CPU" if "cpu" in stacks else ""
+    flash = " FlashAttention 2, which keeps its output twice," if "flash" in attentions else ""
+    parser.add_argument(
+        "--stock",
+        choices=stacks,
+        help="whose modules stock ones are: Transformer Engine's on a GPU (default), Megatron's local ones on a GPU, "
+        f"with unfused attention, which our trainer has (default with --deepspeed_config){on_cpu}",
+    )
+    parser.add_argument(
+        "--stock-attention",
+        choices=attentions,
+        help=f"Transformer Engine's attention: cuDNN's fused one (default),{flash} or unfused "
+        "(--attention-backend unfused)",
+    )
+    parser.add_argument(
+        "--no-masked-softmax-fusion",
+        action="store_true",
+        help="unfused attention without the softmax kernel of Apex or Transformer Engine: its softmax is in float32",
+    )
 
 
 def _add_plan_batch(parser: Any) -> None:

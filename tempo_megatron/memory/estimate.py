@@ -53,6 +53,12 @@ class RankLayout:
     stock: str = "local"
     """Whose modules stock ones are: "local" (Megatron's, on a GPU), "transformer_engine", or "cpu"."""
 
+    stock_attention: str = "fused"
+    """Transformer Engine's: "fused" (cuDNN), "flash" (FlashAttention 2) or "unfused"."""
+
+    masked_softmax_fusion: bool = True
+    """Whether unfused attention on a GPU has Megatron's softmax kernel, for the 16-bit scores that the kernel takes."""
+
     @property
     def world_size(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
@@ -271,6 +277,8 @@ def _list_chunks(
             dtype=layout.dtype,
             recompute=layout.recompute,
             stock=layout.stock,
+            has_fused_attention=layout.stock_attention != "unfused",
+            masked_softmax_fusion=layout.masked_softmax_fusion,
             pre_process=stage == chunk == 0,
             post_process=stage == stages - 1 and chunk == num_chunks - 1,
             has_gradients=has_gradients,

@@ -22,7 +22,7 @@ from tempo_megatron.memory.deepspeed_arguments import (
 from tempo_megatron.memory.estimate import PART_NAMES, RankEstimate, RankLayout, describe_part, estimate_ranks
 from tempo_megatron.memory.memory_size import format_bytes
 from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.memory.requested_shape import read_requested_shape
+from tempo_megatron.memory.requested_shape import describe_stock, read_requested_shape, read_stock
 from tempo_megatron.models.build import DTYPES
 
 _WIDTH = 38
@@ -48,7 +48,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     print(
         f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, TP {args.tp}"
         f"{' + SP' if args.sequence_parallel else ''}, PP {args.pp}, DP {args.dp}: {ranks}, "
-        f"{_describe_optimizer(optimizer)}, {args.stock}"
+        f"{_describe_optimizer(optimizer)}, stock modules: {describe_stock(layout)}"
         f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}"
     )
     print(format_estimates(found))
@@ -134,7 +134,7 @@ def _read_layout(args: argparse.Namespace) -> RankLayout:
         num_micro_batches=args.num_micro_batches,
         dtype=DTYPES[args.dtype],
         recompute=tuple(args.recompute),
-        stock=args.stock,
+        **read_stock(args),
     )
 
 

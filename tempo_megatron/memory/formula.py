@@ -16,7 +16,8 @@ Two stacks of stock modules are known:
   input, its output and float32 statistics. Attention keeps q, k, v, its output and a float32 logsumexp, no mask and no
   s*s tensor; q, k and v are contiguous there. cuDNN's attention writes its output where the next linear reads it;
   FlashAttention 2 computes [b, s, a, d], and Transformer Engine copies it to [s, b, a * d] for the linear, so that
-  both stay. Megatron's fused bias-and-activation keeps its input.
+  both stay. Unfused attention keeps the softmax's output, which its kernel writes in 16 bits, and with dropout what the
+  product reads and a byte per score. Megatron's fused bias-and-activation keeps its input.
 
 Tempo's operations keep the same on both. Attention masks are not counted: a micro batch has them anyway.
 """
@@ -32,6 +33,7 @@ import torch
 from tempo_megatron.config import TempoConfig
 
 STOCK_STACKS = ("local", "transformer_engine")
+STOCK_ATTENTIONS = ("fused", "flash", "unfused")
 RECOMPUTED = ("core_attn", "mlp", "full")
 GATED = ("swiglu", "geglu", "reglu")
 ACTIVATIONS = ("gelu", "squared_relu", "silu", *GATED)
@@ -218,18 +220,18 @@ def list_layer_rows(
         tempo_config: without "auto", which `tempo_megatron.slots.choices.choose` replaces; `TempoConfig.off()` is
             stock.
         stock: whose modules stock ones are, "local" or "transformer_engine".
-        stock_attention: Transformer Engine's, "fused" (cuDNN) or "flash" (FlashAttention 2).
+        stock_attention: Transformer Engine's, "fused" (cuDNN), "flash" (FlashAttention 2) or "unfused".
 
     Raises ValueError for an "auto", and for an activation in place that has no such form.
     """
-    if stock not in STOCK_STACKS or stock_attention not in ("fused", "flash"):
-        raise ValueError(f"stock is {stock!r}, {stock_attention!r}; expected {STOCK_STACKS}, and fused or flash")
+    if stock not in STOCK_STACKS or stock_attention not in STOCK_ATTENTIONS:
+        raise ValueError(f"stock is {stock!r}, {stock_attention!r}; expected {STOCK_STACKS}, {STOCK_ATTENTIONS}")
     for name in ("activation", "norm", "dropout", "attention"):
         if getattr(tempo_config, name) == "auto":
             raise ValueError(f'tempo.{name} is "auto"; expected what tempo_megatron.slots.choices.choose makes of it')
     if "full" in shape.recompute:
         return (KeptRow("checkpoint (layer input)", shape.hidden_bytes),)
-    formula = _Formula(shape, tempo_config, stock == "transformer_engine", stock_attention == "flash")
+    formula = _Formula(shape, tempo_config, stock == "transformer_engine", stock_attention)
     return tuple(KeptRow(*row) for row in formula.walk() if row[1])
 
 
@@ -247,8 +249,10 @@ def count_stack_bytes(shape: LayerShape, tempo_config: TempoConfig) -> int:
 class _Formula:
     """A walk through the layer in the order of its forward."""
 
-    def __init__(self, shape: LayerShape, config: TempoConfig, is_te: bool, is_flash: bool) -> None:
-        self._shape, self._config, self._is_te, self._is_flash = shape, config, is_te, is_flash
+    def __init__(self, shape: LayerShape, config: TempoConfig, is_te: bool, te_attention: str) -> None:
+        self._shape, self._config, self._is_te = shape, config, is_te
+        self._has_fused_attention = is_te and te_attention != "unfused"
+        self._is_flash = is_te and te_attention == "flash"
         # Outside of norms and dropout every rank of a tensor-parallel group has all tokens.
         self._tokens = shape.seq_length * shape.micro_batch_size
         self._head_bytes = shape.kv_channels * shape.element_bytes
@@ -313,7 +317,7 @@ class _Formula:
         else:
             logsumexp = 4 * num_heads * shape.seq_length
             choice = self._config.attention
-            has_logsumexp = choice == "flash" or (choice == "off" and self._is_te)
+            has_logsumexp = choice == "flash" or (choice == "off" and self._has_fused_attention)
             yield f"{prefix}core_attention", operands + (logsumexp if has_logsumexp else 0)
             scores = num_heads * shape.seq_length * kv_length * self._count_per_score()
             if shape.has_window and choice == "off" and not self._is_te:
@@ -323,7 +327,7 @@ class _Formula:
         copies = 1
         if not is_recomputed and self._config.attention == "recompute":
             copies = 0
-        elif not is_recomputed and self._config.attention == "off" and self._is_te and self._is_flash:
+        elif not is_recomputed and self._config.attention == "off" and self._is_flash:
             copies = 2
         yield f"{prefix}linear_proj", copies * context
 
@@ -347,8 +351,11 @@ class _Formula:
             # groups with several heads each, q is a copy.
             copies = q + kv // 2 if shape.rotary else q if is_grouped and self._groups > 1 else 0
             return copies + q + kv
-        if self._config.attention != "off" or self._is_te:
+        if self._config.attention != "off" or self._has_fused_attention:
             return q + kv
+        if self._is_te:
+            # Keys and values are repeated for each head.
+            return 3 * q
         if is_grouped:
             # k and v are repeated for each head; q of one group and one sample is a view of the projection still.
             is_view = self._groups == 1 and shape.micro_batch_size == 1 and not shape.rotary
@@ -360,13 +367,14 @@ class _Formula:
         choice, e = self._config.attention, self._shape.element_bytes
         if choice == "softmax":
             return e
-        if choice in ("flash", "recompute") or self._is_te:
+        if choice in ("flash", "recompute") or self._has_fused_attention:
             return 0
         # The softmax's output; what the product with v reads, where dropout or a cast made it another tensor;
         # dropout's mask.
         has_dropout = self._shape.attention_dropout > 0
-        softmax = 4 if self._shape.softmax_in_fp32 else e
-        return softmax + (e if has_dropout or e < softmax else 0) + (e if has_dropout else 0)
+        softmax = 4 if self._shape.softmax_in_fp32 and not self._is_te else e
+        mask = 1 if self._is_te else e
+        return softmax + (e if has_dropout or e < softmax else 0) + (mask if has_dropout else 0)
 
     def _dropout(self) -> int:
         shape = self._shape

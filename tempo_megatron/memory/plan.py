@@ -106,7 +106,7 @@ class PlanRequest:
     @property
     def flops(self) -> LayerFlops:
         """Of one layer's forward."""
-        skips_masked = self.stock == "transformer_engine"
+        skips_masked = self.stock == "transformer_engine" and self.stock_attention != "unfused"
         return count_layer_flops(self.shape, is_causal=self.is_causal, skips_masked=skips_masked)
 
 

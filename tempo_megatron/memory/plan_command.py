@@ -29,15 +29,10 @@ from tempo_megatron.memory.plan_batch import choose_trial, try_micro_batches
 from tempo_megatron.memory.plan_request import Question
 from tempo_megatron.memory.plan_run import find_gpu
 from tempo_megatron.memory.plan_verify import answer
-from tempo_megatron.memory.requested_shape import read_requested_shape
+from tempo_megatron.memory.requested_shape import describe_stock, read_requested_shape, read_stock
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.checks import check_layout
 from tempo_megatron.models.shape import ModelShape
-
-_STOCK_TITLES = {
-    "transformer_engine": "Transformer Engine's, with fused attention",
-    "local": "Megatron's local ones, with unfused attention",
-}
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -66,7 +61,7 @@ def run_plan(args: argparse.Namespace) -> int:
     print(f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {shape.micro_batch_size}, ", end="")
     print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {format_bytes(args.gpu_memory)} a GPU")
     print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates")
-    print(f"stock modules, where a value is off: {_STOCK_TITLES[question.layout.stock]}\n")
+    print(f"stock modules, where a value is off: {describe_stock(question.layout)}\n")
     print(format_plan(request, plan))
     for each in trials:
         rate = args.dp / each.seconds_per_sample
@@ -113,7 +108,7 @@ def make_question(
         micro_batch_size=1 if args.micro_batch_size == "auto" else args.micro_batch_size,
         num_micro_batches=args.num_micro_batches,
         dtype=DTYPES[args.dtype],
-        stock=args.stock or ("local" if args.deepspeed_config else "transformer_engine"),
+        **read_stock(args),
     )
     return Question(
         shape=shape,
@@ -121,7 +116,6 @@ def make_question(
         optimizer=optimizer,
         gpu=gpu,
         recompute=frozenset(args.recompute_allowed),
-        stock_attention=args.stock_attention,
         fixed_sizes=tuple(args.fixed_memory or ()),
     )
 

@@ -99,7 +99,7 @@ class PlanEstimates:
 
     def _count_unseen(self, choices: Sequence[LayerChoice]) -> int:
         """What FlashAttention 2 keeps twice, of which the estimate does not know."""
-        if self._stock_attention == "fused":
+        if self._stock_attention != "flash":
             return 0
         return sum(
             self._count_layer(choice.make_config(), choice.recompute)

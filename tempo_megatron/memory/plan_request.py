@@ -35,7 +35,6 @@ class Question:
     is_written: bool = False
     num_full: int | None = None
     """Of full recomputation: the first layers of each stage; None is any number."""
-    stock_attention: str = "fused"
     remedy: str = PlanRequest.remedy
     """What a user can do where nothing fits."""
     fixed_sizes: tuple[int, ...] = ()
@@ -59,7 +58,7 @@ def make_plan_request(question: Question) -> tuple[PlanRequest, PlanEstimates | 
         count_fixed_bytes = read_fixed_bytes(question.fixed_sizes, layout.pipeline_parallel)
     else:
         estimates = PlanEstimates(
-            shape, layout, layer, values, question.optimizer, stock=stock, stock_attention=question.stock_attention
+            shape, layout, layer, values, question.optimizer, stock=stock, stock_attention=layout.stock_attention
         )
         count_fixed_bytes = estimates.count_fixed_bytes
         values["loss"] = (estimates.choose_loss(values["loss"]),)
@@ -79,7 +78,7 @@ def make_plan_request(question: Question) -> tuple[PlanRequest, PlanEstimates | 
         num_full=question.num_full,
         is_causal=shape.family == "gpt",
         stock=stock,
-        stock_attention=question.stock_attention,
+        stock_attention=layout.stock_attention,
         remedy=question.remedy,
         head_flops=2 * shape.seq_length * layout.micro_batch_size * shape.hidden_size * vocab_size // tp,
     )

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 
@@ -79,6 +80,45 @@ def _call_on_gpu(operation: Opaque, first: Tensor, *others: Any) -> Sequence[Ten
     return (operation.call if "linear_cross_entropy" in operation.name else _call_operator.__get__(operation))(
         first, *others
     )
+
+
+def put_softmax_kernels(model: torch.nn.Module) -> None:
+    """Let unfused attention compute its softmax as Megatron's kernel does, which needs a GPU and an extension."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, FusedScaleMaskSoftmax) and getattr(child, "window_size", None) is None:
+                setattr(module, name, _SoftmaxKernel(child))
+
+
+class _SoftmaxKernel(torch.nn.Module):
+    """What the kernel makes of 16-bit scores: one tensor of their dtype, in whose place backward puts its gradient.
+
+    Scores that it does not take (megatron.core.fusions.fused_softmax: is_kernel_available) go to the unfused module.
+    """
+
+    def __init__(self, unfused: torch.nn.Module) -> None:
+        super().__init__()
+        self._unfused = unfused
+
+    def forward(self, scores: Tensor, mask: Tensor | None, *others: Any) -> Tensor:
+        b, heads, num_queries, num_keys = scores.shape
+        if 16 < num_keys <= 4096 and num_queries % 4 == num_keys % 4 == b * heads % 4 == 0:
+            found: Tensor = _KeepOutput.apply(scores)
+        else:
+            found = self._unfused(scores, mask, *others)
+        return found
+
+
+class _KeepOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> Tensor:
+        output = torch.empty_like(scores)
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
 
 
 class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]

@@ -36,7 +36,13 @@ from tempo_megatron.memory.fake_tensors import use_fake_tensors
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
-from tempo_megatron.memory.simulated_device import LastingBuffer, make_gelu_tables, on_device, tell_repeated_operations
+from tempo_megatron.memory.simulated_device import (
+    LastingBuffer,
+    make_gelu_tables,
+    on_device,
+    put_softmax_kernels,
+    tell_repeated_operations,
+)
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape
@@ -72,6 +78,12 @@ class ChunkSettings:
     post_process: bool = True
     stock: str = "local"
     """Whose modules stock ones are: one of STACKS_OF_MODULES."""
+
+    has_fused_attention: bool = True
+    """Whether Transformer Engine's attention is fused."""
+
+    masked_softmax_fusion: bool = True
+    """Whether unfused attention on a GPU has the softmax kernel of Apex or Transformer Engine."""
 
     has_gradients: bool = False
     """Whether the gradients' memory is there before the micro batch; else backward makes it."""
@@ -132,7 +144,7 @@ class _Run:
             recompute=settings.recompute,
         )
         chosen = choose_for_model(settings.shape, config, settings.tempo_config).config
-        if settings.stock == "transformer_engine":
+        if settings.stock == "transformer_engine" and settings.has_fused_attention:
             chosen = _fuse_attention(chosen)
         stacks = STACKS_OF_FAMILIES[shape.family]
         kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in settings.layers]
@@ -153,6 +165,8 @@ class _Run:
             post_process=settings.post_process,
         ).train()
         convert_parameters(self._model, settings.dtype)
+        if settings.stock != "cpu" and settings.masked_softmax_fusion and settings.dtype.itemsize == 2:
+            put_softmax_kernels(self._model)
         self._stacks = [getattr(self._model, stack) for stack in stacks]
         # (layer, how many it stands for) of one stack after the other; a layer's place is that in this list.
         self._layers = [

@@ -53,6 +53,7 @@ def make_order(run: RunConfig, vocab_size: int) -> Order:
         dtype=DTYPES[run.precision],
         recompute=recompute,
         stock="local" if run.on_gpu else "cpu",
+        masked_softmax_fusion=run.masked_softmax_fusion and model.has_fused_softmax(),
     )
     shape = dataclasses.replace(run.model, vocab_size=vocab_size)
     return Order(shape, layout, run.tempo, OptimizerSettings.from_deepspeed(run.deepspeed), 0, run.global_batch_size)

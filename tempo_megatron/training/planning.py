@@ -13,6 +13,7 @@ from tempo_megatron.memory.model_states import OptimizerSettings
 from tempo_megatron.memory.plan_request import Question, read_written_recomputation
 from tempo_megatron.memory.plan_run import RunPlan, find_gpu, plan_beside
 from tempo_megatron.models.build import DTYPES
+from tempo_megatron.training.model import has_fused_softmax
 from tempo_megatron.training.run_config import RunConfig
 
 _REMEDY = "raise the budget or --tensor-model-parallel-size, or lower --micro-batch-size"
@@ -69,6 +70,7 @@ def _make_question(run: RunConfig, padded_vocab_size: int) -> Question:
             num_micro_batches=run.num_micro_batches,
             dtype=DTYPES[run.precision],
             stock="local" if run.on_gpu else "cpu",
+            masked_softmax_fusion=run.masked_softmax_fusion and has_fused_softmax(),
         ),
         optimizer=OptimizerSettings.from_deepspeed(run.deepspeed),
         gpu=find_gpu(torch.cuda.get_device_name() if run.on_gpu else None),
