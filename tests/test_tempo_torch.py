@@ -15,7 +15,7 @@ from torch_models import B, H, S, build, kept_bytes, loss_and_gradients, make_id
 from witness import assert_three_witnesses, assert_within_rule
 
 from tempo_kernels.norm import layer_norm
-from tempo_torch import report_on, tempoize
+from tempo_torch import report_on, restore, tempoize
 
 NORMS = {
     "LayerNorm": lambda: nn.LayerNorm(H),
@@ -213,7 +213,11 @@ def test_a_copy_and_a_pickled_model_do_the_same():
         (lambda: tempoize(build(), attention="flash"), 'attention is "flash", but the model has no registry'),
         (lambda: tempoize(nn.Identity(), norm="inplace"), 'norm is "inplace", but the model has no module for it'),
         (lambda: tempoize(build(activation=nn.Mish), activation="inplace"), 'activation is "inplace", but Tempo has'),
-        (lambda: tempoize(tempoize(build())), "Model was given to tempoize before"),
+        (
+            lambda: tempoize(tempoize(build(), seed=1), seed=2),
+            "Model was given to tempoize before, with other arguments",
+        ),
+        (lambda: restore(build()), "Model was not given to tempoize; expected a model that was"),
         (lambda: tempoize(build(), rank=2, num_ranks=2), "rank is 2 and num_ranks 2; expected both"),
         (lambda: report_on(build()), "Model was not given to tempoize; expected a model that was"),
     ],
@@ -222,6 +226,43 @@ def test_bad_input_is_one_sentence(call, sentence):
     with pytest.raises(ValueError) as raised:
         call()
     assert str(raised.value).startswith(sentence) and "\n" not in str(raised.value)
+
+
+def read_hooks(model):
+    return [(len(each._forward_pre_hooks), len(each._forward_hooks)) for each in model.modules()]
+
+
+def test_restore_undoes_tempoize():
+    model, stock = build(), build()
+    classes, attributes = ([f(each) for each in model.modules()] for f in (type, lambda each: set(each.__dict__)))
+    parameters = list(model.parameters())
+    loss_and_gradients(tempoize(model, norm="recompute"), make_ids())
+    assert restore(model) is model
+    assert [type(each) for each in model.modules()] == classes and read_hooks(model) == read_hooks(stock)
+    assert [set(each.__dict__) for each in model.modules()] == attributes
+    assert all(ours is theirs for ours, theirs in zip(model.parameters(), parameters, strict=True))
+    found = []
+    for each in (model, stock):
+        torch.manual_seed(3)
+        found.append(loss_and_gradients(each, make_ids()))
+    assert all(map(torch.equal, *found))
+    # And it can be given to tempoize once more, with other arguments; a copy too.
+    assert report_on(tempoize(model, seed=9)).replaced
+    assert read_hooks(restore(copy.deepcopy(model))) == read_hooks(stock)
+
+
+def test_tempoize_again_changes_nothing_and_takes_what_is_new():
+    once, twice = (tempoize(build(), seed=5) for _ in range(2))
+    tempoize(tempoize(twice, seed=5), seed=5)
+    assert read_hooks(once) == read_hooks(twice) and report_on(once) == report_on(twice)
+    for _ in range(2):
+        assert all(map(torch.equal, loss_and_gradients(once, make_ids()), loss_and_gradients(twice, make_ids())))
+    # The model goes into another one, which has a dropout of its own.
+    outer = tempoize(nn.Sequential(twice, nn.Dropout(0.5), nn.Linear(50, 50)), seed=5)
+    assert {"0.layers.0.drop1", "1"} <= {entry.name for entry in report_on(outer).replaced}
+    out = outer(make_ids())
+    assert out.shape == (B, S, 50)
+    out.sum().backward()
 
 
 def test_torch_alone_is_enough():

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 
 from transformers_cases import CASES, kept_sbh, measure, with_bytes_of_a_gpu
 
-from tempo_torch import report_on, tempoize
+from tempo_torch import report_on, restore, tempoize
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -157,6 +157,41 @@ def test_dropout_of_lora_keeps_no_more_than_none():
     print(kept)
     assert kept[0.05, True] <= kept[0.0, True] + 0.1
     assert kept[0.0, True] < kept[0.0, False] < kept[0.05, False]
+
+
+def test_adapters_that_are_added_later_are_taken_by_tempoize_again():
+    peft = pytest.importorskip("peft", reason="peft is not installed; pip install tempo-megatron[test]")
+    case, found = CASES["Llama"], []
+    for is_before in (False, True):
+        model = case.build(0.1, small=True)
+        if is_before:
+            tempoize(model, seed=1)
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+        model.enable_input_require_grads()
+        tempoize(model, seed=1)
+        again = report_on(tempoize(model, seed=1))
+        assert {entry.now for entry in again.entries if ".lora_dropout." in entry.name} == {"recompute"}
+        assert report_on(model).replaced == again.replaced
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        loss_and_gradients(case, model, torch.float32)
+        kinds = sorted((entry.operation, entry.module, str(entry.now)) for entry in again.entries)
+        found.append((kinds, [type(each).__mro__[1].__name__ for each in model.modules()]))
+    assert found[0] == found[1]
+
+
+def test_restore_gives_a_model_its_own_attention_and_loss_again():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, attention_dropout=0.1, **settings)).train()
+    classes = [type(each) for each in model.modules()]
+    restore(tempoize(model))
+    assert [type(each) for each in model.modules()] == classes and model.config._attn_implementation == "sdpa"
+    assert not [name for each in model.modules() for name in each.__dict__ if "tempo" in name]
+    ids = torch.arange(24).view(2, 12)
+    assert isinstance(model(input_ids=ids, labels=ids).logits, torch.Tensor)
 
 
 def test_a_model_with_a_bias_on_its_scores_keeps_its_attention_and_says_so():

@@ -2,6 +2,6 @@
 transformers and adapters of peft where these are installed."""
 
 from tempo_torch.report import Entry, Report
-from tempo_torch.tempoize import CHOICES, read_step, report_on, samples, set_step, tempoize
+from tempo_torch.tempoize import CHOICES, read_step, report_on, restore, samples, set_step, tempoize
 
-__all__ = ["CHOICES", "Entry", "Report", "read_step", "report_on", "samples", "set_step", "tempoize"]
+__all__ = ["CHOICES", "Entry", "Report", "read_step", "report_on", "restore", "samples", "set_step", "tempoize"]

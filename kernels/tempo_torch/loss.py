@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_torch.linear import DropsInput
-from tempo_torch.replace import Replaced, change_class
+from tempo_torch.replace import Replaced, change_class, give_class_back
 
 
 class _Request(NamedTuple):
@@ -339,9 +339,10 @@ def use_fused_loss(model: Any) -> str | None:
     if not isinstance(head, LossHead):
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             return "its head is no plain linear"
-        head.__class__ = getattr(head, "stock_class", type(head))
-        change_class(head, LossHead)
+        give_class_back(head)
+        change_class(head, LossHead, tempo_defers=False)
+    if isinstance(model, FusedLoss):
+        return None
     names = list(inspect.signature(model.forward).parameters)
-    change_class(model, FusedLoss)
-    model.__dict__["labels_place"] = names.index("labels")
+    change_class(model, FusedLoss, labels_place=names.index("labels"))
     return None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from tempo_kernels.philox import derive_key
 
@@ -123,6 +124,8 @@ class Passes:
         self._task = -1  # the outermost backward that runs
         self._current: Pass | None = None
         self._past: deque[Pass] = deque(maxlen=_MAX_PASSES)
+        self.handles: list[RemovableHandle] = []
+        """Of the hooks by which the forwards are known."""
 
     @property
     def current(self) -> Pass:
@@ -174,11 +177,18 @@ class Passes:
 
     def follow(self, model: nn.Module) -> None:
         """Know of every forward of `model`, and which of its modules with places is called."""
-        model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-        model.register_forward_hook(self._end, always_call=True)
+        self.handles.append(model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True))
+        self.handles.append(model.register_forward_hook(self._end, always_call=True))
         for number, (name, module) in enumerate(model.named_modules()):
             if name:
-                module.register_forward_pre_hook(_Entry(self, number), prepend=True, with_kwargs=True)
+                entry = _Entry(self, number)
+                self.handles.append(module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True))
+
+    def leave(self) -> None:
+        """Know of no forwards any more."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
 
     @contextlib.contextmanager
     def set_next(self, first_sample: int) -> Iterator[None]:

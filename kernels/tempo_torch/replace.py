@@ -24,9 +24,24 @@ class Replaced:
         return _make_empty, (self.mixin_class, self.stock_class), self.__dict__
 
 
-def change_class(module: nn.Module, mixin: type[Replaced]) -> None:
-    """Make `module` an instance of `mixin` and of its own class."""
+def change_class(module: nn.Module, mixin: type[Replaced], **attributes: Any) -> None:
+    """Make `module` an instance of `mixin` and of its own class, with these attributes."""
     module.__class__ = make_class(mixin, type(module))
+    module.__dict__.update(attributes, tempo_attributes=tuple(attributes))
+
+
+def give_class_back(module: nn.Module) -> None:
+    """Make a replaced module what it was."""
+    if not isinstance(module, Replaced):
+        return
+    if type(module) is not make_class(module.mixin_class, module.stock_class):
+        raise ValueError(
+            f"a {type(module).__name__} got another class after tempoize, as from FSDP2; expected a model that nothing "
+            "wraps; call restore before"
+        )
+    for name in (*module.__dict__["tempo_attributes"], "tempo_attributes"):
+        module.__dict__.pop(name, None)
+    module.__class__ = module.stock_class  # type: ignore[assignment]
 
 
 _classes: dict[tuple[type, type], type[nn.Module]] = {}

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
-from tempo_torch.attention import PLACE, AttentionPlace, find_ranks, give_back_attention, use_attention
+from tempo_torch.attention import NAME, PLACE, AttentionPlace, find_ranks, give_back_attention, use_attention
 from tempo_torch.dropout import RedrawnDropout
 from tempo_torch.functional import RedirectsFunctions, find_functions, find_refusal, redirect
 from tempo_torch.linear import DropsInput
-from tempo_torch.loss import is_language_model, use_fused_loss
+from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
 from tempo_torch.norm import find_norm
 from tempo_torch.position import Passes
 from tempo_torch.probe import Call, Seen, make_inputs, probe
-from tempo_torch.replace import Replaced, change_class
+from tempo_torch.replace import Replaced, change_class, give_class_back
 from tempo_torch.report import Entry, Report
 
 CHOICES = {
@@ -42,10 +42,11 @@ class _State:
 
     Args:
         made: what was replaced, and what was left.
+        given: the arguments of tempoize.
     """
 
-    def __init__(self, passes: Passes, choices: dict[str, str], made: list[Entry]) -> None:
-        self.passes, self.choices, self.made = passes, choices, made
+    def __init__(self, passes: Passes, choices: dict[str, str], made: list[Entry], given: tuple[Any, ...] = ()) -> None:
+        self.passes, self.choices, self.made, self.given = passes, choices, made, given
         self.seen: Seen | str = "its inputs are not; the first one tells"
         self._is_settled = False
 
@@ -126,7 +127,8 @@ def tempoize(
     """Replace modules of `model` by Tempo's, which keep less for backward; the same model, in place.
 
     Parameters stay the same objects under the same names: call it before or after an optimizer is made and weights are
-    loaded, but before FSDP, DDP, DeepSpeed or torch.compile wraps the model, and after PEFT adapters are added.
+    loaded, but before FSDP, DDP, DeepSpeed or torch.compile wraps the model. Call it again, with the same arguments,
+    after modules were added, such as adapters of peft: it takes what is new. `restore` undoes it.
 
     Args:
         model: any module; its modules are replaced wherever they are. What transformers and peft add to torch's modules
@@ -147,16 +149,17 @@ def tempoize(
     Each may be "off". Where an "auto" does not apply, modules stay, and `report_on` says why.
 
     Keeps for backward: see `report_on(model)`.
-    Raises ValueError for an unknown value, for a model that was given to tempoize before, and where a value other than
-        "auto" and "off" has nothing to apply to.
+    Raises ValueError for an unknown value, for a model that was given to tempoize with other arguments, and where a
+        value other than "auto" and "off" has nothing to apply to.
     """
     choices = {"activation": activation, "norm": norm, "dropout": dropout, "attention": attention, "loss": loss}
     _check(model, seed, choices, rank, num_ranks)
     ranks = find_ranks(model)
     if rank is None and ranks:
         rank, num_ranks = ranks["samples"]
-    passes = Passes(seed, rank, num_ranks)
-    entries: list[Entry] = []
+    given = (seed, choices, rank, num_ranks)
+    before = _take_before(model, given)
+    passes, entries = before or (Passes(seed, rank, num_ranks), [])
     for name, module in list(model.named_modules()):
         if isinstance(module, Replaced):
             continue
@@ -164,17 +167,58 @@ def tempoize(
             if (entry := replace(name, module, choices, passes)) is not None:
                 entries.append(entry)
                 break
-    if choices["attention"] != "off":
+    if choices["attention"] != "off" and not any(entry.operation == "attention" for entry in entries):
         entries.append(_replace_attention(model, choices, passes, ranks.get("heads", (0, 1))))
     if choices["loss"] != "off":
         entries += _replace_losses(model)
-    model.__dict__[_ATTRIBUTE] = state = _State(passes, choices, entries)
+    model.__dict__[_ATTRIBUTE] = state = _State(passes, choices, entries, given)
     passes.follow(model)
     call = make_inputs(model, any(entry.operation == "loss" and entry.now for entry in entries))
     if call is not None:
         state.watch(model, call)
     _check_applied(state.report(model), choices)
-    model.register_forward_pre_hook(state.watch_first, with_kwargs=True)  # after what changes the inputs
+    watch = model.register_forward_pre_hook(state.watch_first, with_kwargs=True)  # after what changes the inputs
+    passes.handles.append(watch)
+    return model
+
+
+def _take_before(model: nn.Module, given: tuple[Any, ...]) -> tuple[Passes, list[Entry]] | None:
+    """The passes and the entries of a model that was given to tempoize before, which it then was not any more."""
+    found = [(name, module) for name, module in model.named_modules() if _ATTRIBUTE in module.__dict__]
+    if not found:
+        return None
+    (name, module), *others = found
+    state: _State = module.__dict__[_ATTRIBUTE]
+    if others or state.given != given:
+        raise ValueError(
+            f"{type(model).__name__} was given to tempoize before, with other arguments or in parts; expected the same "
+            "arguments again; call restore first"
+        )
+    del module.__dict__[_ATTRIBUTE]
+    state.passes.leave()
+    names = {each for each, _ in model.named_modules()}
+    prefix = f"{name}." if name else ""
+    moved = [dataclasses.replace(entry, name=f"{prefix}{entry.name}".rstrip(".")) for entry in state.made]
+    # What was left may have been replaced by another module since, and is looked at again.
+    return state.passes, [entry for entry in moved if entry.name in names and _stays(entry)]
+
+
+def _stays(entry: Entry) -> bool:
+    return entry.now is not None or entry.operation == "attention"
+
+
+def restore(model: Model) -> Model:
+    """Undo `tempoize`: the modules have their own classes again, the model its attention and its loss; in place.
+
+    Parameters stay the same objects under the same names. Raises ValueError for a model that was not given to tempoize,
+    and where FSDP2 has changed the classes of modules since.
+    """
+    _find_state(model).passes.leave()
+    for module in model.modules():
+        give_class_back(module)
+        module.__dict__.pop(_ATTRIBUTE, None)
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME:
+        give_back_attention(model)
     return model
 
 
@@ -265,10 +309,6 @@ def _check(model: Any, seed: Any, choices: dict[str, str], rank: int | None, num
         raise ValueError(
             f"rank is {rank} and num_ranks {num_ranks}; expected both, with 0 <= rank < num_ranks, or none"
         )
-    if is_tempoized(model):
-        raise ValueError(
-            f"{type(model).__name__} was given to tempoize before; expected a model that was not; build it anew"
-        )
     if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
         raise ValueError(
             f"model is a {type(model).__name__}, which is compiled; expected the model itself; compile it later"
@@ -294,9 +334,9 @@ def _replace_norm(name: str, module: nn.Module, choices: dict[str, str], _: Pass
         return Entry(name, kind, "norm", None, found)
     mixin, attributes = found
     keeps_input = choices["norm"] == "recompute"
-    change_class(module, mixin)
     keep = "input" if keeps_input else "output"
-    module.__dict__.update(attributes, keep=keep, compiled_keep="input" if choices["norm"] == "auto" else keep)
+    compiled_keep = "input" if choices["norm"] == "auto" else keep
+    change_class(module, mixin, **attributes, keep=keep, compiled_keep=compiled_keep)
     return Entry(name, kind, "norm", "recompute" if keeps_input else "inplace", stock_bytes=2.0)
 
 
@@ -311,8 +351,7 @@ def _replace_activation(name: str, module: nn.Module, choices: dict[str, str], _
         if function not in IN_PLACE:
             return Entry(name, kind, "activation", None, f"in place exists for {', '.join(IN_PLACE)} only")
         keep = "output"
-    change_class(module, Activation)
-    module.__dict__.update(function=function, keep=keep)
+    change_class(module, Activation, function=function, keep=keep)
     bits = 0.125 if keep == "output" and function.startswith("gelu") else 0.0
     stock = 4.0 if keep == "input" else 2.0
     now = "recompute" if keep == "input" else "inplace"
@@ -329,10 +368,9 @@ def _replace_dropout(name: str, module: nn.Module, choices: dict[str, str], pass
         return None
     if type(module) is not nn.Dropout or module.inplace:
         return Entry(name, kind, "dropout", None, "it writes in place, or is a class of its own")
-    change_class(module, RedrawnDropout)
     # peft's, whose input other adapters of the same input, and without dropout this one, keep anyway.
     is_lora = ".lora_dropout." in f".{name}"
-    module.__dict__.update(place=passes.add_place(name), keeps_input=is_lora)
+    change_class(module, RedrawnDropout, place=passes.add_place(name), keeps_input=is_lora)
     return Entry(name, kind, "dropout", "recompute", stock_bytes=3.0 if is_lora else 1.0)
 
 
@@ -349,10 +387,13 @@ def _replace_losses(model: nn.Module) -> list[Entry]:
     heads = [(name, module) for name, module in model.named_modules() if is_language_model(module)]
     entries = []
     for name, module in heads:
-        kind = type(module).__name__
+        kind, is_new = type(module).__name__, not isinstance(module, FusedLoss)
         why = use_fused_loss(module)
-        entries.append(Entry(name, kind, "loss", "fused" if why is None else None, why or ""))
-    return entries or [Entry("", type(model).__name__, "loss", None, "it is no language model of transformers")]
+        if is_new:
+            entries.append(Entry(name, kind, "loss", "fused" if why is None else None, why or ""))
+    if not heads:
+        entries.append(Entry("", type(model).__name__, "loss", None, "it is no language model of transformers"))
+    return entries
 
 
 def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Entry | None:
@@ -363,8 +404,8 @@ def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], pa
     if (why := find_refusal(type(module))) is not None:
         return Entry(name, kind, operations[0], None, why)
     redirect(type(module))  # a compiler finds it made
-    change_class(module, RedirectsFunctions)
-    module.__dict__.update(redirected=frozenset(operations), function_place=passes.add_place(f"{name}.functional"))
+    place = passes.add_place(f"{name}.functional")
+    change_class(module, RedirectsFunctions, redirected=frozenset(operations), function_place=place)
     is_dropout = operations[0] == "dropout"
     return Entry(
         name,
