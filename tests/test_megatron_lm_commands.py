@@ -153,6 +153,6 @@ def test_use_tempo_that_had_nothing_to_replace_is_said_at_the_scripts_end(tmp_pa
     script = make_checkout(tmp_path, "import megatron.core")
     command = [sys.executable, "-W", "ignore", "-m", "tempo_megatron", "run", str(script), "--use-tempo"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
+    assert done.returncode == 0
     (line,) = done.stderr.splitlines()
     assert line.startswith("tempo-megatron run: --use-tempo is given, but this script builds no GPTModel, BertModel or")

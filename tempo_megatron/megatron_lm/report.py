@@ -13,6 +13,11 @@ from tempo_megatron.config import TempoConfig
 from tempo_megatron.megatron_lm.kept_bytes import KeptBytes, start_measuring
 from tempo_megatron.megatron_lm.versions import LaunchError
 
+NOTHING_TO_REPLACE = (
+    "--use-tempo is given, but this script builds no GPTModel, BertModel or T5Model of megatron.core, the models whose "
+    "layers Tempo replaces; leave --use-tempo out"
+)
+
 
 @dataclasses.dataclass
 class ModelReport:
@@ -88,10 +93,7 @@ class Report:
             return
         self._is_published = True
         if not self.models:
-            raise LaunchError(
-                "--use-tempo is given, but this script builds no GPTModel, BertModel or T5Model of megatron.core, the "
-                "models whose layers Tempo replaces; leave --use-tempo out"
-            )
+            raise LaunchError(NOTHING_TO_REPLACE)
         if not self._is_first_rank:
             return
         wait = self.models[0].kept_bytes

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
         return 2
     sys.argv = [str(script), *arguments]
     try:
-        _run_script(script, report)
+        _run_script(script, report, prog)
     except LaunchError as error:
         rank = _find_rank()
         if rank != 0:
@@ -73,10 +73,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
     return 0
 
 
-def _run_script(script: Path, report: Report | None) -> None:
-    """Run it as Python would; at its end the report is published, where no forward has come before.
+def _run_script(script: Path, report: Report | None, prog: str) -> None:
+    """Run it as Python would. A report that no forward has published is published at its end.
 
-    Raises LaunchError where --use-tempo had nothing to replace.
+    Raises LaunchError where a model begins to train that Tempo does not know.
     """
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -85,8 +85,13 @@ def _run_script(script: Path, report: Report | None) -> None:
         if report is not None and report.models and not end.code:
             report.publish_once()
         raise
-    if report is not None:
+    if report is not None and report.models:
         report.publish_once()
+    elif report is not None and _find_rank() == 0:
+        # What the script did is done, and its status stays.
+        from tempo_megatron.megatron_lm.report import NOTHING_TO_REPLACE
+
+        print(f"{prog}: {NOTHING_TO_REPLACE}", file=sys.stderr, flush=True)
 
 
 def _find_order(root: Path | None) -> Order | None:
