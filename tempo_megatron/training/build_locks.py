@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 10.0
 _STALE_SECONDS = 600.0
 # Another machine, or another container, may hold the lock where several share a home. It touches the lock.
 _TOUCH_SECONDS = 5.0
-_QUIET_SECONDS = 30.0
+_QUIET_SECONDS = 20.0
 _LOOK_SECONDS = 2.0
 
 

@@ -61,9 +61,8 @@ def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
     if needed > node_bytes:
         raise ValueError(
             f"the linears of {model.num_layers} layers of hidden size {model.hidden_size} have {elements:,} weights, "
-            f"and the {node_ranks} processes of this node need {format_bytes(needed)} for theirs, but it has "
-            f"{format_bytes(node_bytes)}, GPUs included; check --num-layers and --hidden-size, or divide the model "
-            "further"
+            f"of which this node would hold {format_bytes(needed)}, and it has {format_bytes(node_bytes)} of memory, "
+            "GPUs included; check --num-layers and --hidden-size, or divide the model further"
         )
 
 

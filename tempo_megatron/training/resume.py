@@ -300,7 +300,7 @@ def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> I
         settings: list_settings of the run, as it was asked for.
     """
     stored, ours = read_settings(saved), json.loads(json.dumps(settings))
-    if unknown := [name for name in (*STAYS, *MAY_CHANGE) if name not in stored]:
+    if unknown := [name for name in MAY_CHANGE if name not in stored]:
         yield f"{saved['checkpoint']} is of an earlier version and does not tell {', '.join(unknown)}: as given here"
     blocks: list[dict[str, Any]] = []
     for each in (stored, ours):
