@@ -19,6 +19,7 @@ from tempo_megatron.config import TempoConfig
 from tempo_megatron.models.shape import NAMES
 from tempo_megatron.training.arguments import parse_arguments
 from tempo_megatron.training.checkpoint_integrity import write_description
+from tempo_megatron.training.config_command import describe_settings
 from tempo_megatron.training.datasets import Vocabulary
 from tempo_megatron.training.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.facts import list_settings
@@ -371,6 +372,17 @@ def test_what_a_run_cannot_go_on_with_is_refused_before_it_starts(
     load = pretend_to_save(decide(tmp_path, [*SIZES, *NEEDED], "gpt"), tmp_path / "save")
     with pytest.raises(ValueError, match=re.escape(sentence)):
         decide(tmp_path, [*load, *words], "gpt")
+
+
+def test_config_show_names_the_checkpoint(tmp_path: Path) -> None:
+    run = decide(tmp_path, [*SIZES, *NEEDED, "--use-tempo", "--tempo-norm", "off", "--hidden-dropout", "0"], "gpt")
+    load = pretend_to_save(run, tmp_path / "save")
+    argv = ["--deepspeed_config", str(tmp_path / "deepspeed.json"), *load, "--seed", "1234", "--tempo-loss", "off"]
+    rows = {name: (value, source) for name, value, source in describe_settings(argv, "gpt", 1)}
+    checkpoint = "checkpoint iter_0000006"
+    assert rows["model.hidden_dropout"] == ("0.0", checkpoint) and rows["tempo.norm"] == ("off", checkpoint)
+    assert rows["data_path"] == ("text", checkpoint) and rows["seed"] == ("1234", "argument --seed")
+    assert rows["tempo.loss"] == ("off", "argument --tempo-loss") and rows["log_interval"] == ("10", "default")
 
 
 def test_changes_are_said(tmp_path: Path) -> None:
