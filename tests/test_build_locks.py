@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,19 +71,31 @@ def test_a_young_lock_that_nobody_touches_is_named(tmp_path: Path, monkeypatch: 
         FileBaton(path).wait()
 
 
-def test_a_build_touches_its_lock_and_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """find_holders sees no process of another machine, so that only the touches tell of it."""
-    monkeypatch.setattr(build_locks, "_QUIET_SECONDS", 0.6)
-    monkeypatch.setattr(build_locks, "_TOUCH_SECONDS", 0.1)
-    monkeypatch.setattr(build_locks, "find_holders", lambda path: [])
-    path = str(tmp_path / "lock")
-    builder = FileBaton(path)
-    threads = threading.active_count()
+def test_a_lock_that_is_touched_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_locks, "_QUIET_SECONDS", 0.3)
+    times = itertools.count(time.time())
+    monkeypatch.setattr(build_locks, "_find_time", lambda path: next(times))
+    path = make_lock(tmp_path, 0)
+    threading.Timer(1.0, os.remove, [path]).start()
     with refuse_stale_locks():
-        assert builder.try_acquire() and not FileBaton(path).try_acquire()
-        os.utime(path, (0, 0))
-        threading.Timer(1.5, builder.release).start()
-        time.sleep(0.5)
         FileBaton(path).wait()
-    time.sleep(0.5)
-    assert threading.active_count() == threads and not os.path.exists(path)
+
+
+def test_a_build_touches_its_lock_until_it_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_locks, "_TOUCH_SECONDS", 0.05)
+    path, threads = tmp_path / "lock", threading.active_count()
+    builder = FileBaton(str(path))
+    with refuse_stale_locks():
+        assert builder.try_acquire() and not FileBaton(str(path)).try_acquire()
+    os.utime(path, (0, 0))
+    wait_until(lambda: path.stat().st_mtime > 0)
+    builder.release()
+    wait_until(lambda: threading.active_count() == threads)
+    assert not path.exists()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
