@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
 
 import huggingface_finetune
-import huggingface_kept
+import huggingface_models
+import transformers_cases
 
 
 def read(path: Path) -> list[dict]:
@@ -18,11 +19,25 @@ def read(path: Path) -> list[dict]:
 
 
 def test_the_table_of_the_document_is_that_of_the_results():
-    assert huggingface_kept.make_table(read(huggingface_kept.RESULTS)) in huggingface_kept.DOCUMENT.read_text("utf-8")
+    assert huggingface_models.make_table(read(huggingface_models.RESULTS)) in huggingface_models.DOCUMENT.read_text(
+        "utf-8"
+    )
 
 
-def test_the_results_are_of_the_architectures_that_are_tested():
-    assert [record["architecture"] for record in read(huggingface_kept.RESULTS)] == list(huggingface_kept.CASES)
+def test_the_results_are_of_the_architectures_that_the_benchmark_builds():
+    records = read(huggingface_models.RESULTS)
+    assert [record["architecture"] for record in records] == list(huggingface_models.MODELS)
+    assert list(transformers_cases.CASES) == list(huggingface_models.MODELS)[: len(transformers_cases.CASES)]
+
+
+@pytest.mark.parametrize("name", ["Falcon", "Cohere", "Mixtral"])
+def test_a_model_is_what_its_row_says(name):
+    (row,) = (row for row in read(huggingface_models.RESULTS) if row["architecture"] == name)
+    found = huggingface_models.examine(huggingface_models.MODELS[name])
+    assert {key: found[key] for key in ("repeatable", "left", "stock_sbh", "tempo_sbh")} == {
+        key: row[key] for key in ("repeatable", "left", "stock_sbh", "tempo_sbh")
+    }
+    assert found["p0"] < 2e-5 > row["p0"]
 
 
 def test_the_curves_of_stock_and_tempo_differ_by_less_than_the_seeds_do():

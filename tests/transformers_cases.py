@@ -65,12 +65,16 @@ class Case:
         if self.inputs == "mel":
             features = torch.randn(batch, 80, 2 * S, generator=generator).to(dtype)
             return {"input_features": features, "decoder_input_ids": ids[:, :4]}
+        if self.inputs == "squares":
+            return {"pixel_values": torch.randn(batch, 3, 32, 32, generator=generator).to(dtype)}
+        if self.inputs == "labels":
+            return {"input_ids": ids, "labels": ids}
         if self.inputs == "wave":
             return {"input_values": torch.randn(batch, 10 * length + 10, generator=generator).to(dtype)}
         return {"input_ids": ids, "decoder_input_ids": ids}
 
 
-def _find_heads(h: int) -> int:
+def find_heads(h: int) -> int:
     return HEADS if h == H else 4
 
 
@@ -78,19 +82,19 @@ def _scale(settings: dict[str, Any], h: int) -> dict[str, Any]:
     return {name: value(h) if callable(value) else value for name, value in settings.items()}
 
 
-_IDS = {"vocab_size": VOCAB, "max_position_embeddings": S + 8, "use_cache": False}
-_BERT_P = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+IDS = {"vocab_size": VOCAB, "max_position_embeddings": S + 8, "use_cache": False}
+BERT_P = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _GATED = "gate and up, of which the product is made again"
 _GATED_EXTRA = 2.0 * FFN / H
 
 CASES: dict[str, Case] = {
-    "BERT": Case("BertConfig", "BertModel", "encoder.layer.1", _IDS, p=_BERT_P),
-    "RoBERTa": Case("RobertaConfig", "RobertaModel", "encoder.layer.1", _IDS, p=_BERT_P),
+    "BERT": Case("BertConfig", "BertModel", "encoder.layer.1", IDS, p=BERT_P),
+    "RoBERTa": Case("RobertaConfig", "RobertaModel", "encoder.layer.1", IDS, p=BERT_P),
     "ELECTRA": Case(
-        "ElectraConfig", "ElectraModel", "encoder.layer.1", {**_IDS, "embedding_size": lambda h: h}, p=_BERT_P
+        "ElectraConfig", "ElectraModel", "encoder.layer.1", {**IDS, "embedding_size": lambda h: h}, p=BERT_P
     ),
     "DistilBERT": Case(
-        "DistilBertConfig", "DistilBertModel", "transformer.layer.1", _IDS,
+        "DistilBertConfig", "DistilBertModel", "transformer.layer.1", IDS,
         ("dim", "n_layers", "n_heads", "hidden_dim"), p=("dropout", "attention_dropout"),
     ),
     "GPT-2": Case(
@@ -100,15 +104,15 @@ CASES: dict[str, Case] = {
     ),
     "OPT": Case(
         "OPTConfig", "OPTModel", "decoder.layers.1",
-        {**_IDS, "word_embed_proj_dim": lambda h: h, "pad_token_id": 1, "activation_function": "gelu"},
+        {**IDS, "word_embed_proj_dim": lambda h: h, "pad_token_id": 1, "activation_function": "gelu"},
         ("hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim"), p=("dropout", "attention_dropout"),
     ),
     "GPT-NeoX": Case(
-        "GPTNeoXConfig", "GPTNeoXModel", "layers.1", _IDS, p=("hidden_dropout", "attention_dropout"),
+        "GPTNeoXConfig", "GPTNeoXModel", "layers.1", IDS, p=("hidden_dropout", "attention_dropout"),
     ),
     "ViT": Case(
         "ViTConfig", "ViTModel", "layers.1",
-        {"image_size": lambda h: 44 if h == H else 20, "patch_size": 4}, inputs="pixels", p=_BERT_P,
+        {"image_size": lambda h: 44 if h == H else 20, "patch_size": 4}, inputs="pixels", p=BERT_P,
     ),
     "Whisper encoder": Case(
         "WhisperConfig", "WhisperModel", "encoder.layers.1",
@@ -126,31 +130,31 @@ CASES: dict[str, Case] = {
     ),
     "ESM-2": Case(
         "EsmConfig", "EsmModel", "encoder.layer.1",
-        {**_IDS, "position_embedding_type": "rotary", "pad_token_id": 1, "mask_token_id": 2, "token_dropout": False},
-        p=_BERT_P,
+        {**IDS, "position_embedding_type": "rotary", "pad_token_id": 1, "mask_token_id": 2, "token_dropout": False},
+        p=BERT_P,
     ),
     "ModernBERT": Case(
         "ModernBertConfig", "ModernBertModel", "layers.2",
-        {**_IDS, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
+        {**IDS, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
         p=("embedding_dropout", "mlp_dropout", "attention_dropout"),
         extra=_GATED_EXTRA, why=_GATED,
     ),
     "Llama": Case(
-        "LlamaConfig", "LlamaModel", "layers.1", {**_IDS, "num_key_value_heads": _find_heads}, p=("attention_dropout",),
+        "LlamaConfig", "LlamaModel", "layers.1", {**IDS, "num_key_value_heads": find_heads}, p=("attention_dropout",),
         extra=_GATED_EXTRA, why=_GATED,
     ),
     "Qwen2": Case(
-        "Qwen2Config", "Qwen2Model", "layers.1", {**_IDS, "num_key_value_heads": _find_heads}, p=("attention_dropout",),
+        "Qwen2Config", "Qwen2Model", "layers.1", {**IDS, "num_key_value_heads": find_heads}, p=("attention_dropout",),
         extra=_GATED_EXTRA, why=_GATED,
     ),
     "Gemma": Case(
         "GemmaConfig", "GemmaModel", "layers.1",
-        {**_IDS, "num_key_value_heads": _find_heads, "head_dim": lambda h: h // _find_heads(h)},
+        {**IDS, "num_key_value_heads": find_heads, "head_dim": lambda h: h // find_heads(h)},
         p=("attention_dropout",), extra=_GATED_EXTRA, why=_GATED,
     ),
     "BART decoder": Case(
         "BartConfig", "BartModel", "decoder.layers.1",
-        {**_IDS, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "pad_token_id": 1},
+        {**IDS, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "pad_token_id": 1},
         ("d_model", "decoder_layers", "decoder_attention_heads", "decoder_ffn_dim"), inputs="pair",
         p=("dropout", "attention_dropout", "activation_dropout"),
         extra=-2.0, why="the encoder's output, which all layers share",
@@ -223,13 +227,14 @@ def floor_sbh(model: nn.Module, inputs: dict[str, Tensor], layer: str) -> float:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / tokens[0]
 
 
-def measure(case: Case) -> dict[str, float]:
-    """sbh that a layer keeps, stock and Tempo, and the floor of its architecture."""
+def measure(case: Case, has_floor: bool = True) -> dict[str, float | None]:
+    """sbh that a layer keeps, stock and Tempo, and the floor of its architecture where that is known."""
     model, inputs = case.build(dtype=torch.bfloat16), case.make_inputs(torch.bfloat16)
     with with_bytes_of_a_gpu():
-        stock, floor = kept_sbh(model, inputs, case.layer), floor_sbh(model, inputs, case.layer) + case.extra
-    kept = kept_sbh(tempoize(model, seed=1), inputs, case.layer)
-    return {"stock_sbh": round(stock, 2), "tempo_sbh": round(kept, 2), "floor_sbh": round(floor, 2)}
+        stock = kept_sbh(model, inputs, case.layer)
+        floor = floor_sbh(model, inputs, case.layer) + case.extra if has_floor else None
+        kept = kept_sbh(tempoize(model, seed=1), inputs, case.layer)
+    return {"stock_sbh": round(stock, 2), "tempo_sbh": round(kept, 2), "floor_sbh": floor and round(floor, 2)}
 
 
 def _first(out: Any) -> Tensor:

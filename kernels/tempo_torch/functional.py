@@ -1,12 +1,14 @@
 """Models that call functions where others have modules: F.dropout, and a GELU written out in Python.
 
-Their forward runs with the same code and other globals, in which these names lead to Tempo's functions.
+Their forward runs with the same code and other globals, in which these names lead to Tempo's functions. So do the
+functions of its module that it calls, and what its decorators wrap.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,24 +41,56 @@ class RedirectsFunctions(Replaced):
 
 
 def find_functions(stock: type[nn.Module]) -> list[str]:
-    """Which of "dropout" and "activation" a class's forward calls as functions."""
-    code = getattr(_find_forward(stock), "__code__", None)
-    if code is None or stock.__module__.startswith("torch."):
+    """Which of "dropout" and "activation" a class's forward calls as functions, itself or through what it calls."""
+    if stock.__module__.startswith("torch."):
         return []
-    found = []
-    if "dropout" in code.co_names and ("functional" in code.co_names or "F" in code.co_names):
-        found.append("dropout")
-    if "gelu" in code.co_names and _is_gelu(_find_forward(stock).__globals__.get("gelu")):
-        found.append("activation")
+    functions = list(_follow(_find_forward(stock)))
+    found = {"dropout": any(map(_calls_dropout, functions)), "activation": any(map(_calls_gelu, functions))}
+    return [operation for operation, is_called in found.items() if is_called]
+
+
+def _calls_dropout(function: types.FunctionType) -> bool:
+    names = function.__code__.co_names
+    return "dropout" in names and ("functional" in names or "F" in names)
+
+
+def _calls_gelu(function: types.FunctionType) -> bool:
+    return "gelu" in function.__code__.co_names and _is_gelu(function.__globals__.get("gelu"))
+
+
+def _find_callees(function: types.FunctionType) -> dict[str | int, types.FunctionType]:
+    """The functions that a function leads to, by their names in its module, and by their number in its closure, as of
+    what a decorator wraps. What is handed to transformers' registry of attention functions is not called here."""
+    names = [name for name in function.__code__.co_names if not name.endswith("attention_forward")]
+    found: dict[str | int, types.FunctionType] = {}
+    for name in names:
+        callee = function.__globals__.get(name)
+        if isinstance(callee, types.FunctionType) and callee.__globals__ is function.__globals__:
+            found[name] = callee
+    for number, cell in enumerate(function.__closure__ or ()):
+        for value in _read(cell):
+            if isinstance(value, types.FunctionType):
+                found[number] = value
     return found
 
 
-def find_refusal(stock: type[nn.Module]) -> str | None:
-    """Why the functions that a class calls cannot be replaced; None where they can."""
-    forward = _find_forward(stock)
-    if getattr(forward, "__wrapped__", None) is not None:
-        return "its forward is decorated, and calls functions"
-    return None
+def _read(cell: types.CellType) -> tuple[Any, ...]:
+    """What a cell of a closure holds, if it holds anything."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _follow(function: Any, seen: set[types.FunctionType] | None = None) -> Iterator[types.FunctionType]:
+    """A function and all that it leads to, each once."""
+    seen = set() if seen is None else seen
+    if not isinstance(function, types.FunctionType) or function in seen:
+        return
+    seen.add(function)
+    yield function
+    for callee in _find_callees(function).values():
+        yield from _follow(callee, seen)
 
 
 def _find_forward(stock: type[nn.Module]) -> Any:
@@ -80,23 +114,40 @@ def _is_gelu(function: Any) -> bool:
         return False
 
 
-_redirected: dict[type, Any] = {}
+_redirected: dict[Any, Any] = {}
 
 
 def redirect(stock: type[nn.Module]) -> Any:
-    """The class's forward, with Tempo's functions for those that it names; made once."""
+    """The class's forward, with Tempo's functions for those that it and its callees name; made once."""
     if stock not in _redirected:
-        forward = _find_forward(stock)
-        others: dict[str, Any] = {
-            name: _Names(forward.__globals__[name]) for name in ("nn", "F") if name in forward.__globals__
-        }
-        if _is_gelu(forward.__globals__.get("gelu")):
-            others["gelu"] = _gelu
-        code, names = forward.__code__, {**forward.__globals__, **others}
-        made = types.FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
-        made.__kwdefaults__ = forward.__kwdefaults__
-        _redirected[stock] = made
+        _redirected[stock] = _redirect(_find_forward(stock))
     return _redirected[stock]
+
+
+def _redirect(function: types.FunctionType) -> types.FunctionType:
+    if function in _redirected:
+        made: types.FunctionType = _redirected[function]
+        return made
+    closure = function.__closure__
+    cells = None if closure is None else tuple(types.CellType(*_read(cell)) for cell in closure)
+    names: dict[str, Any] = {**function.__globals__}
+    for name, module in (("nn", nn), ("F", F)):
+        if names.get(name) is module:
+            names[name] = _Names(module)
+    if _calls_gelu(function):
+        names["gelu"] = _gelu
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    _redirected[function] = made
+    for place, callee in _find_callees(function).items():
+        if not any(_calls_dropout(each) or _calls_gelu(each) for each in _follow(callee)):
+            continue
+        if isinstance(place, str):
+            names[place] = _redirect(callee)
+        else:
+            assert cells is not None
+            cells[place].cell_contents = _redirect(callee)
+    return made
 
 
 class _Names:

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import logging
 import random
 import sys
 import threading
@@ -99,7 +100,7 @@ def probe(model: nn.Module, passes: Passes, call: Call) -> Seen | str:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with _keep_random_states(), _run_eagerly(), torch.enable_grad():
+        with _keep_random_states(), _run_eagerly(), _without_log(), torch.enable_grad():
             twin, twin_passes, (args, kwargs) = _copy_without_memory(model, passes, call, mode)
             twin_passes.follow(twin)
             watch = _Watch(twin, model)
@@ -108,7 +109,7 @@ def probe(model: nn.Module, passes: Passes, call: Call) -> Seen | str:
             with mode, watch, _Names(watch), twin_passes.set_next(0), hooks, watch.follow():
                 twin(*args, **kwargs)
     except Exception as error:  # what another's model raises without values is not ours to list
-        return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+        return f"{type(error).__name__}: {error}".split("\n")[0][:200].rstrip(".")
     given = [*enumerate(call[0]), *call[1].items()]
     inputs = ", ".join(f"{name} {list(value.shape)}" for name, value in given if isinstance(value, Tensor))
     places = {name: module.__dict__[PLACE] for name, module in twin.named_modules() if PLACE in module.__dict__}
@@ -144,8 +145,8 @@ def _copy_without_memory(
 
 
 class _Watch(TorchDispatchMode):
-    """Notes operators by the module whose forward runs. Fake tensors have no values: a number that is read is 1, and
-    one element of a mask is set."""
+    """Notes operators by the module whose forward runs. Fake tensors have no values: a truth that is read is false, a
+    number 1, and one element of a mask is set."""
 
     def __init__(self, twin: nn.Module, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -188,9 +189,12 @@ class _Watch(TorchDispatchMode):
         elif torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             self.draws[self._stack[-1]].add(self.function or func._opname)
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 1
+            return int(args[0].dtype != torch.bool)
         if func is torch.ops.aten.nonzero.default:
             return args[0].new_zeros((1, args[0].dim()), dtype=torch.int64)
+        if func is torch.ops.aten._grouped_mm.default:  # whose fake one takes bfloat16 only
+            first, second, *others = args
+            return func(first.bfloat16(), second.bfloat16(), *others, **kwargs).to(first.dtype)
         return func(*args, **kwargs)
 
 
@@ -230,6 +234,17 @@ def _keep_random_states() -> Iterator[None]:
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(others)
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """torch logs an operator that has no fake one, with its traceback; here it is the reason that `probe` returns."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
 from tempo_torch.attention import NAME, PLACE, AttentionPlace, find_ranks, give_back_attention, use_attention
 from tempo_torch.dropout import RedrawnDropout
-from tempo_torch.functional import RedirectsFunctions, find_functions, find_refusal, redirect
+from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
 from tempo_torch.norm import find_norm
@@ -106,6 +106,8 @@ def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator
         yield dataclasses.replace(made, now=None, why="the forward that was watched does not come to its loss")
     elif made.operation != "loss" and "forward" in modules[made.name].__dict__:
         yield dataclasses.replace(made, now=None, why="its forward was replaced on the object itself")
+    elif isinstance(modules[made.name], RedirectsFunctions) and not seen.operators.get(made.name):
+        return  # its functions dropped nothing, and were given nothing that needs a gradient
     elif made.operation == "norm" and not seen.operators.get(made.name):
         yield dataclasses.replace(made, now=None, why="stock ran: its input and its weight are of two dtypes")
     else:
@@ -401,8 +403,6 @@ def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], pa
     operations = [operation for operation in found if choices[operation] != "off"]
     if not operations:
         return None
-    if (why := find_refusal(type(module))) is not None:
-        return Entry(name, kind, operations[0], None, why)
     redirect(type(module))  # a compiler finds it made
     place = passes.add_place(f"{name}.functional")
     change_class(module, RedirectsFunctions, redirected=frozenset(operations), function_place=place)
