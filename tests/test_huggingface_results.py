@@ -30,6 +30,12 @@ def test_the_results_are_of_the_architectures_that_the_benchmark_builds():
     assert list(transformers_cases.CASES) == list(huggingface_models.MODELS)[: len(transformers_cases.CASES)]
 
 
+def test_a_model_is_repeatable_unless_its_report_says_what_draws():
+    for row in read(huggingface_models.RESULTS):
+        draws = any("draws from torch's generator" in why for why in row["left"])
+        assert row["repeatable"] != draws and row["p0"] < 2e-5, row["architecture"]
+
+
 @pytest.mark.parametrize("name", ["Falcon", "Cohere", "Mixtral"])
 def test_a_model_is_what_its_row_says(name):
     (row,) = (row for row in read(huggingface_models.RESULTS) if row["architecture"] == name)
