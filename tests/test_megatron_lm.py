@@ -249,6 +249,8 @@ def test_out_of_memory_is_explained_for_the_model_that_the_run_builds() -> None:
     gpt = found["gpt"]
     assert (gpt.shape.family, gpt.shape.window_size, gpt.shape.activation) == ("gpt", (4, 0), "geglu")
     assert gpt.shape.vocab_size == VOCAB_SIZE and gpt.global_batch_size == 8 and gpt.layout.num_micro_batches == 4
+    assert gpt.layout.stock_attention == "fused" and not gpt.layout.masked_softmax_fusion
+    assert found["unfused"].layout.stock_attention == "unfused"
     # What the layers were built with, and not what was asked for.
     assert gpt.tempo.norm == "recompute" and gpt.tempo.activation == "recompute"
     assert "gated quick_gelu" in found["quick geglu"]
@@ -263,6 +265,7 @@ def _read_orders() -> dict[str, Any]:
     from megatron.core.activations import quick_gelu
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
+    from megatron.core.transformer.enums import AttnBackend
     from torch.nn import functional as F
 
     from tempo_megatron.megatron_lm.run_reader import make_order
@@ -288,6 +291,8 @@ def _read_orders() -> dict[str, Any]:
     gc.collect()
     geglu = {"gated_linear_unit": True, "activation_func": F.gelu}
     gpt = read_gpt("gpt", TempoConfig(norm="recompute"), **geglu, window_size=(4, 0))
+    gpt.config.attention_backend = AttnBackend.unfused
+    read("unfused")
     read("sgd", SimpleNamespace(**{**vars(RUN), "optimizer": "sgd"}))
     read_gpt("two shapes", TempoConfig.off())
     del gpt

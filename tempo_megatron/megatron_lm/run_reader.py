@@ -15,6 +15,7 @@ import torch
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.transformer.enums import AttnBackend
 
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.memory.estimate import RankLayout, list_stage_layers
@@ -58,6 +59,9 @@ _UNKNOWN_FIELDS = {
     "account_for_embedding_in_pipeline_split": "an embedding that counts as a layer of its stage",
     "account_for_loss_in_pipeline_split": "a loss that counts as a layer of its stage",
 }
+
+# --attention-backend; "auto" and "fused" are fused.
+_STOCK_ATTENTIONS = {AttnBackend.flash: "flash", AttnBackend.unfused: "unfused", AttnBackend.local: "unfused"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +120,8 @@ def read_run(model_name: str, config: Any, arguments: Mapping[str, Any], run: An
         num_micro_batches=max(1, run.global_batch_size // (run.micro_batch_size * run.data_parallel_size)),
         dtype=config.params_dtype,
         stock=("local" if is_local else "transformer_engine") if torch.cuda.is_available() else "cpu",
+        stock_attention=_STOCK_ATTENTIONS.get(config.attention_backend, "fused"),
+        masked_softmax_fusion=config.masked_softmax_fusion,
     )
     shape = make_shape(
         **{name: getattr(config, name) for name in _SAME},
