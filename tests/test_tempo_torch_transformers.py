@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,6 +194,28 @@ def test_restore_gives_a_model_its_own_attention_and_loss_again():
     assert not [name for each in model.modules() for name in each.__dict__ if "tempo" in name]
     ids = torch.arange(24).view(2, 12)
     assert isinstance(model(input_ids=ids, labels=ids).logits, torch.Tensor)
+
+
+def test_a_version_below_the_oldest_that_is_tested_is_refused(monkeypatch):
+    from tempo_torch.versions import OLDEST_VERSIONS
+
+    model, oldest = CASES["BERT"].build(small=True), OLDEST_VERSIONS["transformers"]
+    package = sys.modules["transformers"]  # which importing a model may replace
+    monkeypatch.setattr(package, "__version__", "4.56.2")
+    with pytest.raises(
+        ValueError, match=rf"transformers is 4.56.2; expected at least {oldest}, the oldest version that"
+    ):
+        tempoize(model)
+    tempoize(torch.nn.LayerNorm(4))  # which needs none
+    monkeypatch.setattr(package, "__version__", f"{oldest}.0.dev0")
+    tempoize(model)
+
+
+def test_the_documentation_names_the_oldest_versions():
+    from tempo_torch.versions import OLDEST_VERSIONS
+
+    text = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
+    assert ", ".join(f"{name} {version}" for name, version in OLDEST_VERSIONS.items()) in text
 
 
 def test_a_model_with_a_bias_on_its_scores_keeps_its_attention_and_says_so():

@@ -21,6 +21,7 @@ from tempo_torch.position import Passes
 from tempo_torch.probe import Call, Seen, make_inputs, probe
 from tempo_torch.replace import Replaced, change_class, give_class_back
 from tempo_torch.report import Entry, Report
+from tempo_torch.versions import check_versions
 
 CHOICES = {
     "activation": ("auto", "recompute", "inplace", "off"),
@@ -303,6 +304,7 @@ def _check(model: Any, seed: Any, choices: dict[str, str], rank: int | None, num
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module; build the model first")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"seed is {seed!r}; expected an integer, equal on all ranks")
+    check_versions({type(module).__module__.partition(".")[0] for module in model.modules()})
     for name, value in choices.items():
         if value not in CHOICES[name]:
             values = ", ".join(f'"{choice}"' for choice in CHOICES[name])

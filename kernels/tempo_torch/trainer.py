@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from tempo_torch.tempoize import is_tempoized, read_step, set_step, tempoize
+from tempo_torch.versions import OLDEST_VERSIONS, check_versions
 
 
 class TempoCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -25,6 +26,7 @@ class TempoCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Before the Trainer wraps the model."""
+        check_versions(OLDEST_VERSIONS)
         if getattr(args, "use_liger_kernel", False):
             raise ValueError(
                 "use_liger_kernel is set beside TempoCallback, and each puts forwards of its own into the model; "
