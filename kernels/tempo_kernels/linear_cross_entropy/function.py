@@ -73,7 +73,8 @@ def linear_cross_entropy(
         once.
     Costs: a fourth matrix product beside three, since backward makes the logits again. With token_weights it does not,
         but the ranks of a group then wait for one another once per chunk instead of once.
-    Error: at most twice that of the unfused torch computation in the same dtype plus one ulp of the largest value.
+    Error: at most twice that of the unfused torch computation in the same dtype plus one ulp of the largest value; in
+        float32, of few tokens or columns, where torch's own error may happen to be next to 0, plus up to 8 ulp.
         NaN or infinity in hidden makes the loss of that token NaN, and of no other. A label that is neither in the
         vocabulary nor ignored gives an infinite loss: to check labels would wait for the device.
     Raises: ValueError for shapes, dtypes and numbers that do not fit; RuntimeError on a second derivative, and with

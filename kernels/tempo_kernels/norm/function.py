@@ -56,8 +56,11 @@ def layer_norm(
         bound unless the gradient of y follows y or the bound is finer than 16 bits: not where the exact gradient of x
         cancels (RMSNorm with a gradient proportional to y), not for the gradient of a float32 weight beside a 16-bit
         x (0.2 to 1 % of its maximum) nor of a float32 x beside a 16-bit weight (as exact as that of a 16-bit x, and not
-        more), not for rows whose variance is far below eps or channels far above all others.
+        more), not for rows whose variance is far below eps, of one channel, or with channels far above all others.
         For these keep="input", Megatron's "recompute".
+        On a CPU y is torch's own LayerNorm, which takes the mean off after the scale: where abs(mean) / std of a row is
+        large, y / weight is off by up to 5e-7 of it, in torch's F.layer_norm as here, and with keep="output" the
+        normalised x is too.
         If weight or bias changes between forward and backward, keep="output" differentiates at their old values.
     Raises: ValueError for shapes or dtypes that do not fit; RuntimeError on a second derivative; on a GPU with
         keep="output" RuntimeError where a CUDA graph is captured before the first ordinary call, and at the end of a
