@@ -178,28 +178,28 @@ def test_the_schedule_has_megatrons_micro_batches_in_flight(stage: int, chunks: 
 def test_model_states_are_divided_as_their_owner_does() -> None:
     def total(data_parallel: int = 8, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> int:
         states = count_model_states(8000, dtype, OptimizerSettings(**settings), data_parallel=data_parallel)
-        return states.weights + states.gradients + states.optimizer_states
+        return states.weights + states.standing_gradients + states.optimizer_states
 
     assert total(kind="megatron") == 8000 * (2 + 4) + 1000 * 12
     assert total(kind="megatron", distributed=False) == 8000 * 18
     assert total(kind="megatron", dtype=torch.float32) == 8000 * 8 + 1000 * 8
     deepspeed = [total(kind="deepspeed", zero_stage=stage) for stage in range(4)]
     assert deepspeed == [8000 * 16, 8000 * 4 + 1000 * 12, 8000 * 2 + 1000 * 14, 1000 * 16]
-    assert total(kind="none") == 16000
-    # ZeRO 1 and 2 clone float32 weights as well; ZeRO 1 accumulates in the JSON's dtype.
+    assert total(kind="none") == 8000 * 4
+    # ZeRO clones float32 weights as well; ZeRO 1 accumulates in the JSON's dtype.
     in_float32 = [total(kind="deepspeed", dtype=torch.float32, zero_stage=stage) for stage in range(4)]
-    assert in_float32 == [8000 * 16, 8000 * 8 + 1000 * 12, 8000 * 4 + 1000 * 16, 1000 * 16]
+    assert in_float32 == [8000 * 16, 8000 * 8 + 1000 * 12, 8000 * 4 + 1000 * 16, 1000 * 20]
     settings = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 50}, "data_types": {"grad_accum_dtype": "fp32"}}
     accumulates = OptimizerSettings.from_deepspeed(settings)
     states = count_model_states(8000, torch.float16, accumulates)
-    assert (states.gradients, states.backward_buffers) == (8000 * 4, 50 * 4)
+    assert (states.gradients, states.bucket, states.bucket_stays) == (8000 * 4, 50 * 4, True)
     # In bf16 that is its BF16_Optimizer, without a bucket.
     states = count_model_states(8000, torch.bfloat16, accumulates)
-    assert (states.gradients, states.backward_buffers) == (8000 * 6, 0)
+    assert (states.gradients, states.bucket) == (8000 * 6, 0)
     default = count_model_states(
         8000, torch.bfloat16, OptimizerSettings.from_deepspeed({"zero_optimization": {"stage": 1}})
     )
-    assert (default.gradients, default.backward_buffers) == (8000 * 2, 10**9)
+    assert (default.gradients, default.bucket) == (8000 * 2, 10**9)
 
 
 def test_a_t5_in_stages_is_refused() -> None:

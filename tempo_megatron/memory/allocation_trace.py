@@ -81,7 +81,10 @@ def simulate_allocator(
     for _ in range(STEPS):
         for _ in range(min(num_micro_batches, STEPS)):
             _play(allocator, allocations)
-        allocator.free(allocator.allocate(states.step_transient))
+        at_step = [allocator.allocate(max(0, states.gradients - states.standing_gradients))]
+        at_step.append(allocator.allocate(states.step_transient))
+        for block in at_step:
+            allocator.free(block)
     return allocator
 
 
@@ -89,14 +92,15 @@ def _list_lasting(allocations: Allocations, states: ModelStates, has_flat_gradie
     yield from allocations.parameter_bytes
     total = sum(allocations.parameter_bytes)
     if has_flat_gradients:
-        yield states.gradients
+        yield states.standing_gradients
     else:
-        yield from (states.gradients * size // total for size in allocations.parameter_bytes)
+        yield from (states.standing_gradients * size // total for size in allocations.parameter_bytes)
     # Two moments and the weights' copy.
     yield from [states.optimizer_states // 3] * 3
     yield states.communication_buffers
     yield allocations.global_buffer_bytes
-    yield states.backward_buffers
+    yield states.bucket
+    yield states.reduced_gradients
 
 
 def _play(allocator: CachingAllocator, allocations: Allocations) -> None:

@@ -25,6 +25,9 @@ class Phase:
     gradient_growth: int = 0
     """The part of `growth` that is gradients of parameters which had none before."""
 
+    num_gradients: int = 0
+    """Elements of the parameters whose gradient becomes complete in it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ChunkMemory:
@@ -57,12 +60,13 @@ class ChunkMemory:
     def list_moments(self, *, in_backward: bool) -> Iterator[Moment]:
         """The highest moment of each phase of the forward, or of the backward."""
         standing = dict.fromkeys(PARTS, 0)
-        gradients = 0
+        gradients = num_gradients = 0
         for phases, is_asked in ((self.forward, not in_backward), (self.backward, in_backward)):
             for phase in phases:
+                num_gradients += phase.num_gradients
                 if is_asked:
                     name = f"{'backward' if in_backward else 'forward'} of the {phase.part}"
-                    yield Moment(name, phase.part, phase.rise, gradients, dict(standing))
+                    yield Moment(name, phase.part, phase.rise, phase.growth, gradients, num_gradients, dict(standing))
                 standing[phase.part] += phase.growth - phase.gradient_growth
                 gradients += phase.gradient_growth
 
@@ -76,7 +80,13 @@ class Moment:
     rise: int
     """Beyond what stood when the phase began."""
 
+    growth: int
+    """What stands when the phase ends, beyond that."""
+
     gradient_bytes: int
+    num_gradients: int
+    """Elements of the parameters whose gradient is complete when the phase ends."""
+
     standing: dict[str, int]
     """Part -> what of it stood when the phase began."""
 

@@ -17,8 +17,8 @@ import torch
 
 from tempo_megatron.config import TempoConfig
 from tempo_megatron.memory.allocation_trace import simulate_allocator
-from tempo_megatron.memory.chunk_memory import ChunkMemory
-from tempo_megatron.memory.model_states import ModelStates, OptimizerSettings, count_model_states
+from tempo_megatron.memory.chunk_memory import ChunkMemory, Moment
+from tempo_megatron.memory.model_states import ModelStates, OptimizerSettings, count_model_states, makes_gradients
 from tempo_megatron.memory.schedule import Event, list_events
 from tempo_megatron.memory.simulation import STACKS_OF_FAMILIES, ChunkSettings, simulate_chunk, trace_chunk
 from tempo_megatron.models.checks import check_layout
@@ -155,7 +155,7 @@ def estimate_ranks(
     )
     found: list[RankEstimate] = []
     for stage in range(layout.pipeline_parallel):
-        has_gradients = optimizer.kind != "none" or num_micro_batches > 1
+        has_gradients = not makes_gradients(optimizer, layout.dtype, num_micro_batches > 1)
         chunks = [
             simulate_chunk(settings)
             for settings in _list_chunks(shape, layout, tempo_config, stage, num_chunks, layers, has_gradients)
@@ -168,8 +168,6 @@ def estimate_ranks(
             largest_layer_parameters=max(chunk.largest_layer_parameters for chunk in chunks),
             accumulates=num_micro_batches > 1,
         )
-        if optimizer.kind == "none" and has_gradients:
-            states = dataclasses.replace(states, gradients=states.weights)
         events = list_events(stage, layout.pipeline_parallel, num_chunks, num_micro_batches)
         found.append(_estimate_rank(_name(stage, layout.pipeline_parallel), chunks, states, events))
         if simulates_allocator:
@@ -295,11 +293,12 @@ def _estimate_rank(
     name: str, chunks: Sequence[ChunkMemory], states: ModelStates, events: Iterable[Event]
 ) -> RankEstimate:
     """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward."""
-    highest = {
-        (chunk, is_forward): max(memory.list_moments(in_backward=not is_forward), key=lambda each: each.num_bytes)
-        for chunk, memory in enumerate(chunks)
-        for is_forward in (True, False)
-    }
+    highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
+    for chunk, memory in enumerate(chunks):
+        for is_forward in (True, False):
+            moments = memory.list_moments(in_backward=not is_forward)
+            with_buckets = ((moment, states.count_buckets(moment)) for moment in moments)
+            highest[chunk, is_forward] = max(with_buckets, key=lambda each: each[0].num_bytes + each[1])
     waiting = [0] * len(chunks)
     candidates: dict[tuple[tuple[int, ...], int, bool], int] = {}
     for event in events:
@@ -307,34 +306,37 @@ def _estimate_rank(
         key = (tuple(waiting), event.chunk, event.is_forward)
         if key not in candidates:
             in_flight = sum(n * memory.bytes_in_flight for n, memory in zip(waiting, chunks, strict=True))
-            own = chunks[event.chunk].micro_batch_bytes + highest[key[1:]].num_bytes
-            candidates[key] = in_flight + own + (0 if event.is_forward else states.backward_buffers)
+            moment, buckets = highest[key[1:]]
+            candidates[key] = in_flight + chunks[event.chunk].micro_batch_bytes + moment.num_bytes + buckets
         waiting[event.chunk] += 1 if event.is_forward else 0
     others, chunk, is_forward = max(candidates, key=lambda key: candidates[key])
-    moment = highest[chunk, is_forward]
+    moment, buckets = highest[chunk, is_forward]
     # Its chunks share one, which stays from the first micro batch on.
     lasting = _list_parts(states) | {"global memory buffer": max(each.global_buffer_bytes for each in chunks)}
     parts = lasting | {
+        "gradients": states.standing_gradients + moment.gradient_bytes,
+        "communication buffers": lasting["communication buffers"] + buckets,
         "micro batches": sum(n * each.micro_batch_bytes for n, each in zip(others, chunks, strict=True))
         + chunks[chunk].micro_batch_bytes,
         "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True)),
         **moment.standing,
         "transients": moment.rise,
     }
-    parts["gradients"] += moment.gradient_bytes
-    parts["communication buffers"] += 0 if is_forward else states.backward_buffers
     num_parameters = sum(memory.num_parameters for memory in chunks)
-    at_step = lasting | {"transients": states.step_transient}
-    if sum(at_step.values()) > sum(parts.values()):
-        return RankEstimate(name, num_parameters, "optimizer step", at_step)
-    return RankEstimate(name, num_parameters, moment.name, parts)
+    ends = {
+        moment.name: parts,
+        "reduction of the gradients": lasting
+        | {"gradients": states.reduction, "micro batches": chunks[chunk].micro_batch_bytes},
+        "optimizer step": lasting | {"gradients": states.gradients, "transients": states.step_transient},
+    }
+    name_of_moment = max(ends, key=lambda each: sum(ends[each].values()))
+    return RankEstimate(name, num_parameters, name_of_moment, ends[name_of_moment])
 
 
 def _list_parts(states: ModelStates) -> dict[str, int]:
     return {
         **dict.fromkeys(PART_NAMES, 0),
         "weights": states.weights,
-        "gradients": states.gradients,
         "optimizer states": states.optimizer_states,
         "communication buffers": states.communication_buffers,
     }

@@ -8,9 +8,11 @@ P is the parameters of a rank, e the bytes of one, d the ranks that share optimi
   are divided by d. Gathered weights and reduced gradients use the same buffers.
 - "deepspeed": Adam as above, in one of three of its optimizers. Without ZeRO, states are whole on every rank. ZeRO 1 in
   bf16 with "grad_accum_dtype" fp32 is its BF16_Optimizer: gradients in bf16 and float32, and states divided by d. Else
-  ZeRO divides the states; ZeRO 1 and 2 have a copy of float32 weights among them. ZeRO 2 divides gradients too, ZeRO 3
-  weights too, of which a layer is gathered at a time. ZeRO collects gradients in a buffer of "reduce_bucket_size"
-  elements, with "overlap_comm" in two, which is there during backward however small the model is. The optimizer's step
+  ZeRO divides the states; a copy of float32 weights is among them. ZeRO 2 divides gradients too, ZeRO 3 weights too, of
+  which up to "stage3_max_live_parameters" stay gathered. ZeRO collects gradients in a buffer of "reduce_bucket_size"
+  elements, with "overlap_comm" in two (ZeRO 3 in one), however small the model is: ZeRO 2 has it from the first
+  gradient to the end of backward, ZeRO 1 from a step's first gradient to its last, ZeRO 3 always. What is full is
+  copied to be reduced. With one micro batch a step there are no gradients before its backward. The optimizer's step
   flattens the gradients and converts them to float32; without ZeRO, and in the BF16_Optimizer, they are flattened to be
   reduced.
 """
@@ -23,10 +25,13 @@ from typing import Any
 
 import torch
 
+from tempo_megatron.memory.chunk_memory import Moment
+
 OPTIMIZERS = ("none", "megatron", "deepspeed")
 _FLOAT32 = 4
 _MOMENTS = 2
 _BUCKET_ELEMENTS = 500_000_000
+_GATHERED_ELEMENTS = 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,9 @@ class OptimizerSettings:
     reduce_bucket_elements: int = _BUCKET_ELEMENTS
     overlaps: bool = False
     """DeepSpeed's "overlap_comm"."""
+
+    max_gathered_elements: int = _GATHERED_ELEMENTS
+    """DeepSpeed's "stage3_max_live_parameters"."""
 
     accumulates_in_float32: bool = False
     """DeepSpeed's "grad_accum_dtype" of fp32."""
@@ -80,27 +88,70 @@ class OptimizerSettings:
             zero_stage=stage,
             reduce_bucket_elements=int(read("reduce_bucket_size", _BUCKET_ELEMENTS)),
             overlaps=bool(read("overlap_comm", stage == 3)),
+            max_gathered_elements=int(read("stage3_max_live_parameters", _GATHERED_ELEMENTS)),
             accumulates_in_float32=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
             foreach=bool(adam.get("torch_adam")) and adam.get("foreach") is not False,
             offloads=(read("offload_optimizer", None) or {}).get("device", "none") != "none",
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelStates:
     """Bytes on one rank."""
 
     weights: int
-    gradients: int
-    optimizer_states: int
-    communication_buffers: int
-    """That are there all the time; with ZeRO 3 its bucket of gradients and the layer that is gathered."""
+    optimizer_states: int = 0
+    communication_buffers: int = 0
+    """That are there all the time: ZeRO 3's bucket of gradients."""
 
-    step_transient: int
+    standing_gradients: int = 0
+    """While a micro batch runs, without those that its backward makes and leaves."""
+
+    bucket: int = 0
+    """Of gradients, there from the first gradient of a micro batch on; with ZeRO 3 the weights that are gathered."""
+
+    bucket_stays: bool = False
+    """Whether it is there in the forward of the next micro batch too."""
+
+    bucket_elements: int = 0
+    """How many gradients fit it."""
+
+    reduced_gradients: int = 0
+    """Of one micro batch, made when the bucket is full for the first time, or at the end of backward."""
+
+    flush: int = 0
+    """What it makes to reduce a full bucket: copies of it, beside the gradient for which there was no room."""
+
+    reduction: int = 0
+    """Gradients, buckets and their copies at the end of the last backward, when the rest of them is reduced."""
+
+    gradients: int = 0
+    """In the optimizer's step."""
+
+    step_transient: int = 0
     """What reducing the gradients and the optimizer's step make beside all this; there is no activation then."""
 
-    backward_buffers: int = 0
-    """Buckets of gradients that are there during backward only."""
+    def count_buckets(self, moment: Moment) -> int:
+        """What is there of buckets and reduced gradients at the highest point of a phase."""
+        buckets = self.bucket if moment.num_gradients > 0 or self.bucket_stays else 0
+        if moment.num_gradients <= self.bucket_elements:
+            return buckets
+        # A bucket is reduced when a gradient is complete, as at the phase's end, not where the phase is highest.
+        return buckets + self.reduced_gradients + max(0, self.flush - (moment.rise - moment.growth))
+
+
+def makes_gradients(optimizer: OptimizerSettings, dtype: torch.dtype, accumulates: bool) -> bool:
+    """Whether there are no gradients before a backward, which makes them and leaves them.
+
+    accumulates: whether a step has more than one micro batch.
+    """
+    if accumulates or optimizer.kind == "megatron":
+        return False
+    if optimizer.kind == "none":
+        return True
+    # ZeRO 2 and 3 take each gradient away as it comes, and so does ZeRO 1 in fp16 with gradients in float32.
+    takes_away = optimizer.accumulates_in_float32 and not _is_bf16_optimizer(optimizer, dtype)
+    return optimizer.zero_stage == 0 or (optimizer.zero_stage == 1 and not takes_away)
 
 
 def count_model_states(
@@ -112,7 +163,7 @@ def count_model_states(
     largest_layer_parameters: int = 0,
     accumulates: bool = True,
 ) -> ModelStates:
-    """The states of a rank with `num_parameters`; with "none" the gradients are backward's, and 0 here.
+    """The states of a rank with `num_parameters`.
 
     accumulates: whether a step has more than one micro batch.
     """
@@ -120,53 +171,115 @@ def count_model_states(
     is_16_bit = e < _FLOAT32
     states = _FLOAT32 * (_MOMENTS + is_16_bit) * p
     if optimizer.kind == "none":
-        return ModelStates(e * p, 0, 0, 0, 0)
+        return ModelStates(weights=e * p, standing_gradients=e * p if accumulates else 0)
     if optimizer.kind == "megatron":
         gradients = (2 if dtype == torch.float16 else _FLOAT32) * p
-        return ModelStates(e * p, gradients, _divide(states, d if optimizer.distributed else 1), 0, 0)
+        states = _divide(states, d if optimizer.distributed else 1)
+        return ModelStates(weights=e * p, optimizer_states=states, standing_gradients=gradients, gradients=gradients)
     roots = _FLOAT32 if optimizer.foreach else 0
+    standing = 0 if makes_gradients(optimizer, dtype, accumulates) else e * p
     if optimizer.zero_stage == 0:
-        found = ModelStates(e * p, e * p, states, 0, max(_flatten(p, e), (_FLOAT32 * is_16_bit + roots) * p))
-    elif optimizer.zero_stage == 1 and dtype == torch.bfloat16 and _takes_bf16_optimizer(optimizer):
-        # Flattened in float32, and converted to bf16 to be sent.
-        transient = max(_flatten(p, _FLOAT32 + e), _divide(roots * p, d))
-        found = ModelStates(e * p, (e + _FLOAT32) * p, _divide(states, d), 0, transient)
+        found = ModelStates(
+            weights=e * p,
+            optimizer_states=states,
+            standing_gradients=standing,
+            gradients=e * p,
+            step_transient=max(_flatten(p, e), (_FLOAT32 * is_16_bit + roots) * p),
+        )
+    elif _is_bf16_optimizer(optimizer, dtype):
+        found = ModelStates(
+            weights=e * p,
+            optimizer_states=_divide(states, d),
+            # The sums in float32 are there all the time.
+            standing_gradients=standing + _FLOAT32 * p,
+            gradients=(e + _FLOAT32) * p,
+            # Flattened in float32, and converted to bf16 to be sent.
+            step_transient=max(_flatten(p, _FLOAT32 + e), _divide(roots * p, d)),
+        )
+    elif optimizer.zero_stage == 3:
+        found = _count_zero_3_states(p, e, d, optimizer, largest_layer_parameters)
     else:
-        found = _count_zero_states(p, e, d, optimizer, largest_layer_parameters, accumulates)
+        found = _count_zero_states(p, e, d, optimizer, largest_layer_parameters, accumulates, standing)
     return dataclasses.replace(found, optimizer_states=0, step_transient=0) if optimizer.offloads else found
 
 
-def _takes_bf16_optimizer(optimizer: OptimizerSettings) -> bool:
-    return optimizer.accumulates_in_float32 and not optimizer.offloads
+def _is_bf16_optimizer(optimizer: OptimizerSettings, dtype: torch.dtype) -> bool:
+    is_asked = optimizer.accumulates_in_float32 and not optimizer.offloads
+    return optimizer.zero_stage == 1 and dtype == torch.bfloat16 and is_asked
 
 
 def _count_zero_states(
-    p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int, accumulates: bool
+    p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int, accumulates: bool, standing: int
 ) -> ModelStates:
-    stage = optimizer.zero_stage
-    bytes_of_gradient = _FLOAT32 if optimizer.accumulates_in_float32 else e
-    # ZeRO 1 and 2 copy float32 weights too.
-    has_copy = stage < 3 or e < _FLOAT32
-    # ZeRO 1 reduces what it has accumulated, the others what a micro batch gives.
-    bytes_in_bucket = bytes_of_gradient if stage == 1 else e
-    buffers = optimizer.reduce_bucket_elements * bytes_in_bucket * (2 if optimizer.overlaps else 1)
-    # ZeRO 2 adds a micro batch's gradients to those before it when all are there; until then they are in the bucket or,
-    # where that was full, in memory of their own.
-    waits = stage == 2 and accumulates and not optimizer.accumulates_in_float32
-    own = _divide(e * p, d) if waits and p > optimizer.reduce_bucket_elements else 0
-    # Gradients that are gathered in one buffer as they come need no copy; their norm is computed in 64 bits.
-    flat = 2 * _FLOAT32 * largest
-    if not (stage >= 2 and optimizer.accumulates_in_float32):
-        flat = _divide((_FLOAT32 if bytes_of_gradient == _FLOAT32 else bytes_of_gradient + _FLOAT32) * p, d)
-    roots = _divide((2 * _FLOAT32 if optimizer.foreach else 0) * p, d)
+    """ZeRO 1 and 2; `standing` is what gradients that nobody divides have before a backward."""
+    is_stage_1, in_float32 = optimizer.zero_stage == 1, optimizer.accumulates_in_float32
+    bytes_of_gradient = _FLOAT32 if in_float32 else e
+    # ZeRO 1 reduces what it has accumulated, ZeRO 2 what a micro batch gives.
+    bucket = optimizer.reduce_bucket_elements * (bytes_of_gradient if is_stage_1 else e)
+    own = _divide(e * p, d)
+    if is_stage_1:
+        standing, reduced = bytes_of_gradient * p if standing else 0, 0
+        # The first bucket's gradients lie in it; those of the others are where they were, or, of other ranks, gone.
+        in_bucket = p if p <= optimizer.reduce_bucket_elements else max(0, optimizer.reduce_bucket_elements - largest)
+        reduction = bytes_of_gradient * (p - in_bucket) + own
+    else:
+        # Those of a micro batch are added to what was before when all are there; in float32 as they come.
+        reduced = _divide(_FLOAT32 * p, d) if in_float32 and not accumulates else 0 if in_float32 else own
+        standing = _divide(bytes_of_gradient * p, d) if accumulates else 0
+        reduction = standing + reduced
+    num_buckets = 2 if optimizer.overlaps else 1
     return ModelStates(
-        _divide(e * p, d if stage == 3 else 1),
-        _divide(bytes_of_gradient * p, d if stage >= 2 else 1),
-        _divide(_FLOAT32 * (_MOMENTS + has_copy) * p, d),
-        (buffers + (largest * e if d > 1 else 0)) if stage == 3 else 0,
-        max(flat, roots),
-        0 if stage == 3 else buffers + own,
+        weights=e * p,
+        # The weights are copied in float32 also where they are in float32.
+        optimizer_states=_divide(_FLOAT32 * (_MOMENTS + 1) * p, d),
+        standing_gradients=standing,
+        bucket=bucket * num_buckets,
+        # ZeRO 1 keeps it from the first micro batch of a step to the last one's end.
+        bucket_stays=is_stage_1 and accumulates,
+        bucket_elements=optimizer.reduce_bucket_elements,
+        reduced_gradients=reduced,
+        flush=0 if is_stage_1 else min(p, optimizer.reduce_bucket_elements) * e + largest * e,
+        # What one rank owns is reduced where it lies; slices of several are copied.
+        reduction=reduction + bucket * num_buckets + (min(p * e, bucket) if d > 1 else 0),
+        gradients=_divide(bytes_of_gradient * p, d),
+        step_transient=_count_step(p, e, d, optimizer, largest),
     )
+
+
+def _count_zero_3_states(p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int) -> ModelStates:
+    gradients = _divide((_FLOAT32 if optimizer.accumulates_in_float32 else e) * p, d)
+    # Reduced gradients are flattened, and their parts are tensors of their own.
+    in_bucket, in_largest = min(p, optimizer.reduce_bucket_elements) * e, largest * e
+    flush = in_bucket + _divide(in_bucket, d)
+    # A gradient that no bucket holds is reduced alone.
+    alone = 2 * in_largest + _divide(in_largest, d) if largest > optimizer.reduce_bucket_elements else 0
+    # A layer is given back only where it is not needed soon again, and in most models it is.
+    gathered = max(largest, min(p, optimizer.max_gathered_elements)) * e if d > 1 else 0
+    return ModelStates(
+        weights=_divide(e * p, d),
+        optimizer_states=_divide(_FLOAT32 * (_MOMENTS + 1) * p, d),
+        # One bucket, also with "overlap_comm".
+        communication_buffers=optimizer.reduce_bucket_elements * e,
+        # All weights are given back before the step.
+        bucket=gathered,
+        bucket_stays=True,
+        standing_gradients=gradients,
+        bucket_elements=optimizer.reduce_bucket_elements,
+        flush=flush + in_largest,
+        reduction=gradients + max(flush, alone),
+        gradients=gradients,
+        step_transient=_count_step(p, e, d, optimizer, largest),
+    )
+
+
+def _count_step(p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int) -> int:
+    """What ZeRO's step makes: gradients flattened and converted to float32, and Adam's square roots."""
+    in_float32 = optimizer.accumulates_in_float32
+    # ZeRO 2 gathers float32 gradients in one buffer as they come and copies none; their norm is computed in 64 bits.
+    flat = 2 * _FLOAT32 * largest
+    if not (optimizer.zero_stage == 2 and in_float32):
+        flat = _divide((_FLOAT32 if in_float32 or e == _FLOAT32 else e + _FLOAT32) * p, d)
+    return max(flat, _divide((2 * _FLOAT32 if optimizer.foreach else 0) * p, d))
 
 
 def _flatten(num_parameters: int, bytes_of_element: int) -> int:

@@ -174,18 +174,21 @@ class _Run:
         ]
         self._is_backward = False
         self._phase: tuple[str, int | None, bool] | None = None
-        self._levels: list[tuple[tuple[str, int | None, bool], int, int, int]] = []
+        self._levels: list[tuple[tuple[str, int | None, bool], Phase]] = []
+        # Since the phase began, and before it.
+        self._num_gradients = self._num_gradients_before = 0
 
     def measure(self) -> ChunkMemory:
         batch = self._make_batch()
         self._follow(batch, PeakBytes)
-        phases = [phase for is_backward in (False, True) for phase in self._list_phases(is_backward)]
-        num_forward = sum(not key[2] for key, *_ in self._levels)
-        times = [1 if key[1] is None else self._layers[key[1]][1] for key, *_ in self._levels]
-        expanded = [[phase] * n for phase, n in zip(phases, times, strict=True)]
         forward, backward = (
-            tuple(phase for repeated in part for phase in repeated)
-            for part in (expanded[:num_forward], expanded[num_forward:])
+            tuple(
+                phase
+                for (_, place, in_backward), phase in self._levels
+                if in_backward == is_backward
+                for _ in range(1 if place is None else self._layers[place][1])
+            )
+            for is_backward in (False, True)
         )
         storages = list_storages(value for value in batch.values() if isinstance(value, Tensor))
         return ChunkMemory(
@@ -225,11 +228,6 @@ class _Run:
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
             self._run_micro_batch(batch)
         return seen
-
-    def _list_phases(self, is_backward: bool) -> Iterator[Phase]:
-        for key, rise, growth, gradient_growth in self._levels:
-            if key[2] == is_backward:
-                yield Phase(key[0], rise, growth, gradient_growth)
 
     def _run_micro_batch(self, batch: dict[str, Any]) -> None:
         settings, model = self._settings, self._model
@@ -274,7 +272,9 @@ class _Run:
         return batch
 
     def _add_marks(self) -> None:
-        """Begin a phase where a layer begins, forward and backward, and where the head does."""
+        """Begin a phase where a layer begins, forward and backward, where the head does, and at the first gradient."""
+        for parameter in self._model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)
         if self._settings.pre_process:
             # A T5 embeds twice.
             embedding = self._model.embedding
@@ -297,6 +297,12 @@ class _Run:
         if output.requires_grad:
             output.register_hook(lambda _: self._mark(part, place))
 
+    def _note_gradient(self, parameter: Tensor) -> None:
+        """Count a gradient that is complete; what DeepSpeed makes when the first one is, has no memory before."""
+        if self._num_gradients_before == self._num_gradients == 0:
+            self._close()
+        self._num_gradients += parameter.numel()
+
     def _mark(self, part: str, place: int | None) -> None:
         key = (part, place, self._is_backward)
         if key != self._phase:
@@ -308,10 +314,16 @@ class _Run:
             peak = self._seen.peak
             level, gradients = self._seen.begin_phase(), self._count_gradients()
             growth = level - self._start
+            rise = max(peak - self._start, growth)
             self._levels.append(
-                (self._phase, max(peak - self._start, growth), growth, gradients - self._start_gradients)
+                (
+                    self._phase,
+                    Phase(self._phase[0], rise, growth, gradients - self._start_gradients, self._num_gradients),
+                )
             )
             self._start, self._start_gradients = level, gradients
+            self._num_gradients_before += self._num_gradients
+            self._num_gradients = 0
         else:
             self._start = self._seen.begin_phase()
 
