@@ -11,7 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -273,6 +275,45 @@ def test_strangers_do_not_disturb_the_judge() -> None:
                 heard += received
             assert set(heard.split()) <= {b"beat"}
         assert judge.wait(10) == 0
+
+
+def flood(address: tuple[str, int], until: threading.Event, counts: list[int]) -> None:
+    """Connect as fast as this thread can, idle and talking nonsense in turn, and keep the newest few hundred."""
+    held: deque[socket.socket] = deque()
+    while not until.is_set():
+        if len(held) == 300:
+            held.popleft().close()
+        with contextlib.suppress(OSError):
+            held.append(socket.create_connection(address, timeout=1))
+            counts[0] += 1
+            if counts[0] % 2:
+                held[-1].sendall(b"hello who 0 me\n" if counts[0] % 4 == 1 else b"x" * 5000)
+    for stranger in held:
+        stranger.close()
+
+
+def test_ranks_meet_and_part_under_a_flood_of_strangers() -> None:
+    until, counts = threading.Event(), [0]
+    with contextlib.ExitStack() as stack:
+        judge, address = stack.enter_context(start_judge(2, 5.0))
+        thread = threading.Thread(target=flood, args=(address, until, counts))
+        thread.start()
+        try:
+            while counts[0] < 600:
+                assert judge.poll() is None
+                time.sleep(0.01)
+            settings = {"address": address, "token": "token", "limit": 5.0, "launchers": []}
+            watchers = [start_process("watch", {**settings, "rank": rank}, stdout=subprocess.PIPE) for rank in range(2)]
+            for watcher in watchers:
+                assert watcher.stdout is not None and watcher.stdout.readline() == b"ready\n"
+            time.sleep(2)
+            for watcher in watchers:
+                output, _ = watcher.communicate(b"bye\n", timeout=20)
+                assert output == b"" and watcher.returncode == 0
+            assert judge.wait(20) == 0
+        finally:
+            until.set()
+            thread.join()
 
 
 def test_a_watcher_that_strangers_crowd_out_comes_again() -> None:
