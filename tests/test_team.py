@@ -329,7 +329,7 @@ def test_a_watcher_that_strangers_crowd_out_comes_again() -> None:
 
 
 def test_the_token_is_no_argument_of_a_process() -> None:
-    with start_judge(1, 5.0) as (judge, _):
+    with start_judge(1, 5.0) as (judge, address), join_judge(address, 0):
         words = Path(f"/proc/{judge.pid}/cmdline").read_bytes().split(b"\0")
         assert words[-2:] == [b"judge", b""] and b"token" not in b" ".join(words)
 
