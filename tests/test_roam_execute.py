@@ -24,6 +24,7 @@ from tempo_megatron.memory.roam.measure import measure_allocated
 from tempo_megatron.memory.roam.megatron_fakes import use_megatron_fakes
 from tempo_megatron.memory.roam.order import find_order
 from tempo_megatron.slots import dropout_rng
+from tempo_torch import tempoize
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -102,6 +103,26 @@ def test_fifty_steps_of_a_gpt_are_those_of_eager_mode(tempo_config: TempoConfig)
             50,
             context=use_megatron_fakes,
         )
+
+
+def test_a_gpt2_of_transformers_given_to_tempoize_trains_in_the_planned_order() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=None, eos_token_id=None))
+        return tempoize(model.train(), seed=1)  # type: ignore[no-any-return]
+
+    def draw(number: int) -> tuple[Tensor]:
+        return (torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(number)),)
+
+    def compute_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
+
+    train_both(build, functools.partial(torch.optim.AdamW, lr=1e-2), compute_loss, draw, 3)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from unittest import mock
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tempo_megatron.slots.late_check import LateCheck
@@ -27,11 +26,5 @@ def use_fake_tensors() -> Iterator[None]:
         torch.compiler.set_stance("force_eager"),
         mock.patch.object(tracker, "fork", lambda *_, **__: contextlib.nullcontext()),
         mock.patch.object(LateCheck, "note", lambda *_: None),
-        mock.patch.object(Tensor, "nonzero", _find_nothing),
     ):
         yield
-
-
-def _find_nothing(t: Tensor) -> Tensor:
-    """torch.Tensor.nonzero where nothing is: how much there is, fake tensors cannot know."""
-    return t.new_empty((0, t.dim()), dtype=torch.int64)

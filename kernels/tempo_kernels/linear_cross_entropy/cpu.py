@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tempo_kernels.linear_cross_entropy import eager
 from tempo_kernels.linear_cross_entropy.eager import locate_columns, make_finite
@@ -52,13 +53,21 @@ def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
         values = logits[block] if logits.dtype == compute_dtype else memory
         torch.sub(logits[block], top.unsqueeze(1), out=values).exp_().mul_(scale.unsqueeze(1))
         of_target = grad.unsqueeze(1)
-        values.index_fill_(0, (grad == 0).nonzero().squeeze(1), 0.0)
+        values.index_fill_(0, _find_zeros(grad), 0.0)
         if shares.other:
             values[:, : shares.num_real].sub_(of_target * shares.other)
         column, is_here = locate_columns(columns, logits.size(1))
         values.scatter_add_(1, column, (of_target * -shares.target).masked_fill_(~is_here.unsqueeze(1), 0.0))
         if values is memory:
             logits[block] = values
+
+
+def _find_zeros(grad: Tensor) -> Tensor:
+    """The numbers of the rows whose gradient is 0; none of a fake tensor, which has no numbers."""
+    is_zero = grad == 0
+    if isinstance(grad, FakeTensor):
+        return is_zero.new_empty(0, dtype=torch.int64)
+    return is_zero.nonzero().squeeze(1)
 
 
 def _cut_into_blocks(logits: Tensor, compute_dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tempo_kernels.norm.operands import Norm, compute_gamma
 
@@ -37,12 +38,13 @@ def find_candidate_channels(weight: Tensor, bias: Tensor | None, dtype: torch.dt
 
 
 def list_lost_channels(norm: Norm, affine: Tensor, dtype: torch.dtype, needs_grad: bool, keeps_lost: bool) -> Tensor:
-    """The numbers of the lost channels, int64 [k]; none where no gradient is needed. affine is that of x's dtype.
+    """The numbers of the lost channels, int64 [k]; none where no gradient is needed, and of fake tensors, which have no
+    numbers. affine is that of x's dtype.
 
     Raises RuntimeError where there are such channels and, without keeps_lost, no room for them.
     """
     weight = norm.weight
-    if not needs_grad or _carries_all(affine, dtype):
+    if not needs_grad or isinstance(affine, FakeTensor) or _carries_all(affine, dtype):
         return torch.empty(0, dtype=torch.int64, device=weight.device)
     lost = find_lost_channels(weight, norm.bias, dtype, norm.zero_centered).nonzero().squeeze(-1)
     if lost.numel() and not keeps_lost:
