@@ -8,6 +8,7 @@ import itertools
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from peak_cases import AUTO, OFF, Step
 
 from tempo_megatron import TempoConfig
@@ -88,6 +89,9 @@ def _measure(run: Run) -> int:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     make_gelu_tables()
+    # That of a run before has its size, which counts as soon as a tensor of it is made.
+    parallel_state.destroy_global_memory_buffer()
+    parallel_state._set_global_memory_buffer()
     step, shape = run.step, run.step.shape
     config = build_ledger_config(shape, sequence_parallel=False, dtype=run.dtype, recompute=())
     chosen = choose_for_model(shape, config, run.tempo).config

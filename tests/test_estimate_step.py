@@ -34,7 +34,6 @@ RUNS = [
     Run(stage=2, bucket=16 << 20),
     Run(stage=3, dtype=torch.float32),
     Run(stage=3, accumulates_in_float32=True, overlaps=True),
-    # The last one: wide runs behind it in the same process had 1 MiB more, which is not part of a step.
     Run(stage=2, dtype=torch.float32, tempo=AUTO),
 ]
 
