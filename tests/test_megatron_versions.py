@@ -40,7 +40,8 @@ LEFT = {
     "multi-token prediction": [
         "activation 0 of 1, norm 0 of 5, dropout 0 of 2, attention 0 of 1",
         "activation in mtp.layers.0 (mlp): multi-token prediction",
-        "norm in mtp.layers.0 (input_layernorm, pre_mlp_layernorm, enorm, hnorm, layer_norm): multi-token prediction",
+        "norm in mtp.layers.0 (input_layernorm, pre_mlp_layernorm, enorm, hnorm, final_layernorm): "
+        "multi-token prediction",
         "dropout in mtp.layers.0 (self_attn_bda, mlp_bda): multi-token prediction",
         "attention in mtp.layers.0 (self_attention.core_attention): multi-token prediction",
     ],
