@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tempo_torch import report_on, tempoize
+from tempo_torch import report_on, restore, tempoize
 
 LEFT_BY_TORCH = "draws from torch's generator"
 
@@ -169,6 +169,28 @@ def test_attention_that_no_module_asks_for_stays_as_it_was_and_is_refused_by_nam
     assert ("attention", why) in {(entry.operation, entry.why) for entry in report_on(ours).left}
     with pytest.raises(ValueError, match=f'attention is "flash", but {why}'):
         tempoize(build(model, config, p, **settings), attention="flash")
+
+
+@pytest.mark.parametrize("name", ["BERT", "Falcon"])
+def test_torchs_attention_in_a_model_of_transformers_has_an_entry_of_its_own(name):
+    model, config, p, settings = MODELS[name]
+    model = build(model, config, p, **settings)
+
+    class Pooled(type(model)):
+        def forward(self, input_ids=None, **kwargs):
+            out = super().forward(input_ids=input_ids, **kwargs)
+            self.pool(out[0], out[0], out[0], need_weights=False)
+            return out
+
+    model.__class__, model.pool = Pooled, nn.MultiheadAttention(64, 4, 0.1)
+    ours = tempoize(tempoize(model))
+    entries = {entry.name: entry for entry in report_on(ours).entries if entry.operation == "attention"}
+    assert entries["pool"].now == "flash" and entries["pool"].module == "MultiheadAttention"
+    registered = [entry.name for entry in entries.values() if entry.now and entry.name != "pool"]
+    assert registered == ([f"encoder.layer.{n}.attention.self" for n in range(2)] if name == "BERT" else [])
+    ours(**make_call(name))
+    members = set(nn.MultiheadAttention(64, 4).__dict__)
+    assert set(restore(ours).pool.__dict__) == members and ours.config._attn_implementation == "sdpa"
 
 
 def test_attention_that_adds_to_its_scores_stays_stock_or_is_refused_by_name():

@@ -57,6 +57,15 @@ class AttentionPlace:
             )
         return self.head_rank * num_heads
 
+    def refuse(self, module: Any, why: str) -> None:
+        """Note why stock serves a call; ValueError where it must not."""
+        if self.is_required:
+            raise ValueError(
+                f'attention is "flash", but {type(module).__name__} {why}, which Tempo\'s attention with dropout does '
+                'not; set it to "auto" or "off"'
+            )
+        self.why = why
+
 
 def find_ranks(model: Any) -> dict[str, tuple[int, int]]:
     """{"heads": ..., "samples": ...}: this process and the number of those that share the heads, and the samples, of a
@@ -93,7 +102,8 @@ def give_back_attention(model: Any) -> None:
     """Give `model`, none of whose modules asks the registry, the attention that it had."""
     model.set_attn_implementation("sdpa")
     for module in model.modules():
-        module.__dict__.pop(PLACE, None)
+        if PLACE not in module.__dict__.get("tempo_attributes", ()):
+            module.__dict__.pop(PLACE, None)
 
 
 def attend(
@@ -119,12 +129,7 @@ def attend(
             'of a model that was; set attn_implementation to "sdpa", or call tempoize'
         )
     if (why := _find_refusal(attention_mask, kwargs)) is not None:
-        if place.is_required:
-            raise ValueError(
-                f'attention is "flash", but {type(module).__name__} {why}, which Tempo\'s attention with dropout does '
-                'not; set it to "auto" or "off"'
-            )
-        place.why = why
+        place.refuse(module, why)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)

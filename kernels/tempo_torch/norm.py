@@ -32,8 +32,8 @@ class _Norm(Replaced):
         return self.compiled_keep if torch.compiler.is_compiling() else self.keep
 
     def _fits(self, x: Tensor) -> bool:
-        # Of two dtypes stock promotes, in ways that differ from class to class.
-        return x.dtype == self.weight.dtype and x.is_floating_point() and x.numel() > 0
+        # Of two dtypes stock promotes, in ways that differ from class to class. nn.TransformerEncoder nests in eval.
+        return not x.is_nested and x.dtype == self.weight.dtype and x.is_floating_point() and x.numel() > 0
 
 
 class LayerNorm(_Norm):

@@ -316,6 +316,15 @@ class _Entry:
             self._passes.enter(self._number, args, kwargs)
 
 
+def number_rows(first_sample: int | Tensor, num_samples: int, num_rows: int) -> int | Tensor:
+    """A number for the first of the rows of a batch, of which several may belong to one sample: no other forward's rows
+    have those that follow."""
+    rows_per_sample = -(-num_rows // num_samples)
+    if rows_per_sample == 1:
+        return first_sample
+    return first_sample + first_sample % _FIRST_OVERSIZED * (rows_per_sample - 1)
+
+
 def is_in_backward() -> bool:
     """Whether this forward runs inside of a backward."""
     return torch._C._current_graph_task_id() != -1

@@ -16,6 +16,7 @@ from tempo_torch.dropout import RedrawnDropout
 from tempo_torch.functional import RedirectsFunctions, find_functions, redirect
 from tempo_torch.linear import DropsInput
 from tempo_torch.loss import FusedLoss, is_language_model, use_fused_loss
+from tempo_torch.multihead import MultiheadAttention
 from tempo_torch.norm import find_norm
 from tempo_torch.position import Passes
 from tempo_torch.probe import Call, Seen, make_inputs, probe
@@ -57,8 +58,10 @@ class _State:
         Raises ValueError where a value other than "auto" and "off" applies to nothing that runs.
         """
         self.seen = probe(model, self.passes, call)
-        flash = next((entry for entry in self.made if entry.operation == "attention" and entry.now), None)
-        if isinstance(self.seen, Seen) and not self.seen.attention and flash is not None:
+        modules = dict(model.named_modules())
+        flash = _find_of_registry(modules, self.made)
+        is_asked = isinstance(self.seen, Seen) and any(not _is_multihead(modules[name]) for name in self.seen.attention)
+        if isinstance(self.seen, Seen) and not is_asked and flash is not None and flash.now is not None:
             give_back_attention(model)
             why = "none of its modules asks transformers' registry for attention"
             self.made[self.made.index(flash)] = dataclasses.replace(flash, now=None, why=why)
@@ -96,7 +99,12 @@ def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator
     if made.now is None:
         yield made
     elif made.operation == "attention":
+        is_own = _is_multihead(modules[made.name])
+        if is_own and made.name not in seen.attention:
+            yield dataclasses.replace(made, now=None, why="the forward that was watched does not call it")
         for name, why in seen.attention.items():
+            if name != made.name if is_own else _is_multihead(modules[name]):
+                continue
             why = modules[name].__dict__[PLACE].why or why
             now = made.now if why is None else None
             kind = type(modules[name]).__name__
@@ -113,6 +121,17 @@ def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator
         yield dataclasses.replace(made, now=None, why="stock ran: its input and its weight are of two dtypes")
     else:
         yield made
+
+
+def _is_multihead(module: nn.Module | None) -> bool:
+    """Whether a module is nn.MultiheadAttention of Tempo, which has an entry of its own."""
+    return isinstance(module, MultiheadAttention)
+
+
+def _find_of_registry(modules: dict[str, nn.Module], entries: list[Entry]) -> Entry | None:
+    """The entry of all attention that asks transformers' registry."""
+    found = (entry for entry in entries if entry.operation == "attention")
+    return next((entry for entry in found if not _is_multihead(modules.get(entry.name))), None)
 
 
 def tempoize(
@@ -142,8 +161,8 @@ def tempoize(
         norm: "inplace" keeps a norm's output; "recompute" its input; "auto" is "inplace", and "recompute" where
             torch.compile compiles the model.
         dropout: "recompute" (and "auto") draws masks again by position; see `samples`.
-        attention: "flash" (and "auto") gives attention with dropout a mask by position and no s*s tensor, in models of
-            transformers on "sdpa".
+        attention: "flash" (and "auto") gives attention with dropout a mask by position and no s*s tensor, in
+            nn.MultiheadAttention and in models of transformers on "sdpa".
         loss: "fused" (and "auto") makes the logits of a causal language model a chunk of tokens at a time.
         rank, num_ranks: this process among those that train on different samples. By default those of
             torch.distributed, and of the mesh of a model that transformers distributed; needed where several processes
@@ -166,11 +185,13 @@ def tempoize(
     for name, module in list(model.named_modules()):
         if isinstance(module, Replaced):
             continue
-        for replace in (_replace_norm, _replace_activation, _replace_dropout, _replace_linear, _replace_functions):
+        for replace in _REPLACEMENTS:
             if (entry := replace(name, module, choices, passes)) is not None:
                 entries.append(entry)
                 break
-    if choices["attention"] != "off" and not any(entry.operation == "attention" for entry in entries):
+    modules = dict(model.named_modules())
+    is_enough = any(map(_is_multihead, modules.values())) and not hasattr(model, "set_attn_implementation")
+    if choices["attention"] != "off" and not is_enough and _find_of_registry(modules, entries) is None:
         entries.append(_replace_attention(model, choices, passes, ranks.get("heads", (0, 1))))
     if choices["loss"] != "off":
         entries += _replace_losses(model)
@@ -387,6 +408,14 @@ def _replace_linear(name: str, module: nn.Module, choices: dict[str, str], _: Pa
     return None
 
 
+def _replace_multihead(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Entry | None:
+    if choices["attention"] == "off" or type(module) is not nn.MultiheadAttention or not module.dropout:
+        return None  # stock without dropout keeps what ours keeps, and draws nothing
+    place = AttentionPlace(passes.add_place(name), choices["attention"] == "flash")
+    change_class(module, MultiheadAttention, **{PLACE: place})
+    return Entry(name, "MultiheadAttention", "attention", "flash")
+
+
 def _replace_losses(model: nn.Module) -> list[Entry]:
     heads = [(name, module) for name, module in model.named_modules() if is_language_model(module)]
     entries = []
@@ -419,13 +448,23 @@ def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], pa
     )
 
 
+_REPLACEMENTS = (
+    _replace_norm,
+    _replace_activation,
+    _replace_dropout,
+    _replace_linear,
+    _replace_multihead,
+    _replace_functions,
+)
+
+
 def _replace_attention(model: nn.Module, choices: dict[str, str], passes: Passes, head_ranks: tuple[int, int]) -> Entry:
     kind = type(model).__name__
     why = use_attention(model)
     if why is not None:
         return Entry("", kind, "attention", None, why)
     for name, module in model.named_modules():
-        if "Attention" in type(module).__name__:
+        if "Attention" in type(module).__name__ and not _is_multihead(module):
             place = passes.add_place(f"{name}.attention")
             module.__dict__[PLACE] = AttentionPlace(place, choices["attention"] == "flash", *head_ranks)
     return Entry("", kind, "attention", "flash", stock_bytes=0.0)

@@ -1,0 +1,209 @@
+"""nn.MultiheadAttention whose dropout mask is a function of positions, as in nn.TransformerEncoder and its kind.
+
+Without dropout, and in eval, stock runs, with its fast path. With dropout in training torch keeps s*s tensors on a CPU,
+and everywhere draws from a generator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tempo_kernels.attention import attention
+from tempo_torch.attention import AttentionPlace
+from tempo_torch.linear import drop_input
+from tempo_torch.position import number_rows
+from tempo_torch.replace import Replaced
+
+Hidden = tuple[Tensor, Tensor | None]
+"""bool [b or 1, a or 1, sq or 1, sk], True where a key is hidden; and [sq or 1, b or 1, a or 1, 1], True for queries
+whose keys are all hidden, None where there are none."""
+
+_ADDS = "adds a tensor to its scores"
+
+_read: Any = WeakIdKeyDictionary()
+"""Of each mask that came first in a call: what it was merged with, and what that gave."""
+
+
+class MultiheadAttention(Replaced):
+    """nn.MultiheadAttention with Tempo's attention, in training with dropout.
+
+    Keeps for backward: its inputs, as stock does, q, k, v, the output of attention, and 4 bytes per query and head.
+    """
+
+    tempo_place: AttentionPlace
+    training: bool
+    dropout: float
+    batch_first: bool
+    add_zero_attn: bool
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    _qkv_same_embed_dim: bool
+    in_proj_weight: Tensor
+    q_proj_weight: Tensor
+    k_proj_weight: Tensor
+    v_proj_weight: Tensor
+    in_proj_bias: Tensor | None
+    bias_k: Tensor | None
+    out_proj: torch.nn.Linear
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, weights or None) as of stock. Float masks of 0 and -inf count as bool ones: stock's encoder makes them.
+
+        Raises ValueError for a call that Tempo's attention cannot serve, with attention "flash".
+        """
+        call = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        if not self.tempo_place.was_called:
+            self.tempo_place.was_called = True
+        if not self.training or self.dropout == 0.0:
+            return super().forward(*call)  # type: ignore[misc,no-any-return]
+        found = self._find_refusal(need_weights) or self._read_masks(query, key, key_padding_mask, attn_mask, is_causal)
+        if isinstance(found, str):
+            self.tempo_place.refuse(self, found)
+            return super().forward(*call)  # type: ignore[misc,no-any-return]
+        return self._attend(query, key, value, *found), None
+
+    def _find_refusal(self, need_weights: bool) -> str | None:
+        """What any call like this asks for that Tempo's attention does not do."""
+        if need_weights:
+            return "returns its weights (need_weights=True)"
+        if self.bias_k is not None:
+            return "appends bias_k and bias_v to its keys and values"
+        if self.add_zero_attn:
+            return "appends a zero to its keys and values"
+        if self.dropout == 1.0:
+            return "drops all of its probabilities"
+        return None
+
+    def _read_masks(
+        self, query: Tensor, key: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
+    ) -> tuple[bool, Hidden | None] | str:
+        """(whether attention is causal, what else is hidden); the reason where it is more than that."""
+        num_queries, batch = self._measure(query)
+        num_keys, _ = self._measure(key)
+        if query.is_nested or key.is_nested or query.numel() == 0 or key.numel() == 0:
+            return "takes nested or empty tensors"
+        if padding is not None and query.dim() == 2:
+            padding = padding.unsqueeze(0)
+        shapes = (None, (num_queries, num_keys), (batch * self.num_heads, num_queries, num_keys))
+        fits = (None if mask is None else tuple(mask.shape)) in shapes and not (is_causal and mask is None)
+        if not fits or (padding is not None and padding.shape != (batch, num_keys)):
+            return "takes masks of shapes that do not fit"  # stock says how
+        if mask is not None and is_causal and padding is None:
+            # As stock has it, which then does not read the mask, and whose first query sees the first key only.
+            if num_queries == num_keys:
+                return True, None
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).triu(1)
+        if mask is None and padding is None:
+            return False, None
+        hidden = _merge(mask, padding, batch, self.num_heads)
+        return hidden if isinstance(hidden, str) else (False, hidden)
+
+    def _measure(self, x: Tensor) -> tuple[int, int]:
+        """(length, batch) of an input."""
+        if x.dim() == 2:
+            return x.size(0), 1
+        return (x.size(1), x.size(0)) if self.batch_first else (x.size(0), x.size(1))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, hidden: Hidden | None) -> Tensor:
+        q, k, v = (self._split_heads(t) for t in self._project(query, key, value))
+        draw_key, first_sample, num_samples = self.tempo_place.place.find(query.device)
+        mask, blind = (None, None) if hidden is None else hidden
+        out = attention(
+            q,
+            k,
+            v,
+            causal=causal,
+            mask=mask,
+            softmax_scale=self.head_dim**-0.5,
+            dropout_p=self.dropout,
+            dropout_key=draw_key,
+            first_sample=number_rows(first_sample, num_samples, q.size(1)),
+        )
+        if blind is not None:
+            out = out.masked_fill(blind, 0.0)  # as stock has it; ours would attend to all
+        y = F.linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias)
+        if query.dim() == 2:
+            return y.squeeze(1)
+        return y.transpose(0, 1) if self.batch_first else y
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """q, k, v by one product for each distinct input."""
+        width = self.embed_dim
+        inputs: tuple[Tensor, ...] = (query, key, value)
+        sizes: tuple[int, ...] = (width, width, width)
+        weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self._qkv_same_embed_dim:
+            if key is value:
+                inputs, sizes = ((key,), (3 * width,)) if query is key else ((query, key), (width, 2 * width))
+            weights = self.in_proj_weight.split(sizes)
+        biases: Any = [None] * len(sizes) if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
+        found: list[Tensor] = []
+        for x, weight, bias in zip(inputs, weights, biases, strict=True):
+            y = F.linear(x, weight, bias)
+            if not torch.compiler.is_compiling():
+                drop_input(x, y)
+            found += y.split(width, -1)
+        return found
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """x [.., width] as [s, b, a, d]."""
+        heads: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim))
+        if x.dim() == 2:
+            return heads.unsqueeze(1)
+        return heads.transpose(0, 1) if self.batch_first else heads
+
+
+def _merge(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int) -> Hidden | str:
+    """What a mask [sq, sk] or [b*a, sq, sk] and a padding mask [b, sk] hide; the reason where they do more.
+
+    One result for all layers, which are given the same masks, unless these were written to between them.
+    """
+    first, second = (padding, None) if mask is None else (mask, padding)
+    assert first is not None
+    # Neither a compiler nor inference mode counts what is written.
+    if torch.compiler.is_compiling() or any(t is not None and t.is_inference() for t in (first, second)):
+        return _compute_hidden(mask, padding, batch, heads)
+    given = (mask is None, first._version, None if second is None else second._version, batch, heads)
+    before, other, hidden = _read.get(first, (None, None, None))
+    if before != given or (None if other is None else other()) is not second:
+        hidden = _compute_hidden(mask, padding, batch, heads)
+        _read[first] = given, None if second is None else weakref.ref(second), hidden
+    return hidden  # type: ignore[no-any-return]
+
+
+def _compute_hidden(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int) -> Hidden | str:
+    hidden: Any = None
+    for each in (mask, padding):
+        if each is None:
+            continue
+        if each.dtype != torch.bool and (each.requires_grad or not each.is_floating_point() or _adds(each)):
+            return _ADDS
+        found = each if each.dtype == torch.bool else each == float("-inf")
+        shape = (batch, 1, 1, -1) if each is padding else (batch if found.dim() == 3 else 1, -1, *found.shape[-2:])
+        found = found.view(shape)
+        hidden = found if hidden is None else hidden | found
+    blind = hidden.all(-1, keepdim=True)
+    return hidden, blind.permute(2, 0, 1, 3) if torch.compiler.is_compiling() or blind.any() else None
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _adds(mask: Tensor) -> bool:
+    """Whether a float mask adds other numbers than 0 and -inf."""
+    return bool(((mask != 0) & (mask != float("-inf"))).any())

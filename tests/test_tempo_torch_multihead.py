@@ -1,0 +1,319 @@
+"""nn.MultiheadAttention under tempoize: stock's function with a mask by position, and no s*s tensor."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from witness import assert_within_rule, kept_storages
+
+from tempo_kernels.philox import derive_key, drop_mask, effective_probability
+from tempo_torch import report_on, restore, samples, tempoize
+from tempo_torch.position import number_rows
+
+B, SQ, SK, E, HEADS = 4, 48, 65, 64, 4
+SEED, FIRST, P = 7, 11, 0.25
+_random = torch.Generator().manual_seed(1)
+CAUSAL = torch.ones(SQ, SQ, dtype=torch.bool).triu(1)
+RANDOM = (torch.rand(B * HEADS, SQ, SK, generator=_random) < 0.3) & (torch.arange(SK) > 0)
+PADDING = torch.arange(SK) >= torch.tensor([[65], [50], [14], [2]])
+
+
+def make_float(mask):
+    return torch.zeros(mask.shape).masked_fill(mask, float("-inf"))
+
+
+# Arguments of the module, lengths of the query and of the keys, what a call is given besides.
+CALLS = {
+    "self attention": ({"batch_first": True}, SQ, SQ, {}),
+    "sequence first": ({}, SQ, SQ, {}),
+    "no bias": ({"bias": False}, SQ, SQ, {}),
+    "causal": ({"batch_first": True}, SQ, SQ, {"attn_mask": CAUSAL, "is_causal": True}),
+    "causal by its mask": ({"batch_first": True}, SQ, SQ, {"attn_mask": CAUSAL}),
+    "causal cross attention": ({}, SQ, SK, {"attn_mask": torch.ones(SQ, SK).triu(1) > 0, "is_causal": True}),
+    "a causal float mask and padding": (
+        {"batch_first": True},
+        SQ,
+        SQ,
+        {"attn_mask": make_float(CAUSAL), "key_padding_mask": make_float(PADDING[:, :SQ]), "is_causal": True},
+    ),
+    "padding": ({"batch_first": True}, SQ, SK, {"key_padding_mask": PADDING}),
+    "a mask per head": ({}, SQ, SK, {"attn_mask": RANDOM}),
+    "a mask per head and padding": ({"batch_first": True}, SQ, SK, {"attn_mask": RANDOM, "key_padding_mask": PADDING}),
+    "other widths": ({"batch_first": True, "kdim": 48, "vdim": 80}, SQ, SK, {}),
+}
+
+
+def make_inputs(settings, num_queries, num_keys):
+    torch.manual_seed(2)
+    query = torch.randn(B, num_queries, E)
+    if num_queries == num_keys:
+        inputs = [query] * 3
+    elif "kdim" in settings:
+        inputs = [query, torch.randn(B, num_keys, settings["kdim"]), torch.randn(B, num_keys, settings["vdim"])]
+    else:
+        inputs = [query, *[torch.randn(B, num_keys, E)] * 2]
+    if settings.get("batch_first"):
+        return inputs
+    swapped = {id(t): t.transpose(0, 1).contiguous() for t in inputs}
+    return [swapped[id(t)] for t in inputs]
+
+
+def drop_by_definition(weights, p):
+    """F.dropout of probabilities [b*a, sq, sk] by the mask from its definition."""
+    dropped = drop_mask(
+        derive_key(SEED, zlib.crc32(b""), 0),
+        p,
+        sample=torch.arange(FIRST, FIRST + B).view(-1, 1, 1),
+        head=torch.arange(HEADS).view(-1, 1),
+        row=torch.arange(weights.size(1)),
+        num_columns=weights.size(2),
+    )
+    return weights * ~dropped.flatten(0, 1) / (1 - effective_probability(p))
+
+
+def run(module, inputs, dtype, **more):
+    """The output, the gradients of the distinct inputs and those of the parameters."""
+    distinct = {id(t): t.detach().to(dtype).requires_grad_() for t in inputs}
+    for name, mask in more.items():
+        more[name] = mask.to(dtype) if isinstance(mask, torch.Tensor) and mask.is_floating_point() else mask
+    out = module(*(distinct[id(t)] for t in inputs), **more)[0]
+    module.zero_grad(set_to_none=True)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    out.backward(grad.to(dtype))
+    return [out.detach(), *(t.grad for t in distinct.values()), *(p.grad for p in module.parameters())]
+
+
+def assert_all_within_rule(name, ours, same_dtype, exact):
+    """The rule for the first tensors, and for the others together, each in units of a power of two of its own."""
+    assert_within_rule(name, ours[0], same_dtype[0], exact[0])
+    exponents = [torch.frexp(t.abs().max())[1] for t in exact]
+    units = (
+        [torch.ldexp(t, -e).flatten() for t, e in zip(ts, exponents, strict=True)] for ts in (ours, same_dtype, exact)
+    )
+    assert_within_rule(f"gradients, {name}", *(torch.cat(each[1:]) for each in units))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_outputs_and_gradients_are_stocks_with_the_mask_by_position(name):
+    settings, num_queries, num_keys, more = CALLS[name]
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(E, HEADS, P, **settings)
+    if stock.in_proj_bias is not None:
+        nn.init.normal_(stock.in_proj_bias)
+    ours, exact = tempoize(copy.deepcopy(stock), seed=SEED, attention="flash"), copy.deepcopy(stock).double()
+    inputs = make_inputs(settings, num_queries, num_keys)
+    with samples(ours, FIRST):
+        found = run(ours, inputs, torch.float32, **more, need_weights=False)
+    with mock.patch.object(F, "dropout", drop_by_definition):  # torch's own, which then is our definition
+        same = run(stock, inputs, torch.float32, **more)
+        true = run(exact, inputs, torch.float64, **more)
+    assert_all_within_rule(name, found, same, true)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_input_without_a_batch_is_a_batch_of_one(name):
+    settings, num_queries, num_keys, more = CALLS[name]
+    more = dict(more)
+    if more.get("attn_mask") is RANDOM:
+        more["attn_mask"] = RANDOM[:HEADS]
+    if "key_padding_mask" in more:
+        more["key_padding_mask"] = more["key_padding_mask"][1:2]
+    model = tempoize(nn.MultiheadAttention(E, HEADS, P, **settings), attention="flash")
+    inputs = make_inputs(settings, num_queries, num_keys)
+    batched = {id(t): t[:1] if settings.get("batch_first") else t[:, :1] for t in inputs}
+    with samples(model, FIRST):
+        expected = model(*(batched[id(t)] for t in inputs), **more, need_weights=False)[0]
+    if "key_padding_mask" in more:
+        more["key_padding_mask"] = more["key_padding_mask"][0]
+    flat = {name: t.flatten(0, 1) for name, t in batched.items()}
+    with samples(model, FIRST):
+        out = model(*(flat[id(t)] for t in inputs), **more, need_weights=False)[0]
+    assert out.shape == (num_queries, E)
+    torch.testing.assert_close(out, expected.view(out.shape))
+
+
+def test_queries_that_see_no_key_are_given_zeros_as_in_stock():
+    hidden = torch.zeros(B, SQ, dtype=torch.bool)
+    hidden[1] = True
+    stock = nn.MultiheadAttention(E, HEADS, P, batch_first=True)
+    ours = tempoize(copy.deepcopy(stock), attention="flash")
+    nn.init.ones_(stock.out_proj.bias), nn.init.ones_(ours.out_proj.bias)
+    x = make_inputs({"batch_first": True}, SQ, SQ)[0].requires_grad_()
+    for mask in (hidden, make_float(hidden)):
+        outs = [each(x, x, x, key_padding_mask=mask, need_weights=False)[0] for each in (stock, ours)]
+        assert all(torch.equal(out[1], torch.ones(SQ, E)) and not torch.equal(out[0], out[1]) for out in outs)
+        (grad,) = torch.autograd.grad(outs[1].sum(), x)
+        assert not grad[1].any() and grad[0].any()
+
+
+def build_layers(p, norm_first=False):
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(E, HEADS, 48, p, F.gelu, batch_first=True, norm_first=norm_first)
+    decoder = nn.TransformerDecoderLayer(E, HEADS, 48, p, batch_first=True, norm_first=norm_first)
+    return Layers(nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False), nn.TransformerDecoder(decoder, 2))
+
+
+class Layers(nn.Module):
+    """torch's encoder, with padding, and its decoder, which is causal."""
+
+    def __init__(self, encoder, decoder):
+        super().__init__()
+        self.encoder, self.decoder, self.checkpoints = encoder, decoder, None
+
+    def forward(self, x):
+        padding, mask = PADDING[: x.size(0)], nn.Transformer.generate_square_subsequent_mask(SK, dtype=x.dtype)
+        memory = self.encoder(x, src_key_padding_mask=padding)
+        for layer in self.decoder.layers:
+            more = {"tgt_mask": mask, "memory_key_padding_mask": padding, "tgt_is_causal": True}
+            x = layer(x, memory, **more) if self.checkpoints is None else checkpoint(layer, x, memory, **more | LATER)
+        return x
+
+
+LATER = {"use_reentrant": False, "preserve_rng_state": False}
+
+
+def differentiate(model, dtype=torch.float32):
+    x = torch.randn(B, SK, E, generator=torch.Generator().manual_seed(4)).to(dtype)
+    out = model(x)
+    model.zero_grad(set_to_none=True)
+    (out * torch.linspace(-1, 1, E, dtype=dtype)).sum().backward()
+    return [out.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_torchs_layers_that_drop_nothing_are_stocks(norm_first):
+    # A probability that rounds to 0 runs Tempo's attention, and a written 0 stock's.
+    ours = tempoize(build_layers(1e-6, norm_first), attention="flash")
+    stock, exact, without = (build_layers(0.0, norm_first) for _ in range(3))
+    found = [differentiate(each) for each in (ours, tempoize(without), stock)]
+    true = differentiate(exact.double(), torch.float64)
+    assert_all_within_rule("of 1e-6", found[0], found[2], true)
+    assert_all_within_rule("of 0", found[1], found[2], true)
+
+
+def test_torchs_layers_draw_by_position_and_move_no_generator():
+    ours, again = (tempoize(build_layers(0.1), seed=3) for _ in range(2))
+    again.checkpoints = True
+    found = []
+    for model in (ours, again, ours):
+        state = torch.get_rng_state()
+        with samples(model, 20):
+            found.append(differentiate(model))
+        assert torch.equal(state, torch.get_rng_state())
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
+    assert not torch.equal(differentiate(ours)[0], found[0][0])  # other samples
+    entries = [entry for entry in report_on(ours).entries if entry.operation == "attention"]
+    assert len(entries) == 6 and {(entry.module, entry.now) for entry in entries} == {("MultiheadAttention", "flash")}
+
+
+def test_kept_are_q_k_v_the_output_and_a_logsumexp():
+    x = torch.randn(2, 64, E, requires_grad=True)
+    stock = nn.MultiheadAttention(E, HEADS, 0.1, batch_first=True)
+    ours, kept = tempoize(copy.deepcopy(stock)), []
+    ours(x, x, x, need_weights=False)  # the first forward is watched by one without memory
+    for model in (stock, ours):
+        held = kept_storages(lambda x, model=model: model(x, x, x, need_weights=False)[0], x)
+        for tensor in (x, *model.parameters()):
+            held.pop(tensor.untyped_storage().data_ptr(), None)
+        kept.append(sum(held.values()))
+    tokens = 2 * 64
+    assert kept[1] == 4 * (3 + 1) * tokens * E + 4 * HEADS * tokens
+    assert kept[0] > kept[1] + 4 * HEADS * tokens * 64  # s*s tensors
+
+
+BIAS = torch.linspace(0, 1, SQ * SQ).view(SQ, SQ)
+REFUSALS = {
+    "returns its weights (need_weights=True)": ({}, {"need_weights": True}),
+    "appends bias_k and bias_v to its keys and values": ({"add_bias_kv": True}, {}),
+    "appends a zero to its keys and values": ({"add_zero_attn": True}, {}),
+    "adds a tensor to its scores": ({}, {"attn_mask": BIAS}),
+}
+
+
+@pytest.mark.parametrize("why", REFUSALS)
+def test_what_tempos_attention_does_not_do_stays_stock_or_is_refused(why):
+    settings, more = REFUSALS[why]
+    stock = nn.MultiheadAttention(E, HEADS, P, batch_first=True, **settings)
+    ours, flash = tempoize(copy.deepcopy(stock)), tempoize(copy.deepcopy(stock), attention="flash")
+    x, found = torch.randn(B, SQ, E), []
+    for model in (stock, ours):
+        torch.manual_seed(5)
+        found.append(model(x, x, x, **{"need_weights": False, **more})[0])
+    assert torch.equal(*found)
+    left = [(entry.operation, entry.why) for entry in report_on(ours).left if entry.operation != "loss"]
+    assert left == [("attention", f"it {why}")], str(report_on(ours))
+    with pytest.raises(ValueError) as raised:
+        flash(x, x, x, **{"need_weights": False, **more})
+    assert str(raised.value).startswith('attention is "flash", but ') and f" {why}" in str(raised.value)
+
+
+def test_masks_that_do_not_fit_end_in_stocks_words():
+    model, x = tempoize(nn.MultiheadAttention(E, HEADS, P, batch_first=True)), torch.randn(B, SQ, E)
+    with pytest.raises(RuntimeError, match="The shape of the 2D attn_mask is"):
+        model(x, x, x, need_weights=False, attn_mask=CAUSAL[:1])
+    with pytest.raises(AssertionError, match="only bool and floating types of attn_mask"):
+        model(x, x, x, need_weights=False, attn_mask=CAUSAL.int())
+
+
+def test_a_mask_that_is_written_to_is_read_again():
+    model, x = tempoize(nn.MultiheadAttention(E, HEADS, P, batch_first=True), attention="flash"), torch.randn(B, SQ, E)
+    for empty in (torch.zeros(B, SQ, dtype=torch.bool), torch.zeros(B, SQ)):
+        outs = []
+        for value in (None, True if empty.dtype == torch.bool else float("-inf")):
+            if value is not None:
+                empty[:, 1:] = value
+            with samples(model, 0):
+                outs.append(model(x, x, x, key_padding_mask=empty, need_weights=False)[0])
+        assert not torch.equal(*outs)
+        empty[:, 0] = True if empty.dtype == torch.bool else 3.0
+    with pytest.raises(ValueError, match="MultiheadAttention adds a tensor to its scores"):
+        model(x, x, x, key_padding_mask=empty, need_weights=False)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_evaluation_is_bit_for_bit_stocks_on_nested_tensors_too():
+    layer = nn.TransformerEncoderLayer(E, HEADS, 48, 0.1, batch_first=True)
+    stock = nn.TransformerEncoder(layer, 2).eval()
+    x, attention = torch.randn(B, SK, E), stock.layers[0].self_attn
+    ours = tempoize(copy.deepcopy(stock), norm="off").eval()
+    with torch.no_grad():
+        for padding in (None, PADDING):
+            expected = stock(x, src_key_padding_mask=padding)
+            assert torch.equal(ours(x, src_key_padding_mask=padding), expected)
+            assert expected.shape == tempoize(copy.deepcopy(stock)).eval()(x, src_key_padding_mask=padding).shape
+        for weights in (False, True):  # its own fast path
+            found = ours.layers[0].self_attn(x, x, x, need_weights=weights)
+            expected = attention(x, x, x, need_weights=weights)
+            assert found[1] is expected[1] is None or torch.equal(found[1], expected[1])
+            assert torch.equal(found[0], expected[0])
+
+
+def test_restore_and_tempoize_again():
+    stock, model = build_layers(0.1), tempoize(build_layers(0.1))
+    classes, report = [type(each) for each in model.modules()], report_on(model)
+    assert (
+        list(model.state_dict()) == list(stock.state_dict()) and model.encoder.layers[0].self_attn._qkv_same_embed_dim
+    )
+    assert report_on(tempoize(model)) == report and [type(each) for each in model.modules()] == classes
+    copied = copy.deepcopy(model)
+    with samples(model, 0), samples(copied, 0):
+        assert all(map(torch.equal, differentiate(model), differentiate(copied)))
+    restore(model)
+    assert [type(each) for each in model.modules()] == [type(each) for each in stock.modules()]
+    assert [set(each.__dict__) for each in model.modules()] == [set(each.__dict__) for each in stock.modules()]
+
+
+def test_rows_of_a_batch_have_numbers_that_no_other_forward_has():
+    assert number_rows(12, 4, 4) == number_rows(12, 4, 1) == 12
+    # Two rows of each sample, as in windows: those of one sample do not depend on the others.
+    assert number_rows(12, 4, 8) + 2 == number_rows(13, 3, 6)
+    # As many samples as the sequence is long: batches of 7 in forwards of 4.
+    assert number_rows(16, 4, 7) >= number_rows(12, 4, 7) + 7
+    assert 2**47 <= number_rows(2**47 + 65536, 4, 7) < 2**48 - 7
