@@ -78,10 +78,11 @@ def take_batch_sizes(args: argparse.Namespace, config: Mapping[str, Any]) -> Non
         return
     per_round = args.dp * (steps or 1) * (1 if micro == "auto" else micro)
     if total % per_round or (steps is not None and total != per_round):
+        name = "--global-batch-size" if given is not None else f'"{_TOTAL}" of the DeepSpeed JSON,'
+        expected = "a multiple of" if steps is None else f"{steps} times"
         raise ValueError(
-            f"a batch of {total} samples is not {'' if steps is None else f'{steps} times '}a micro batch of {micro} "
-            f'on each of --dp {args.dp}; make "{_TOTAL}", "{_MICRO}", "{_STEPS}" of the DeepSpeed JSON and the '
-            "arguments agree"
+            f"{name} {total} is not {expected} --dp {args.dp} times a micro batch of "
+            f"{1 if micro == 'auto' else micro}; change one of them"
         )
     if hasattr(args, "global_batch_size"):
         args.global_batch_size, args.num_micro_batches = total, None

@@ -131,12 +131,6 @@ def _read_samples(args: argparse.Namespace, config: Mapping[str, Any]) -> int | 
     take_batch_sizes(args, config)
     if args.global_batch_size is None:
         return None
-    size = 1 if args.micro_batch_size == "auto" else args.micro_batch_size
-    if args.global_batch_size % (args.dp * size):
-        raise ValueError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of --dp {args.dp} times a micro batch of "
-            f"{size}; change one of them"
-        )
     samples: int = args.global_batch_size // args.dp
     return samples
 
