@@ -29,6 +29,7 @@ from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.peak_bytes import PeakBytes
 from tempo_megatron.memory.simulation import ChunkSettings, simulate_chunk
 from tempo_megatron.models.shape import make_shape
+from tempo_megatron.slots import dropout_rng
 
 # The 0-dim tensors of the loss, which may or may not be there still when the peak is.
 SCALARS_BYTES = 16
@@ -113,7 +114,9 @@ def test_a_second_micro_batch_in_flight_adds_no_second_global_memory_buffer(temp
         ready = make_step(step, "cpu")
         with PeakBytes(*ready.there, *ready.buffers) as seen:
             levels, in_flight = [], []
-            for _ in range(3):
+            for number in range(3):
+                if number:
+                    dropout_rng.set_micro_batch(5, 2 * number)
                 in_flight.append(torch.autograd.graph.get_gradient_edge(ready.forward()))
                 levels.append(seen.count_alive())
             buffer = sum(t.nbytes for t in parallel_state.get_global_memory_buffer().buffer.values())
