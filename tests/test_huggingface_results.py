@@ -11,7 +11,10 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 
 import huggingface_finetune
 import huggingface_models
+import huggingface_versions
 import transformers_cases
+
+from tempo_torch.versions import OLDEST_VERSIONS
 
 
 def read(path: Path) -> list[dict]:
@@ -51,3 +54,31 @@ def test_the_curves_of_stock_and_tempo_differ_by_less_than_the_seeds_do():
     assert len(records) == 2 * len(huggingface_finetune.SEEDS)
     assert {len(record["losses"]) for record in records} == {huggingface_finetune.STEPS}
     assert huggingface_finetune.find_distance(records) <= 1
+
+
+def test_the_table_of_versions_is_that_of_the_results_and_they_are_of_every_set():
+    records = read(huggingface_versions.RESULTS)
+    assert f"{huggingface_versions.BEGIN}{huggingface_versions.make_table(records)}\n{huggingface_versions.END}" in (
+        huggingface_versions.DOCUMENT.read_text("utf-8")
+    )
+    for record, versions in zip(records, huggingface_versions.SETS, strict=True):
+        assert huggingface_versions.is_of(record, versions) and record["passed"] > 0
+
+
+def test_the_oldest_set_is_that_of_the_oldest_supported_versions_and_passes():
+    oldest = read(huggingface_versions.RESULTS)[0]
+    found = {package: ".".join(oldest["versions"][package].split(".")[:2]) for package in OLDEST_VERSIONS}
+    assert found == OLDEST_VERSIONS and not oldest["failed"] and not oldest["skipped"]
+
+
+def test_what_fails_with_a_set_of_versions_or_is_skipped_is_in_its_row():
+    junit = """<testsuites><testsuite><testcase name="test_a"/>
+        <testcase name="test_b[1]"><failure message="no"/></testcase>
+        <testcase name="test_c"><skipped message="trl is not installed"/></testcase>
+        <testcase name="test_d"><error message="no fixture"/></testcase></testsuite></testsuites>"""
+    outcome = huggingface_versions.read_outcome(junit)
+    assert outcome == {
+        "passed": 1, "failed": ["test_b[1]", "test_d"], "skipped": ["test_c: trl is not installed"],
+    }  # fmt: skip
+    row = huggingface_versions.make_table([{"versions": {**huggingface_versions.SETS[0], "torch": "2"}, **outcome}])
+    assert row.endswith("| 2 | 1 | test_b[1]<br>test_d | test_c: trl is not installed |")
