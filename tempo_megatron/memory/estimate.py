@@ -5,7 +5,8 @@ pipeline's schedule, and then the optimizer's step. The estimate is the highest 
 from the real modules on fake tensors (`tempo_megatron.memory.simulation`); nothing in the sum is fitted.
 
 Not in it: memory that an operation takes and gives back inside itself (but for Tempo's on a CPU), what an allocator
-rounds up or keeps, contexts and workspaces of CUDA, cuBLAS and NCCL.
+rounds up or keeps, contexts and workspaces of CUDA, cuBLAS and NCCL, and on a CPU the 512 KiB of tables that the
+in-place GELU of 16 bits makes once in a process.
 """
 
 from __future__ import annotations
