@@ -72,7 +72,7 @@ def check_settings(q: Tensor, settings: Settings, form: str) -> None:
         first_sample = settings.first_sample if isinstance(settings.first_sample, int) else 0
         num_rows, num_samples, num_heads, _ = q.shape
         check_place(
-            key=settings.dropout_key or 0,
+            key=0 if settings.dropout_key is None else settings.dropout_key,
             first_sample=first_sample,
             num_samples=num_samples,
             first_head=settings.first_head,
