@@ -292,7 +292,7 @@ BF16 = {"bf16": {"enabled": True}}
         (
             {"train_batch_size": 6, "gradient_accumulation_steps": 2},
             ["--micro-batch-size", "2"],
-            '"train_batch_size" of the DeepSpeed JSON, 6 is not 2 times --dp 1 times a micro batch of 2; change',
+            'the DeepSpeed JSON\'s "train_batch_size" 6 is not 2 times --dp 1 times a micro batch of 2; change',
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},

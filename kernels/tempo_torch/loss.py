@@ -233,27 +233,11 @@ def _forward_operator(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in (
-    *("add", "radd", "sub", "rsub", "neg", "pow", "rpow", "rtruediv", "matmul", "rmatmul", "mod", "floordiv", "abs"),
-    *(
-        "getitem",
-        "setitem",
-        "len",
-        "iter",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "invert",
-        "bool",
-        "array",
-        "float",
-        "int",
-    ),
-    *("iadd", "isub", "imul", "itruediv", "and", "or", "xor", "contains"),
-):
+_OPERATORS = (
+    "add radd sub rsub neg pow rpow rtruediv matmul rmatmul mod floordiv abs getitem setitem len iter eq "
+    "ne lt le gt ge invert bool array float int iadd isub imul itruediv and or xor contains"
+)
+for _name in _OPERATORS.split():
     setattr(DeferredLogits, f"__{_name}__", _forward_operator(f"__{_name}__"))
 DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 

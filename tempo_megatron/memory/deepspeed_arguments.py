@@ -78,7 +78,7 @@ def take_batch_sizes(args: argparse.Namespace, config: Mapping[str, Any]) -> Non
         return
     per_round = args.dp * (steps or 1) * (1 if micro == "auto" else micro)
     if total % per_round or (steps is not None and total != per_round):
-        name = "--global-batch-size" if given is not None else f'"{_TOTAL}" of the DeepSpeed JSON,'
+        name = "--global-batch-size" if given is not None else f'the DeepSpeed JSON\'s "{_TOTAL}"'
         expected = "a multiple of" if steps is None else f"{steps} times"
         raise ValueError(
             f"{name} {total} is not {expected} --dp {args.dp} times a micro batch of "
