@@ -167,13 +167,21 @@ def measure_all(steps: list[Step]) -> list[int]:
 
 @pytest.mark.parametrize("tp", TENSOR_PARALLEL)
 def test_the_peak_of_a_step_is_estimated_on_tensor_parallel_ranks(tp: int) -> None:
+    """gloo's threads may free a collective's tensors late, which only adds: what is above is measured again."""
     steps = TENSOR_PARALLEL[tp]
-    measured: list[list[int]] = run_megatron_ranks(measure_all, tp, tp, steps)
-    wrong: dict[str, Any] = {}
-    for step, *found in zip(steps, *measured, strict=True):
-        estimated = estimate_step(step)
+    estimated = {step: estimate_step(step) for step in steps}
+    least: dict[Step, list[int]] = {}
+    for _ in range(4):
+        measured: list[list[int]] = run_megatron_ranks(measure_all, tp, tp, steps)
+        for step, *found in zip(steps, *measured, strict=True):
+            least[step] = [min(pair) for pair in zip(found, least.get(step, found), strict=True)]
         # A rank that waits for others may hold a tensor of a collective for longer than it needs to.
-        is_met = abs(estimated - min(found)) <= SCALARS_BYTES and max(found) <= LATE_RATIO * estimated
-        if not is_met:
-            wrong[str(step)] = estimated, found, [f"{estimated / each - 1:+.2%}" for each in found]
-    assert not wrong
+        steps = [step for step in steps if not _is_met(estimated[step], least[step])]
+        if not steps:
+            return
+    wrong = {str(s): (estimated[s], least[s], [f"{estimated[s] / each - 1:+.2%}" for each in least[s]]) for s in steps}
+    raise AssertionError(wrong)
+
+
+def _is_met(estimated: int, found: list[int]) -> bool:
+    return abs(estimated - min(found)) <= SCALARS_BYTES and max(found) <= LATE_RATIO * estimated
