@@ -86,6 +86,6 @@ setup(
             "tempo-pretrain-gpt = tempo_megatron.cli:pretrain_gpt",
         ],
         # Names that torch.compile(backend=...) knows.
-        "torch_dynamo_backends": ["tempo_order = tempo_megatron.memory.roam.inductor:compile_ordered"],
+        "torch_dynamo_backends": ["tempo_order = tempo_megatron.roam.inductor:compile_ordered"],
     },
 )

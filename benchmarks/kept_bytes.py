@@ -16,9 +16,9 @@ import torch
 from measurements import RESULTS, ROOT, append_records, describe_cpu_run
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.formula import LayerShape, count_layer_bytes
-from tempo_megatron.memory.ledger import Ledger
-from tempo_megatron.memory.ledger_command import measure_ledger
+from tempo_megatron.memory.commands.ledger import measure_ledger
+from tempo_megatron.memory.kept.ledger import Ledger
+from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 
 OUTPUT = RESULTS / "kept_bytes.jsonl"

@@ -29,22 +29,22 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional as F
 
-from tempo_megatron.arguments import tempo_config_from
-from tempo_megatron.memory.caching_allocator import CachingAllocator
-from tempo_megatron.memory.command_arguments import add_order_arguments
-from tempo_megatron.memory.requested_shape import read_requested_shape
-from tempo_megatron.memory.roam.arena import ArenaStep
-from tempo_megatron.memory.roam.capture import capture_step
-from tempo_megatron.memory.roam.execute import OrderedStep
-from tempo_megatron.memory.roam.flatten import find_arena
-from tempo_megatron.memory.roam.graph import StepGraph, find_lifetimes
-from tempo_megatron.memory.roam.layout import list_rectangles, place_longest_first
-from tempo_megatron.memory.roam.measure import measure_allocated
-from tempo_megatron.memory.roam.order import find_order
-from tempo_megatron.memory.roam.order_command import capture_megatron_step
-from tempo_megatron.memory.roam.problem import make_problem
-from tempo_megatron.memory.roam.read_graph import CapturedStep
-from tempo_megatron.memory.roam.shift import list_by_memory
+from tempo_megatron.memory.commands.arguments import add_order_arguments
+from tempo_megatron.memory.commands.requested_shape import read_requested_shape
+from tempo_megatron.memory.estimate.allocator import CachingAllocator
+from tempo_megatron.roam.arena import ArenaStep
+from tempo_megatron.roam.capture import capture_step
+from tempo_megatron.roam.command import capture_megatron_step
+from tempo_megatron.roam.execute import OrderedStep
+from tempo_megatron.roam.flatten import find_arena
+from tempo_megatron.roam.graph import StepGraph, find_lifetimes
+from tempo_megatron.roam.layout import list_rectangles, place_longest_first
+from tempo_megatron.roam.measure import measure_allocated
+from tempo_megatron.roam.order import find_order
+from tempo_megatron.roam.problem import make_problem
+from tempo_megatron.roam.read_graph import CapturedStep
+from tempo_megatron.roam.shift import list_by_memory
+from tempo_megatron.settings.arguments import tempo_config_from
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "benchmarks/results/roam_runs.jsonl"

@@ -13,10 +13,10 @@ from tempo_kernels import __version__
 from tempo_megatron.extras import check_installed
 
 if TYPE_CHECKING:
-    from tempo_megatron.arguments import add_tempo_arguments
-    from tempo_megatron.config import TempoConfig
     from tempo_megatron.cpu import use_cpu
     from tempo_megatron.deepspeed_initialize import initialize
+    from tempo_megatron.settings.arguments import add_tempo_arguments
+    from tempo_megatron.settings.config import TempoConfig
     from tempo_megatron.slots.dropout_rng import set_micro_batch
     from tempo_megatron.slots.embedding import tempoize_embedding
     from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
@@ -53,10 +53,10 @@ __all__ = [
 # Public name -> its file. Those of _NEED_MEGATRON import Megatron-core.
 _HOMES = {
     "TempoBertModel": "slots.loss",
-    "TempoConfig": "config",
+    "TempoConfig": "settings.config",
     "TempoGPTModel": "slots.loss",
     "TempoReport": "slots.report",
-    "add_tempo_arguments": "arguments",
+    "add_tempo_arguments": "settings.arguments",
     "fused_bert_class": "slots.loss",
     "fused_gpt_class": "slots.loss",
     "initialize": "deepspeed_initialize",
@@ -69,7 +69,7 @@ _HOMES = {
     "tempoize_loss": "slots.loss",
     "use_cpu": "cpu",
 }
-_NEED_MEGATRON = {name for name, home in _HOMES.items() if home not in ("config", "arguments", "deepspeed_initialize")}
+_NEED_MEGATRON = _HOMES.keys() - {"TempoConfig", "add_tempo_arguments", "initialize"}
 
 
 def __getattr__(name: str) -> Any:

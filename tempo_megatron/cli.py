@@ -35,24 +35,24 @@ class Command:
     """The module of `add_NAME_arguments`, where the command's own takes seconds to import."""
 
 
-_MEMORY_ARGUMENTS = "tempo_megatron.memory.command_arguments"
+_MEMORY_ARGUMENTS = "tempo_megatron.memory.commands.arguments"
 _COMMANDS = {
     "ledger": Command(
-        module="tempo_megatron.memory.ledger_command",
+        module="tempo_megatron.memory.commands.ledger",
         help="measure every tensor that a GPT keeps for backward, stock beside Tempo",
         description="Run one layer of the real model forward, stock and with Tempo, and list what autograd keeps.",
         needs="megatron",
         arguments=_MEMORY_ARGUMENTS,
     ),
     "estimate": Command(
-        module="tempo_megatron.memory.estimate_command",
+        module="tempo_megatron.memory.commands.estimate",
         help="estimate the memory of a training run on every kind of rank, without hardware",
         description="Follow one training step of the real model on tensors without memory, for any number of devices.",
         needs="megatron",
         arguments=_MEMORY_ARGUMENTS,
     ),
     "plan": Command(
-        module="tempo_megatron.memory.plan_command",
+        module="tempo_megatron.memory.commands.plan",
         help="choose what each layer keeps, so that a step is shortest within a GPU's memory",
         description="Choose for each layer among stock, Tempo's forms and Megatron's recomputation, so that every "
         'pipeline stage fits and a step is shortest; print it as a table, a "tempo" block and arguments.',
@@ -60,7 +60,7 @@ _COMMANDS = {
         arguments=_MEMORY_ARGUMENTS,
     ),
     "order": Command(
-        module="tempo_megatron.memory.roam.order_command",
+        module="tempo_megatron.roam.command",
         help="order a training step's operations so that its peak memory is least",
         description="Trace one step of the real model without memory, and find the order of its operations and the "
         "addresses of its tensors with which it needs least, without recomputing anything.",
@@ -68,7 +68,7 @@ _COMMANDS = {
         arguments=_MEMORY_ARGUMENTS,
     ),
     "flops": Command(
-        module="tempo_megatron.memory.flops_command",
+        module="tempo_megatron.memory.commands.flops",
         help="count the FLOPs of a step, and with its time the utilisation of the GPUs (MFU, HFU)",
         description="Count the matrix products of one training step by equations 7 and 8 of arXiv 2205.05198, for any "
         "model of configs/model.",
@@ -76,7 +76,7 @@ _COMMANDS = {
         arguments=_MEMORY_ARGUMENTS,
     ),
     "bench": Command(
-        module="tempo_megatron.memory.calibrate_command",
+        module="tempo_megatron.memory.commands.bench",
         help="measure the rates of this machine's GPU that the planner reckons with",
         description="Time matrix products and copies on the device, and write a file for `tempo-megatron plan --gpu`.",
     ),
@@ -90,7 +90,7 @@ _COMMANDS = {
         help="print what a training run would work with, and where each value comes from",
     ),
     "export": Command(
-        module="tempo_megatron.training.export",
+        module="tempo_megatron.training.checkpoint_files.export",
         help="write a checkpoint's weights as one safetensors file",
         description="Join the tensor-parallel and ZeRO parts of a checkpoint into one safetensors file.",
     ),

@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed
 from torch import nn
 
-from tempo_megatron.json_text import find_near_name, read_json
+from tempo_megatron.words.json_text import find_near_name, read_json
 from tempo_torch import CHOICES, tempoize
 
 _KEYS = ("enabled", "seed", *CHOICES)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
-from tempo_megatron.memory.recorder import Recorder, SavedStorage
+from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 
 FAMILIES = ("GPT", "BERT", "T5", "Llama")
 ACTIVATIONS = {

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tempo_kernels.attention import cpu as attention_cpu
 from tempo_kernels.norm import cpu as norm_cpu
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.peak_bytes import PeakBytes
+from tempo_megatron.memory.storages import PeakBytes
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choices import choose
 

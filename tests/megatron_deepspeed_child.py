@@ -28,7 +28,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     from megatron.global_vars import _build_num_microbatches_calculator, set_args
 
     from tempo_megatron import TempoConfig
-    from tempo_megatron.megatron_deepspeed import patch_scripts, use_tempo
+    from tempo_megatron.megatron_lm.megatron_deepspeed import patch_scripts, use_tempo
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
@@ -97,7 +97,7 @@ def _run_step(model: Any, args: Any, request: dict[str, Any]) -> dict[str, Any]:
     import torch
     from megatron.core import mpu
 
-    from tempo_megatron.memory.recorder import Recorder
+    from tempo_megatron.memory.kept.recorder import Recorder
 
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(0, VOCABULARY, (SAMPLES, TOKENS + 1), generator=generator)

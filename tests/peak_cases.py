@@ -11,11 +11,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
-from tempo_megatron.memory.ledger import build_ledger_config
-from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
-from tempo_megatron.memory.simulated_device import make_gelu_tables
+from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.kept.ledger import build_ledger_config
+from tempo_megatron.memory.simulated.device import make_gelu_tables
+from tempo_megatron.memory.storages import PeakBytes, list_storages
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tempo_megatron.memory.roam.graph import Operation, StepGraph, count_bytes
+from tempo_megatron.roam.graph import Operation, StepGraph, count_bytes
 
 
 @st.composite

@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from torch.nn import functional as F  # noqa: E402
 
 from tempo_megatron import TempoConfig, tempoize_embedding, use_cpu  # noqa: E402
-from tempo_megatron.memory.recorder import Recorder  # noqa: E402
+from tempo_megatron.memory.kept.recorder import Recorder  # noqa: E402
 from tempo_megatron.slots.layer_spec import tempoize  # noqa: E402
 from tempo_megatron.slots.report import report_on  # noqa: E402
 

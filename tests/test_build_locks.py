@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from tempo_megatron.training import build_locks
-from tempo_megatron.training.build_locks import StaleLockError, find_holders, refuse_stale_locks
+from tempo_megatron.training.watch import build_locks
+from tempo_megatron.training.watch.build_locks import StaleLockError, find_holders, refuse_stale_locks
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tempo_megatron.cli import main
-from tempo_megatron.memory.gpu import read_gpu
+from tempo_megatron.memory.plan.gpu import read_gpu
 
 QUICK = ["bench", "--calibrate", "--device", "cpu", "--hidden-size", "64", "--round-ms", "5"]
 

@@ -16,7 +16,7 @@ import pytest
 from training_job import SCRIPT, Data, Run, arguments, kill, launch, make_data, run, successful, wait_for
 
 from tempo_megatron.disk import flush_all_to_disk
-from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_checkpoint
+from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--global-batch-size", "4"]

@@ -16,8 +16,8 @@ from distributed import run_ranks
 from training_job import Data, Run, make_data, run, successful
 
 from tempo_megatron.training.checkpoint import check_all_ranks_load, check_all_ranks_share
-from tempo_megatron.training.checkpoint_files import find_fault, read_tensors
-from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_checkpoint
+from tempo_megatron.training.checkpoint_files.files import find_fault, read_tensors
+from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
 
 SIZES = ["--train-iters", "2", "--global-batch-size", "4"]
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from training_job import Data, Run, make_data, run, successful, write_unsealed
 
-from tempo_megatron.training.checkpoint_integrity import (
+from tempo_megatron.training.checkpoint_files.integrity import (
     describe_files,
     find_damage,
     find_missing,
     read_description,
     write_description,
 )
-from tempo_megatron.training.team import Team
+from tempo_megatron.training.watch.team import Team
 
 SIZES = ["--train-iters", "6", "--global-batch-size", "4"]
 SAVING = ["--save-interval", "2"]
@@ -170,7 +170,7 @@ def test_sizes_and_contents_are_compared_by_share(tmp_path: Path, monkeypatch: p
     checkpoint = make_checkpoint(tmp_path)
     files = describe_files(checkpoint, [checkpoint / "a.bin", checkpoint / "inner" / "b.bin"])
     assert find_missing(checkpoint, files) is None
-    monkeypatch.setattr("tempo_megatron.training.checkpoint_integrity.find_fault", lambda path: None)
+    monkeypatch.setattr("tempo_megatron.training.checkpoint_files.integrity.find_fault", lambda path: None)
     assert find_damage(checkpoint, files, 0, 1) is None
     flip_bit(checkpoint / "inner" / "b.bin", 0.5)
     assert find_missing(checkpoint, files) is None

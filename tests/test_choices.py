@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.choices import choose, choose_operation
 
 FIRST = {name: operation.preference[0] for name, operation in OPERATIONS.items()}

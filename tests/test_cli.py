@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import tempo_megatron
-from tempo_megatron import cli, doctor
+from tempo_megatron import cli
 from tempo_megatron.cli import main
+from tempo_megatron.cluster import installation as doctor
 from tempo_megatron.training import banner
-from tempo_megatron.training.arguments import parse_arguments
-from tempo_megatron.training.run_config import divide_processes
+from tempo_megatron.training.run.arguments import parse_arguments
+from tempo_megatron.training.run.run_config import divide_processes
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tempo_megatron import TempoConfig, add_tempo_arguments
-from tempo_megatron.arguments import tempo_config_from
-from tempo_megatron.operations import LEDGER_ROWS, OPERATIONS
-from tempo_megatron.training.arguments import parse_arguments
+from tempo_megatron.settings.arguments import tempo_config_from
+from tempo_megatron.settings.operations import LEDGER_ROWS, OPERATIONS
+from tempo_megatron.training.run.arguments import parse_arguments
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

@@ -15,13 +15,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.memory import estimate_command
-from tempo_megatron.memory.chunk_memory import LAYERS, compress
-from tempo_megatron.memory.estimate import RankLayout, estimate_ranks, list_stage_layers
-from tempo_megatron.memory.formula import LayerShape, count_layer_bytes
-from tempo_megatron.memory.model_states import OptimizerSettings, count_model_states
-from tempo_megatron.memory.schedule import list_events
-from tempo_megatron.memory.simulation import ChunkSettings, simulate_chunk
+from tempo_megatron.memory.commands import estimate as estimate_command
+from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks, list_stage_layers
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings, count_model_states
+from tempo_megatron.memory.estimate.schedule import list_events
+from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes
+from tempo_megatron.memory.simulated.chunk import ChunkSettings, simulate_chunk
+from tempo_megatron.memory.simulated.phases import LAYERS, compress
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
 OFF = TempoConfig.off()

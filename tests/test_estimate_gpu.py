@@ -10,8 +10,8 @@ import torch
 from distributed import run_ranks
 from peak_cases import AUTO, FAMILIES, FUSED_ONLY, OFF, RECOMPUTE, Step, make_step
 
-from tempo_megatron.memory.estimate import RankEstimate, RankLayout, estimate_ranks
-from tempo_megatron.memory.model_states import OptimizerSettings
+from tempo_megatron.memory.estimate.estimate import RankEstimate, RankLayout, estimate_ranks
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings
 from tempo_megatron.models.shape import ModelShape, make_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -24,10 +24,10 @@ from peak_cases import (
 )
 
 from tempo_megatron import TempoConfig, use_cpu
-from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.peak_bytes import PeakBytes
-from tempo_megatron.memory.simulation import ChunkSettings, simulate_chunk
+from tempo_megatron.memory.simulated.chunk import ChunkSettings, simulate_chunk
+from tempo_megatron.memory.storages import PeakBytes
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
 

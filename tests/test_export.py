@@ -16,7 +16,7 @@ from training_job import Data, make_data, run, successful, write_unsealed
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.training.weight_names import convert_to_gpt2, list_weight_shapes
+from tempo_megatron.training.checkpoint_files.weight_names import convert_to_gpt2, list_weight_shapes
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 UNTIED = ["--untie-embeddings-and-output-weights"]

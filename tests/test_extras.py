@@ -82,7 +82,7 @@ def test_a_command_that_lacks_a_package_says_so_without_a_traceback(bare_site: P
 @pytest.mark.slow
 def test_commands_that_need_megatron_only_start_without_what_data_preparation_needs() -> None:
     modules = [command.module for command in _COMMANDS.values() if command.needs == "megatron"]
-    assert "tempo_megatron.memory.plan_command" in modules and len(modules) > 4
+    assert "tempo_megatron.memory.commands.plan" in modules and len(modules) > 4
     hide = f"import sys; sys.modules |= dict.fromkeys({NOT_MEGATRONS}); import importlib; "
     code = f"{hide}[importlib.import_module(name) for name in {modules}]"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)

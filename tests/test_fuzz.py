@@ -19,19 +19,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from training_job import Data, make_data
 
-from tempo_megatron.config import TempoConfig
 from tempo_megatron.data.dataset_files import load_dataset_tokenizer, validate_dataset
-from tempo_megatron.training.arguments import parse_arguments
-from tempo_megatron.training.checkpoint_files import find_fault, read_tensors
-from tempo_megatron.training.checkpoint_folder import CheckpointFolder
-from tempo_megatron.training.checkpoint_integrity import describe_files, find_missing, write_description
-from tempo_megatron.training.checks import check_run
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.training.checkpoint_files.files import find_fault, read_tensors
+from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder
+from tempo_megatron.training.checkpoint_files.integrity import describe_files, find_missing, write_description
 from tempo_megatron.training.config_command import describe_settings
-from tempo_megatron.training.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.main import find_sentence_for_the_user
 from tempo_megatron.training.metrics import MetricsFile
-from tempo_megatron.training.resume import read_saved_run
-from tempo_megatron.training.run_config import complete_run
+from tempo_megatron.training.run.arguments import parse_arguments
+from tempo_megatron.training.run.checks import check_run
+from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
+from tempo_megatron.training.run.resume import read_saved_run
+from tempo_megatron.training.run.run_config import complete_run
 
 ROOT = Path(__file__).parent.parent
 NEEDED = "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --data-path text".split()

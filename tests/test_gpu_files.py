@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tempo_megatron.memory.gpu import read_gpu
+from tempo_megatron.memory.plan.gpu import read_gpu
 
 FOLDER = Path(__file__).parent.parent / "configs" / "gpu"
 

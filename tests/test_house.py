@@ -128,7 +128,7 @@ def test_no_test_file_imports_another() -> None:
 @pytest.mark.parametrize(
     ("where", "module"),
     [
-        ("kernels/tempo_kernels/gelu/function.py", "tempo_megatron.config"),
+        ("kernels/tempo_kernels/gelu/function.py", "tempo_megatron.settings.config"),
         ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.norm.layer_norm"),
         ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.philox.eager"),
         ("kernels/tempo_kernels/gelu/function.py", "tempo_kernels.philox.eager.words"),
@@ -140,16 +140,16 @@ def test_no_test_file_imports_another() -> None:
         ("kernels/tempo_kernels/gelu/eager.py", "megatron.core.parallel_state"),
         ("kernels/tempo_kernels/gelu/function.py", "tempo_torch.tempoize"),
         ("kernels/tempo_torch/norm.py", "tempo_kernels.norm.function.layer_norm"),
-        ("kernels/tempo_torch/tempoize.py", "tempo_megatron.config"),
+        ("kernels/tempo_torch/tempoize.py", "tempo_megatron.settings.config"),
         ("kernels/tempo_torch/tempoize.py", "megatron.core"),
         ("kernels/tempo_torch/tempoize.py", "deepspeed"),
         ("tempo_megatron/slots/mlp.py", "deepspeed"),
         ("tempo_megatron/slots/mlp.py", "tempo_kernels.gelu.function.gelu"),
         ("tempo_megatron/slots/mlp.py", "launch.pretrain_gpt"),
         ("launch/pretrain_gpt.py", "tests.distributed"),
-        ("tempo_megatron/memory/estimate.py", "tempo_megatron.data.tokenizer.GPT2Tokenizer"),
-        ("tempo_megatron/memory/roam/order_command.py", "tempo_megatron.training.job.make_order"),
-        ("tempo_megatron/models/shape.py", "tempo_megatron.memory.estimate.RankLayout"),
+        ("tempo_megatron/memory/estimate/estimate.py", "tempo_megatron.data.tokenizer.GPT2Tokenizer"),
+        ("tempo_megatron/roam/command.py", "tempo_megatron.training.job.make_order"),
+        ("tempo_megatron/models/shape.py", "tempo_megatron.memory.estimate.estimate.RankLayout"),
     ],
 )
 def test_a_misplaced_import_is_found(where: str, module: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tempo_megatron.cluster.job_processes import JOB_VARIABLE, find_processes
 from tempo_megatron.cluster.launch import choose_variables, main
-from tempo_megatron.training.heartbeat_process import read_state
+from tempo_megatron.training.watch.heartbeat_process import read_state
 
 ROOT = Path(__file__).parent.parent
 # In the place of DeepSpeed's: starts two ranks by a launcher, as it does, and has no handler for SIGTERM either.

@@ -15,7 +15,7 @@ import pytest
 
 from tempo_megatron.cli import main
 from tempo_megatron.cluster.hostfile import read_hostfile
-from tempo_megatron.training.arguments import parse_arguments
+from tempo_megatron.training.run.arguments import parse_arguments
 
 ROOT = Path(__file__).parent.parent
 JOBS = sorted((ROOT / "launch" / "jobs").glob("*.sh"))

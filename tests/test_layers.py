@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_kernels.philox import keep_bits
 from tempo_megatron import TempoConfig, tempoize, tempoize_embedding, use_cpu
-from tempo_megatron.memory.recorder import Recorder
+from tempo_megatron.memory.kept.recorder import Recorder
 from tempo_megatron.slots.dropout_rng import Site, Stack, derive_site_key, set_micro_batch
 from tempo_megatron.slots.report import report_on
 

@@ -17,9 +17,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from training_job import MaskedData, make_masked_data
 
 from tempo_megatron.models.shape import make_shape
-from tempo_megatron.training.datasets import BatchStream, build_datasets, load_vocabulary
-from tempo_megatron.training.masked_task import CollateMasked, MaskedTask, PredictMasked, find_usable_documents
-from tempo_megatron.training.masking import Masking
+from tempo_megatron.training.run.masking import Masking
+from tempo_megatron.training.tasks.datasets import BatchStream, build_datasets, load_vocabulary
+from tempo_megatron.training.tasks.masked import CollateMasked, MaskedTask, PredictMasked, find_usable_documents
 
 TASK = MaskedTask()
 BERT, ROBERTA = "BertWordPieceLowerCase", "RobertaBPETokenizer"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tempo_megatron.training.arguments import parse_arguments
-from tempo_megatron.training.checks import check_run
-from tempo_megatron.training.deepspeed_config import read_deepspeed_config
-from tempo_megatron.training.masking import Masking
-from tempo_megatron.training.run_config import RunConfig, complete_run
+from tempo_megatron.training.run.arguments import parse_arguments
+from tempo_megatron.training.run.checks import check_run
+from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
+from tempo_megatron.training.run.masking import Masking
+from tempo_megatron.training.run.run_config import RunConfig, complete_run
 
 SIZES = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
 REST = ["--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3", "--data-path", "text"]

@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
-from tempo_megatron.config import TempoConfig, check_block
-from tempo_megatron.memory.memory_size import format_bytes, parse_memory
+from tempo_megatron.settings.config import TempoConfig, check_block
+from tempo_megatron.words.memory_size import format_bytes, parse_memory
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tempo_megatron.cli import main
-from tempo_megatron.memory.gpu import read_gpu
-from tempo_megatron.memory.model_flops import (
+from tempo_megatron.memory.plan.gpu import read_gpu
+from tempo_megatron.memory.plan.model_flops import (
     count_forward_flops,
     count_hardware_flops,
     count_model_flops,

@@ -14,10 +14,10 @@ import torch
 from training_job import Data, make_data, run, successful
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
-from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.memory.out_of_memory import Order, find_requested, is_out_of_memory
-from tempo_megatron.memory.remedies import explain, list_changes
+from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.live.out_of_memory import Order, find_requested, is_out_of_memory
+from tempo_megatron.memory.live.remedies import explain, list_changes
 from tempo_megatron.models.shape import make_shape
 
 SHAPE = make_shape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=256, vocab_size=1024)
@@ -67,7 +67,7 @@ def test_what_stood_is_named_by_operation() -> None:
 
 def fail_in_the_second_step(rank: int) -> None:
     """The allocation of the second step's loss finds no memory on one rank."""
-    from tempo_megatron.training import next_token_task
+    from tempo_megatron.training.tasks import next_token as next_token_task
 
     call, calls = next_token_task.PredictNextToken.__call__, []
 

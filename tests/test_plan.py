@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.formula import LayerShape, count_layer_bytes
-from tempo_megatron.memory.gpu import read_gpu
-from tempo_megatron.memory.plan import (
+from tempo_megatron.memory.plan.cost import (
+    convert_to_femtoseconds,
+    count_layer_flops,
+    count_moved_bytes,
+    count_recomputed_flops,
+)
+from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes
+from tempo_megatron.memory.plan.gpu import read_gpu
+from tempo_megatron.memory.plan.planner import (
     FixedBytes,
     LayerChoice,
     Plan,
@@ -20,13 +26,7 @@ from tempo_megatron.memory.plan import (
     make_plan,
     make_smallest_plan,
 )
-from tempo_megatron.memory.plan_cost import (
-    convert_to_femtoseconds,
-    count_layer_flops,
-    count_moved_bytes,
-    count_recomputed_flops,
-)
-from tempo_megatron.memory.plan_switches import list_switches
+from tempo_megatron.memory.plan.switches import list_switches
 
 ALL_VALUES = {
     "activation": ("off", "inplace", "recompute"),

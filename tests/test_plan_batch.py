@@ -13,13 +13,13 @@ import torch
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
-from tempo_megatron.memory.gpu import read_gpu
-from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.memory.plan import make_smallest_plan
-from tempo_megatron.memory.plan_batch import choose_trial, list_micro_batches, try_micro_batches
-from tempo_megatron.memory.plan_request import Question, make_plan_request
-from tempo_megatron.memory.plan_verify import answer
+from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.plan.batch import choose_trial, list_micro_batches, try_micro_batches
+from tempo_megatron.memory.plan.gpu import read_gpu
+from tempo_megatron.memory.plan.planner import make_smallest_plan
+from tempo_megatron.memory.plan.request import Question, make_plan_request
+from tempo_megatron.memory.plan.verify import answer
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
 ROOT = Path(__file__).parent.parent

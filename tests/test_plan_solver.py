@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tempo_megatron.memory.plan_solver import Kind, Mode, Solution, Solver, Stage, count_peak
+from tempo_megatron.memory.plan.solver import Kind, Mode, Solution, Solver, Stage, count_peak
 
 
 def draw_problem(seed: int) -> tuple[list[Mode[str]], int]:

@@ -11,16 +11,16 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from peak_cases import Step, measure_step
 
 from tempo_megatron import TempoConfig, use_cpu
-from tempo_megatron.layer_values import LAYER_OPERATIONS
-from tempo_megatron.memory.estimate import RankLayout
-from tempo_megatron.memory.gpu import read_gpu
+from tempo_megatron.memory.estimate.estimate import RankLayout
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.memory.plan import Plan, PlanRequest, make_plan, make_smallest_plan
-from tempo_megatron.memory.plan_fixed import PlanEstimates
-from tempo_megatron.memory.plan_request import Question, make_plan_request
-from tempo_megatron.memory.plan_switches import list_switches
-from tempo_megatron.memory.plan_verify import make_verified_plan
+from tempo_megatron.memory.plan.fixed import PlanEstimates
+from tempo_megatron.memory.plan.gpu import read_gpu
+from tempo_megatron.memory.plan.planner import Plan, PlanRequest, make_plan, make_smallest_plan
+from tempo_megatron.memory.plan.request import Question, make_plan_request
+from tempo_megatron.memory.plan.switches import list_switches
+from tempo_megatron.memory.plan.verify import make_verified_plan
+from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 
 # The 0-dim tensors of the loss, which may or may not be there still when the peak is.
 SCALARS_BYTES = 16

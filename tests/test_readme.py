@@ -18,8 +18,8 @@ import torch
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.models.arguments import take_model
-from tempo_megatron.operations import OPERATIONS
-from tempo_megatron.training.arguments import parse_arguments
+from tempo_megatron.settings.operations import OPERATIONS
+from tempo_megatron.training.run.arguments import parse_arguments
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.roam.arena import ArenaStep, find_out_variant
-from tempo_megatron.memory.roam.capture import capture_step
-from tempo_megatron.memory.roam.measure import measure_allocated
-from tempo_megatron.memory.roam.megatron_fakes import use_megatron_fakes
-from tempo_megatron.memory.roam.order import OrderPlan, find_order
+from tempo_megatron.roam.arena import ArenaStep, find_out_variant
+from tempo_megatron.roam.capture import capture_step
+from tempo_megatron.roam.measure import measure_allocated
+from tempo_megatron.roam.megatron_fakes import use_megatron_fakes
+from tempo_megatron.roam.order import OrderPlan, find_order
 from tempo_megatron.slots import dropout_rng
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tempo_megatron.cli import main
-from tempo_megatron.memory.command_arguments import add_order_arguments
-from tempo_megatron.memory.roam.order import WORK_LIMIT
+from tempo_megatron.memory.commands.arguments import add_order_arguments
+from tempo_megatron.roam.order import WORK_LIMIT
 
 
 @pytest.mark.slow

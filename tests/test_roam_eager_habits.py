@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tempo_megatron.memory.roam import updates
-from tempo_megatron.memory.roam.arena import ArenaStep
-from tempo_megatron.memory.roam.capture import capture_step
-from tempo_megatron.memory.roam.execute import OrderedStep
-from tempo_megatron.memory.roam.order import find_order
+from tempo_megatron.roam import updates
+from tempo_megatron.roam.arena import ArenaStep
+from tempo_megatron.roam.capture import capture_step
+from tempo_megatron.roam.execute import OrderedStep
+from tempo_megatron.roam.order import find_order
 
 ComputeLoss = Callable[..., Tensor]
 

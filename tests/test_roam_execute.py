@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.roam.capture import capture_step
-from tempo_megatron.memory.roam.execute import OrderedStep
-from tempo_megatron.memory.roam.graph import count_bytes
-from tempo_megatron.memory.roam.measure import measure_allocated
-from tempo_megatron.memory.roam.megatron_fakes import use_megatron_fakes
-from tempo_megatron.memory.roam.order import find_order
+from tempo_megatron.roam.capture import capture_step
+from tempo_megatron.roam.execute import OrderedStep
+from tempo_megatron.roam.graph import count_bytes
+from tempo_megatron.roam.measure import measure_allocated
+from tempo_megatron.roam.megatron_fakes import use_megatron_fakes
+from tempo_megatron.roam.order import find_order
 from tempo_megatron.slots import dropout_rng
 from tempo_torch import tempoize
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roam_cases import graphs, make_training_graph
 
-from tempo_megatron.memory.roam.fill import Filler
-from tempo_megatron.memory.roam.flatten import find_arena, flatten_order
-from tempo_megatron.memory.roam.graph import Operation, StepGraph, check_order, count_bytes
-from tempo_megatron.memory.roam.layout import (
+from tempo_megatron.roam.fill import Filler
+from tempo_megatron.roam.flatten import find_arena, flatten_order
+from tempo_megatron.roam.graph import Operation, StepGraph, check_order, count_bytes
+from tempo_megatron.roam.layout import (
     BranchAndBound,
     Rectangle,
     check_layout,
@@ -23,7 +23,7 @@ from tempo_megatron.memory.roam.layout import (
     list_rectangles,
     place_longest_first,
 )
-from tempo_megatron.memory.roam.order import find_order
+from tempo_megatron.roam.order import find_order
 
 
 @st.composite

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tempo_kernels.attention import cpu
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
-from tempo_megatron.memory.peak_bytes import PeakBytes
-from tempo_megatron.memory.simulated_device import on_device
+from tempo_megatron.memory.simulated.device import on_device
+from tempo_megatron.memory.storages import PeakBytes
 
 HEADS, LENGTH, SIZE = 4, 128, 16
 

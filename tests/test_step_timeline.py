@@ -12,11 +12,11 @@ from peak_cases import BERT, LLAMA, TOKENS
 
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.cli import main
+from tempo_megatron.memory.kept.ledger import build_ledger_config
+from tempo_megatron.memory.kept.standing_bytes import WEIGHTS, find_storages
+from tempo_megatron.memory.kept.timeline import LOSS_HEAD, StepTimeline
 from tempo_megatron.memory.layout import simulate_layout
-from tempo_megatron.memory.ledger import build_ledger_config
-from tempo_megatron.memory.peak_bytes import PeakBytes, list_storages
-from tempo_megatron.memory.standing_bytes import WEIGHTS, find_storages
-from tempo_megatron.memory.step_timeline import LOSS_HEAD, StepTimeline
+from tempo_megatron.memory.storages import PeakBytes, list_storages
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import make_shape

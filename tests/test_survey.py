@@ -216,7 +216,7 @@ def test_addresses_are_tried_at_once_and_each_failure_has_a_reason() -> None:
 def test_doctor_names_a_host_that_is_down_within_ten_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempo_megatron.doctor.find_obstacle", lambda: "not asked here")
+    monkeypatch.setattr("tempo_megatron.cluster.installation.find_obstacle", lambda: "not asked here")
     hostfile = tmp_path / "hosts"
     hostfile.write_text("down slots=1\n")
     assert main(["doctor", "--hostfile", str(hostfile), "--json"]) == 1

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tempo_megatron.operations import OPERATIONS
-from tempo_megatron.training.arguments import parse_arguments
-from tempo_megatron.training.checks import check_run, check_weights_fit
-from tempo_megatron.training.deepspeed_config import copy_deepspeed_config, read_deepspeed_config
-from tempo_megatron.training.deepspeed_names import find_unknown_keys
-from tempo_megatron.training.run_config import RunConfig, complete_run
+from tempo_megatron.settings.operations import OPERATIONS
+from tempo_megatron.training.run.arguments import parse_arguments
+from tempo_megatron.training.run.checks import check_run, check_weights_fit
+from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, read_deepspeed_config
+from tempo_megatron.training.run.deepspeed_names import find_unknown_keys
+from tempo_megatron.training.run.run_config import RunConfig, complete_run
 
 ROOT = Path(__file__).parent.parent
 SIZES = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
@@ -319,7 +319,7 @@ def test_shipped_deepspeed_configurations_are_what_their_names_say(path: Path) -
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_every_argument_has_a_help_text(family: str) -> None:
-    from tempo_megatron.training.arguments import build_parser
+    from tempo_megatron.training.run.arguments import build_parser
 
     assert [action.option_strings for action in build_parser(family)._actions if not action.help] == []
 
@@ -377,7 +377,7 @@ def test_nonsense_in_the_json_is_one_sentence(tmp_path: Path, config: dict[str, 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_help_names_no_module_that_is_always_refused(family: str) -> None:
-    from tempo_megatron.training.arguments import build_parser
+    from tempo_megatron.training.run.arguments import build_parser
 
     text = build_parser(family).format_help().replace("qk-layernorm", "")
     assert "{core_attn,mlp}" in text

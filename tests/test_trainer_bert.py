@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from training_job import MaskedData, Run, make_masked_data, run, successful
 
-from tempo_megatron.training.export import run_export
+from tempo_megatron.training.checkpoint_files.export import run_export
 
 NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
 BATCH = ["--global-batch-size", "4", "--train-iters", "6"]

@@ -12,10 +12,10 @@ import torch
 from training_job import Data, Run, make_data, run, successful
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate import RankLayout, estimate_ranks
-from tempo_megatron.memory.memory_size import format_bytes
-from tempo_megatron.memory.model_states import OptimizerSettings
+from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings
 from tempo_megatron.models.shape import make_shape
+from tempo_megatron.words.memory_size import format_bytes
 
 # The quickstart's shape in one process, without dropout, so that stock has the same losses.
 QUICKSTART = [
@@ -33,8 +33,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
 
 def count_bytes() -> None:
     """Let a rank count its storages while it trains, and say at the end how many bytes they were at most."""
-    from tempo_megatron.memory.peak_bytes import PeakBytes
-    from tempo_megatron.memory.simulated_device import make_gelu_tables
+    from tempo_megatron.memory.simulated.device import make_gelu_tables
+    from tempo_megatron.memory.storages import PeakBytes
     from tempo_megatron.training.job import Job
 
     # What Inductor's own code makes, no dispatcher sees.

@@ -15,8 +15,8 @@ from distributed import run_megatron_ranks
 from training_job import Data, make_data
 
 from tempo_megatron.models.shape import make_shape
-from tempo_megatron.training.datasets import ShardedBatchSampler, Vocabulary, build_datasets, load_vocabulary
-from tempo_megatron.training.next_token_task import CollateTokens, NextTokenTask
+from tempo_megatron.training.tasks.datasets import ShardedBatchSampler, Vocabulary, build_datasets, load_vocabulary
+from tempo_megatron.training.tasks.next_token import CollateTokens, NextTokenTask
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 128, "num_attent
 def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     """Gradients by name of every parameter marked sequence_parallel, on this rank."""
     from tempo_megatron.models.build import build_model
-    from tempo_megatron.training.arguments import parse_arguments
     from tempo_megatron.training.engine import compute_gradient_norm, sum_partial_gradients
     from tempo_megatron.training.model import build_transformer_config
-    from tempo_megatron.training.next_token_task import PredictNextToken
-    from tempo_megatron.training.run_config import complete_run
+    from tempo_megatron.training.run.arguments import parse_arguments
+    from tempo_megatron.training.run.run_config import complete_run
+    from tempo_megatron.training.tasks.next_token import PredictNextToken
 
     words = [
         "--lr",

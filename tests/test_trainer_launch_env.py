@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tempo_megatron import launch_env
-from tempo_megatron.launch_env import choose_address, expand_hostlist, set_rank_environment
+from tempo_megatron.cluster import ranks as launch_env
+from tempo_megatron.cluster.ranks import choose_address, expand_hostlist, set_rank_environment
 
 
 def ranks(environ: dict[str, str]) -> dict[str, str]:

@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 from training_job import Data, Run, make_data, run, successful, write_unsealed
 
-from tempo_megatron.config import TempoConfig
 from tempo_megatron.models.shape import NAMES
-from tempo_megatron.training.arguments import parse_arguments
-from tempo_megatron.training.checkpoint_integrity import write_description
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.training.checkpoint_files.integrity import write_description
 from tempo_megatron.training.config_command import describe_settings
-from tempo_megatron.training.datasets import Vocabulary
-from tempo_megatron.training.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.facts import list_settings
-from tempo_megatron.training.resume import (
+from tempo_megatron.training.run.arguments import parse_arguments
+from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
+from tempo_megatron.training.run.resume import (
     COMPUTED,
     MAY_CHANGE,
     MODEL_MAY_CHANGE,
@@ -33,7 +32,8 @@ from tempo_megatron.training.resume import (
     describe_run,
     read_saved_run,
 )
-from tempo_megatron.training.run_config import RunConfig, complete_run
+from tempo_megatron.training.run.run_config import RunConfig, complete_run
+from tempo_megatron.training.tasks.datasets import Vocabulary
 
 STAGES = {
     "ZeRO 0": {"zero_optimization": {"stage": 0}},

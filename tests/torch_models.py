@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tempo_megatron.memory.recorder import Recorder
+from tempo_megatron.memory.kept.recorder import Recorder
 
 B, S, H, LAYERS = 3, 16, 32, 2
 

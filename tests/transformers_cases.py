@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tempo_megatron.memory.recorder import GraphReader
+from tempo_megatron.memory.kept.recorder import GraphReader
 from tempo_torch import tempoize
 
 H, HEADS, FFN, VOCAB = 256, 2, 1024, 128

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tempo_megatron.launch_env import set_rank_environment
+from tempo_megatron.cluster.ranks import set_rank_environment
 
 # Begins the line of results, which doctor reads.
 RESULT = "tempo-collectives "

@@ -93,7 +93,7 @@ class _Report:
 
     def look_here(self, starts_others: bool) -> None:
         # It imports torch, which takes seconds.
-        from tempo_megatron.doctor import describe_installation
+        from tempo_megatron.cluster.installation import describe_installation
 
         if self.survey:
             self._say("")
@@ -111,7 +111,7 @@ class _Report:
             self._add(Finding("error", None, fault))
 
     def make_record(self) -> dict[str, Any]:
-        from tempo_megatron.doctor import list_implementations
+        from tempo_megatron.cluster.installation import list_implementations
 
         return {
             "ok": not self.failed,

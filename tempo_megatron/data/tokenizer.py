@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tempo_megatron.data.data_error import DataError
 from tempo_megatron.data.long_runs import cut_long_runs
-from tempo_megatron.json_text import decode, parse_json
+from tempo_megatron.words.json_text import decode, parse_json
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing's from Python 3.11 on

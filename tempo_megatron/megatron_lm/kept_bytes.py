@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from tempo_megatron.config import TempoConfig
+from tempo_megatron.settings.config import TempoConfig
 
 _SECONDS = 60
 
@@ -147,7 +147,7 @@ def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from tempo_megatron import cpu
-    from tempo_megatron.memory.layer_kinds import measure_model
+    from tempo_megatron.memory.kept.layer_kinds import measure_model
     from tempo_megatron.memory.layout import simulate_layout
 
     cpu.use_cpu()

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.arguments import add_ledger_argument, add_tempo_arguments, read_tempo_of_run
-from tempo_megatron.config import BUDGET, TempoConfig, check_block
 from tempo_megatron.megatron_lm.versions import LaunchError
-from tempo_megatron.operations import CHOICES
+from tempo_megatron.settings.arguments import add_ledger_argument, add_tempo_arguments, read_tempo_of_run
+from tempo_megatron.settings.config import BUDGET, TempoConfig, check_block
+from tempo_megatron.settings.operations import CHOICES
 
 
 def add_tempo_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

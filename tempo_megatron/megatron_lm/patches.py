@@ -12,11 +12,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from tempo_megatron.config import TempoConfig
 from tempo_megatron.megatron_lm.options import add_options
 from tempo_megatron.megatron_lm.planning import Planning
 from tempo_megatron.megatron_lm.report import ModelReport, Report
 from tempo_megatron.megatron_lm.versions import Hooks, LaunchError, Model, get_hook, replace_hook
+from tempo_megatron.settings.config import TempoConfig
 
 
 def patch_arguments(hooks: Hooks, version: str) -> None:
@@ -76,8 +76,8 @@ def patch_steps(hooks: Hooks, version: str, prefix: str) -> None:
 
     @functools.wraps(train_step)
     def observe(*args: Any, **kwargs: Any) -> Any:
-        from tempo_megatron.memory.run_ledger import RunSizes
-        from tempo_megatron.memory.run_observer import RunObserver
+        from tempo_megatron.memory.live.run_ledger import RunSizes
+        from tempo_megatron.memory.live.run_observer import RunObserver
 
         if not observers:
             run = get_args()

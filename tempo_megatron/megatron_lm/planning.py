@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tempo_megatron.config import TempoConfig
 from tempo_megatron.megatron_lm.report import Report
 from tempo_megatron.megatron_lm.versions import Model
-from tempo_megatron.memory.formula import refuse_unknown_settings
+from tempo_megatron.memory.plan.formula import refuse_unknown_settings
+from tempo_megatron.settings.config import TempoConfig
 
 _REMEDY = (
     "raise the budget, --tensor-model-parallel-size or --pipeline-model-parallel-size, lower --micro-batch-size, or "
@@ -47,7 +47,7 @@ class Planning:
             )
         import torch.distributed as dist
 
-        from tempo_megatron.memory.plan_run import plan_beside
+        from tempo_megatron.memory.live.aside import plan_beside
 
         found: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -67,8 +67,8 @@ class Planning:
         import torch
 
         from tempo_megatron.megatron_lm.run_reader import find_unknown, read_run
-        from tempo_megatron.memory.plan_request import Question, read_written_recomputation
-        from tempo_megatron.memory.plan_run import find_gpu
+        from tempo_megatron.memory.live.aside import find_gpu
+        from tempo_megatron.memory.plan.request import Question, read_written_recomputation
 
         name, config = model.place.partition(":")[2], arguments["config"]
         unknown = find_unknown(name, config, run) or _find_unplanned(config)

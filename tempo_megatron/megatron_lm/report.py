@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.config import TempoConfig
 from tempo_megatron.megatron_lm.kept_bytes import KeptBytes, start_measuring
 from tempo_megatron.megatron_lm.versions import LaunchError
+from tempo_megatron.settings.config import TempoConfig
 
 NOTHING_TO_REPLACE = (
     "--use-tempo is given, but this script builds no GPTModel, BertModel or T5Model of megatron.core, the models whose "

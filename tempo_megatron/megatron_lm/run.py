@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tempo_megatron.cluster.ranks import set_rank_environment
 from tempo_megatron.extras import MissingExtraError, is_installed
-from tempo_megatron.launch_env import set_rank_environment
 from tempo_megatron.megatron_lm.options import add_tempo_options, read_ledger_prefix, read_options
 from tempo_megatron.megatron_lm.versions import LaunchError, find_hooks
 
 if TYPE_CHECKING:
     from tempo_megatron.megatron_lm.report import Report
-    from tempo_megatron.memory.out_of_memory import Order
+    from tempo_megatron.memory.live.out_of_memory import Order
 
 _SECONDS_FOR_RANK_0 = 3
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
         print(f"{prog}{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
         return 2
     except Exception as error:
-        from tempo_megatron.memory.out_of_memory import is_out_of_memory, report_out_of_memory
+        from tempo_megatron.memory.live.out_of_memory import is_out_of_memory, report_out_of_memory
 
         if not is_out_of_memory(error):
             raise
@@ -128,7 +128,7 @@ def _prepare(root: Path | None, script: Path, arguments: list[str]) -> Report | 
     sys.path[:0] = [str(script.parent)] if root in (None, script.parent) else [str(script.parent), str(root)]
     version, root = _find_megatron(root)
     if _is_megatron_deepspeed(root):
-        from tempo_megatron.megatron_deepspeed import patch_scripts
+        from tempo_megatron.megatron_lm.megatron_deepspeed import patch_scripts
 
         if ledger is not None:
             raise LaunchError(

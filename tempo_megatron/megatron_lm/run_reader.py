@@ -17,11 +17,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.enums import AttnBackend
 
-from tempo_megatron.config import TempoConfig
-from tempo_megatron.memory.estimate import RankLayout, list_stage_layers
-from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.memory.out_of_memory import Order
+from tempo_megatron.memory.estimate.estimate import RankLayout, list_stage_layers
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.live.out_of_memory import Order
 from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.mlp import describe_activation
 
 _FAMILIES = {"GPTModel": "gpt", "BertModel": "bert"}

@@ -1,1 +1,1 @@
-"""What a training step keeps for backward, measured on the real modules: ledger.py counts, recorder.py listens."""
+"""Says how much memory training takes: what is kept for backward, what a step needs at its peak, and what fits."""

@@ -6,15 +6,15 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from tempo_megatron.argument_types import (
+from tempo_megatron.models.checks import CHOICES
+from tempo_megatron.models.shape import NAMES, ModelShape, make_shape, read_shape_file
+from tempo_megatron.words.argument_types import (
     parse_fraction,
     parse_positive,
     parse_positive_float,
     parse_share,
     parse_window,
 )
-from tempo_megatron.models.checks import CHOICES
-from tempo_megatron.models.shape import NAMES, ModelShape, make_shape, read_shape_file
 
 # Flags of Megatron-LM, and --geglu, which it has as --quick-geglu only: a gate of x * sigmoid(1.702 x), no GELU.
 _ACTIVATIONS = ("swiglu", "geglu", "squared_relu")

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from tempo_megatron.config import TempoConfig
 from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
 from tempo_megatron.slots.choices import Choices, choose, leave_to_stock
 from tempo_megatron.slots.embedding import tempoize_embedding

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.json_text import decode, parse_json
 from tempo_megatron.models.checks import check_shape, check_value
+from tempo_megatron.words.json_text import decode, parse_json
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 

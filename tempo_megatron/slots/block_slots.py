@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
-from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoRecomputeDotProductAttention
 from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tempo_megatron.config import TempoConfig
-from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.refusals import find_refusal, refuse_recomputation, refuse_written
 
 

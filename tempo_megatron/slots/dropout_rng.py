@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from tempo_kernels.philox import derive_key
-from tempo_megatron.config import TempoConfig
+from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.linear import is_in_backward
 
 STATE_NAME = "tempo-micro-batch"

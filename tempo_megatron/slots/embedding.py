@@ -11,7 +11,7 @@ from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.T5.t5_model import T5Model
 from torch import Tensor
 
-from tempo_megatron.config import TempoConfig
+from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.bias_dropout_add import apply_dropout
 from tempo_megatron.slots.choices import choose_operation
 from tempo_megatron.slots.dropout_rng import Site, Stack

@@ -28,8 +28,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
-from tempo_megatron.config import TempoConfig
-from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import (
     TempoDotProductAttention,

@@ -158,7 +158,7 @@ def check_megatron() -> None:
     Raises ImportError naming the first of HOOKS that it lacks.
     """
     if not hasattr(megatron.core, "__version__"):
-        # tempo_megatron.megatron_deepspeed uses dropout_rng alone, which needs nothing newer.
+        # tempo_megatron.megatron_lm.megatron_deepspeed uses dropout_rng alone, which needs nothing newer.
         return
     first, last = Version(FIRST), Version(LAST)
     if not first.release[:2] <= VERSION.release[:2] <= last.release[:2]:

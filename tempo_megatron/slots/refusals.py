@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tempo_megatron.config import TempoConfig
-from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.attention import find_attention_refusal
 from tempo_megatron.slots.mlp import find_activation_refusal
 

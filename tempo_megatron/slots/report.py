@@ -12,9 +12,9 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from tempo_megatron.config import TempoConfig
-from tempo_megatron.layer_values import write_layers
-from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.layer_values import write_layers
+from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.block_slots import BUILT_NAMES, Slot, TempoBlockSubmodules, list_layer_slots, list_slots
 from tempo_megatron.slots.choices import Choices

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from tempo_megatron.doctor import describe_implementation
-from tempo_megatron.memory.plan_run import RunPlan
-from tempo_megatron.operations import OPERATIONS
+from tempo_megatron.cluster.installation import describe_implementation
+from tempo_megatron.memory.live.aside import RunPlan
+from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.choices import Choices
 from tempo_megatron.slots.report import TempoReport
-from tempo_megatron.training.deepspeed_config import offloads_optimizer, read_zero_stage
-from tempo_megatron.training.deepspeed_names import find_unknown_keys
-from tempo_megatron.training.run_config import RunConfig
+from tempo_megatron.training.run.deepspeed_config import offloads_optimizer, read_zero_stage
+from tempo_megatron.training.run.deepspeed_names import find_unknown_keys
+from tempo_megatron.training.run.run_config import RunConfig
 
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")
 _OPTIONAL = {"Apex": "apex", "Transformer Engine": "transformer_engine"}

@@ -14,24 +14,24 @@ from typing import Any
 import torch.distributed as dist
 
 from tempo_megatron.disk import flush_all_to_disk
-from tempo_megatron.training.agreement import differs_between_ranks, is_true_on_any_rank, raise_on_all_ranks
-from tempo_megatron.training.checkpoint_files import (
+from tempo_megatron.training.checkpoint_files.files import (
     name_rank_file,
     read_tensors,
     try_to_write,
 )
-from tempo_megatron.training.checkpoint_folder import CheckpointFolder, name_unfinished, parse_iteration
-from tempo_megatron.training.checkpoint_integrity import describe_files, find_damage, write_description
+from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_unfinished, parse_iteration
+from tempo_megatron.training.checkpoint_files.integrity import describe_files, find_damage, write_description
+from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 from tempo_megatron.training.engine import Engine
 from tempo_megatron.training.resharding import describe_rank, load_resharded
-from tempo_megatron.training.resume import (
+from tempo_megatron.training.rng_state import get_rng_state, seed_all, set_rng_state
+from tempo_megatron.training.run.resume import (
     check_same_run,
     describe_layout,
     has_other_layout,
 )
-from tempo_megatron.training.rng_state import get_rng_state, seed_all, set_rng_state
-from tempo_megatron.training.run_config import RunConfig
-from tempo_megatron.training.saved_state import SavedState
+from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.watch.agreement import differs_between_ranks, is_true_on_any_rank, raise_on_all_ranks
 
 
 @dataclasses.dataclass(slots=True)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from tempo_megatron.argument_types import parse_positive
 from tempo_megatron.models.shape import read_shape_file
-from tempo_megatron.training.arguments import build_parser, parse_arguments
-from tempo_megatron.training.checks import check_run
-from tempo_megatron.training.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.facts import flatten, list_settings
-from tempo_megatron.training.resume import MAY_CHANGE, STAYS, read_saved_run, read_settings
-from tempo_megatron.training.run_config import complete_run
+from tempo_megatron.training.run.arguments import build_parser, parse_arguments
+from tempo_megatron.training.run.checks import check_run
+from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
+from tempo_megatron.training.run.resume import MAY_CHANGE, STAYS, read_saved_run, read_settings
+from tempo_megatron.training.run.run_config import complete_run
+from tempo_megatron.words.argument_types import parse_positive
 
 # What both the command line and the DeepSpeed JSON may say, by its name there.
 _IN_JSON = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from tempo_megatron.training.run_config import RunConfig
+    from tempo_megatron.training.run.run_config import RunConfig
 
 _BLOCK = 1 << 16
 _BLOCKS = 64

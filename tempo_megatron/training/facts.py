@@ -13,8 +13,8 @@ from tempo_megatron.cluster.host import hash_sources
 from tempo_megatron.training.data_identity import compute_checksum
 
 if TYPE_CHECKING:
-    from tempo_megatron.training.datasets import Vocabulary
-    from tempo_megatron.training.run_config import RunConfig
+    from tempo_megatron.training.run.run_config import RunConfig
+    from tempo_megatron.training.tasks.datasets import Vocabulary
 
 # Names of files may differ from node to node; what is in those that are read is compared by itself.
 _FILES = ("deepspeed_config", "data_path", "blend", "vocab_file", "merge_file", "data_cache_path")

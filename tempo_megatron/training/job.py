@@ -11,25 +11,25 @@ from typing import Any
 import torch.distributed as dist
 
 from tempo_megatron.cpu import use_cpu
-from tempo_megatron.memory.estimate import RankLayout
-from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.memory.out_of_memory import Order
+from tempo_megatron.memory.estimate.estimate import RankLayout
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.live.out_of_memory import Order
 from tempo_megatron.models.build import DTYPES, build_model, choose_for_model, count_parameters
 from tempo_megatron.slots.report import report_on
 from tempo_megatron.training import checkpoint, engine, metrics, model
 from tempo_megatron.training.banner import find_versions, write_banner
-from tempo_megatron.training.checkpoint_folder import LATEST
+from tempo_megatron.training.checkpoint_files.folder import LATEST
 from tempo_megatron.training.data_identity import identify_data
-from tempo_megatron.training.datasets import build_datasets, load_vocabulary
 from tempo_megatron.training.facts import collect_facts, list_settings
 from tempo_megatron.training.loop import Trainer
 from tempo_megatron.training.planning import plan_memory
 from tempo_megatron.training.plots import plot_losses
-from tempo_megatron.training.resume import describe_changes, describe_run
 from tempo_megatron.training.rng_state import seed_all
-from tempo_megatron.training.run_config import RunConfig
-from tempo_megatron.training.task import find_task
-from tempo_megatron.training.team import Team
+from tempo_megatron.training.run.resume import describe_changes, describe_run
+from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary
+from tempo_megatron.training.tasks.task import find_task
+from tempo_megatron.training.watch.team import Team
 
 Decide = Callable[[Mapping[str, str]], tuple[RunConfig, dict[str, Any] | None]]
 

@@ -13,17 +13,17 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tempo_kernels.philox import foresee
-from tempo_megatron.memory.run_ledger import RunSizes
-from tempo_megatron.memory.run_observer import RunObserver
+from tempo_megatron.memory.live.run_ledger import RunSizes
+from tempo_megatron.memory.live.run_observer import RunObserver
 from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
-from tempo_megatron.training.agreement import raise_on_all_ranks
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
-from tempo_megatron.training.datasets import BatchStream, Datasets
 from tempo_megatron.training.engine import REMEDY, Engine
 from tempo_megatron.training.metrics import Report, StepTimer, average_over, measure_peak
-from tempo_megatron.training.run_config import RunConfig
-from tempo_megatron.training.stop_signal import StopSignal
-from tempo_megatron.training.task import LOSS, Batch, Collate, ForwardStep
+from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.tasks.datasets import BatchStream, Datasets
+from tempo_megatron.training.tasks.task import LOSS, Batch, Collate, ForwardStep
+from tempo_megatron.training.watch.agreement import raise_on_all_ranks
+from tempo_megatron.training.watch.stop_signal import StopSignal
 
 
 class Trainer:

@@ -14,18 +14,18 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tempo_megatron.launch_env import set_rank_environment
-from tempo_megatron.training.agreement import AgreedError
-from tempo_megatron.training.arguments import parse_arguments
-from tempo_megatron.training.checks import check_run, check_weights_fit
-from tempo_megatron.training.deepspeed_config import read_deepspeed_config
-from tempo_megatron.training.launchers import find_launchers
-from tempo_megatron.training.rank_log import RankLog
-from tempo_megatron.training.resume import read_saved_run
-from tempo_megatron.training.run_config import RunConfig, complete_run
+from tempo_megatron.cluster.ranks import set_rank_environment
+from tempo_megatron.training.run.arguments import parse_arguments
+from tempo_megatron.training.run.checks import check_run, check_weights_fit
+from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
+from tempo_megatron.training.run.resume import read_saved_run
+from tempo_megatron.training.run.run_config import RunConfig, complete_run
+from tempo_megatron.training.watch.agreement import AgreedError
+from tempo_megatron.training.watch.launchers import find_launchers
+from tempo_megatron.training.watch.rank_log import RankLog
 
 if TYPE_CHECKING:
-    from tempo_megatron.training.team import Team
+    from tempo_megatron.training.watch.team import Team
 
 # What gloo says where a rank is gone. NCCL says nothing: the heartbeat ends its ranks.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -113,7 +113,7 @@ class _Attempt:
     def _join(self, timeout_s: float, heartbeat_s: float) -> None:
         """A run of one process that no launcher has started has nobody to meet, and imports torch later."""
         if int(os.environ["WORLD_SIZE"]) > 1 or find_launchers():
-            from tempo_megatron.training.team import Team
+            from tempo_megatron.training.watch.team import Team
 
             self.team = Team.join(self.log, timeout_s=timeout_s, heartbeat_s=heartbeat_s)
 
@@ -161,7 +161,7 @@ def _follows_from_another(error: Exception) -> bool:
 
 def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str | None:
     """Say what stood at the peak and what would have fitted, where memory is what ended; a sentence for the others."""
-    from tempo_megatron.memory.out_of_memory import is_out_of_memory, report_out_of_memory
+    from tempo_megatron.memory.live.out_of_memory import is_out_of_memory, report_out_of_memory
 
     if not is_out_of_memory(error):
         return None

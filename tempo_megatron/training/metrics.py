@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from tempo_megatron.training.checks import check_metrics_file
-from tempo_megatron.training.run_config import RunConfig
+from tempo_megatron.training.run.checks import check_metrics_file
+from tempo_megatron.training.run.run_config import RunConfig
 
 PEAKS = {"peak_memory_bytes": "peak", "peak_rss_bytes": "peak RSS of the process"}
 """Key of the metrics -> what the log calls it: what a GPU's allocator gave out, or what a process has in memory."""

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron.models import build as models
 from tempo_megatron.models.shape import ModelShape
-from tempo_megatron.training.run_config import RunConfig
+from tempo_megatron.training.run.run_config import RunConfig
 
 _FUSED_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
 

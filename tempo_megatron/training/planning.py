@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tempo_megatron.memory.estimate import RankLayout
-from tempo_megatron.memory.model_states import OptimizerSettings
-from tempo_megatron.memory.plan_request import Question, read_written_recomputation
-from tempo_megatron.memory.plan_run import RunPlan, find_gpu, plan_beside
+from tempo_megatron.memory.estimate.estimate import RankLayout
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.live.aside import RunPlan, find_gpu, plan_beside
+from tempo_megatron.memory.plan.request import Question, read_written_recomputation
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.training.model import has_fused_softmax
-from tempo_megatron.training.run_config import RunConfig
+from tempo_megatron.training.run.run_config import RunConfig
 
 _REMEDY = "raise the budget or --tensor-model-parallel-size, or lower --micro-batch-size"
 

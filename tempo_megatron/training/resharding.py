@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from tempo_megatron.training.agreement import raise_on_all_ranks
-from tempo_megatron.training.deepspeed_config import read_offload_device
+from tempo_megatron.training.checkpoint_files.partition import MOMENTS, Fragment, Partition, find_partition
+from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 from tempo_megatron.training.engine import Engine, take_scale
-from tempo_megatron.training.partition import MOMENTS, Fragment, Partition, find_partition
-from tempo_megatron.training.run_config import RunConfig
-from tempo_megatron.training.saved_state import SavedState
+from tempo_megatron.training.run.deepspeed_config import read_offload_device
+from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.watch.agreement import raise_on_all_ranks
 
 _SECONDS_BETWEEN_LINES = 10
 

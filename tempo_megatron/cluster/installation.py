@@ -1,0 +1,73 @@
+"""What is installed here, and what a run would use."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from tempo_kernels.attention import describe as attention_backend
+from tempo_kernels.compiled import find_compiler, find_obstacle
+from tempo_megatron.cluster.versions import PACKAGES, find_version
+from tempo_megatron.settings.operations import OPERATIONS
+
+
+def describe_installation() -> Iterator[str]:
+    """Versions, devices, and which implementation each operation takes here: a line each, as soon as it is known."""
+    yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
+    for name in PACKAGES:
+        yield f"{name:<21}{find_version(name) or 'not installed'}"
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            yield f"GPU {index:<17}{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    else:
+        yield "GPU                  none; training runs on the CPU with gloo"
+    yield f"CPU                  {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        yield f"C++ compiler         {find_compiler() or 'none'} (not tried: nothing of Tempo needs it on a GPU)"
+    else:
+        obstacle = try_compiler()
+        fault = f"does not work: {obstacle}. Training runs without; what it would compile is slower"
+        yield f"C++ compiler         {fault if obstacle else find_compiler()}"
+    for name, text in list_implementations().items():
+        yield f"tempo {name:<15}{text}"
+
+
+def try_compiler() -> str | None:
+    """find_obstacle, with a word to whoever waits for it: torch's compiler alone takes seconds to import."""
+    print(
+        "trying the C++ compiler on a small function: 10 s, or a minute on a busy machine", file=sys.stderr, flush=True
+    )
+    import torch._inductor.config as inductor  # with torch's compiler around it
+
+    # The processes in which Inductor compiles import torch, each of them; one function needs none.
+    with inductor.patch(compile_threads=1):
+        return find_obstacle()
+
+
+def list_implementations() -> dict[str, str]:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        operation.title or operation.name: describe_implementation(operation.name, device_type)
+        for operation in OPERATIONS.values()
+        if not operation.is_for_the_asking  # Megatron's own modules, once more
+    }
+
+
+def describe_implementation(operation: str, device_type: str, attention: str = "flash") -> str:
+    """What an operation of Tempo runs on, in the words of `doctor` and of a run's banner.
+
+    Args:
+        operation: its name in OPERATIONS.
+        device_type: "cuda" or "cpu".
+        attention: the TempoConfig's choice.
+    """
+    if device_type == "cuda":
+        return attention_backend(device_type, attention) if operation == "attention" else "triton"
+    if operation == "loss" or find_obstacle():
+        return "plain torch"
+    return "plain torch, compiled where that pays"

@@ -1,0 +1,155 @@
+"""The `tempo-megatron bench` command: a file of configs/gpu with measured rates.
+
+The rates are what the planner reckons with: of dense products at the sizes of a transformer layer's linears, and of
+elementwise work that reads one tensor and writes another. Each is the median of rounds, after a warm-up; the calls take
+turns over their operands, which together are larger than a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tempo_megatron.memory.plan.gpu import DTYPES, Gpu
+from tempo_megatron.words.argument_types import parse_positive
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_ROUNDS = 7
+# Rows (tokens), columns and inner size of a layer's linears in units of the hidden size: qkv, projection, fc1, fc2.
+_PRODUCTS = ((2, 3, 1), (2, 1, 1), (2, 4, 1), (2, 1, 4))
+_HIDDEN_SIZES = {"cuda": 4096, "cpu": 256}
+_COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+_OPERAND_SETS = 3
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tempo-megatron bench`."""
+    parser.add_argument(
+        "--calibrate", action="store_true", required=True, help="measure the rates that `tempo-megatron plan` needs"
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="JSON", help="the file to write, for `tempo-megatron plan --gpu JSON`"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default cuda where there is one, else cpu")
+    parser.add_argument(
+        "--hidden-size",
+        type=parse_positive,
+        metavar="H",
+        help=f"of the layer whose products are timed (default {_HIDDEN_SIZES['cuda']}, on a CPU "
+        f"{_HIDDEN_SIZES['cpu']})",
+    )
+    parser.add_argument(
+        "--round-ms", type=parse_positive, default=100, metavar="MS", help=f"of each of {_ROUNDS} rounds (default 100)"
+    )
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Measure and write the file. Raises ValueError where the device is not there."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda was given, and torch sees no CUDA device; run it where there is one")
+    output = Path(args.output)
+    if not output.parent.is_dir():
+        raise ValueError(f"--output {output} lies in a folder that does not exist; make it")
+    gpu = measure_gpu(device, args.hidden_size or _HIDDEN_SIZES[device], args.round_ms)
+    output.write_text(json.dumps(dataclasses.asdict(gpu), indent=2) + "\n", encoding="utf-8")
+    for name, rate in gpu.matmul_flops_per_second.items():
+        print(f"{name} products   {rate / 1e12:10.3f} TFLOP/s")
+    print(f"memory          {gpu.bytes_per_second / 1e9:10.3f} GB/s")
+    print(f"wrote {output}: tempo-megatron plan --gpu {output}")
+    return 0
+
+
+def measure_gpu(device: str, hidden_size: int, round_ms: float) -> Gpu:
+    """The rates of the current device.
+
+    Args:
+        device: "cuda" or "cpu".
+        hidden_size: h of the layer whose four linears' products are timed, on 2 h tokens.
+        round_ms: how long a round is at least.
+    """
+    torch.manual_seed(0)
+    rates = {}
+    for name in DTYPES:
+        _show(f"products in {name}")
+        rates[name] = _measure_products(device, _DTYPES[name], hidden_size, round_ms)
+    _show("memory")
+    bytes_per_second = _measure_copies(device, round_ms)
+    title = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {_count_threads()}"
+    return Gpu(
+        title=title,
+        calibrated=True,
+        source=f"tempo-megatron bench --calibrate --hidden-size {hidden_size}, torch {torch.__version__}, "
+        f"{time.strftime('%Y-%m-%d')}",
+        matmul_flops_per_second=rates,
+        bytes_per_second=bytes_per_second,
+    )
+
+
+def _count_threads() -> str:
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def _show(what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[Kmeasuring {what}", end="", file=sys.stderr, flush=True)
+        if what == "memory":
+            print("\r\033[K", end="", file=sys.stderr)
+
+
+def _measure_products(device: str, dtype: torch.dtype, hidden_size: int, round_ms: float) -> float:
+    """FLOPs per second of one layer's four forward products together."""
+    calls: list[Callable[[], Tensor]] = []
+    flops = 0
+    for rows, columns, inner in _PRODUCTS:
+        m, n, k = rows * hidden_size, columns * hidden_size, inner * hidden_size
+        flops += 2 * m * n * k
+        x, w = (torch.randn(shape, device=device, dtype=torch.float32).to(dtype) for shape in ((m, k), (n, k)))
+        calls.append(lambda x=x, w=w: x @ w.t())  # type: ignore[misc]
+    return flops / _time(calls, device, round_ms)
+
+
+def _measure_copies(device: str, round_ms: float) -> float:
+    """Bytes per second, read and written, of a tensor times a number into another."""
+    num_elements = _COPIED_BYTES[device] // 2
+    sources = [torch.randn(num_elements, device=device, dtype=torch.bfloat16) for _ in range(_OPERAND_SETS)]
+    out = torch.empty_like(sources[0])
+    calls: list[Callable[[], Tensor]] = [lambda x=x: torch.mul(x, 0.5, out=out) for x in sources]  # type: ignore[misc]
+    return 2 * 2 * num_elements * _OPERAND_SETS / _time(calls, device, round_ms)
+
+
+def _time(calls: Sequence[Callable[[], Tensor]], device: str, round_ms: float) -> float:
+    """Seconds that all calls take one after the other: the median of rounds."""
+    seconds = _time_round(calls, device, 1)
+    repeats = max(1, round(round_ms / 1e3 / max(seconds, 1e-6)))
+    _time_round(calls, device, max(1, repeats // 5))
+    return statistics.median(_time_round(calls, device, repeats) / repeats for _ in range(_ROUNDS))
+
+
+def _time_round(calls: Sequence[Callable[[], Tensor]], device: str, repeats: int) -> float:
+    if device == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(repeats):
+            for call in calls:
+                call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+    began = time.perf_counter()
+    for _ in range(repeats):
+        for call in calls:
+            call()
+    return time.perf_counter() - began

@@ -1,0 +1,174 @@
+"""The estimate command: its arguments and its table."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron.memory.commands.deepspeed_arguments import (
+    read_deepspeed_optimizer,
+    take_batch_sizes,
+    take_precision,
+)
+from tempo_megatron.memory.commands.requested_shape import describe_stock, read_requested_shape, read_stock
+from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, RankLayout, describe_part, estimate_ranks
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.models.build import DTYPES
+from tempo_megatron.settings.arguments import tempo_config_from
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.words.json_text import read_object
+from tempo_megatron.words.memory_size import format_bytes
+
+_WIDTH = 38
+_SILENT_S = 2.0
+
+
+def run_estimate(args: argparse.Namespace) -> int:
+    """Estimate stock and, where it is on, Tempo, and print one table. The exit status is 1 where the last does not fit.
+
+    Raises ValueError for what cannot be estimated.
+    """
+    block = read_object(args.deepspeed_config) if args.deepspeed_config else {}
+    take_precision(args, block if args.deepspeed_config else None)
+    take_batch_sizes(args, block)
+    shape, layout, optimizer = read_requested_shape(args), _read_layout(args), _read_optimizer(args, block)
+    tempo_config = tempo_config_from(args, block)
+    columns = {"stock": TempoConfig.off()} | ({} if tempo_config.is_off else {"Tempo": tempo_config})
+    found = {}
+    for name, config in columns.items():
+        with _say_that_it_takes_time(f"estimating {name} ..."):
+            found[name] = estimate_ranks(shape, layout, config, optimizer=optimizer, simulates_allocator=args.allocator)
+    ranks = f"{layout.world_size:,} rank{'s' if layout.world_size > 1 else ''}"
+    print(
+        f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, TP {args.tp}"
+        f"{' + SP' if args.sequence_parallel else ''}, PP {args.pp}, DP {args.dp}: {ranks}, "
+        f"{_describe_optimizer(optimizer)}, stock modules: {describe_stock(layout)}"
+        f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}"
+    )
+    print(format_estimates(found))
+    fits = True
+    if args.gpu_memory is not None:
+        fits = [_print_fit(name, ranks, args.gpu_memory) for name, ranks in found.items()][-1]
+    if args.json:
+        figures = {name: [_list_figures(rank) for rank in ranks] for name, ranks in found.items()}
+        Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
+    if args.plot:
+        from tempo_megatron.memory.estimate.estimate_plot import plot_estimates
+
+        plot_estimates({name: choose_ranks(ranks) for name, ranks in found.items()}, args.plot, args.gpu_memory)
+    return 0 if fits else 1
+
+
+@contextlib.contextmanager
+def _say_that_it_takes_time(text: str) -> Iterator[None]:
+    """Write a line to stderr where what runs inside takes more than _SILENT_S seconds."""
+    timer = threading.Timer(_SILENT_S, print, (text,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def choose_ranks(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:
+    """The kinds of ranks: the first stage, the largest of those in the middle, the last one."""
+    middle = max(ranks[1:-1], key=lambda rank: rank.peak_bytes, default=None)
+    return [ranks[0], *([middle] if middle else []), *(ranks[-1:] if len(ranks) > 1 else [])]
+
+
+def format_estimates(found: dict[str, tuple[RankEstimate, ...]]) -> str:
+    """Parts down; kinds of ranks, and within each stock and Tempo, across."""
+    chosen = {name: choose_ranks(ranks) for name, ranks in found.items()}
+    columns = [
+        (f"{ranks[i].name}", name, ranks[i]) for i in range(len(chosen["stock"])) for name, ranks in chosen.items()
+    ]
+    lines = [f"{'GiB at the peak':<{_WIDTH}}" + "".join(f"{rank:>16}" for rank, _, _ in columns)]
+    lines.append(" " * _WIDTH + "".join(f"{name:>16}" for _, name, _ in columns))
+    rule = "-" * len(lines[0])
+    lines.append(rule)
+    for part in PART_NAMES:
+        values = [rank.parts[part] for *_, rank in columns]
+        if any(values):
+            lines.append(f"{describe_part(part):<{_WIDTH}}" + "".join(f"{value / 2**30:>16.3f}" for value in values))
+    lines += [rule, f"{'peak':<{_WIDTH}}" + "".join(f"{rank.peak_bytes / 2**30:>16.3f}" for *_, rank in columns)]
+    for title, name in (("allocated, rounded", "rounded_bytes"), ("reserved by the allocator", "reserved_bytes")):
+        if all(getattr(rank, name) is not None for *_, rank in columns):
+            lines.append(f"{title:<{_WIDTH}}" + "".join(f"{getattr(r, name) / 2**30:>16.3f}" for *_, r in columns))
+    lines.append(f"{'parameters':<{_WIDTH}}" + "".join(f"{rank.num_parameters:>16,}" for *_, rank in columns))
+    lines += [f"{name}, {rank.name}: the peak is in the {rank.moment}" for _, name, rank in columns]
+    return "\n".join(lines)
+
+
+def _print_fit(name: str, ranks: Sequence[RankEstimate], memory: int) -> bool:
+    largest = max(ranks, key=_count_needed)
+    spare = memory - _count_needed(largest)
+    if spare >= 0:
+        print(f"{name} fits {format_bytes(memory)} with {format_bytes(spare)} to spare ({largest.name})")
+    else:
+        print(f"{name} does not fit {format_bytes(memory)}: {largest.name} needs {format_bytes(-spare)} more")
+    return spare >= 0
+
+
+def _count_needed(rank: RankEstimate) -> int:
+    """What the allocator reserves, where that is known."""
+    return rank.peak_bytes if rank.reserved_bytes is None else rank.reserved_bytes
+
+
+def _read_layout(args: argparse.Namespace) -> RankLayout:
+    return RankLayout(
+        tensor_parallel=args.tp,
+        pipeline_parallel=args.pp,
+        data_parallel=args.dp,
+        sequence_parallel=args.sequence_parallel,
+        layers_per_virtual_stage=args.num_layers_per_virtual_pipeline_stage,
+        first_stage_layers=args.decoder_first_pipeline_num_layers,
+        last_stage_layers=args.decoder_last_pipeline_num_layers,
+        micro_batch_size=args.micro_batch_size,
+        num_micro_batches=args.num_micro_batches,
+        dtype=DTYPES[args.dtype],
+        recompute=tuple(args.recompute),
+        **read_stock(args),
+    )
+
+
+def _read_optimizer(args: argparse.Namespace, block: dict[str, Any]) -> OptimizerSettings:
+    is_deepspeed = args.deepspeed_config is not None or args.zero is not None
+    kind = args.optimizer or ("deepspeed" if is_deepspeed else "megatron")
+    if kind == "megatron" and args.deepspeed_config is not None:
+        raise ValueError(
+            "--deepspeed_config is given with --optimizer megatron; that file's optimizer is DeepSpeed's: leave one out"
+        )
+    if kind != "deepspeed":
+        if args.zero is not None:
+            raise ValueError(f"--zero {args.zero} is given with --optimizer {kind}; ZeRO is DeepSpeed's: leave one out")
+        return OptimizerSettings(kind=kind, distributed=not args.no_distributed_optimizer)
+    if args.no_distributed_optimizer:
+        raise ValueError("--no-distributed-optimizer is Megatron's; give --zero 0 for DeepSpeed's")
+    return read_deepspeed_optimizer(block, args.zero)
+
+
+def _describe_optimizer(optimizer: OptimizerSettings) -> str:
+    if optimizer.kind == "deepspeed":
+        return f"DeepSpeed ZeRO {optimizer.zero_stage}"
+    distributed = "distributed optimizer" if optimizer.distributed else "optimizer"
+    return f"Megatron's {distributed}" if optimizer.kind == "megatron" else "no optimizer"
+
+
+def _list_figures(rank: RankEstimate) -> dict[str, Any]:
+    """As JSON has them: every part by its name, in bytes."""
+    return {
+        "name": rank.name,
+        "num_parameters": rank.num_parameters,
+        "moment": rank.moment,
+        "peak_bytes": rank.peak_bytes,
+        "rounded_bytes": rank.rounded_bytes,
+        "reserved_bytes": rank.reserved_bytes,
+        "bytes_at_the_peak": {describe_part(part): rank.parts[part] for part in PART_NAMES},
+    }

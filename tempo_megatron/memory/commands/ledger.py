@@ -1,0 +1,176 @@
+"""The ledger command: its arguments and its table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron import cpu
+from tempo_megatron.memory.commands.requested_shape import read_requested_shape
+from tempo_megatron.memory.kept.attribution import Row
+from tempo_megatron.memory.kept.layer_kinds import measure_model
+from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config
+from tempo_megatron.memory.kept.ledger_plot import Bar, make_panels, plot_panels
+from tempo_megatron.memory.kept.timeline import format_timeline
+from tempo_megatron.memory.kept.timeline_plot import plot_timeline
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.simulated.step import simulate_step
+from tempo_megatron.models.build import DTYPES
+from tempo_megatron.models.checks import check_layout
+from tempo_megatron.models.shape import ModelShape, pad_vocab_size
+from tempo_megatron.settings.arguments import tempo_config_from
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.words.json_text import read_object
+
+_WIDTH = 34
+
+
+def run_ledger(args: argparse.Namespace) -> int:
+    """Measure stock and Tempo and print one table. Raises ValueError for what cannot be measured."""
+    tempo_config = _read_tempo_config(args)
+    shape = _read_shape(args)
+    stock, tempo = (measure_ledger(shape, config, args) for config in (TempoConfig.off(), tempo_config))
+    title = (
+        f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, "
+        f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}"
+        f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}"
+    )
+    print(title)
+    print(f"tempo: {tempo.choices.describe()}")
+    assert tempo.report is not None
+    print("".join(f"left: {line}\n" for line in tempo.report.describe_left()))
+    print(format_table(stock, tempo))
+    if args.plot:
+        _plot(stock, tempo, args.plot, title)
+    if args.timeline:
+        timeline = simulate_step(
+            shape,
+            tempo_config,
+            title=title,
+            micro_batch_size=args.micro_batch_size,
+            tensor_parallel=args.tp,
+            sequence_parallel=args.sequence_parallel,
+            dtype=DTYPES[args.dtype],
+            recompute=tuple(args.recompute),
+        )
+        print(format_timeline(timeline))
+        plot_timeline(timeline, args.timeline)
+    if args.json:
+        figures = {
+            "stock": _list_figures(stock),
+            "tempo": _list_figures(tempo),
+            "tempo_config": tempo.choices.describe(),
+        }
+        Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _plot(stock: Ledger, tempo: Ledger, png: str, title: str) -> None:
+    ledgers = {"stock": stock, "Tempo": tempo}
+    layers, outside = (
+        [
+            Bar(name, tuple((row.operation, row.num_bytes) for row in getattr(ledger, part)))
+            for name, ledger in ledgers.items()
+        ]
+        for part in ("layer_rows", "outside_rows")
+    )
+    plot_panels(make_panels(layers, outside), png, title, stock.sbh_bytes)
+
+
+def measure_ledger(shape: ModelShape, tempo_config: TempoConfig, args: argparse.Namespace) -> Ledger:
+    """The ledger of one configuration on rank 0 of a simulate_layout tensor-parallel group, on the CPU.
+
+    `args` needs tp, sequence_parallel, recompute, dtype and micro_batch_size, as the command's arguments.
+    """
+    cpu.use_cpu()
+    with simulate_layout(args.tp):
+        config = build_ledger_config(
+            shape,
+            sequence_parallel=args.sequence_parallel,
+            dtype=DTYPES[args.dtype],
+            recompute=tuple(args.recompute),
+        )
+        assert shape.vocab_size is not None
+        return measure_model(
+            config,
+            tempo_config,
+            shape=shape,
+            vocab_size=pad_vocab_size(shape.vocab_size, shape.make_vocab_size_divisible_by, args.tp),
+            micro_batch_size=args.micro_batch_size,
+        )
+
+
+def format_table(stock: Ledger, tempo: Ledger) -> str:
+    """Operations down, stock and Tempo across, in bytes and sbh, with the layer's and the model's totals."""
+    lines = [
+        f"{'kept for backward by':<{_WIDTH}}{'stock':>28}{'Tempo':>28}",
+        f"{'':<{_WIDTH}}" + f"{'bytes':>17}{'sbh':>11}" * 2,
+    ]
+    rule = "-" * len(lines[0])
+    by_operation = [{row.operation: row for row in ledger.rows} for ledger in (stock, tempo)]
+
+    def format_line(name: str, stock_bytes: int, tempo_bytes: int) -> str:
+        return f"{name:<{_WIDTH}}" + "".join(
+            f"{num_bytes:>17,}{ledger.convert_to_sbh(num_bytes):>11.3f}"
+            for ledger, num_bytes in ((stock, stock_bytes), (tempo, tempo_bytes))
+        )
+
+    def format_rows(part: str) -> list[str]:
+        places = {row.operation: row.place for ledger in (stock, tempo) for row in getattr(ledger, part)}
+        none = Row("", 0, 0)
+        return [
+            format_line(name, *(rows_of.get(name, none).num_bytes for rows_of in by_operation))
+            for name in sorted(places, key=lambda name: (places[name], name))
+        ]
+
+    lines += [rule, *format_rows("layer_rows"), rule]
+    lines.append(
+        format_line("one layer without s*s", *(ledger.layer_bytes - ledger.scores_bytes for ledger in (stock, tempo)))
+    )
+    if len(tempo.layer_kinds) < 2:
+        lines.append(format_line("one layer", stock.layer_bytes, tempo.layer_bytes))
+    for kind in tempo.layer_kinds if len(tempo.layer_kinds) > 1 else ():
+        lines.append(format_line(f"each of layers {kind.layers}", stock.layer_bytes, kind.layer_bytes))
+    lines += [rule, *format_rows("outside_rows"), rule]
+    lines.append(format_line(f"model, {stock.num_layers} layers", stock.model_bytes, tempo.model_bytes))
+    lines.append(
+        f"{'Tempo / stock':<{_WIDTH}}{'layer':>28}{tempo.layer_bytes / stock.layer_bytes:>11.3f}",
+    )
+    lines.append(f"{'':<{_WIDTH}}{'model':>28}{tempo.model_bytes / stock.model_bytes:>11.3f}")
+    return "\n".join(lines)
+
+
+def format_layout(tp: int, sequence_parallel: bool) -> str:
+    """`TP 2 + SP`."""
+    return f"TP {tp}" + (" + SP" if sequence_parallel else "")
+
+
+def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
+    if args.use_tempo is False:
+        raise ValueError("--no-use-tempo is given, but the ledger's second column is Tempo; leave it out")
+    block = {}
+    if args.deepspeed_config:
+        block = read_object(args.deepspeed_config)
+        if "tempo" not in block:
+            raise ValueError(f'{args.deepspeed_config} has no "tempo" block; add one or leave --deepspeed_config out')
+    return tempo_config_from(argparse.Namespace(**{**vars(args), "use_tempo": True}), block)
+
+
+def _read_shape(args: argparse.Namespace) -> ModelShape:
+    shape = read_requested_shape(args)
+    check_layout(shape, args.tp, args.sequence_parallel, option="--tp")
+    return shape
+
+
+def _list_figures(ledger: Ledger) -> dict[str, Any]:
+    return {
+        "layer_bytes": ledger.layer_bytes,
+        "layer_sbh_without_scores": ledger.layer_sbh,
+        "layer_sbh": ledger.convert_to_sbh(ledger.layer_bytes),
+        "layer_kinds": [dataclasses.asdict(kind) for kind in ledger.layer_kinds],
+        "model_bytes": ledger.model_bytes,
+        "rows": {row.operation: row.num_bytes for row in ledger.rows},
+    }

@@ -1,0 +1,172 @@
+"""The plan command: its arguments, its table and its files."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tempo_megatron.extras import check_installed
+from tempo_megatron.memory.commands.deepspeed_arguments import (
+    read_deepspeed_optimizer,
+    take_batch_sizes,
+    take_precision,
+)
+from tempo_megatron.memory.commands.ledger import format_layout
+from tempo_megatron.memory.commands.requested_shape import describe_stock, read_requested_shape, read_stock
+from tempo_megatron.memory.estimate.estimate import RankLayout
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.live.aside import find_gpu
+from tempo_megatron.memory.plan.batch import choose_trial, try_micro_batches
+from tempo_megatron.memory.plan.gpu import Gpu, read_gpu
+from tempo_megatron.memory.plan.planner import Plan, PlanRequest, StagePlan
+from tempo_megatron.memory.plan.request import Question
+from tempo_megatron.memory.plan.verify import answer
+from tempo_megatron.models.build import DTYPES
+from tempo_megatron.models.checks import check_layout
+from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.words.json_text import read_object
+from tempo_megatron.words.memory_size import format_bytes
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Make the plan and print it. Raises ValueError where nothing fits, or the planner does not know the model."""
+    gpu = (
+        read_gpu(args.gpu)
+        if args.gpu
+        else find_gpu(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    )
+    if args.plot:
+        check_installed("--plot", "train", "matplotlib")
+    config = read_object(args.deepspeed_config) if args.deepspeed_config else None
+    take_precision(args, config)
+    samples_per_rank = _read_samples(args, config or {})
+    if samples_per_rank is not None and args.micro_batch_size != "auto":
+        args.num_micro_batches = samples_per_rank // args.micro_batch_size
+    question = make_question(read_model(args), gpu, args, config)
+    trials = []
+    if args.micro_batch_size == "auto":
+        trials = try_micro_batches(question, args.gpu_memory, samples_per_rank)
+        trial = choose_trial(trials)
+        plan, request = trial.plan, trial.request
+    else:
+        plan, request = answer(question, args.gpu_memory)
+    shape = request.shape
+    print(f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {shape.micro_batch_size}, ", end="")
+    print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {format_bytes(args.gpu_memory)} a GPU")
+    print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates")
+    print(f"stock modules, where a value is off: {describe_stock(question.layout)}\n")
+    print(format_plan(request, plan))
+    for each in trials:
+        rate = args.dp / each.seconds_per_sample
+        print(f"b {each.micro_batch_size}: {rate:.1f} samples/s, peak {format_bytes(each.plan.peak_bytes)}")
+    print(f"\n{json.dumps({'tempo': plan.block})}")
+    print(" ".join(plan.megatron_arguments) or "without --recompute-granularity")
+    if args.json:
+        figures = {
+            "tempo": plan.block,
+            "megatron_arguments": plan.megatron_arguments,
+            "micro_batch_size": shape.micro_batch_size,
+            "stages": [_list_figures(stage) for stage in plan.stages],
+            "gpu": dataclasses.asdict(gpu),
+            "arguments": vars(args),
+        }
+        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if args.plot:
+        from tempo_megatron.memory.plan.plan_plot import plot_plan
+
+        plot_plan(request, plan, args.gpu_memory, args.plot, f"{Path(args.model).stem} on {gpu.title}")
+    return 0
+
+
+def read_model(args: argparse.Namespace) -> ModelShape:
+    """The model of the arguments.
+
+    Raises ValueError where it is none, or does not lie on the GPUs so.
+    """
+    shape = read_requested_shape(args)
+    check_layout(shape, args.tp, args.sequence_parallel, option="--tp")
+    return shape
+
+
+def make_question(
+    shape: ModelShape, gpu: Gpu, args: argparse.Namespace, config: Mapping[str, Any] | None = None
+) -> Question:
+    """What the arguments ask; `config` is the DeepSpeed JSON, whose precision and batch sizes `args` has already."""
+    optimizer = OptimizerSettings() if config is None else read_deepspeed_optimizer(config)
+    layout = RankLayout(
+        tensor_parallel=args.tp,
+        pipeline_parallel=args.pp,
+        data_parallel=args.dp,
+        sequence_parallel=args.sequence_parallel,
+        micro_batch_size=1 if args.micro_batch_size == "auto" else args.micro_batch_size,
+        num_micro_batches=args.num_micro_batches,
+        dtype=DTYPES[args.dtype],
+        **read_stock(args),
+    )
+    return Question(
+        shape=shape,
+        layout=layout,
+        optimizer=optimizer,
+        gpu=gpu,
+        recompute=frozenset(args.recompute_allowed),
+        fixed_sizes=tuple(args.fixed_memory or ()),
+    )
+
+
+def _read_samples(args: argparse.Namespace, config: Mapping[str, Any]) -> int | None:
+    """The samples of a step on one data-parallel rank, where --global-batch-size or the DeepSpeed JSON says so; the
+    micro batches follow.
+
+    Raises ValueError where they do not divide.
+    """
+    if args.global_batch_size is not None and args.num_micro_batches is not None:
+        raise ValueError("--global-batch-size and --num-micro-batches are both given; leave one of them out")
+    take_batch_sizes(args, config)
+    if args.global_batch_size is None:
+        return None
+    samples: int = args.global_batch_size // args.dp
+    return samples
+
+
+def format_plan(request: PlanRequest, plan: Plan) -> str:
+    """A line per stage, then what its layers have."""
+    lines = [
+        f"{'stage':>5}{'layers':>10}{'in flight':>11}{'peak':>12}{'kept/micro batch':>18}"
+        f"{'recomputed':>14}{'added ms':>11}{'ms':>10}"
+    ]
+    lines.append("-" * len(lines[0]))
+    for index, stage in enumerate(plan.stages):
+        flops = f"{stage.recomputed_flops / 1e12:.3f} TFLOP"
+        lines.append(
+            f"{index:>5}{f'{stage.layers[0]}-{stage.layers[-1]}':>10}{stage.in_flight:>11}"
+            f"{format_bytes(stage.peak_bytes):>12}{format_bytes(stage.kept_bytes):>18}{flops:>14}"
+            f"{stage.added_seconds * 1e3:>11.3f}{stage.seconds * 1e3:>10.3f}"
+        )
+    stages, added = request.pipeline_parallel, max(stage.added_seconds for stage in plan.stages)
+    num_microbatches = request.num_microbatches or stages
+    step = plan.seconds * (num_microbatches + stages - 1)
+    lines.append(
+        f"ms of one micro batch, forward and backward; the slowest stage has {plan.seconds * 1e3:.3f} "
+        f"({added * 1e3:.3f} at most added), a step of {num_microbatches} {step * 1e3:.3f}"
+    )
+    lines.append(TempoConfig.from_dict(plan.block).describe())
+    return "\n".join(lines)
+
+
+def _list_figures(stage: StagePlan) -> dict[str, Any]:
+    return {
+        "layers": [stage.layers[0], stage.layers[-1]],
+        "in_flight": stage.in_flight,
+        "peak_bytes": stage.peak_bytes,
+        "kept_bytes": stage.kept_bytes,
+        "recomputed_flops": stage.recomputed_flops,
+        "seconds": stage.seconds,
+        "added_seconds": stage.added_seconds,
+    }

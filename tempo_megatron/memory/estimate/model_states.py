@@ -1,0 +1,291 @@
+"""What a rank holds from step to step: weights, gradients and optimizer states, by who keeps them and how.
+
+P is the parameters of a rank, e the bytes of one, d the ranks that share optimizer states (data parallel size):
+
+- "none": weights e P, and gradients e P that backward makes and the next step frees; no optimizer.
+- "megatron": Megatron's DistributedDataParallel holds gradients in float32 buffers (of float16 in float16). Adam's
+  moments are float32, and of 16-bit weights there is a float32 copy. With the distributed optimizer moments and copy
+  are divided by d. Gathered weights and reduced gradients use the same buffers.
+- "deepspeed": Adam as above, in one of three of its optimizers. Without ZeRO, states are whole on every rank. ZeRO 1 in
+  bf16 with "grad_accum_dtype" fp32 is its BF16_Optimizer: gradients in bf16 and float32, and states divided by d. Else
+  ZeRO divides the states; a copy of float32 weights is among them. ZeRO 2 divides gradients too, ZeRO 3 weights too, of
+  which up to "stage3_max_live_parameters" stay gathered. ZeRO collects gradients in a buffer of "reduce_bucket_size"
+  elements, with "overlap_comm" in two (ZeRO 3 in one), however small the model is: ZeRO 2 has it from the first
+  gradient to the end of backward, ZeRO 1 from a step's first gradient to its last, ZeRO 3 always. What is full is
+  copied to be reduced. With one micro batch a step there are no gradients before its backward. The optimizer's step
+  flattens the gradients and converts them to float32; without ZeRO, and in the BF16_Optimizer, they are flattened to be
+  reduced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tempo_megatron.memory.simulated.phases import Moment
+
+OPTIMIZERS = ("none", "megatron", "deepspeed")
+_FLOAT32 = 4
+_MOMENTS = 2
+_BUCKET_ELEMENTS = 500_000_000
+_GATHERED_ELEMENTS = 1_000_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """Who steps, and how the states are divided.
+
+    Raises ValueError for a kind or a stage that does not exist.
+    """
+
+    kind: str = "megatron"
+    """One of OPTIMIZERS."""
+
+    distributed: bool = True
+    """Megatron's distributed optimizer."""
+
+    zero_stage: int = 1
+    """DeepSpeed's."""
+
+    reduce_bucket_elements: int = _BUCKET_ELEMENTS
+    overlaps: bool = False
+    """DeepSpeed's "overlap_comm"."""
+
+    max_gathered_elements: int = _GATHERED_ELEMENTS
+    """DeepSpeed's "stage3_max_live_parameters"."""
+
+    accumulates_in_float32: bool = False
+    """DeepSpeed's "grad_accum_dtype" of fp32."""
+
+    foreach: bool = False
+    """Whether Adam is torch's over lists of tensors, which makes as many square roots; else it is a fused one."""
+
+    offloads: bool = False
+    """Whether DeepSpeed keeps the optimizer's states off the device."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in OPTIMIZERS:
+            raise ValueError(f"the optimizer is {self.kind!r}; expected one of {', '.join(OPTIMIZERS)}")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"ZeRO's stage is {self.zero_stage!r}; expected 0, 1, 2 or 3")
+
+    @classmethod
+    def from_deepspeed(cls, config: Mapping[str, Any]) -> OptimizerSettings:
+        """What a DeepSpeed JSON says; "auto" and what is missing are DeepSpeed's defaults, stage 0 among them."""
+        zero = config.get("zero_optimization", {})
+
+        def read(name: str, default: Any) -> Any:
+            value = zero.get(name, default)
+            return default if value == "auto" else value
+
+        stage = read("stage", 0)
+        adam = (config.get("optimizer") or {}).get("params", {})
+        return cls(
+            kind="deepspeed",
+            zero_stage=stage,
+            reduce_bucket_elements=int(read("reduce_bucket_size", _BUCKET_ELEMENTS)),
+            overlaps=bool(read("overlap_comm", stage == 3)),
+            max_gathered_elements=int(read("stage3_max_live_parameters", _GATHERED_ELEMENTS)),
+            accumulates_in_float32=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
+            foreach=bool(adam.get("torch_adam")) and adam.get("foreach") is not False,
+            offloads=(read("offload_optimizer", None) or {}).get("device", "none") != "none",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelStates:
+    """Bytes on one rank."""
+
+    weights: int
+    optimizer_states: int = 0
+    communication_buffers: int = 0
+    """That are there all the time: ZeRO 3's bucket of gradients."""
+
+    standing_gradients: int = 0
+    """While a micro batch runs, without those that its backward makes and leaves."""
+
+    bucket: int = 0
+    """Of gradients, there from the first gradient of a micro batch on; with ZeRO 3 the weights that are gathered."""
+
+    bucket_stays: bool = False
+    """Whether it is there in the forward of the next micro batch too."""
+
+    bucket_elements: int = 0
+    """How many gradients fit it."""
+
+    reduced_gradients: int = 0
+    """Of one micro batch, made when the bucket is full for the first time, or at the end of backward."""
+
+    flush: int = 0
+    """What it makes to reduce a full bucket: copies of it, beside the gradient for which there was no room."""
+
+    reduction: int = 0
+    """Gradients, buckets and their copies at the end of the last backward, when the rest of them is reduced."""
+
+    gradients: int = 0
+    """In the optimizer's step."""
+
+    step_transient: int = 0
+    """What reducing the gradients and the optimizer's step make beside all this; there is no activation then."""
+
+    def count_buckets(self, moment: Moment) -> int:
+        """What is there of buckets and reduced gradients at the highest point of a phase."""
+        buckets = self.bucket if moment.num_gradients > 0 or self.bucket_stays else 0
+        if moment.num_gradients <= self.bucket_elements:
+            return buckets
+        # A bucket is reduced when a gradient is complete, as at the phase's end, not where the phase is highest.
+        return buckets + self.reduced_gradients + max(0, self.flush - (moment.rise - moment.growth))
+
+
+def makes_gradients(optimizer: OptimizerSettings, dtype: torch.dtype, accumulates: bool) -> bool:
+    """Whether there are no gradients before a backward, which makes them and leaves them.
+
+    accumulates: whether a step has more than one micro batch.
+    """
+    if accumulates or optimizer.kind == "megatron":
+        return False
+    if optimizer.kind == "none":
+        return True
+    # ZeRO 2 and 3 take each gradient away as it comes, and so does ZeRO 1 in fp16 with gradients in float32.
+    takes_away = optimizer.accumulates_in_float32 and not _is_bf16_optimizer(optimizer, dtype)
+    return optimizer.zero_stage == 0 or (optimizer.zero_stage == 1 and not takes_away)
+
+
+def count_model_states(
+    num_parameters: int,
+    dtype: torch.dtype,
+    optimizer: OptimizerSettings,
+    *,
+    data_parallel: int = 1,
+    largest_layer_parameters: int = 0,
+    accumulates: bool = True,
+) -> ModelStates:
+    """The states of a rank with `num_parameters`.
+
+    accumulates: whether a step has more than one micro batch.
+    """
+    p, e, d = num_parameters, dtype.itemsize, data_parallel
+    is_16_bit = e < _FLOAT32
+    states = _FLOAT32 * (_MOMENTS + is_16_bit) * p
+    if optimizer.kind == "none":
+        return ModelStates(weights=e * p, standing_gradients=e * p if accumulates else 0)
+    if optimizer.kind == "megatron":
+        gradients = (2 if dtype == torch.float16 else _FLOAT32) * p
+        states = _divide(states, d if optimizer.distributed else 1)
+        return ModelStates(weights=e * p, optimizer_states=states, standing_gradients=gradients, gradients=gradients)
+    roots = _FLOAT32 if optimizer.foreach else 0
+    standing = 0 if makes_gradients(optimizer, dtype, accumulates) else e * p
+    if optimizer.zero_stage == 0:
+        found = ModelStates(
+            weights=e * p,
+            optimizer_states=states,
+            standing_gradients=standing,
+            gradients=e * p,
+            step_transient=max(_flatten(p, e), (_FLOAT32 * is_16_bit + roots) * p),
+        )
+    elif _is_bf16_optimizer(optimizer, dtype):
+        found = ModelStates(
+            weights=e * p,
+            optimizer_states=_divide(states, d),
+            # The sums in float32 are there all the time.
+            standing_gradients=standing + _FLOAT32 * p,
+            gradients=(e + _FLOAT32) * p,
+            # Flattened in float32, and converted to bf16 to be sent.
+            step_transient=max(_flatten(p, _FLOAT32 + e), _divide(roots * p, d)),
+        )
+    elif optimizer.zero_stage == 3:
+        found = _count_zero_3_states(p, e, d, optimizer, largest_layer_parameters)
+    else:
+        found = _count_zero_states(p, e, d, optimizer, largest_layer_parameters, accumulates, standing)
+    return dataclasses.replace(found, optimizer_states=0, step_transient=0) if optimizer.offloads else found
+
+
+def _is_bf16_optimizer(optimizer: OptimizerSettings, dtype: torch.dtype) -> bool:
+    is_asked = optimizer.accumulates_in_float32 and not optimizer.offloads
+    return optimizer.zero_stage == 1 and dtype == torch.bfloat16 and is_asked
+
+
+def _count_zero_states(
+    p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int, accumulates: bool, standing: int
+) -> ModelStates:
+    """ZeRO 1 and 2; `standing` is what gradients that nobody divides have before a backward."""
+    is_stage_1, in_float32 = optimizer.zero_stage == 1, optimizer.accumulates_in_float32
+    bytes_of_gradient = _FLOAT32 if in_float32 else e
+    # ZeRO 1 reduces what it has accumulated, ZeRO 2 what a micro batch gives.
+    bucket = optimizer.reduce_bucket_elements * (bytes_of_gradient if is_stage_1 else e)
+    own = _divide(e * p, d)
+    if is_stage_1:
+        standing, reduced = bytes_of_gradient * p if standing else 0, 0
+        # The first bucket's gradients lie in it; those of the others are where they were, or, of other ranks, gone.
+        in_bucket = p if p <= optimizer.reduce_bucket_elements else max(0, optimizer.reduce_bucket_elements - largest)
+        reduction = bytes_of_gradient * (p - in_bucket) + own
+    else:
+        # Those of a micro batch are added to what was before when all are there; in float32 as they come.
+        reduced = _divide(_FLOAT32 * p, d) if in_float32 and not accumulates else 0 if in_float32 else own
+        standing = _divide(bytes_of_gradient * p, d) if accumulates else 0
+        reduction = standing + reduced
+    num_buckets = 2 if optimizer.overlaps else 1
+    return ModelStates(
+        weights=e * p,
+        # The weights are copied in float32 also where they are in float32.
+        optimizer_states=_divide(_FLOAT32 * (_MOMENTS + 1) * p, d),
+        standing_gradients=standing,
+        bucket=bucket * num_buckets,
+        # ZeRO 1 keeps it from the first micro batch of a step to the last one's end.
+        bucket_stays=is_stage_1 and accumulates,
+        bucket_elements=optimizer.reduce_bucket_elements,
+        reduced_gradients=reduced,
+        flush=0 if is_stage_1 else min(p, optimizer.reduce_bucket_elements) * e + largest * e,
+        # What one rank owns is reduced where it lies; slices of several are copied.
+        reduction=reduction + bucket * num_buckets + (min(p * e, bucket) if d > 1 else 0),
+        gradients=_divide(bytes_of_gradient * p, d),
+        step_transient=_count_step(p, e, d, optimizer, largest),
+    )
+
+
+def _count_zero_3_states(p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int) -> ModelStates:
+    gradients = _divide((_FLOAT32 if optimizer.accumulates_in_float32 else e) * p, d)
+    # Reduced gradients are flattened, and their parts are tensors of their own.
+    in_bucket, in_largest = min(p, optimizer.reduce_bucket_elements) * e, largest * e
+    flush = in_bucket + _divide(in_bucket, d)
+    # A gradient that no bucket holds is reduced alone.
+    alone = 2 * in_largest + _divide(in_largest, d) if largest > optimizer.reduce_bucket_elements else 0
+    # A layer is given back only where it is not needed soon again, and in most models it is.
+    gathered = max(largest, min(p, optimizer.max_gathered_elements)) * e if d > 1 else 0
+    return ModelStates(
+        weights=_divide(e * p, d),
+        optimizer_states=_divide(_FLOAT32 * (_MOMENTS + 1) * p, d),
+        # One bucket, also with "overlap_comm".
+        communication_buffers=optimizer.reduce_bucket_elements * e,
+        # All weights are given back before the step.
+        bucket=gathered,
+        bucket_stays=True,
+        standing_gradients=gradients,
+        bucket_elements=optimizer.reduce_bucket_elements,
+        flush=flush + in_largest,
+        reduction=gradients + max(flush, alone),
+        gradients=gradients,
+        step_transient=_count_step(p, e, d, optimizer, largest),
+    )
+
+
+def _count_step(p: int, e: int, d: int, optimizer: OptimizerSettings, largest: int) -> int:
+    """What ZeRO's step makes: gradients flattened and converted to float32, and Adam's square roots."""
+    in_float32 = optimizer.accumulates_in_float32
+    # ZeRO 2 gathers float32 gradients in one buffer as they come and copies none; their norm is computed in 64 bits.
+    flat = 2 * _FLOAT32 * largest
+    if not (optimizer.zero_stage == 2 and in_float32):
+        flat = _divide((_FLOAT32 if in_float32 or e == _FLOAT32 else e + _FLOAT32) * p, d)
+    return max(flat, _divide((2 * _FLOAT32 if optimizer.foreach else 0) * p, d))
+
+
+def _flatten(num_parameters: int, bytes_of_element: int) -> int:
+    """A copy of all gradients, or of as many as DeepSpeed without ZeRO reduces at once."""
+    return min(num_parameters, _BUCKET_ELEMENTS) * bytes_of_element
+
+
+def _divide(num_bytes: int, parts: int) -> int:
+    return -(-num_bytes // parts)

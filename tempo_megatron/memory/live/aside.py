@@ -1,0 +1,130 @@
+"""The plan of a run that starts, made by a process beside it.
+
+The estimate needs model parallelism of its own and lets Megatron's modules run on a CPU, so that it cannot run where a
+run's process groups are. One rank asks, and the others are told.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from typing import Any
+
+from tempo_megatron.memory.plan.gpu import Gpu, list_gpus, read_gpu
+from tempo_megatron.memory.plan.request import Question
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.words.memory_size import format_bytes
+
+_UNKNOWN_DEVICE = "h100"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run does with its budget."""
+
+    block: dict[str, Any]
+    """The "tempo" block, without "auto"."""
+    recompute: tuple[str, ...]
+    """Megatron's: nothing, ("full",), or any of "core_attn" and "mlp"."""
+    num_full: int
+    """The first layers of every stage that are recomputed as a whole."""
+    peak_bytes: int
+    """Estimated, of the fullest rank."""
+    budget: int
+    gpu_title: str
+    """Whose rates say what is fastest."""
+
+    @property
+    def tempo(self) -> TempoConfig:
+        return TempoConfig.from_dict(self.block)
+
+    def describe(self) -> str:
+        """Lines for a banner."""
+        words = "none"
+        if self.num_full:
+            words = f"the first {self.num_full} layers of every stage as a whole"
+        elif self.recompute:
+            words = f"{' and '.join(self.recompute)} of every layer"
+        return (
+            f"budget {format_bytes(self.budget)}, estimated peak {format_bytes(self.peak_bytes)}, "
+            f"shortest by the rates of {self.gpu_title}\n{self.tempo.describe()}\nrecomputed by Megatron: {words}"
+        )
+
+
+def find_gpu(device_name: str | None) -> Gpu:
+    """The rates of a device that torch names so; those of an H100 where no file is for it, or there is none."""
+    for name in list_gpus():
+        if device_name is not None and name in device_name.lower().replace(" ", ""):
+            return read_gpu(name)
+    return read_gpu(_UNKNOWN_DEVICE)
+
+
+def plan_beside(question: Question, budget: int) -> RunPlan:
+    """The plan, from a process of its own that has no GPU.
+
+    Args:
+        question: what is to be planned.
+        budget: bytes of one rank.
+
+    Raises ValueError where nothing fits, or the planner does not know the model.
+    """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # A thread of its own is all that it needs, whatever the run has.
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", __name__],
+        env=environment,
+        input=base64.b64encode(pickle.dumps((question, budget))),
+        capture_output=True,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        raise RuntimeError(f"the planner ended with exit code {done.returncode}:\n{done.stderr.decode()[-4000:]}")
+    found = pickle.loads(base64.b64decode(lines[-1]))
+    if isinstance(found, str):
+        raise ValueError(found)
+    assert isinstance(found, RunPlan)
+    return found
+
+
+def make_run_plan(question: Question, budget: int) -> RunPlan:
+    """As `plan_beside`, in this process."""
+    from tempo_megatron.memory.plan.verify import answer
+
+    plan, _ = answer(question, budget)
+    return RunPlan(
+        block=plan.block,
+        recompute=tuple(sorted(plan.recompute)),
+        num_full=plan.num_full,
+        peak_bytes=plan.peak_bytes,
+        budget=budget,
+        gpu_title=f"{question.gpu.title}{'' if question.gpu.calibrated else ' (data sheet)'}",
+    )
+
+
+def main() -> int:
+    """Read what `plan_beside` asks from stdin, write a RunPlan, or the sentence of an error, to stdout."""
+    question, budget = pickle.loads(base64.b64decode(sys.stdin.buffer.read()))
+    found: RunPlan | str
+    try:
+        found = make_run_plan(question, budget)
+    except ValueError as error:
+        frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
+        if not frame.f_globals.get("__name__", "").startswith(("tempo_megatron", "tempo_kernels")):
+            raise
+        found = str(error)
+    print(base64.b64encode(pickle.dumps(found)).decode(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    # The module of this name, whose classes the asking process knows, and not __main__'s.
+    from tempo_megatron.memory.live import aside as plan_run
+
+    sys.exit(plan_run.main())

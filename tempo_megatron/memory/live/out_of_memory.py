@@ -1,0 +1,137 @@
+"""What a run says when memory ends: what stood at the peak, and the smallest change that would have fitted.
+
+The run's own process has no memory to spare and process groups of its own, so that another one computes it on fake
+tensors, from the run's sizes alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gc
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tempo_megatron.words.memory_size import format_bytes
+
+if TYPE_CHECKING:  # so that whether memory ended is told in any process, whatever is installed there
+    from tempo_megatron.memory.estimate.estimate import RankLayout
+    from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+    from tempo_megatron.models.shape import ModelShape
+    from tempo_megatron.settings.config import TempoConfig
+
+_SECONDS = 300.0
+_TEXTS = (
+    "DefaultCPUAllocator",
+    "not enough memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Storage size calculation overflowed",
+    "multiplication overflow",
+)
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """A run, as the estimate knows it."""
+
+    shape: ModelShape
+    layout: RankLayout
+    tempo: TempoConfig
+    optimizer: OptimizerSettings
+    stage: int = 0
+    global_batch_size: int | None = None
+    requested: int | None = None
+    """Bytes that were not to be had."""
+    capacity: int | None = None
+    """Bytes that all tensors may take; None where nobody knows."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ended, on a GPU or on a CPU."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+
+
+def find_requested(error: BaseException) -> int | None:
+    """The bytes that an allocation asked for in vain."""
+    found = _REQUESTED.search(str(error))
+    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
+
+
+def find_capacity() -> int | None:
+    """What torch may take of this rank's GPU; None on a CPU, where others take from the same memory."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    return int(free + torch.cuda.memory_reserved())
+
+
+def report_out_of_memory(
+    error: BaseException, order: Order | None, folder: str | None = None, seconds: float = _SECONDS
+) -> None:
+    """Print it on stderr, and write the traceback to a file.
+
+    Args:
+        error: is_out_of_memory.
+        order: the run; None where it is none that the estimate knows.
+        folder: of the file (default: where the run was started).
+        seconds: that the explanation may take.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    file = Path(folder or ".").resolve() / f"out_of_memory.rank{rank}.txt"
+    requested, capacity = find_requested(error), find_capacity()
+    lines = [f"error on rank {rank}: out of memory: {str(error).strip().splitlines()[0]}"]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        lines.append(
+            f"torch has {format_bytes(torch.cuda.memory_allocated())} allocated and "
+            f"{format_bytes(torch.cuda.memory_reserved())} reserved on this GPU"
+        )
+    text = "".join(traceback.format_exception(error))
+    # The frames hold what the run had alive.
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        lines.append(f"the traceback is in {file}")
+    except OSError as reason:
+        lines.append(f"the traceback cannot be written ({reason})")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    if order is not None:
+        found = dataclasses.replace(order, requested=requested, capacity=capacity)
+        print(_explain_elsewhere(found, seconds), file=sys.stderr, flush=True)
+
+
+def _explain_elsewhere(order: Order, seconds: float) -> str:
+    """`remedies.explain` in a process of its own, without a GPU and without this one's limit."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    text = base64.b64encode(pickle.dumps(order)).decode()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "tempo_megatron.memory.live.remedies"],
+            input=text,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"what stood at the peak is not known: {error}"
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return f"what stood at the peak is not known: {reason}"
+    return str(json.loads(done.stdout.splitlines()[-1]))

@@ -1,0 +1,288 @@
+"""The ledger of a run: what the first micro batch of a user's own training keeps, measured on this rank as it trains.
+
+Nothing is put into the run's way. While the models run forward it is noted which module runs; what autograd holds is
+then read from the graph of their outputs. Losses are bit for bit what they are without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tempo_megatron.memory.kept.attribution import Row, attribute_all, find_layer, sum_rows
+from tempo_megatron.memory.kept.recorder import GraphReader, SavedStorage
+from tempo_megatron.memory.kept.standing_bytes import StandingBytes
+from tempo_megatron.memory.kept.timeline import StepTimeline
+from tempo_megatron.memory.plan.formula import LayerShape, list_layer_rows
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.layer_values import write_layers
+from tempo_megatron.settings.operations import STACKS
+from tempo_megatron.slots.mlp import describe_activation
+
+_WIDTH = 34
+_ByLayer = dict[tuple[str, int], list[SavedStorage]]
+"""(stack, number from 0 over the whole model) -> what the layer keeps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSizes:
+    """What the modules do not say."""
+
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    """Of a T5, whose encoder has seq_length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayersAlike:
+    """Layers that keep the same, operation by operation."""
+
+    layers: str
+    """`0-11,20`, from 0 over the whole model, after the name of their stack where a model has two."""
+    num_layers: int
+    rows: tuple[Row, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(row.num_bytes for row in self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What one rank found."""
+
+    title: str
+    stage: int
+    sbh_bytes: int
+    """s * b * h of the run."""
+    layers: tuple[LayersAlike, ...]
+    outside: tuple[Row, ...]
+    standing: dict[str, int]
+    stock: tuple[tuple[str, int], ...]
+    """(operation, bytes) of a stock layer of the same shape by the formula; empty where that does not know it."""
+    stock_unknown: str = ""
+    """Why the formula does not know the layer."""
+
+    @property
+    def kept_bytes(self) -> int:
+        kept = sum(kind.num_layers * kind.num_bytes for kind in self.layers)
+        return kept + sum(row.num_bytes for row in self.outside)
+
+
+class RunLedger:
+    """Measures the first training forward of each model of this rank.
+
+    Args:
+        models: as the run has them, perhaps wrapped (DeepSpeed's engine, Megatron's DDP): the chunks of this rank.
+        sizes: of a micro batch.
+
+    Raises ValueError as GraphReader.
+    """
+
+    def __init__(self, models: Sequence[Any], sizes: RunSizes) -> None:
+        self._models = [unwrap(model) for model in models]
+        self._sizes = sizes
+        self._saved: dict[int, list[SavedStorage]] = {}
+        self._running = contextlib.ExitStack()
+        self._reader: GraphReader | None = None
+        self.standing = StandingBytes(self._models)
+        self._hooks: list[Any] = []
+        for place, model in enumerate(self._models):
+            GraphReader(model)  # says at once what it misses
+            self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+            self._hooks.append(
+                model.register_forward_hook(
+                    lambda _, __, output, place=place: self._end(place, output), always_call=True
+                )
+            )
+
+    def measure(self) -> Measured | None:
+        """What was found, and no further look at the run; None where no model of this rank ran forward in training."""
+        for hook in self._hooks:
+            hook.remove()
+        self.standing.close()
+        if not self._saved:
+            return None
+        model, sizes = self._models[0], self._sizes
+        config = model.config
+        lengths = {sizes.seq_length, sizes.decoder_seq_length or sizes.seq_length}
+        activation = describe_activation(config)
+        by_layer, rest = self._divide()
+        stock, stock_unknown = self._find_stock(model, activation)
+        return Measured(
+            title=self.write_title(),
+            stage=find_stage(),
+            sbh_bytes=sizes.seq_length * sizes.micro_batch_size * config.hidden_size,
+            layers=tuple(_list_kinds(by_layer, lengths, activation)),
+            outside=sum_rows(rest, lengths, activation),
+            standing=self.standing.count(),
+            stock=stock,
+            stock_unknown=stock_unknown,
+        )
+
+    def _begin(self, model: Any, args: Any, keywords: Any) -> None:
+        if not (model.training and torch.is_grad_enabled()) or self._models.index(model) in self._saved:
+            return
+        given = tuple(t for t in tree_leaves((args, keywords)) if isinstance(t, Tensor))
+        self._reader = GraphReader(model, exclude=given)
+        self._running.enter_context(attribute_all(self._reader, model))
+        self._running.enter_context(self._reader.follow())
+
+    def _end(self, place: int, output: Any) -> None:
+        self._running.close()
+        if self._reader is not None and output is not None:
+            self._saved[place] = self._reader.list_saved(t for t in tree_leaves(output) if isinstance(t, Tensor))
+        self._reader = None
+
+    def _divide(self) -> tuple[_ByLayer, list[SavedStorage]]:
+        """The storages of each layer, and those of no layer."""
+        by_layer: _ByLayer = {}
+        rest = []
+        for place, saved in self._saved.items():
+            num_checkpoints = dict.fromkeys(STACKS, 0)
+            for storage in saved:
+                stack, layer = find_layer(storage.operation) or (storage.operation, None)
+                if stack in STACKS and layer is None and storage.shape[-1] == self._models[place].config.hidden_size:
+                    # The input of a recomputed layer, or of the first of several that are recomputed together.
+                    layer = num_checkpoints[stack] * _count_together(self._models[place].config)
+                    num_checkpoints[stack] += 1
+                if layer is None:
+                    rest.append(storage)
+                else:
+                    number = getattr(self._models[place], stack).layers[layer].layer_number - 1
+                    by_layer.setdefault((stack, number), []).append(storage)
+        return by_layer, rest
+
+    def follow_step(self) -> StepTimeline:
+        """To follow a step with, after the one in which the optimizer made its states."""
+        return StepTimeline(self._models, self.standing.list_lasting())
+
+    def write_title(self) -> str:
+        """Model, dtype, s, b and layout."""
+        model, sizes = self._models[0], self._sizes
+        config = model.config
+        layout = f"TP {config.tensor_model_parallel_size}{' + SP' if config.sequence_parallel else ''}"
+        return (
+            f"{describe_model(model)}, {str(config.params_dtype).removeprefix('torch.')}, s {sizes.seq_length}, "
+            f"b {sizes.micro_batch_size}, {layout}"
+        )
+
+    def _find_stock(self, model: Any, activation: str) -> tuple[tuple[tuple[str, int], ...], str]:
+        """The rows of one stock layer by the formula; or none, and why."""
+        config, sizes = model.config, self._sizes
+        if sum(hasattr(model, stack) for stack in STACKS) > 1:
+            return (), "the model has two stacks of layers"
+        rotary = getattr(model, "position_embedding_type", "") == "rope"
+        try:
+            shape = LayerShape.from_config(
+                config,
+                seq_length=sizes.seq_length,
+                micro_batch_size=sizes.micro_batch_size,
+                activation=activation,
+                rotary=rotary,
+            )
+            is_te = any("transformer_engine" in type(module).__module__ for module in model.modules())
+            stack = "transformer_engine" if is_te else "local"
+            rows = list_layer_rows(dataclasses.replace(shape, recompute=frozenset()), TempoConfig.off(), stock=stack)
+        except ValueError as error:
+            return (), str(error)
+        return tuple((row.operation, row.num_bytes) for row in rows), ""
+
+
+def _count_together(config: Any) -> int:
+    """Layers that full recomputation runs again as one."""
+    return int(config.recompute_num_layers) if config.recompute_method == "uniform" else 1
+
+
+def _list_kinds(by_layer: _ByLayer, lengths: set[int], activation: str) -> Iterator[LayersAlike]:
+    has_two_stacks = len({stack for stack, _ in by_layer}) > 1
+    kinds: dict[tuple[str, tuple[Row, ...]], list[int]] = {}
+    for (stack, number), storages in sorted(by_layer.items()):
+        kinds.setdefault((stack, sum_rows(storages, lengths, activation)), []).append(number)
+    for (stack, rows), numbers in kinds.items():
+        yield LayersAlike((f"{stack} " if has_two_stacks else "") + write_layers(numbers), len(numbers), rows)
+
+
+def unwrap(model: Any) -> Any:
+    """The Megatron model inside of wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def describe_model(model: Any) -> str:
+    """`GPTModel, 24 layers, hidden 1024`."""
+    name = type(model).__name__.removeprefix("Tempo").removeprefix("Fused")
+    return f"{name}, {model.config.num_layers} layers, hidden {model.config.hidden_size}"
+
+
+def find_stage() -> int:
+    """The pipeline stage of this rank."""
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def is_printer() -> bool:
+    """Whether this rank is the first of its pipeline stage."""
+    data_parallel_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return bool(parallel_state.get_tensor_model_parallel_rank() == 0 and data_parallel_rank == 0)
+
+
+def format_measured(found: Measured) -> str:
+    """The table of a run."""
+    lines = [
+        f"ledger of this run's first micro batch, stage {found.stage}: {found.title}",
+        f"{'kept for backward by':<{_WIDTH}}{'bytes':>17}{'sbh':>11}{'stock by formula':>19}",
+    ]
+    rule = "-" * len(lines[-1])
+    stock = dict(found.stock)
+
+    def write(name: str, num_bytes: int, formula: int | None = None) -> str:
+        beside = "" if formula is None else f"{formula:>19,}"
+        return f"{name:<{_WIDTH}}{num_bytes:>17,}{num_bytes / found.sbh_bytes:>11.3f}{beside}"
+
+    for kind in found.layers:
+        lines.append(rule)
+        if len(found.layers) > 1:
+            lines.append(f"layers {kind.layers}")
+        names = [row.operation for row in kind.rows]
+        lines += [write(row.operation, row.num_bytes, stock.get(row.operation)) for row in kind.rows]
+        lines += [write(name, 0, num_bytes) for name, num_bytes in found.stock if name not in names]
+        lines.append(write(f"each of layers {kind.layers}", kind.num_bytes, sum(stock.values()) or None))
+    lines += [rule, *(write(row.operation, row.num_bytes) for row in found.outside), rule]
+    num_layers = sum(kind.num_layers for kind in found.layers)
+    lines.append(write(f"this rank, {num_layers} layers", found.kept_bytes))
+    lines += [f"{name:<{_WIDTH}}{num_bytes:>17,}" for name, num_bytes in found.standing.items()]
+    if found.stock_unknown:
+        lines.append(f"no column of stock by formula: {found.stock_unknown}")
+    return "\n".join(lines)
+
+
+def describe_measured(found: Measured) -> dict[str, Any]:
+    """What goes into the JSON."""
+    return {
+        **dataclasses.asdict(found),
+        "layers": [
+            {"layers": kind.layers, "num_layers": kind.num_layers, "num_bytes": kind.num_bytes}
+            | {"rows": {row.operation: row.num_bytes for row in kind.rows}}
+            for kind in found.layers
+        ],
+        "outside": {row.operation: row.num_bytes for row in found.outside},
+        "stock": dict(found.stock),
+        "kept_bytes": found.kept_bytes,
+    }
+
+
+def write_json(content: dict[str, Any], file: str | Path) -> None:
+    """Write it, with the folder where that is missing."""
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,139 @@
+"""What a choice for a layer costs: the FLOPs it computes a second time, and the bytes that it moves beyond stock.
+
+FLOPs are those of matrix products, two for each multiplication and sum; where attention is causal and fused, half of
+its square. Of Tempo's operations linears and attention that run again have some, as Megatron's recomputation has; the
+others make elementwise results again, or read one tensor instead of another. Bytes are those that such work reads from
+and writes to the GPU's memory: it does nothing else that takes time. A choice that moves fewer bytes than stock is
+taken as costing nothing, never as a gain. Collectives that are repeated under tensor parallelism, by Megatron's
+recomputation and by linears that run again, are not in the sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tempo_megatron.memory.plan.formula import GATED, LayerShape
+from tempo_megatron.memory.plan.gpu import Gpu
+from tempo_megatron.settings.config import TempoConfig
+
+RECOMPUTED_MODULES = ("core_attn", "mlp")
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_FEMTO = 10**15
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerFlops:
+    """Matrix products of one layer's forward on one rank."""
+
+    projections: int
+    """Queries, keys and values, and the projection behind attention."""
+    core_attention: int
+    mlp: int
+    linear_qkv: int
+    """Of the projections, that of queries, keys and values."""
+    linear_fc1: int
+    """Of the MLP, its first linear."""
+
+    @property
+    def total(self) -> int:
+        return self.projections + self.core_attention + self.mlp
+
+    @property
+    def linears(self) -> int:
+        return self.projections + self.mlp
+
+
+def count_layer_flops(shape: LayerShape, *, is_causal: bool, skips_masked: bool) -> LayerFlops:
+    """Forward of one layer without cross attention on one rank.
+
+    Args:
+        shape: the layer.
+        is_causal: whether a token attends to itself and those before it only.
+        skips_masked: whether the scores that a causal mask hides are not computed: fused attention's; unfused computes
+            them all.
+    """
+    s, b, t = shape.seq_length, shape.micro_batch_size, shape.tensor_parallel
+    heads, groups = shape.num_attention_heads // t, shape.num_query_groups // t
+    tokens = s * b
+    num_scores = s * (s + 1) // 2 if is_causal and skips_masked else s * s
+    head_flops = 2 * tokens * shape.hidden_size * shape.kv_channels
+    linear_qkv = (heads + 2 * groups) * head_flops
+    linear_fc2 = 2 * tokens * shape.hidden_size * shape.ffn_hidden_size // t
+    linear_fc1 = 2 * linear_fc2 if shape.activation in GATED else linear_fc2
+    return LayerFlops(
+        projections=linear_qkv + heads * head_flops,
+        core_attention=2 * 2 * b * heads * num_scores * shape.kv_channels,
+        mlp=linear_fc1 + linear_fc2,
+        linear_qkv=linear_qkv,
+        linear_fc1=linear_fc1,
+    )
+
+
+def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str], config: TempoConfig) -> int:
+    """What Megatron's recomputation of a layer, and Tempo's, computes a second time; never a third."""
+    if "full" in recompute:
+        return flops.total
+    found = flops.linear_qkv * (config.linear_qkv == "recompute")
+    found += flops.core_attention * ("core_attn" in recompute or config.attention == "recompute")
+    return found + (flops.mlp if "mlp" in recompute else flops.linear_fc1 * (config.linear_fc1 == "recompute"))
+
+
+def count_moved_bytes(shape: LayerShape, config: TempoConfig, recompute: frozenset[str]) -> int:
+    """Bytes that elementwise work of one layer reads and writes beyond stock, per micro batch on one rank.
+
+    Args:
+        shape: the layer.
+        config: without "auto".
+        recompute: Megatron's.
+    """
+    hidden = shape.hidden_bytes
+    num_elements = shape.seq_length * shape.micro_batch_size * shape.ffn_hidden_size // shape.tensor_parallel
+    y = num_elements * shape.element_bytes
+    x = 2 * y if shape.activation in GATED else y
+    moved = 0
+    if config.linear_fc1 == "recompute":
+        # In a recomputed MLP, below.
+        moved += 0 if recompute & {"mlp", "full"} else x + y
+    elif config.activation == "recompute":
+        moved += x + y
+    elif config.activation == "inplace" and shape.activation == "gelu":
+        # A bit per element, written and read; the output is read instead of the input.
+        moved += 2 * (-(-num_elements // 8))
+    if config.norm == "recompute":
+        moved += 2 * (2 * hidden)
+    elif config.norm == "inplace":
+        num_statistics = 2 if shape.normalization == "LayerNorm" else 1
+        moved += 2 * (2 * 4 * num_statistics * shape.hidden_size)
+    if config.linear_qkv == "recompute" and shape.rotary and "full" not in recompute:
+        # Queries and keys are rotated again.
+        heads = (shape.num_attention_heads + shape.num_query_groups) // shape.tensor_parallel
+        tokens = shape.seq_length * shape.micro_batch_size
+        moved += 2 * tokens * heads * shape.kv_channels * shape.element_bytes
+    if config.attention == "softmax":
+        # The softmax's output is read and its dropout written again.
+        heads = shape.num_attention_heads // shape.tensor_parallel
+        scores = shape.micro_batch_size * heads * shape.seq_length**2 * shape.element_bytes
+        moved += 2 * scores if shape.attention_dropout > 0 else 0
+    return moved + _count_replayed_bytes(hidden, x + y, recompute)
+
+
+def count_weight_bytes(num_weights: int, element_bytes: int) -> int:
+    """Bytes that a micro batch moves whatever its size: forward and backward read each weight, and backward adds its
+    gradient to a float32 sum."""
+    return num_weights * (2 * element_bytes + 2 * 4)
+
+
+def _count_replayed_bytes(hidden: int, activation: int, recompute: frozenset[str]) -> int:
+    """Elementwise work that runs again with the products around it."""
+    if "full" in recompute:
+        # Two norms, and two sums of an output and the residual.
+        return 2 * (2 * hidden) + 2 * (3 * hidden) + activation
+    return activation if "mlp" in recompute else 0
+
+
+def convert_to_femtoseconds(gpu: Gpu, dtype: torch.dtype, *, flops: int = 0, moved_bytes: int = 0) -> int:
+    """Time of products and of elementwise work, one after the other; whole, so that sums are exact."""
+    rate = gpu.matmul_flops_per_second[_DTYPE_NAMES[dtype]]
+    return round(flops / rate * _FEMTO) + round(moved_bytes / gpu.bytes_per_second * _FEMTO)

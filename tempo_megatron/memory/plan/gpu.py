@@ -1,0 +1,68 @@
+"""How fast a GPU multiplies matrices and moves bytes: the files of configs/gpu."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+FOLDERS = (
+    Path(__file__).parents[3] / "configs" / "gpu",
+    Path(sysconfig.get_path("data")) / "share" / "tempo-megatron" / "configs" / "gpu",
+)
+"""A checkout's, and what a wheel installs."""
+
+DTYPES = ("bf16", "fp16", "fp32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Rates of one GPU. Those of a data sheet are peaks that no program reaches: `calibrated` is false for them."""
+
+    title: str
+    calibrated: bool
+    """Whether the rates were measured."""
+    source: str
+    matmul_flops_per_second: dict[str, float]
+    """bf16, fp16 and fp32 -> floating-point operations per second of dense products, two per multiplication and sum."""
+    bytes_per_second: float
+    """Of the GPU's memory."""
+
+
+def list_gpus() -> dict[str, Path]:
+    """Name -> file of configs/gpu."""
+    return {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("*.json"))}
+
+
+def read_gpu(name: str) -> Gpu:
+    """The GPU of a file of configs/gpu, by its name (`h100`) or its path.
+
+    Raises ValueError, which names the nearest known GPU, where there is none, and where a file does not hold a GPU.
+    """
+    known = list_gpus()
+    path = known.get(name.lower(), Path(name))
+    if not path.is_file():
+        nearest = difflib.get_close_matches(name.lower(), sorted(known), n=1, cutoff=0.0)
+        hint = f"; the nearest known one is {nearest[0]}" if nearest else ""
+        raise ValueError(f"--gpu {name} is unknown{hint}: give {', '.join(sorted(known))} or a file like theirs")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--gpu {path} is not valid JSON ({error}); correct it") from error
+    _check_content(path, content)
+    return Gpu(**content)
+
+
+def _check_content(path: Path, content: Any) -> None:
+    names = [field.name for field in dataclasses.fields(Gpu)]
+    if not isinstance(content, dict) or sorted(content) != sorted(names):
+        raise ValueError(f"--gpu {path} does not describe a GPU; expected an object of {', '.join(names)}")
+    rates = content["matmul_flops_per_second"]
+    if not isinstance(rates, dict) or sorted(rates) != sorted(DTYPES):
+        raise ValueError(f"--gpu {path}: matmul_flops_per_second is {rates!r}; expected rates of {', '.join(DTYPES)}")
+    for name, rate in {**rates, "bytes_per_second": content["bytes_per_second"]}.items():
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
+            raise ValueError(f"--gpu {path}: {name} is {rate!r}; expected a positive number")

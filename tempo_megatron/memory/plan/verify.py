@@ -1,0 +1,111 @@
+"""A plan that fits by the estimate, not only by the formula with which it was sought."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from tempo_megatron.memory.plan.planner import (
+    Plan,
+    PlanRequest,
+    find_plan,
+    list_modes,
+    make_plan,
+    plan_alike,
+    raise_impossible,
+)
+from tempo_megatron.memory.plan.request import Question, make_plan_request
+
+_ROUNDS = 6
+
+
+def make_verified_plan(
+    request: PlanRequest, budget: int, estimate_plan: Callable[[Plan], Sequence[int]]
+) -> tuple[Plan, PlanRequest]:
+    """The plan of the shortest step of which the estimate says that each GPU holds at most `budget` bytes.
+
+    What the estimate of a plan has more, or less, than the plan said becomes part of what its stages hold anyway, and a
+    plan is sought again, until the same is found twice. Of the plans that fit the shortest step is taken.
+
+    Args:
+        request: what is asked.
+        budget: bytes of one GPU.
+        estimate_plan: the peaks of a plan's stages.
+
+    Returns:
+        The plan, whose peaks are estimated ones, and the request with the corrections that lead to it.
+
+    Raises ValueError as `make_plan`; the nearest plan and by how much it misses are the estimate's too.
+    """
+    seen: dict[str, tuple[Plan, PlanRequest]] = {}
+
+    def verify(plan: Plan) -> bool:
+        """Note the plan with its estimated peaks, and what corrects the request; whether the plan is a new one."""
+        nonlocal request
+        key = repr((plan.block, plan.megatron_arguments))
+        if key in seen:
+            return False
+        peaks = estimate_plan(plan)
+        request = _correct(request, [peak - stage.peak_bytes for peak, stage in zip(peaks, plan.stages, strict=True)])
+        stages = (dataclasses.replace(stage, peak_bytes=peak) for stage, peak in zip(plan.stages, peaks, strict=True))
+        seen[key] = dataclasses.replace(plan, stages=tuple(stages)), request
+        return True
+
+    for _ in range(_ROUNDS):
+        if not verify(find_plan(request, budget)):
+            break
+    fitting = [each for each in seen.values() if each[0].peak_bytes <= budget]
+    if not fitting:
+        for plan in _descend(lambda: request, lambda: min((plan for plan, _ in seen.values()), key=_peak)):
+            verify(plan)
+        fitting = [each for each in seen.values() if each[0].peak_bytes <= budget]
+    if not fitting:
+        raise_impossible(request, min((plan for plan, _ in seen.values()), key=_peak), budget)
+    return min(fitting, key=lambda each: each[0].seconds)
+
+
+def _peak(plan: Plan) -> int:
+    return plan.peak_bytes
+
+
+def _descend(get_request: Callable[[], PlanRequest], get_best: Callable[[], Plan]) -> Iterator[Plan]:
+    """Plans to estimate where none fits by the formula: towards the one that needs least by the estimate.
+
+    The formula knows what layers keep, and not what an operation's backward makes for itself, which decides once little
+    is kept. So each of Megatron's modes is tried with what needs least by the formula; in the best of them, and where
+    whole layers are recomputed, each attention, whose backward makes most; and from the best of all on, each value of
+    each other operation, in all layers.
+
+    Args:
+        get_request: the request with the corrections of all estimates so far.
+        get_best: of the plans that were estimated so far the one that needs least.
+    """
+    yield find_plan(get_request(), 0)
+    values, modes = get_request().values, list_modes(get_request())
+    for modules in modes:
+        yield plan_alike(get_request(), {}, modules)
+    for modules in dict.fromkeys((tuple(sorted(get_best().recompute)), modes[-1])):
+        for attention in values["attention"]:
+            yield plan_alike(get_request(), {"attention": (attention,)}, modules)
+    for operation in sorted(values.keys() - {"attention"}):
+        for value in values[operation]:
+            best = get_best()
+            same = {name: (best.block[name],) for name in values}
+            if (operation, value, best.block["attention"]) != ("linear_qkv", "recompute", "off"):
+                yield plan_alike(get_request(), {**same, operation: (value,)}, sorted(best.recompute))
+
+
+def answer(question: Question, budget: int) -> tuple[Plan, PlanRequest]:
+    """The plan of a question, verified unless what the GPUs hold anyway was given, and the request that it is of.
+
+    Raises ValueError as `make_plan_request` and `make_plan`.
+    """
+    request, estimates = make_plan_request(question)
+    if estimates is None:
+        return make_plan(request, budget), request
+    return make_verified_plan(request, budget, estimates.estimate_plan)
+
+
+def _correct(request: PlanRequest, errors: Sequence[int]) -> PlanRequest:
+    known = request.corrections or (0,) * request.pipeline_parallel
+    return dataclasses.replace(request, corrections=tuple(map(sum, zip(known, errors, strict=True))))

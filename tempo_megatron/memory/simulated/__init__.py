@@ -1,0 +1,1 @@
+"""Runs a step of the real modules on tensors without memory."""

@@ -1,0 +1,353 @@
+"""A chunk's forward and backward on fake tensors: the real modules at their real size, without memory or arithmetic.
+
+The modules are those of `tempo_megatron.models.build`, as rank 0 of a tensor-parallel group whose collectives do
+nothing. Of many layers alike a few run and stand for the others. Three stacks of stock modules are known:
+
+- "cpu", Megatron's local modules on a CPU. Tempo's operations run the functions that a CPU runs, block by block, so
+  that what they make inside themselves counts. This is exact, but for what Inductor's code makes where it runs.
+- "local", the same modules on a GPU: dropout keeps a byte per element, and Tempo's operations are kernels that make
+  nothing inside, but for the loss head, whose chunks are a GPU's.
+- "transformer_engine", on a GPU too: attention besides keeps q, k, v, its output and a logsumexp.
+
+Not seen: that Tempo's in-place norm keeps more of channels whose gamma is nearly 0, and what kernels of torch and
+Transformer Engine take and give back inside themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from tempo_megatron import cpu
+from tempo_megatron.memory.estimate.allocation_trace import Allocations, TracedBytes
+from tempo_megatron.memory.fake_tensors import use_fake_tensors
+from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.simulated.device import (
+    LastingBuffer,
+    make_gelu_tables,
+    on_device,
+    put_softmax_kernels,
+    tell_repeated_operations,
+)
+from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
+from tempo_megatron.memory.storages import PeakBytes, list_storages
+from tempo_megatron.models.build import build_model, choose_for_model
+from tempo_megatron.models.inputs import make_inputs
+from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
+from tempo_megatron.slots import dropout_rng
+
+_Counter = TypeVar("_Counter", bound=PeakBytes)
+STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
+STACKS_OF_FAMILIES = {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkSettings:
+    """Everything on which the memory of a chunk depends."""
+
+    shape: ModelShape
+    """Of the whole model."""
+
+    layers: tuple[int, ...]
+    """The chunk's, counted from 0 over the whole model."""
+
+    tempo_config: TempoConfig
+    """Perhaps with "auto", and with values of single layers."""
+
+    padded_vocab_size: int
+    micro_batch_size: int
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    recompute: tuple[str, ...] = ()
+    """Nothing, "full", or any of "core_attn" and "mlp"."""
+
+    pre_process: bool = True
+    post_process: bool = True
+    stock: str = "local"
+    """Whose modules stock ones are: one of STACKS_OF_MODULES."""
+
+    has_fused_attention: bool = True
+    """Whether Transformer Engine's attention is fused."""
+
+    masked_softmax_fusion: bool = True
+    """Whether unfused attention on a GPU has the softmax kernel of Apex or Transformer Engine."""
+
+    has_gradients: bool = False
+    """Whether the gradients' memory is there before the micro batch; else backward makes it."""
+
+
+@functools.lru_cache(maxsize=256)
+def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
+    """Run one micro batch forward and backward.
+
+    Of a T5 `layers` are those of the encoder, and as many of the decoder.
+
+    Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
+    """
+    with _simulate(settings):
+        return _Run(settings).measure()
+
+
+def trace_chunk(settings: ChunkSettings) -> Allocations:
+    """Every allocation of one micro batch, of which every layer runs; raises ValueError as `simulate_chunk`."""
+    with _simulate(settings):
+        return _Run(settings, longest_row=len(settings.layers)).trace()
+
+
+@contextlib.contextmanager
+def _simulate(settings: ChunkSettings) -> Iterator[None]:
+    if settings.stock not in STACKS_OF_MODULES:
+        raise ValueError(f"stock is {settings.stock!r}; expected one of {', '.join(STACKS_OF_MODULES)}")
+    cpu.use_cpu()
+    if settings.stock == "cpu":
+        make_gelu_tables()
+    with simulate_layout(settings.tensor_parallel):
+        model_parallel_cuda_manual_seed(1234)
+        dropout_rng.set_micro_batch(1234, 0)
+        with use_fake_tensors(), on_device(settings.stock):
+            yield
+
+
+def _fuse_attention(config: TempoConfig) -> TempoConfig:
+    """`config` with Tempo's attention where it is stock: it keeps what Transformer Engine's does."""
+
+    def fuse(block: Mapping[str, str]) -> dict[str, str]:
+        return {name: "flash" if (name, value) == ("attention", "off") else value for name, value in block.items()}
+
+    layers = {key: fuse(values) for key, values in config.layers.items()}
+    return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
+
+
+class _Run:
+    """One chunk, built of the layers that stand for all, and the phases of its micro batch."""
+
+    def __init__(self, settings: ChunkSettings, longest_row: int = 3) -> None:
+        self._settings = settings
+        shape = dataclasses.replace(settings.shape, num_layers=max(1, len(settings.layers)))
+        config = build_ledger_config(
+            settings.shape,
+            sequence_parallel=settings.sequence_parallel,
+            dtype=settings.dtype,
+            recompute=settings.recompute,
+        )
+        chosen = choose_for_model(settings.shape, config, settings.tempo_config).config
+        if settings.stock == "transformer_engine" and settings.has_fused_attention:
+            chosen = _fuse_attention(chosen)
+        stacks = STACKS_OF_FAMILIES[shape.family]
+        kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in settings.layers]
+        rows = compress(kinds, longest_row)
+        values = {
+            f"{stack} {place}": {name: getattr(kinds[index][stack], name) for name in LAYER_OPERATIONS}
+            for place, (index, _) in enumerate(rows)
+            for stack in stacks
+        }
+        self._tempo = dataclasses.replace(chosen, layers=values if chosen.layers else {})
+        self._shape = dataclasses.replace(shape, num_layers=len(rows))
+        self._model = build_model(
+            self._shape,
+            dataclasses.replace(config, num_layers=len(rows)),
+            self._tempo,
+            settings.padded_vocab_size,
+            pre_process=settings.pre_process,
+            post_process=settings.post_process,
+        ).train()
+        convert_parameters(self._model, settings.dtype)
+        if settings.stock != "cpu" and settings.masked_softmax_fusion and settings.dtype.itemsize == 2:
+            put_softmax_kernels(self._model)
+        self._stacks = [getattr(self._model, stack) for stack in stacks]
+        # (layer, how many it stands for) of one stack after the other; a layer's place is that in this list.
+        self._layers = [
+            (layer, times) for stack in self._stacks for layer, (_, times) in zip(stack.layers, rows, strict=True)
+        ]
+        self._is_backward = False
+        self._phase: tuple[str, int | None, bool] | None = None
+        self._levels: list[tuple[tuple[str, int | None, bool], Phase]] = []
+        # Since the phase began, and before it.
+        self._num_gradients = self._num_gradients_before = 0
+
+    def measure(self) -> ChunkMemory:
+        batch = self._make_batch()
+        self._follow(batch, PeakBytes)
+        forward, backward = (
+            tuple(
+                phase
+                for (_, place, in_backward), phase in self._levels
+                if in_backward == is_backward
+                for _ in range(1 if place is None else self._layers[place][1])
+            )
+            for is_backward in (False, True)
+        )
+        storages = list_storages(value for value in batch.values() if isinstance(value, Tensor))
+        return ChunkMemory(
+            *self._count_parameters(),
+            sum(s.nbytes() for s in storages),
+            self._count_largest(),
+            self._buffer.count_bytes(),
+            forward,
+            backward,
+        )
+
+    def trace(self) -> Allocations:
+        batch = self._make_batch()
+        seen = self._follow(batch, TracedBytes)
+        seen.note_freed()
+        storages = list_storages(value for value in batch.values() if isinstance(value, Tensor))
+        parameters = tuple(_count([parameter], in_bytes=True) for parameter in self._model.parameters())
+        batch_bytes = tuple(s.nbytes() for s in storages)
+        return Allocations(parameters, batch_bytes, self._buffer.count_bytes(), tuple(seen.events))
+
+    def _follow(self, batch: dict[str, Any], count_with: type[_Counter]) -> _Counter:
+        """Run the micro batch, whose phases are then in `_levels`."""
+        if self._settings.has_gradients:
+            for parameter in self._model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        known = [*self._model.parameters(), *self._model.buffers(), *batch.values(), *gradients]
+        seen = count_with(*(t for t in known if isinstance(t, Tensor)))
+        self._seen = seen
+        self._buffer = LastingBuffer(seen)
+        self._add_marks()
+        with (
+            mock.patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", self._buffer),
+            self._seen,
+            tell_repeated_operations(self._seen, self._settings.stock),
+        ):
+            self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
+            self._run_micro_batch(batch)
+        return seen
+
+    def _run_micro_batch(self, batch: dict[str, Any]) -> None:
+        settings, model = self._settings, self._model
+        self._mark(EMBEDDING if settings.pre_process else LAYERS, None if settings.pre_process else 0)
+        hidden_size = (
+            settings.shape.seq_length // (settings.tensor_parallel if settings.sequence_parallel else 1),
+            settings.micro_batch_size,
+            settings.shape.hidden_size,
+        )
+        if not settings.pre_process:
+            model.set_input_tensor(torch.empty(hidden_size, dtype=settings.dtype, requires_grad=True))
+        loss_mask = batch.pop("loss_mask")
+        takes_mask = settings.post_process and (settings.shape.family == "gpt" or self._tempo.loss == "fused")
+        output = model(**batch, **({"loss_mask": loss_mask} if takes_mask else {}))
+        batch["loss_mask"] = loss_mask
+        if settings.post_process:
+            output = output[0] if isinstance(output, tuple) else output
+            output = (output.float() * loss_mask).sum() / loss_mask.sum()
+        # As Megatron's schedule does, which sends the output on and frees it.
+        edge, output = torch.autograd.graph.get_gradient_edge(output), None
+        self._is_backward = True
+        self._mark(HEAD if settings.post_process else LAYERS, None if settings.post_process else len(self._layers) - 1)
+        gradient = None if settings.post_process else torch.empty(hidden_size, dtype=settings.dtype)
+        torch.autograd.backward([edge], None if gradient is None else [gradient])
+        del edge, gradient
+        self._close()
+
+    def _make_batch(self) -> dict[str, Any]:
+        settings = self._settings
+        gives_mask = any(
+            self._tempo.for_layer(i, stack).attention == "off"
+            for i in range(self._shape.num_layers)
+            for stack in STACKS_OF_FAMILIES[self._shape.family]
+        )
+        batch = make_inputs(
+            settings.shape, settings.padded_vocab_size, settings.micro_batch_size, causal_mask=gives_mask
+        )
+        (labels,) = batch.keys() & {"labels", "lm_labels"}
+        # Some of its tensors may be one; those of a data set are not.
+        batch = {name: value if value is None else value.clone() for name, value in batch.items()}
+        batch["loss_mask"] = torch.ones(batch[labels].shape, dtype=torch.float32)
+        return batch
+
+    def _add_marks(self) -> None:
+        """Begin a phase where a layer begins, forward and backward, where the head does, and at the first gradient."""
+        for parameter in self._model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+        if self._settings.pre_process:
+            # A T5 embeds twice.
+            embedding = self._model.embedding
+            embedding.register_forward_pre_hook(lambda *_: self._mark(EMBEDDING, None), with_kwargs=True)
+            embedding.register_forward_hook(lambda _, __, output: self._watch(output, EMBEDDING, None))
+        for place, (layer, _) in enumerate(self._layers):
+            layer.register_forward_pre_hook(lambda *_, place=place: self._mark(LAYERS, place), with_kwargs=True)
+            layer.register_forward_hook(
+                lambda _, __, output, place=place: self._watch(
+                    output[0] if isinstance(output, tuple) else output, LAYERS, place
+                )
+            )
+        if self._settings.post_process:
+            # The last stack's own end has the final norm.
+            norm = self._stacks[-1].final_layernorm
+            norm.register_forward_pre_hook(lambda *_: self._mark(HEAD, None))
+
+    def _watch(self, output: Tensor, part: str, place: int | None) -> None:
+        """Begin the phase of `part` in backward where the gradient of its output is there."""
+        if output.requires_grad:
+            output.register_hook(lambda _: self._mark(part, place))
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        """Count a gradient that is complete; what DeepSpeed makes when the first one is, has no memory before."""
+        if self._num_gradients_before == self._num_gradients == 0:
+            self._close()
+        self._num_gradients += parameter.numel()
+
+    def _mark(self, part: str, place: int | None) -> None:
+        key = (part, place, self._is_backward)
+        if key != self._phase:
+            self._close()
+            self._phase = key
+
+    def _close(self) -> None:
+        if self._phase is not None:
+            peak = self._seen.peak
+            level, gradients = self._seen.begin_phase(), self._count_gradients()
+            growth = level - self._start
+            rise = max(peak - self._start, growth)
+            self._levels.append(
+                (
+                    self._phase,
+                    Phase(self._phase[0], rise, growth, gradients - self._start_gradients, self._num_gradients),
+                )
+            )
+            self._start, self._start_gradients = level, gradients
+            self._num_gradients_before += self._num_gradients
+            self._num_gradients = 0
+        else:
+            self._start = self._seen.begin_phase()
+
+    def _count_gradients(self) -> int:
+        if self._settings.has_gradients:
+            return 0
+        found = [p.grad for p in self._model.parameters() if p.grad is not None]
+        return sum(storage.nbytes() for storage in list_storages(found))
+
+    def _count_parameters(self) -> tuple[int, int]:
+        """Parameters of the whole chunk, and their bytes."""
+        total = [_count(self._model.parameters(), in_bytes) for in_bytes in (False, True)]
+        for layer, times in self._layers:
+            for place, in_bytes in enumerate((False, True)):
+                total[place] += (times - 1) * _count(layer.parameters(), in_bytes)
+        return total[0], total[1]
+
+    def _count_largest(self) -> int:
+        parts: Sequence[Any] = [
+            *(layer for layer, _ in self._layers),
+            *(getattr(self._model, n, None) for n in ("embedding", "output_layer")),
+        ]
+        return max(_count(part.parameters(), False) for part in parts if part is not None)
+
+
+def _count(parameters: Any, in_bytes: bool) -> int:
+    return sum(p.numel() * (p.element_size() if in_bytes else 1) for p in parameters)

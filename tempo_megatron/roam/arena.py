@@ -1,0 +1,206 @@
+"""A captured step whose tensors lie in one arena, at the addresses of a layout, as far as operations can write there.
+
+An operation writes to a given address if it has a kernel with out= arguments of its own, or copies, or only allocates.
+Most of ATen's pointwise operations, reductions and matrix products do. Not so convolutions, layer norms, embeddings and
+fused attention: ATen has out= of them only as a copy of what they allocate. These, and the results of Tempo's
+operations, are left to torch's allocator, and so are what a step returns and what operations hold inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.dlpack import from_dlpack
+
+from tempo_megatron.roam.execute import OrderedStep
+from tempo_megatron.roam.graph import count_bytes
+from tempo_megatron.roam.layout import WORK_LIMIT, find_layout, list_rectangles
+from tempo_megatron.roam.read_graph import CapturedStep
+
+# Of every address, as torch's allocators give them: a kernel may compute in another order from others.
+_ALIGNMENT = {"cpu": 64, "cuda": 512}
+_aten = torch.ops.aten
+_COPIES = (_aten.clone.default, _aten._to_copy.default, _aten.lift_fresh_copy.default)
+_ALLOCATES = (
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)
+# Whose out= has the strides of what they return, whatever those of their arguments; as have pointwise operations.
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
+# Whose out= has the strides of what they return if their arguments are contiguous. Not all out= forms have: of losses
+# that are reduced it is resized on the way.
+_OTHERS = (
+    *("sum", "mean", "amax", "amin", "max", "min", "cumsum", "linalg_vector_norm", "triu", "tril"),
+    *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "native_batch_norm"),
+    *("nll_loss_forward", "nll_loss_backward", "mse_loss_backward", "cat", "index", "index_select", "gather"),
+    *("scatter", "scatter_add", "avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d", "adaptive_max_pool2d"),
+    *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "upsample_nearest2d"),
+    *("upsample_nearest2d_backward", "upsample_bilinear2d", "upsample_bilinear2d_backward"),
+)
+# These take a number, and with out= a tensor of one element.
+_OF_NUMBERS = {getattr(_aten, name).Scalar: getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div")}
+_FILLS = {
+    _aten.ones.default: 1,
+    _aten.ones_like.default: 1,
+    _aten.zeros.default: 0,
+    _aten.zeros_like.default: 0,
+    _aten.new_zeros.default: 0,
+}
+
+
+class ArenaStep(OrderedStep):
+    """`OrderedStep`, with what can be written there in an arena that is allocated once, here.
+
+    The numbers are those of OrderedStep bit for bit.
+
+    Args:
+        captured: the step.
+        model: the one that was captured, of real tensors.
+        order: of the captured graph's operations; None is the order of eager mode.
+        work_limit: of the layout.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedStep,
+        model: torch.nn.Module,
+        order: Sequence[int] | None = None,
+        *,
+        work_limit: int = WORK_LIMIT,
+    ) -> None:
+        super().__init__(captured, model, order)
+        order = range(len(captured.nodes)) if order is None else order
+        device = next(model.parameters()).device
+        placed = _find_placed(captured, device)
+        alignment = _ALIGNMENT.get(device.type, max(_ALIGNMENT.values()))
+        storages, rectangles = list_rectangles(captured.graph, order)
+        chosen = {storage: each for storage, each in zip(storages, rectangles, strict=True) if storage in placed}
+        layout = find_layout(list(chosen.values()), alignment=alignment, work_limit=work_limit)
+        arena = torch.empty(layout.height, dtype=torch.uint8, device=device)
+        self.arena_bytes = layout.height
+        self.allocated_bytes = _count_rest(captured, order, placed)
+        """What the allocator gives out at most beside the arena and what is there throughout."""
+        self.left_out = tuple(
+            operation.name
+            for operation in captured.graph.operations
+            if any(
+                captured.graph.sizes[s] and s not in placed and s not in captured.graph.kept for s in operation.makes
+            )
+        )
+        """The operations whose results are not in the arena."""
+        offsets = dict(zip(chosen, layout.offsets, strict=True))
+        tensors = {storage: _make_tensor(arena, offsets[storage], like) for storage, like in placed.items()}
+        _write_into(self._module, captured, tensors)
+
+
+def find_out_variant(operator: Any, device_type: str) -> Any | None:
+    """The overload that does the same into given tensors, where it has a kernel of its own."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        return None
+    if operator in _OF_NUMBERS:
+        operator = _OF_NUMBERS[operator]
+    expected = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+    for name in operator.overloadpacket.overloads():
+        other = getattr(operator.overloadpacket, name)
+        outs = [argument for argument in other._schema.arguments if argument.is_out]
+        others = [(argument.name, str(argument.type)) for argument in other._schema.arguments if not argument.is_out]
+        if (
+            others == expected
+            and len(outs) == len(operator._schema.returns)
+            and torch._C._dispatch_has_kernel_for_dispatch_key(other.name(), device_type.upper())
+        ):
+            return other
+    return None
+
+
+def _find_placed(captured: CapturedStep, device: torch.device) -> dict[int, Tensor]:
+    """The storages that can lie in an arena, each with the fake tensor that is all of it."""
+    found = dict[int, Tensor]()
+    for operation, nodes in zip(captured.graph.operations, captured.nodes, strict=True):
+        tensors = [t for t in tree_leaves(nodes[0].meta.get("val")) if isinstance(t, Tensor)]
+        if (
+            _can_write(nodes[0], device.type)
+            and len(tensors) == len(operation.makes)
+            and not captured.graph.kept.intersection(operation.makes)
+            and all(t.device == device and _fills_storage(t) for t in tensors)
+        ):
+            found.update(zip(operation.makes, tensors, strict=True))
+    return found
+
+
+def _can_write(node: fx.Node, device_type: str) -> bool:
+    if node.target in (*_COPIES, *_ALLOCATES, *_FILLS):
+        return True
+    return _has_known_strides(node) and find_out_variant(node.target, device_type) is not None
+
+
+def _has_known_strides(node: fx.Node) -> bool:
+    """Whether its result has, in truth, the strides that its fake tensors have."""
+    name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
+    if name in _PRODUCTS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return True
+    given = [t for each in node.all_input_nodes for t in tree_leaves(each.meta.get("val")) if isinstance(t, Tensor)]
+    return name in _OTHERS and all(t.is_contiguous() for t in given)
+
+
+def _fills_storage(t: Tensor) -> bool:
+    """Whether its elements are all of its storage, each with bytes of its own."""
+    distance = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
+        if stride != distance:
+            return False
+        distance *= size
+    num_bytes = t.numel() * t.element_size()
+    return num_bytes > 0 and not t.storage_offset() and t.untyped_storage().nbytes() == num_bytes
+
+
+def _count_rest(captured: CapturedStep, order: Sequence[int], placed: dict[int, Tensor]) -> int:
+    sizes = tuple(0 if s in placed else size for s, size in enumerate(captured.graph.sizes))
+    graph = dataclasses.replace(captured.graph, sizes=sizes)
+    return max(count_bytes(graph, order), default=captured.standing_bytes) - captured.standing_bytes
+
+
+def _make_tensor(arena: Tensor, offset: int, like: Tensor) -> Tensor:
+    """A part of the arena with a storage of its own, whose offset is 0 as that of any new tensor."""
+    num_bytes = like.numel() * like.element_size()
+    part = from_dlpack(arena[offset : offset + num_bytes])
+    return part.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def _write_into(module: fx.GraphModule, captured: CapturedStep, tensors: dict[int, Tensor]) -> None:
+    """Let the module's calls write to these tensors, by storage."""
+    calls = {node.name: node for node in module.graph.nodes}
+    for operation, nodes in zip(captured.graph.operations, captured.nodes, strict=True):
+        if not operation.makes or operation.makes[0] not in tensors:
+            continue
+        call = calls[nodes[0].name]
+        with module.graph.inserting_before(call):
+            targets = []
+            for storage in operation.makes:
+                name = f"in_arena_{storage}"
+                module.register_buffer(name, tensors[storage], persistent=False)
+                targets.append(module.graph.get_attr(name))
+            call.replace_all_uses_with(_call_into(module.graph, call, targets, tensors[operation.makes[0]].device.type))
+        module.graph.erase_node(call)
+    module.graph.lint()
+    module.recompile()
+
+
+def _call_into(graph: fx.Graph, call: fx.Node, targets: list[fx.Node], device_type: str) -> fx.Node:
+    if call.target in _ALLOCATES:
+        return targets[0]
+    if call.target in _COPIES:
+        return graph.call_function(_aten.copy_.default, (targets[0], call.args[0]))
+    if call.target in _FILLS:
+        return graph.call_function(_aten.fill_.Scalar, (targets[0], _FILLS[call.target]))
+    variant = find_out_variant(call.target, device_type)
+    assert variant is not None
+    names = [argument.name for argument in variant._schema.arguments if argument.is_out]
+    return graph.call_function(variant, call.args, {**call.kwargs, **dict(zip(names, targets, strict=True))})

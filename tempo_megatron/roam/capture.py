@@ -1,0 +1,178 @@
+"""A training step as a graph: the operations that eager mode calls, in their order, traced without memory or values.
+
+Forward and backward are traced through autograd as they run, not made functional: what works in place does so in the
+graph, and a view shares the storage of what it is a view of. What two operations may not change places for follows
+from the storages they read and write. Random numbers and collectives stay in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.optim import Optimizer
+
+from tempo_kernels.opaque import Opaque
+from tempo_megatron.roam.batch import BatchStructure
+from tempo_megatron.roam.read_graph import CapturedStep, GraphReader, Update, is_random
+from tempo_megatron.roam.refusals import (
+    check_model,
+    explain_refusals,
+    refuse_changed_attributes,
+)
+from tempo_megatron.roam.updates import ParameterUpdate, UpdateBytes, check_optimizer, measure_update
+
+
+def capture_step(
+    model: torch.nn.Module,
+    compute_loss: Callable[..., Tensor],
+    batch: Sequence[Any],
+    optimizer: Optimizer | None = None,
+) -> CapturedStep:
+    """Trace one step of a model in its present mode, without running it.
+
+    Args:
+        model: of real or of fake tensors; it is left as it was.
+        compute_loss: called with model and *batch; returns the loss, one number.
+        batch: tensors, real or fake, and anything else; what is no tensor is compiled in.
+        optimizer: of the model's parameters; without one the gradients are kept.
+
+    What the model computes in Python is compiled in, too: a step of another branch is another step.
+
+    Raises ValueError, with the operation and the module in which it is, where a shape or a branch depends on data, or
+    an operation has no fake kernel; where a module replaces a buffer or sets an attribute, where a storage is resized
+    or sparse, or a hook waits for a gradient, which a trace does not call; and for an optimizer whose updates may
+    depend on one another.
+    """
+    check_model(model)
+    if optimizer is not None:
+        check_optimizer(optimizer)
+    trace = _Trace(model, compute_loss, batch)
+    with _see_operations() as opaque, refuse_changed_attributes(model), explain_refusals(model):
+        module = trace.run()
+    names = [*trace.state, *(f"batch {i}" for i in range(len(trace.batch_tensors)))]
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, name in zip(placeholders, names, strict=True):
+        node.meta["name"] = name
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    loss, *grads = output.args[0]
+    if optimizer is not None:
+        _append_updates(module, optimizer, trace.trained, grads)
+        output.args = ([loss],)
+    module.graph.lint()
+    module.recompile()
+    captured = GraphReader(module, opaque).read()
+    return dataclasses.replace(captured, batch=trace.batch, recomputes_draws=trace.recomputes_draws)
+
+
+class _Trace:
+    """What is traced, and with which tensors."""
+
+    def __init__(self, model: torch.nn.Module, compute_loss: Callable[..., Tensor], batch: Sequence[Any]) -> None:
+        self._model, self._compute_loss = model, compute_loss
+        parameters = dict(model.named_parameters())
+        self.state: dict[str, Tensor] = {**parameters, **dict(model.named_buffers())}
+        self.trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.batch = BatchStructure(batch)
+        self.batch_tensors = self.batch.list_tensors(batch)
+        self.recomputes_draws = False
+        """Whether backward draws random numbers, where eager mode repeats those of forward."""
+        if not self.trained:
+            raise ValueError("no parameter of the model needs a gradient; expected a model that trains")
+
+    def run(self) -> fx.GraphModule:
+        tensors = [*self.state.values(), *self.batch_tensors]
+        mode = detect_fake_mode(tensors) or FakeTensorMode()
+        with mode:
+            inputs = [t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in tensors]
+            return make_fx(self._step, tracing_mode="fake")(*inputs)
+
+    def _step(self, *tensors: Tensor) -> list[Tensor | None]:
+        state = dict(zip(self.state, tensors[: len(self.state)], strict=True))
+        batch = self.batch.fill(tensors[len(state) :])
+        for name in self.trained:
+            state[name].grad = None
+        # stack_weights: of a module that has two names the last replacement is taken back first.
+        with _reparametrize_module(self._model, state, tie_weights=True, stack_weights=True):
+            loss = self._compute_loss(self._model, *batch)
+            for name, buffer in self._model.named_buffers():
+                if buffer is not state.get(name):
+                    raise ValueError(
+                        f"buffer {name} is another tensor after the forward than before; expected a module that "
+                        "changes its buffers in place"
+                    )
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise ValueError(
+                    "compute_loss returned no single number that depends on a parameter; let it return the loss"
+                )
+            draws = self._count_draws()
+            # What backward recomputes reads the model's parameters, too.
+            grads = _differentiate(loss, [state[name] for name in self.trained])
+            self.recomputes_draws = self._count_draws() > draws
+        return [loss.detach(), *grads]
+
+    def _count_draws(self) -> int:
+        mode = get_proxy_mode()
+        assert mode is not None
+        return sum(is_random(node) for node in mode.tracer.graph.nodes)
+
+
+def _differentiate(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients, without the copies that eager mode makes of those which something else holds, too.
+
+    What the reentrant forms of checkpointing recompute (torch's, Megatron's, DeepSpeed's) is differentiated for itself
+    and added to .grad, as is what compute_loss differentiates by backward(). They want backward() for that alone: so
+    that nothing of it is lost.
+    """
+    with mock.patch.object(torch.autograd, "_is_checkpoint_valid", return_value=True):
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+    with torch.no_grad():
+        return [_add(parameter.grad, grad) for parameter, grad in zip(parameters, grads, strict=True)]
+
+
+def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return one + other if one is not None and other is not None else other if one is None else one
+
+
+@contextlib.contextmanager
+def _see_operations() -> Iterator[dict[str, Opaque]]:
+    """The operations of tempo_kernels that are called inside, by name."""
+    seen, call = dict[str, Opaque](), Opaque.__call__
+
+    def note(self: Opaque, first: Tensor, *others: Any) -> Sequence[Tensor]:
+        seen[self.name] = self
+        return call(self, first, *others)
+
+    with mock.patch.object(Opaque, "__call__", note):
+        yield seen
+
+
+def _append_updates(
+    module: fx.GraphModule, optimizer: Optimizer, trained: Mapping[str, Tensor], grads: Sequence[fx.Node | None]
+) -> None:
+    """An update for each parameter of the optimizer that has a gradient, in the optimizer's order."""
+    placeholders = {node.meta["name"]: node for node in module.graph.nodes if node.op == "placeholder"}
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    found = {id(p): (name, grad) for (name, p), grad in zip(trained.items(), grads, strict=True) if grad is not None}
+    for group in optimizer.param_groups:
+        costs = dict[torch.dtype, UpdateBytes]()
+        for parameter in group["params"]:
+            if id(parameter) not in found:
+                continue
+            name, grad = found[id(parameter)]
+            if parameter.dtype not in costs:
+                costs[parameter.dtype] = measure_update(optimizer, group, parameter.dtype)
+            target = f"update_{len(module._modules)}"
+            module.add_module(target, ParameterUpdate(optimizer, parameter))
+            with module.graph.inserting_before(output):
+                node = module.graph.call_module(target, (grad,))
+            node.meta["update"] = Update(name, placeholders[name], parameter.numel(), costs[parameter.dtype])

@@ -1,0 +1,150 @@
+"""The order command: a model's training step on tensors without memory, in the order that needs least of it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from tempo_megatron import cpu
+from tempo_megatron.extras import check_installed
+from tempo_megatron.memory.commands.requested_shape import read_requested_shape
+from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
+from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.models.build import DTYPES, build_model, choose_for_model
+from tempo_megatron.models.inputs import make_inputs
+from tempo_megatron.models.shape import ModelShape, pad_vocab_size
+from tempo_megatron.roam.capture import capture_step
+from tempo_megatron.roam.flatten import find_arena
+from tempo_megatron.roam.graph import count_bytes
+from tempo_megatron.roam.layout import Layout
+from tempo_megatron.roam.megatron_fakes import use_megatron_fakes
+from tempo_megatron.roam.order import OrderPlan, find_order
+from tempo_megatron.roam.progress import show_progress
+from tempo_megatron.roam.read_graph import CapturedStep
+from tempo_megatron.settings.arguments import tempo_config_from
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.operations import STACKS
+from tempo_megatron.slots import dropout_rng
+from tempo_megatron.words.json_text import read_object
+from tempo_megatron.words.memory_size import format_bytes
+
+_OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+# Of every address: what torch's allocators align to.
+_ALIGNMENT = 512
+
+
+def run_order(args: argparse.Namespace) -> int:
+    """Capture, order and lay out one step, and print what that gains. Raises ValueError for what cannot be captured."""
+    if args.plot:
+        check_installed("--plot", "train", "matplotlib")
+    tempo_config = _read_tempo_config(args)
+    shape = read_requested_shape(args)
+    title = f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, {args.optimizer}"
+    start = time.perf_counter()
+    captured = capture_megatron_step(shape, tempo_config, args)
+    captured_at = time.perf_counter()
+    with show_progress("order") as note:
+        plan = find_order(captured.graph, work_limit=args.work_limit, note_progress=note)
+    ordered_at = time.perf_counter()
+    layout = None
+    if not args.no_layout:
+        with show_progress("layout") as note:
+            arena = find_arena(captured.graph, plan.order, alignment=_ALIGNMENT, note_progress=note)
+        plan, layout = dataclasses.replace(plan, order=arena.order), arena.layout
+    seconds = {
+        "capture": captured_at - start,
+        "order": ordered_at - captured_at,
+        "layout": time.perf_counter() - ordered_at,
+    }
+    print(title)
+    print(format_order(captured, plan, layout, seconds))
+    if args.plot:
+        from tempo_megatron.roam.order_plot import plot_order
+
+        plot_order(
+            captured.count_eager_bytes(), count_bytes(captured.graph, plan.order), plan.lower_bound, args.plot, title
+        )
+    if args.json:
+        figures = list_figures(captured, plan, layout, seconds)
+        Path(args.json).write_text(json.dumps({"title": title, **figures}, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
+    block = {}
+    if args.deepspeed_config:
+        block = read_object(args.deepspeed_config)
+    return tempo_config_from(args, block)
+
+
+def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: argparse.Namespace) -> CapturedStep:
+    """One micro batch forward and backward, and the update, on one rank, in the dtype of the parameters."""
+    cpu.use_cpu()
+    with simulate_layout(1):
+        model_parallel_cuda_manual_seed(1234)
+        dropout_rng.set_micro_batch(1234, 0)
+        with use_megatron_fakes():
+            dtype, recompute = DTYPES[args.dtype], tuple(args.recompute)
+            config = build_ledger_config(shape, sequence_parallel=False, dtype=dtype, recompute=recompute)
+            chosen = choose_for_model(shape, config, tempo_config).config
+            vocab_size = pad_vocab_size(shape.vocab_size or 0, shape.make_vocab_size_divisible_by, 1)
+            model = build_model(shape, config, chosen, vocab_size)
+            convert_parameters(model, dtype)
+            model.train()
+            # Stock attention needs the mask given on a CPU.
+            gives_mask = any(chosen.for_layer(0, stack).attention == "off" for stack in STACKS)
+            inputs = make_inputs(shape, vocab_size, args.micro_batch_size, causal_mask=gives_mask)
+            optimizer = _OPTIMIZERS[args.optimizer](model.parameters())
+
+            def compute_loss(model: torch.nn.Module, inputs: Any) -> Tensor:
+                result = model(**inputs)
+                losses: Tensor = result[0] if isinstance(result, tuple) else result
+                return losses.float().mean()
+
+            return capture_step(model, compute_loss, (inputs,), optimizer)
+
+
+def format_order(captured: CapturedStep, plan: OrderPlan, layout: Layout | None, seconds: dict[str, float]) -> str:
+    """The peak before and after, what bounds it, the arena, and how long that took."""
+    given, peak, standing = max(captured.count_eager_bytes()), plan.peak_bytes, captured.standing_bytes
+    proof = "no order needs less" if plan.is_optimal else f"no order needs less than {format_bytes(plan.lower_bound)}"
+    lines = [
+        f"{len(plan.order)} operations in {plan.num_cuts} parts; {format_bytes(standing)} are there throughout",
+        f"peak of eager mode       {format_bytes(given)}",
+        f"peak of this plan        {format_bytes(peak)}, {_percent(given - peak, given)} less "
+        f"({_percent(given - peak, given - standing)} of what is not there throughout); {proof}",
+    ]
+    if layout is not None:
+        waste = layout.height - layout.lower_bound
+        lines.append(
+            f"arena                    {format_bytes(layout.height)}, {_percent(waste, layout.height)} above its bound"
+        )
+    times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
+    return "\n".join([*lines, times])
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.2f} %"
+
+
+def list_figures(
+    captured: CapturedStep, plan: OrderPlan, layout: Layout | None, seconds: dict[str, float]
+) -> dict[str, Any]:
+    """What --json writes: the plan, its order by name, and the arena."""
+    return {
+        **{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "order"},
+        "eager_peak_bytes": max(captured.count_eager_bytes()),
+        "standing_bytes": captured.standing_bytes,
+        "arena_bytes": layout.height if layout else None,
+        "arena_lower_bound": layout.lower_bound if layout else None,
+        "seconds": seconds,
+        "order": [captured.graph.operations[place].name for place in plan.order],
+    }

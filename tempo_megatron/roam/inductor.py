@@ -1,0 +1,151 @@
+"""A backend of torch.compile: Inductor, with the kernels that it fused in the order of least peak memory.
+
+    model = torch.compile(model, backend="tempo_order")
+
+Inductor makes fused kernels and calls of libraries of each graph, forward and backward for themselves. It orders them
+by three list schedules (`reorder_for_peak_memory`) and takes the best. Here our order goes before them as one more to
+choose from, so that the peak which Inductor estimates is never above its own choice's. Only the order of the kernels
+changes, and no kernel: results are the same bit for bit.
+
+What it cannot change: what runs in forward and what in backward (torch.compile cuts the step there, and keeps every
+gradient until backward is over), what is fused, and on a CPU what stands between two calls of libraries: Inductor makes
+one function of it, which frees nothing until it returns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor import memory
+from torch._inductor.custom_graph_pass import CustomSchedulerPass, get_hash_for_files
+from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
+
+from tempo_megatron.roam.graph import Operation, StepGraph
+from tempo_megatron.roam.order import find_order
+from tempo_megatron.words.memory_size import format_bytes
+
+# As in the entry points of setup.py, through which torch.compile finds it.
+NAME = "tempo_order"
+# Operations that the exact search of each range looks at: a compilation should not wait for it.
+WORK_LIMIT = 30_000
+_HOOK = "_post_fusion_custom_pass"
+_log = logging.getLogger(__name__)
+
+
+def compile_ordered(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """What Inductor makes of a graph, with its kernels in our order.
+
+    Args:
+        module: the graph that torch.compile traced.
+        inputs: of the graph.
+        mode: as of the backend "inductor".
+        options: likewise.
+
+    Raises ValueError where the options name another function that orders Inductor's kernels.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    settings = torch._TorchCompileInductorWrapper(mode, options, None).config
+    if settings.get(_HOOK) is not None:
+        raise ValueError(
+            f'{_HOOK} is set, through which the backend "{NAME}" orders; expected it unset, or backend="inductor"'
+        )
+    return compile_fx(module, inputs, config_patches={**settings, _HOOK: OrderKernels()})
+
+
+class OrderKernels(CustomSchedulerPass):
+    """What Inductor calls with its scheduler's nodes once it has fused them."""
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        """The nodes in the order of least peak that is found; as they were given, where none is better."""
+        if not nodes:
+            return nodes
+        scheduler = nodes[0].scheduler
+        # It counts the bytes of all buffers, calls our method, and compares the peaks.
+        return memory.reorder_for_peak_memory(
+            nodes,
+            scheduler.name_to_buf,
+            scheduler.name_to_fused_node,
+            OrderedSet(V.graph.graph_inputs),
+            OrderedSet(V.graph.get_output_names()),
+            methods=[order_nodes],
+        )
+
+    def uuid(self) -> Any:
+        """By which Inductor's cache knows what was compiled with this version."""
+        return get_hash_for_files(tuple(map(str, sorted(Path(__file__).parent.glob("*.py")))), str(WORK_LIMIT))
+
+
+def order_nodes(nodes: Sequence[Any]) -> list[Any]:
+    """The nodes of Inductor's scheduler, whose memory it has counted, in the order of least peak."""
+    plan = find_order(read_nodes(nodes, frozenset(V.graph.get_output_names())), work_limit=WORK_LIMIT)
+    _log.info(
+        "%d kernels: peak %s, of Inductor's order before %s, of no order less than %s",
+        len(nodes),
+        *map(format_bytes, (plan.peak_bytes, plan.given_peak_bytes, plan.lower_bound)),
+    )
+    return [nodes[place] for place in plan.order]
+
+
+def read_nodes(nodes: Sequence[Any], output_names: frozenset[str]) -> StepGraph:
+    """The graph of scheduler nodes: their buffers are its storages.
+
+    A buffer that is changed in place has no bytes under its new name, and its users are those of the old name, too.
+    What a call with several results allocates lies in the buffers of those results, whose own nodes allocate nothing.
+    """
+    places = {node: place for place, node in enumerate(nodes)}
+    sizes, kept = list[int](), set[int]()
+    makes: list[list[int]] = [[] for _ in nodes]
+    reads: list[list[int]] = [[] for _ in nodes]
+
+    def add(buffer: Any, maker: int | None) -> None:
+        storage, info = len(sizes), buffer.mpi_buffer
+        sizes.append(info.size_free)
+        if maker is not None:
+            makes[maker].append(storage)
+        for user in info.succ_nodes:
+            if places[user] != maker:
+                reads[places[user]].append(storage)
+        if buffer.get_name() in output_names:
+            kept.add(storage)
+
+    for place, node in enumerate(nodes):
+        for buffer in node.get_outputs():
+            add(buffer, place if buffer.mpi_buffer.size_alloc else _find_maker(node, places))
+    made_here = {buffer.get_name() for node in nodes for buffer in node.get_outputs()}
+    inputs = {buffer.get_name(): buffer for node in nodes for buffer in node.mpi_node.pred_buffers}
+    for name, buffer in inputs.items():
+        if name not in made_here:
+            add(buffer, None)
+    return StepGraph(
+        tuple(
+            Operation(
+                name=node.get_name(),
+                makes=tuple(makes[place]),
+                reads=tuple(reads[place]),
+                after=tuple(sorted(places[before] for before in node.mpi_node.pred_nodes)),
+            )
+            for place, node in enumerate(nodes)
+        ),
+        tuple(sizes),
+        frozenset(kept),
+    )
+
+
+def _find_maker(node: Any, places: dict[Any, int]) -> int:
+    """The call whose results this node takes apart; the node itself where there is none."""
+    for before in node.mpi_node.pred_nodes:
+        if any(buffer.mpi_buffer.size_alloc > buffer.mpi_buffer.size_free for buffer in before.get_outputs()):
+            return places[before]
+    return places[node]

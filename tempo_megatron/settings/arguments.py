@@ -1,0 +1,133 @@
+"""`--use-tempo` and its companions, and how they are joined with the `"tempo"` block of a DeepSpeed JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from tempo_megatron.settings.config import BUDGET, TempoConfig, check_block
+from tempo_megatron.settings.layer_values import freeze_layers
+from tempo_megatron.settings.operations import CHOICES, OPERATIONS, RENAMED
+from tempo_megatron.words.json_text import parse_json
+from tempo_megatron.words.memory_size import parse_memory
+
+
+class _RefuseRenamed(argparse.Action):
+    """An option that has another name now."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        old = self.option_strings[0]
+        new = f"--tempo-{RENAMED[old.removeprefix('--tempo-')]}"
+        raise argparse.ArgumentError(None, f"{old} is now {new}; write {new} instead of {old}")
+
+
+def add_ledger_argument(group: Any) -> None:
+    """`--tempo-ledger` of a run, to a parser or a group."""
+    group.add_argument(
+        "--tempo-ledger",
+        nargs="?",
+        const="tempo_ledger",
+        metavar="PREFIX",
+        help="measure what each operation keeps in the first step, and the second step's memory moment by moment; "
+        "print it and write PREFIX.stageN.json and .png (default PREFIX %(const)s)",
+    )
+
+
+def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--use-tempo`, `--no-use-tempo` and one `--tempo-<operation>` per operation to `parser`."""
+    group = parser.add_argument_group("tempo", "activation memory; each argument wins over the DeepSpeed JSON's block")
+    group.add_argument(
+        "--use-tempo",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help='switch Tempo on or off; without it "enabled" of the "tempo" block decides, and without a block it is off',
+    )
+    for operation in OPERATIONS.values():
+        group.add_argument(operation.argument, choices=operation.choices, default=None, help=operation.help)
+    group.add_argument(
+        "--tempo-layers",
+        type=_read_layers,
+        metavar="JSON",
+        help='values of single layers, counted from 0, in place of the block\'s: \'{"0-11": {"attention": "off"}}\'',
+    )
+    group.add_argument(
+        "--tempo-memory-budget",
+        type=parse_memory,
+        metavar="SIZE",
+        help="what a rank may hold, such as 72GiB: what is auto is planned so that a step is shortest within it "
+        "(training runs only; docs/plan.md)",
+    )
+    for name in RENAMED:
+        group.add_argument(
+            f"--tempo-{name}", action=_RefuseRenamed, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+    return parser
+
+
+def describe_tempo_arguments(args: argparse.Namespace) -> str:
+    """What was typed: `--use-tempo --tempo-norm off`; "none" where nothing was."""
+    words = {None: [], True: ["--use-tempo"], False: ["--no-use-tempo"]}[args.use_tempo]
+    given = {name: getattr(args, f"tempo_{name}") for name in CHOICES}
+    words = words + [f"{OPERATIONS[name].argument} {value}" for name, value in given.items() if value]
+    if args.tempo_layers is not None:
+        words.append(f"--tempo-layers '{json.dumps(args.tempo_layers)}'")
+    if args.tempo_memory_budget is not None:
+        words.append(f"--tempo-memory-budget {args.tempo_memory_budget}")
+    return " ".join(words) or "none"
+
+
+def _read_layers(text: str) -> Mapping[str, Any]:
+    try:
+        layers = parse_json(text)
+    except ValueError as error:
+        said = text if len(text) < 100 else f"{text[:100]}..."
+        raise argparse.ArgumentTypeError(f"{said} is not valid JSON ({error}); expected ranges of layers") from error
+    try:
+        return freeze_layers(layers)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def tempo_config_from(args: argparse.Namespace, deepspeed_config: Mapping[str, Any] | None = None) -> TempoConfig:
+    """The TempoConfig of `args`: the `"tempo"` block of `deepspeed_config`, with each given argument on top.
+
+    Returns `TempoConfig.off()` where Tempo is not switched on.
+    Raises ValueError where an argument asks for an operation but Tempo is off, so that nothing typed is ignored, and
+    for a memory budget, by which only a run plans (`read_tempo_of_run`).
+    """
+    config, budget = read_tempo_of_run(args, deepspeed_config)
+    if budget is not None:
+        raise ValueError(
+            "tempo.memory_budget or --tempo-memory-budget is given, and only a run that starts plans by it; leave it "
+            "out, or ask tempo-megatron plan"
+        )
+    return config
+
+
+def read_tempo_of_run(
+    args: argparse.Namespace, deepspeed_config: Mapping[str, Any] | None = None
+) -> tuple[TempoConfig, int | None]:
+    """As `tempo_config_from`, and the bytes that a rank of the run may hold, None where nothing says so."""
+    block = check_block(deepspeed_config["tempo"]) if deepspeed_config and "tempo" in deepspeed_config else None
+    names = (*CHOICES, "layers", BUDGET)
+    given = {name: value for name in names if (value := getattr(args, f"tempo_{name}")) is not None}
+    enabled = args.use_tempo
+    if enabled is None:
+        enabled = block is not None and block.get("enabled", True)
+    if not enabled:
+        if given:
+            name = next(iter(given))
+            argument = OPERATIONS[name].argument if name in OPERATIONS else f"--tempo-{name.replace('_', '-')}"
+            raise ValueError(f"{argument} is given but Tempo is off; add --use-tempo or leave {argument} out")
+        return TempoConfig.off(), None
+    fields = {name: value for name, value in (block or {}).items() if name != "enabled"} | given
+    budget = fields.pop(BUDGET, None)
+    config = TempoConfig(**fields)
+    if budget is not None and config.layers:
+        raise ValueError(
+            "tempo.layers and tempo.memory_budget are both given, and a budget gives the layers their values; leave "
+            "one of them out"
+        )
+    return config, budget

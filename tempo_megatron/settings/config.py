@@ -1,0 +1,234 @@
+"""TempoConfig: which operations of a transformer layer keep less for backward, and how."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron.settings.layer_values import (
+    LAYER_OPERATIONS,
+    FrozenDict,
+    check_reach,
+    check_stacks,
+    check_value,
+    freeze_layers,
+    read_range,
+    write_key,
+    write_layers,
+)
+from tempo_megatron.settings.operations import CHOICES, OPERATIONS, RENAMED
+from tempo_megatron.words.json_text import read_object
+from tempo_megatron.words.memory_size import parse_memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TempoConfig:
+    """What each operation keeps for backward. `TempoConfig()` is `"auto"` throughout.
+
+    `"auto"` is in place where the model has that, else recompute, else stock; `tempo_megatron.slots.choices.choose`
+    says which and why. `"off"` is stock Megatron. Any other value is taken as written: a model that cannot have
+    it is refused.
+
+    `layers` gives single layers values of their own; what they leave out, the final norm, the embedding's dropout and
+    the loss head have those of the fields.
+
+    Raises ValueError for a choice that does not exist, and for ranges of layers that are none or share a layer.
+    """
+
+    activation: str = "auto"
+    """The MLP's activation. "inplace", for gelu and squared relu: the output (which the next linear keeps anyway) and,
+    for gelu, one bit per element instead of the input. "recompute", for gated ones too: the input instead of the
+    output, which is made again in backward."""
+
+    norm: str = "auto"
+    """"inplace": the output (which the next linear keeps anyway) and rstd instead of the input. "recompute": the input
+    instead of the output, which is made again in backward; exact."""
+
+    dropout: str = "auto"
+    """"recompute": nothing; the mask is redrawn in backward. Hidden and embedding dropout."""
+
+    attention: str = "auto"
+    """"flash": q, k, v, output and logsumexp; no s*s tensor and no mask, dropout redrawn in backward.
+    "softmax", the paper's form: one s*s tensor, the softmax's output; the dropout's output and mask redrawn.
+    "recompute": as flash, without the output and logsumexp, which are computed again in backward."""
+
+    linear_fc1: str = "auto"
+    """"recompute": the input of the MLP's first linear only; its output and the activation's are computed again in
+    backward, whatever `activation` keeps. "auto" is "off"."""
+
+    linear_qkv: str = "auto"
+    """"recompute": the input of self attention's projection instead of q, k and v. "auto" is "off"."""
+
+    loss: str = "auto"
+    """"fused": the output layer and the cross entropy in one, a chunk of tokens at a time; no logits of all tokens."""
+
+    layers: Mapping[str, Mapping[str, str]] = FrozenDict()
+    """Range of layers -> operation -> value: `{"0-11": {"activation": "recompute", "attention": "off"}, "20-": {...}}`.
+    Layers count from 0 over the whole model, all pipeline stages together, and both ends of a range belong to it; see
+    `tempo_megatron.settings.layer_values` for the two stacks of a T5. Any mapping is taken, and kept as one that has
+    a hash."""
+
+    def __post_init__(self) -> None:
+        for name in CHOICES:
+            check_value("tempo.", name, getattr(self, name), tuple(CHOICES))
+        object.__setattr__(self, "layers", freeze_layers(self.layers))
+
+    @classmethod
+    def off(cls) -> TempoConfig:
+        """Stock Megatron in every slot."""
+        off: Any = dict.fromkeys(CHOICES, "off")
+        return cls(**off)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether every operation is stock by its value, in every layer; "auto" is not, whatever becomes of it, but
+        where it is always "off"."""
+        stock = {name: {"off", *(("auto",) if OPERATIONS[name].is_for_the_asking else ())} for name in CHOICES}
+        return all(self.values_of(name) <= stock[name] for name in CHOICES)
+
+    def values_of(self, operation: str) -> set[str]:
+        """The values that an operation has in the layers and outside of them."""
+        return {value for _, value in self.list_values(operation)}
+
+    def list_values(self, operation: str) -> Iterator[tuple[str, str]]:
+        """(name for messages, value) of an operation: `tempo.norm`, then each `tempo.layers["0-11"].norm`."""
+        yield f"tempo.{operation}", getattr(self, operation)
+        for key, values in self.layers.items():
+            if operation in values:
+                yield f"tempo.layers{write_key(key)}.{operation}", values[operation]
+
+    def for_layer(self, layer: int, stack: str = "decoder") -> TempoConfig:
+        """The values of one layer, as those of a model in which all layers are alike.
+
+        Args:
+            layer: counted from 0 over the whole model.
+            stack: "encoder" or "decoder".
+        """
+        key = self.find_range(layer, stack)
+        return dataclasses.replace(self, layers={}, **(self.layers[key] if key is not None else {}))
+
+    def for_layers(self, layers: range, stacks: Sequence[str]) -> TempoConfig:
+        """The values of layers in a row, as those of a model that has no others: `layers` then counts from 0.
+
+        Args:
+            layers: counted from 0 over the whole model, of each of the stacks.
+            stacks: "encoder", "decoder" or both.
+        """
+        found = {}
+        for stack in stacks:
+            values = [self.for_layer(layer, stack) for layer in layers]
+            for each, group in itertools.groupby(range(len(values)), key=values.__getitem__):
+                pairs = ((name, getattr(each, name)) for name in LAYER_OPERATIONS)
+                if own := {name: value for name, value in pairs if value != getattr(self, name)}:
+                    found[f"{stack} {write_layers(list(group))}" if len(stacks) > 1 else write_layers(list(group))] = (
+                        own
+                    )
+        return dataclasses.replace(self, layers=found)
+
+    def find_range(self, layer: int, stack: str = "decoder") -> str | None:
+        """The key of `layers` to which a layer belongs; None where it has the values of the fields."""
+        return next((key for key in self.layers if read_range(key).holds(layer, stack)), None)
+
+    def fill_auto(self, values: Mapping[str, str]) -> TempoConfig:
+        """A copy in which each "auto" of the operations in `values`, in layers too, is the value given there."""
+
+        def fill(block: Mapping[str, str]) -> dict[str, str]:
+            return {name: values.get(name, value) if value == "auto" else value for name, value in block.items()}
+
+        layers = {key: fill(block) for key, block in self.layers.items()}
+        return TempoConfig(**fill({name: getattr(self, name) for name in CHOICES}), layers=layers)
+
+    def check_layers(self, stack: str, num_layers: int) -> None:
+        """Raise ValueError where `layers` speaks of layers that a stack, "encoder" or "decoder", does not have."""
+        check_reach(self.layers, stack, num_layers)
+
+    def check_stacks(self, stacks: tuple[str, ...], model_name: str) -> None:
+        """Raise ValueError where `layers` speaks of a stack that is none of a model's `stacks`."""
+        check_stacks(self.layers, stacks, model_name)
+
+    @classmethod
+    def from_dict(cls, block: Mapping[str, Any]) -> TempoConfig:
+        """From a `"tempo"` block. `"enabled": false` gives `TempoConfig.off()`; a missing `enabled` means true.
+
+        Raises ValueError for an unknown key, naming the nearest known one, and for a value that does not exist.
+        """
+        checked = check_block(block)
+        if not checked.pop("enabled", True):
+            return cls.off()
+        if BUDGET in checked:
+            raise ValueError(
+                f"tempo.{BUDGET} is given, and only a run that starts plans by it (tempo-pretrain-gpt, "
+                "tempo-pretrain-bert, run_megatron.py); leave it out, or ask tempo-megatron plan"
+            )
+        return cls(**checked)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> TempoConfig:
+        """From the `"tempo"` block of a DeepSpeed JSON, or from a file that holds only such a block.
+
+        Raises ValueError where the file is not JSON or a key is unknown, OSError where it cannot be read.
+        """
+        content = read_object(path)
+        if "tempo" in content:
+            return cls.from_dict(content["tempo"])
+        if content and not set(content) & {*_KEYS, *RENAMED}:
+            raise ValueError(f'{path} has no "tempo" block; add one, for example "tempo": {{"activation": "auto"}}')
+        return cls.from_dict(content)
+
+    def describe(self) -> str:
+        """One line: `activation=inplace norm=auto dropout=recompute attention=flash loss=auto`, and of single layers
+        ` layers 0-11: activation=recompute attention=off, 12: norm=off`."""
+        return " ".join(
+            [f"{name}={getattr(self, name)}" for name in self.list_spoken_of()] + [self.describe_layers()]
+        ).rstrip()
+
+    def list_spoken_of(self) -> list[str]:
+        """The operations, without those that are stock because nobody asked for them."""
+        return [
+            name
+            for name, operation in OPERATIONS.items()
+            if not operation.is_for_the_asking or self.values_of(name) - {"auto", "off"}
+        ]
+
+    def describe_layers(self) -> str:
+        """What single layers have: `layers 0-11: activation=recompute attention=off, 12: norm=off`, or nothing."""
+        parts = (
+            f"{key}: {' '.join(f'{name}={value}' for name, value in values.items()) or 'as all'}"
+            for key, values in self.layers.items()
+        )
+        return f"layers {', '.join(parts)}" if self.layers else ""
+
+
+BUDGET = "memory_budget"
+"""The key of a block that says what a rank of a run may hold; the run plans its operations by it."""
+
+_KEYS = ("enabled", *CHOICES, "layers", BUDGET)
+
+
+def check_block(block: object) -> dict[str, Any]:
+    """A copy of a `"tempo"` block whose keys are known and whose values exist; else ValueError."""
+    if not isinstance(block, Mapping):
+        raise ValueError(f'"tempo" is {block!r}; expected a block such as {{"activation": "auto"}}')
+    for key, value in block.items():
+        check_value("tempo.", key, value, _KEYS)
+        if key == "enabled" and not isinstance(value, bool):
+            raise ValueError(f"tempo.enabled is {value!r}; it must be true or false")
+    checked = dict(block)
+    if BUDGET in checked:
+        checked[BUDGET] = _read_budget(checked[BUDGET])
+    if "layers" in checked:
+        checked["layers"] = freeze_layers(checked["layers"])
+    return checked
+
+
+def _read_budget(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError(f'tempo.{BUDGET} is {value!r}; expected a size such as "72GiB", or a number of bytes')
+    try:
+        return parse_memory(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"tempo.{BUDGET}: {error}") from error

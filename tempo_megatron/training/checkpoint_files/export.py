@@ -1,0 +1,199 @@
+"""`tempo-megatron export`: a checkpoint of any tensor parallel size and ZeRO stage becomes one safetensors file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tempo_megatron.disk import flush_to_disk
+from tempo_megatron.extras import check_installed
+from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
+from tempo_megatron.training.checkpoint_files.integrity import RUN_FILE, find_damage, find_missing, read_description
+from tempo_megatron.training.checkpoint_files.weight_names import (
+    build_gpt2_config,
+    convert_to_gpt2,
+    find_export_obstacle,
+    join_ranks,
+    list_weight_shapes,
+)
+from tempo_megatron.training.checkpoint_files.zero_files import read_rank
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# What the weights alone do not say.
+_LAYOUT_FIELDS = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage")
+_GPT2_FIELDS = ("vocab_size", "end_of_document", "attention_dropout", "hidden_dropout", "gelu_form")
+_GPT2_FILE = "model.safetensors"
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tempo-megatron export`."""
+    parser.add_argument("--load", required=True, metavar="DIR", help="the trainer's --save")
+    parser.add_argument("--iteration", type=int, metavar="N", help="the checkpoint of this step (default the latest)")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the .safetensors file to write")
+    parser.add_argument(
+        "--format",
+        choices=("megatron", "huggingface"),
+        default="megatron",
+        help="names and layout of the weights: Megatron's, or those of GPT-2 in Hugging Face's transformers, with "
+        "config.json and the tokenizer's files beside them (default %(default)s)",
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="default %(default)s, as the optimizer has it")
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Read, join, rename, write; says on stdout what it does.
+
+    Holds the whole model in memory, in float32. A file appears under its name when it is whole.
+
+    Raises ValueError where there is no such checkpoint, it is not whole, or the output is there already.
+    """
+    check_installed("it", "train", "safetensors")
+    checkpoint = _find_checkpoint(args.load, args.iteration)
+    run = _read_run(checkpoint, args.format)
+    output = Path(args.output)
+    _check_output(output, args.format)
+    weights = read_weights(checkpoint, run)
+    if args.format == "huggingface":
+        weights = convert_to_gpt2(weights, run)
+    weights = {name: value.to(_DTYPES[args.dtype]).contiguous() for name, value in weights.items()}
+    num_bytes = sum(value.nbytes for value in weights.values())
+    print(f"writing {len(weights)} tensors, {num_bytes / 2**20:,.1f} MiB in {args.dtype}, to {output}", flush=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with _rename_when_whole(output) as unfinished:
+        _save(weights, unfinished, run)
+        if args.format == "huggingface":
+            _write_companions(output.parent, run, args.dtype)
+    return 0
+
+
+def read_weights(checkpoint: Path, run: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights of the whole model by Megatron's names, vocabulary padding included.
+
+    Args:
+        checkpoint: one checkpoint's folder, iter_XXXXXXX.
+        run: the content of its run.json.
+
+    Raises ValueError where a file is missing or damaged, or a weight is not one of the model that `run` describes.
+    """
+    tp = run["tensor_model_parallel_size"]
+    ranks = []
+    for rank in range(tp):
+        print(f"reading {checkpoint}: tensor-parallel rank {rank + 1} of {tp}", flush=True)
+        ranks.append(read_rank(checkpoint, rank, run["data_parallel_size"], run["zero_stage"]))
+    shapes = list_weight_shapes(run)
+    if wrong := set(shapes).symmetric_difference(ranks[0]):
+        name = sorted(wrong)[0]
+        has, has_not = ("checkpoint", "model") if name in ranks[0] else ("model", "checkpoint")
+        raise ValueError(
+            f"{checkpoint}: the {has} has {name}, the {has_not} of {RUN_FILE} has not; give a checkpoint of "
+            "tempo-pretrain-gpt whose files were not changed"
+        )
+    weights = {}
+    for name, shape in shapes.items():
+        weights[name], difference = join_ranks([rank.pop(name) for rank in ranks], name)
+        if difference:
+            print(f"note: {name} differs between tensor-parallel ranks by up to {difference:.3g}; rank 0's is written")
+        if weights[name].shape != shape:
+            raise ValueError(
+                f"{checkpoint}: {name} has the shape {list(weights[name].shape)}, expected {list(shape)} after "
+                f"{RUN_FILE}; give a checkpoint of tempo-pretrain-gpt whose files were not changed"
+            )
+    return weights
+
+
+def _find_checkpoint(load: str, iteration: int | None) -> Path:
+    folder = CheckpointFolder(load)
+    if (folder.path / RUN_FILE).is_file():
+        raise ValueError(f"--load {load} is one checkpoint; give the folder around it, and --iteration to choose")
+    name = folder.find_latest() if iteration is None else name_checkpoint(iteration)
+    if name is None:
+        raise ValueError(f"--load {load} holds no checkpoint; give a folder that the trainer saved to")
+    if not (folder.path / name).is_dir():
+        steps = sorted(int(path.name.removeprefix("iter_")) for path in folder.path.glob("iter_*[0-9]"))
+        choice = f"give one of {', '.join(map(str, steps))}" if steps else "give another --load"
+        raise ValueError(f"--iteration {iteration}: {load} holds no checkpoint of this step; {choice}")
+    return folder.path / name
+
+
+def _read_run(checkpoint: Path, form: str) -> dict[str, Any]:
+    run = read_description(checkpoint)
+    files = run.get("files", [])
+    if reason := find_missing(checkpoint, files) or find_damage(checkpoint, files, 0, 1):
+        raise ValueError(f"{reason}; give --iteration of another checkpoint")
+    try:
+        obstacle = find_export_obstacle(run)
+        shapes, missing = list_weight_shapes(run), [name for name in _LAYOUT_FIELDS if name not in run]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt, whose {RUN_FILE} describes a GPT "
+            f"({type(error).__name__}: {error}); give another --load"
+        ) from error
+    if obstacle is not None:
+        raise ValueError(f"{checkpoint}: {obstacle}; load it with the trainer instead")
+    if form == "huggingface":
+        missing += [name for name in _GPT2_FIELDS if name not in run]
+    if missing or not shapes:
+        raise ValueError(
+            f"{checkpoint / RUN_FILE} does not say {', '.join(missing)}: it is of an older version of the trainer; "
+            + ("give --format megatron, or " if form == "huggingface" else "")
+            + "save the run anew with this version"
+        )
+    return run
+
+
+def _check_output(output: Path, form: str) -> None:
+    if output.suffix != ".safetensors":
+        raise ValueError(f"--output {output} does not end in .safetensors; give such a name")
+    written = [output]
+    if form == "huggingface":
+        if output.name != _GPT2_FILE:
+            raise ValueError(
+                f"--output {output}: transformers loads a folder that holds {_GPT2_FILE}; "
+                f"give {output.with_suffix('') / _GPT2_FILE}"
+            )
+        written += [output.with_name(name) for name in ("config.json", "vocab.json", "merges.txt")]
+    if present := [str(path) for path in written if path.exists()]:
+        raise ValueError(f"{', '.join(present)} would be overwritten; remove it, or give another --output")
+
+
+@contextlib.contextmanager
+def _rename_when_whole(output: Path) -> Iterator[Path]:
+    unfinished = output.with_name(f"{output.name}.tmp")
+    try:
+        yield unfinished
+        flush_to_disk(unfinished)
+        unfinished.replace(output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _save(weights: dict[str, Tensor], path: Path, run: Mapping[str, Any]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    metadata = {"format": "pt", "iteration": str(run.get("iteration")), "gelu": str(run.get("gelu_form"))}
+    try:
+        save_file(weights, path, metadata=metadata)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be written ({error}); free some space or give another --output") from error
+
+
+def _write_companions(folder: Path, run: Mapping[str, Any], dtype: str) -> None:
+    """config.json and, where the checkpoint says where they are, the files of the tokenizer."""
+    (folder / "config.json").write_text(json.dumps(build_gpt2_config(run, dtype), indent=2) + "\n", encoding="utf-8")
+    for file, name in (("vocab_file", "vocab.json"), ("merge_file", "merges.txt")):
+        source = run.get("tokenizer_files", {}).get(file)
+        content = Path(source["path"]).read_bytes() if source and Path(source["path"]).is_file() else None
+        if content is None or hashlib.sha256(content).hexdigest() != source["sha256"]:
+            where = f"{source['path']} is not the file of the training any more" if source else "its place is not known"
+            print(f"note: the tokenizer's {name} is not copied, for {where}; copy it to {folder}")
+        else:
+            (folder / name).write_bytes(content)

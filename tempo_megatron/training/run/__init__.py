@@ -1,0 +1,1 @@
+"""Makes one frozen RunConfig of a command line and a DeepSpeed JSON."""

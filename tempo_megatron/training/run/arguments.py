@@ -1,0 +1,307 @@
+"""The command lines of the trainer, one per family of models: Megatron-LM's own argument names."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from tempo_megatron import __version__
+from tempo_megatron.models.arguments import add_model_arguments
+from tempo_megatron.settings.arguments import add_ledger_argument, add_tempo_arguments
+from tempo_megatron.training.run.masking import MASKING_DEFAULTS, add_masking_arguments
+from tempo_megatron.words.argument_types import (
+    parse_fraction,
+    parse_heartbeat,
+    parse_minutes,
+    parse_not_negative,
+    parse_not_negative_float,
+    parse_png,
+    parse_positive,
+    parse_positive_float,
+    parse_seed,
+)
+
+# Used where neither the command line, the DeepSpeed JSON nor the checkpoint of --load says anything.
+DEFAULTS = {
+    "seed": 1234,
+    "min_lr": 0.0,
+    "lr_warmup_iters": 0,
+    "lr_decay_style": "linear",
+    "weight_decay": 0.01,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_eps": 1e-8,
+    "clip_grad": 1.0,
+    "split": "969,30,1",
+    "eod_mask_loss": False,
+    **MASKING_DEFAULTS,
+    "eval_interval": 1000,
+    "eval_iters": 100,
+    "bias_gelu_fusion": True,
+    "bias_swiglu_fusion": True,
+    "bias_dropout_fusion": True,
+    "masked_softmax_fusion": True,
+}
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+_FUSIONS = {
+    "bias-gelu-fusion": "on a GPU fused tanh GELU (the default), or erf GELU, unfused",
+    "bias-swiglu-fusion": "fused SwiGLU on a GPU (default yes)",
+    "bias-dropout-fusion": "fused bias, dropout and residual on a GPU (default yes)",
+    "masked-softmax-fusion": "fused softmax of the attention scores on a GPU with Apex (default yes)",
+}
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """As a ValueError, so that one rank says it instead of every one."""
+        if message.startswith("unrecognized arguments: "):
+            words = message.removeprefix("unrecognized arguments: ").split()
+            if not words:
+                raise ValueError("one of the arguments is an empty word; remove it, or the quotes around nothing")
+            unknown = words[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(unknown.split("=")[0], known, n=1)
+            message += f"; the nearest known one is {near[0]}" if near else "; --help lists the known ones"
+        raise ValueError(message)
+
+
+class _Formatter(argparse.HelpFormatter):
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        """N for a whole number and X for another, instead of the option's name once more."""
+        if action.type in (parse_positive, parse_not_negative, int):
+            return "N"
+        return "X" if action.type else super()._get_default_metavar_for_optional(action)
+
+
+def parse_arguments(argv: Sequence[str] | None = None, family: str = "gpt") -> argparse.Namespace:
+    """What was typed, and `family`. What was left out is None, where it is not the same for every start.
+
+    Args:
+        argv: None takes those of the process.
+        family: gpt or bert, whose program it is.
+
+    Raises ValueError for what is unknown or malformed.
+    """
+    args = build_parser(family).parse_args(sys.argv[1:] if argv is None else list(argv))
+    _check_words(args)
+    args.family = family
+    return args
+
+
+def _check_words(args: argparse.Namespace) -> None:
+    """Raise ValueError for a word that is empty, or that no file can be called."""
+    for name, value in vars(args).items():
+        for word in value if isinstance(value, list) else [value]:
+            if word == "":
+                raise ValueError(f"--{name.replace('_', '-')} is empty; give a value, or leave it out")
+            if isinstance(word, str) and "\0" in word:
+                raise ValueError(f"--{name.replace('_', '-')} {word!r} has a character of number 0; remove it")
+
+
+def build_parser(family: str) -> argparse.ArgumentParser:
+    models = {"gpt": "GPT", "bert": "BERT or a RoBERTa"}
+    parser = _Parser(
+        prog=f"tempo-pretrain-{family}",
+        description=f"Pretrain a {models[family]} with megatron-core and DeepSpeed, stock or with Tempo.",
+        allow_abbrev=False,
+        formatter_class=_Formatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    add_model_arguments(parser)
+    _add_training(parser)
+    _add_optimizer(parser)
+    data = _add_data(parser)
+    if family == "bert":
+        data.add_argument(
+            "--vocab-file", help="vocab.txt or vocab.json (default: the tokenizer stored beside the data)"
+        )
+        add_masking_arguments(parser)
+    else:
+        data.add_argument("--vocab-file", help="GPT-2 vocab.json (default: the tokenizer stored beside the data)")
+        data.add_argument(
+            "--eod-mask-loss",
+            action=argparse.BooleanOptionalAction,
+            help="no loss where the input is end-of-document (default no)",
+        )
+    _add_recompute_and_fusion(parser)
+    _add_output(parser)
+    _add_distributed(parser)
+    add_tempo_arguments(parser)
+    return parser
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--micro-batch-size", type=parse_positive, help="samples per device and forward pass")
+    group.add_argument(
+        "--global-batch-size",
+        type=parse_positive,
+        help="samples per step over all devices (default micro batch x data parallel size x the JSON's accumulation)",
+    )
+    group.add_argument("--train-iters", type=parse_positive, help="steps of the whole run; needed without --load")
+    group.add_argument("--exit-interval", type=parse_positive, help="save and exit at every multiple of this step")
+    group.add_argument(
+        "--exit-signal-handler",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on SIGTERM or Ctrl-C, to the launcher or to a rank, finish the step, save and exit; on a second Ctrl-C "
+        "exit at once (default on)",
+    )
+    group.add_argument("--seed", type=parse_seed, help=f"default {DEFAULTS['seed']}")
+    group.add_argument("--bf16", action="store_true", help="bfloat16 (the DeepSpeed JSON must not say otherwise)")
+    group.add_argument("--fp16", action="store_true", help="float16 (the DeepSpeed JSON must not say otherwise)")
+
+
+def _describe_default(name: str) -> str:
+    return f" (default {DEFAULTS[name]})"
+
+
+def _add_optimizer(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "optimizer",
+        "AdamW; parameters with one dimension and biases do not decay",
+    )
+    group.add_argument("--lr", type=parse_positive_float, help="highest learning rate; needed without --load")
+    group.add_argument(
+        "--min-lr", type=parse_not_negative_float, help="lowest after warm-up" + _describe_default("min_lr")
+    )
+    group.add_argument(
+        "--lr-warmup-iters",
+        type=parse_not_negative,
+        help="steps of linear warm-up" + _describe_default("lr_warmup_iters"),
+    )
+    group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, help=_describe_default("lr_decay_style"))
+    group.add_argument("--lr-decay-iters", type=parse_positive, help="steps until --min-lr (default --train-iters)")
+    group.add_argument("--weight-decay", type=parse_not_negative_float, help=_describe_default("weight_decay"))
+    group.add_argument("--adam-beta1", type=parse_fraction, help=_describe_default("adam_beta1"))
+    group.add_argument("--adam-beta2", type=parse_fraction, help=_describe_default("adam_beta2"))
+    group.add_argument("--adam-eps", type=parse_positive_float, help=_describe_default("adam_eps"))
+    group.add_argument(
+        "--clip-grad",
+        type=parse_not_negative_float,
+        help="highest global gradient norm; 0 is no clipping (default the JSON's gradient_clipping, else "
+        f"{DEFAULTS['clip_grad']:g})",
+    )
+    group.add_argument(
+        "--override-opt-param-scheduler",
+        action="store_true",
+        help="on --load take the learning rate schedule from the arguments, their defaults included, instead of going "
+        "on with the checkpoint's",
+    )
+
+
+def _add_data(parser: argparse.ArgumentParser) -> Any:
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--data-path",
+        nargs="+",
+        metavar="PREFIX",
+        help="prefix of a .bin/.idx pair, or several as WEIGHT PREFIX WEIGHT PREFIX ...; needed without --load",
+    )
+    group.add_argument("--split", help="train,validation,test weights" + _describe_default("split"))
+    group.add_argument("--data-cache-path", help="folder for the sample indices (default: beside the data)")
+    group.add_argument("--merge-file", help="merges.txt of a byte-level BPE")
+    group.add_argument("--num-workers", type=parse_not_negative, help="loader processes (default 2 with a GPU, else 0)")
+    group.add_argument(
+        "--eval-interval", type=parse_positive, help="steps between validations" + _describe_default("eval_interval")
+    )
+    group.add_argument(
+        "--eval-iters",
+        type=parse_not_negative,
+        help="global batches a validation; 0 is none" + _describe_default("eval_iters"),
+    )
+    return group
+
+
+def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("recomputation and fusion")
+    group.add_argument(
+        "--recompute-activations", action="store_true", help="short for --recompute-granularity selective"
+    )
+    group.add_argument(
+        "--recompute-granularity",
+        choices=("full", "selective", "none"),
+        help="which activations to recompute (default none)",
+    )
+    group.add_argument("--recompute-method", choices=("uniform", "block"), help="for full recomputation")
+    group.add_argument("--recompute-num-layers", type=parse_positive, help="for full recomputation")
+    group.add_argument(
+        "--recompute-modules",
+        nargs="+",
+        choices=RECOMPUTE_MODULES,
+        metavar="{core_attn,mlp}",  # the others are known, and refused with the reason
+        help="for selective recomputation: core_attn and mlp (default core_attn)",
+    )
+    for name, text in _FUSIONS.items():
+        group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--save", metavar="DIR", help="where checkpoints go; every node must see the same folder")
+    group.add_argument(
+        "--load",
+        metavar="DIR",
+        help="continue from the latest checkpoint in this folder, which a run of another tensor parallel size, number "
+        "of processes or ZeRO stage may have saved, stock or Tempo. What is left out is as in the checkpoint, but for "
+        "the layout and what is written where and when; the model, the data, --global-batch-size and --seed stay "
+        "(docs/checkpoints.md)",
+    )
+    group.add_argument(
+        "--save-interval", type=parse_positive, help="steps between checkpoints (default: only at the end)"
+    )
+    group.add_argument(
+        "--keep-checkpoints", type=parse_positive, help="newest checkpoints that stay in --save (default: all of them)"
+    )
+    group.add_argument(
+        "--log-interval", type=parse_positive, default=10, help="steps per log line (default %(default)s)"
+    )
+    group.add_argument("--tensorboard-dir", metavar="DIR", help="write TensorBoard events there")
+    group.add_argument("--metrics-file", metavar="JSONL", help="one JSON line per step (default DIR of --save)")
+    group.add_argument(
+        "--loss-plot", type=parse_png, metavar="PNG", help="loss curve drawn at the end (default DIR of --save)"
+    )
+    group.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="where each rank writes rank_NNNNN.log when the run fails: its traceback, or where it was when another "
+        "rank failed (default logs in DIR of --save)",
+    )
+    add_ledger_argument(group)
+
+
+def _add_distributed(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("distributed")
+    group.add_argument(
+        "--deepspeed_config", "--deepspeed-config", metavar="JSON", required=True, help="the DeepSpeed configuration"
+    )
+    group.add_argument("--deepspeed", action="store_true", help="accepted as DeepSpeed scripts do; it is always on")
+    group.add_argument("--tensor-model-parallel-size", type=parse_positive, default=1, help="default %(default)s")
+    group.add_argument(
+        "--sequence-parallel", action="store_true", help="also split norms and dropout over the tensor parallel ranks"
+    )
+    group.add_argument(
+        "--use-cpu-initialization", action="store_true", help="draw the weights on the CPU: same for any TP"
+    )
+    group.add_argument(
+        "--distributed-timeout-minutes",
+        type=parse_minutes,
+        default=10,
+        help="how long the ranks wait for one another, at the start and in a collective: a rank that runs but does not "
+        "get on ends the run after this (default %(default)s)",
+    )
+    group.add_argument(
+        "--heartbeat-seconds",
+        type=parse_heartbeat,
+        default=30.0,
+        help="how long a rank may be stopped, or its host silent, until the run ends; a rank that is busy is neither, "
+        "and one that dies ends the run at once. A small process beside each rank watches it. 0 lets nobody watch "
+        "(default %(default)g)",
+    )
+    group.add_argument(
+        "--local_rank", "--local-rank", type=int, default=-1, help="set by launchers; LOCAL_RANK decides"
+    )

@@ -1,0 +1,188 @@
+"""Every check of a completed run in one place, before anything slow starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from tempo_megatron.extras import is_installed
+from tempo_megatron.models.checks import check_layout
+from tempo_megatron.training.run.deepspeed_config import offloads_optimizer, read_offload_device, read_zero_stage
+from tempo_megatron.training.run.masking import check_masking
+from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.words.memory_size import format_bytes
+
+_NEEDS_TRANSFORMER_ENGINE = "without Transformer Engine megatron-core stops in it with a NameError"
+_NOT_DENSE = "the model has no such module: it is dense"
+_REFUSED_MODULES = {
+    "layernorm": _NEEDS_TRANSFORMER_ENGINE,
+    "moe_act": _NOT_DENSE,
+    "moe": _NOT_DENSE,
+    "shared_experts": _NOT_DENSE,
+    "mla_up_proj": _NOT_DENSE,
+}
+
+# What DeepSpeed imports where the block of that name is enabled.
+_OF_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+
+
+def check_run(run: RunConfig) -> None:
+    """Raise ValueError for the first combination that cannot train."""
+    check_layout(run.model, run.tensor_model_parallel_size, run.sequence_parallel)
+    _check_precision(run)
+    _check_schedule(run)
+    _check_recompute(run)
+    _check_data(run)
+    if run.masking is not None:
+        check_masking(run.masking, run.model.seq_length)
+    _check_output(run)
+    _check_packages(run)
+
+
+def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
+    """Raise ValueError where the weights alone do not fit: building a model of a mistyped size may never end.
+
+    Args:
+        run: checked.
+        node_bytes: memory of this node, that of its GPUs included.
+        node_ranks: processes of the run on it.
+    """
+    if read_offload_device(run.deepspeed, "offload_param") == "nvme":
+        return
+    model = run.model
+    attention = 2 * model.kv_channels * (model.num_attention_heads + model.num_query_groups)
+    mlp = (3 if model.is_gated else 2) * model.ffn_hidden_size
+    elements = model.num_layers * model.hidden_size * (attention + mlp)
+    shares = run.tensor_model_parallel_size
+    if read_zero_stage(run.deepspeed) == 3:
+        shares *= run.data_parallel_size
+    needed = elements * (4 if run.precision == "fp32" else 2) * node_ranks // shares
+    if needed > node_bytes:
+        raise ValueError(
+            f"the linears of {model.num_layers} layers of hidden size {model.hidden_size} have {elements:,} weights, "
+            f"of which this node would hold {format_bytes(needed)}, and it has {format_bytes(node_bytes)} of memory, "
+            "GPUs included; check --num-layers and --hidden-size, or divide the model further"
+        )
+
+
+def _check_precision(run: RunConfig) -> None:
+    config = run.deepspeed
+    if run.precision == "fp16" and not run.on_gpu:
+        raise ValueError("fp16 is asked for but there is no GPU and DeepSpeed has no fp16 on CPU; use bf16 or fp32")
+    stage = read_zero_stage(config)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_optimization.stage in the DeepSpeed JSON is {stage}; expected 0, 1, 2 or 3")
+    if stage == 0 and run.precision != "fp32":
+        raise ValueError(
+            f"{run.precision} without ZeRO is asked for, but DeepSpeed's optimizer for it takes a step of its own at "
+            "the start and clips by the norm of one tensor-parallel rank; set zero_optimization.stage to 1, 2 or 3"
+        )
+    accumulated = config.get("data_types", {}).get("grad_accum_dtype")
+    if stage == 0 and accumulated not in (None, "fp32"):
+        raise ValueError(
+            f'"data_types.grad_accum_dtype" in the DeepSpeed JSON is {accumulated!r}, but without ZeRO gradients are '
+            "fp32; remove it"
+        )
+    if offloads_optimizer(config) and stage == 0:
+        raise ValueError("zero_optimization.offload_optimizer needs ZeRO; set zero_optimization.stage to 1, 2 or 3")
+    if stage < 3 and read_offload_device(config, "offload_param") != "none":
+        raise ValueError(
+            f"zero_optimization.offload_param needs partitioned parameters, but zero_optimization.stage is {stage}, "
+            "where DeepSpeed passes over it; set the stage to 3 or remove it"
+        )
+
+
+def _check_schedule(run: RunConfig) -> None:
+    if run.min_lr > run.lr:
+        raise ValueError(f"--min-lr {run.min_lr} is above --lr {run.lr}; lower it")
+    if run.lr_warmup_iters >= run.lr_decay_iters:
+        raise ValueError(
+            f"--lr-warmup-iters {run.lr_warmup_iters} is not below the {run.lr_decay_iters} steps of decay "
+            "(--lr-decay-iters, else --train-iters); shorten the warm-up"
+        )
+
+
+def _check_recompute(run: RunConfig) -> None:
+    granularity = run.recompute_granularity
+    for option in ("method", "num_layers"):
+        if getattr(run, f"recompute_{option}") is not None and granularity != "full":
+            name = option.replace("_", "-")
+            raise ValueError(f"--recompute-{name} is for full recomputation; add --recompute-granularity full")
+    if granularity == "full" and run.recompute_method is None:
+        raise ValueError("--recompute-granularity full needs --recompute-method; give uniform or block")
+    if run.recompute_num_layers is not None and run.recompute_num_layers > run.model.num_layers:
+        raise ValueError(
+            f"--recompute-num-layers {run.recompute_num_layers} is more than the model's {run.model.num_layers} layers"
+        )
+    if run.recompute_modules is not None and granularity != "selective":
+        raise ValueError("--recompute-modules is for selective recomputation; add --recompute-granularity selective")
+    for module in run.recompute_modules or ():
+        if reason := _REFUSED_MODULES.get(module):
+            raise ValueError(f"--recompute-modules {module} cannot be used: {reason}; use core_attn or mlp")
+
+
+def _check_data(run: RunConfig) -> None:
+    if run.eval_iters and not run.split_weights[1]:
+        raise ValueError(f"--split {run.split} leaves nothing for validation; add --eval-iters 0 or change the split")
+    if run.num_workers > 1024:
+        raise ValueError(f"--num-workers {run.num_workers} is more than 1024 processes a rank; give a few")
+    has_merges = run.model.family == "gpt" or bool(run.merge_file)  # WordPiece has none
+    if bool(run.vocab_file) != bool(run.merge_file) and has_merges:
+        given, missing = ("vocab", "merge") if run.vocab_file else ("merge", "vocab")
+        raise ValueError(f"--{given}-file is given without --{missing}-file; give both or none")
+
+
+def _check_output(run: RunConfig) -> None:
+    if run.save_interval is not None and not run.save:
+        raise ValueError("--save-interval is given without --save; give the folder for the checkpoints")
+    if run.keep_checkpoints is not None and not run.save:
+        raise ValueError("--keep-checkpoints is given without --save; give the folder for the checkpoints")
+    if run.override_opt_param_scheduler and not run.load:
+        raise ValueError("--override-opt-param-scheduler changes what --load brings; give --load or remove it")
+    for option in ("save", "load", "log_dir", "tensorboard_dir", "data_cache_path"):
+        if folder := getattr(run, option):
+            _check_folder("--" + option.replace("_", "-"), Path(folder))
+    if run.metrics_file:
+        check_metrics_file(run.metrics_file)
+    if run.loss_plot and not run.metrics_file:
+        raise ValueError("--loss-plot is drawn from the metrics file; give --metrics-file or --save")
+
+
+def _check_packages(run: RunConfig) -> None:
+    """What would be missed when the engine is built, or when the run is over."""
+    asked = {
+        f'"{block}" in the DeepSpeed JSON': package
+        for block, package in _OF_MONITORS.items()
+        if run.deepspeed.get(block, {}).get("enabled")
+    }
+    if run.loss_plot:
+        asked[f"the loss curve {run.loss_plot}"] = "matplotlib"
+    for what, package in asked.items():
+        if not is_installed(package):
+            raise ValueError(f"{what} needs {package}, which is not installed; pip install {package}")
+
+
+def _check_folder(option: str, folder: Path) -> None:
+    for part in (folder, *folder.parents):
+        if os.path.exists(part) and not os.path.isdir(part):
+            raise ValueError(f"{option} {folder}: {part} is a file; give a folder")
+    if folder.resolve() == Path(folder.resolve().anchor):
+        raise ValueError(f"{option} {folder} is the root folder; give one of its own")
+
+
+def check_metrics_file(path: str) -> None:
+    """Raise ValueError where `path` holds anything but metrics, which a run must not write over."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            first = stream.readline(1 << 20)
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--metrics-file {path} is not a file of metrics ({error}); give another name") from error
+    try:
+        is_metrics = not first or json.loads(first)["kind"] in ("run", "train", "validation")
+    except (ValueError, TypeError, KeyError):
+        is_metrics = False
+    if not is_metrics:
+        raise ValueError(f"--metrics-file {path} exists and does not hold metrics of a run; give another name")

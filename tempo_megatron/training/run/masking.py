@@ -1,0 +1,94 @@
+"""How tokens are masked for BERT and RoBERTa: Megatron-LM's arguments, and --masking, which its script lacks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tempo_megatron.models.shape import read_shape_file
+from tempo_megatron.words.argument_types import parse_probability
+
+WORDS, TOKENS = "words", "tokens"
+MASKING_DEFAULTS = {"mask_prob": 0.15, "short_seq_prob": 0.1, "masking": WORDS}
+"""Used where neither the command line nor the checkpoint of --load says anything."""
+SHORTEST_SAMPLE = 5
+"""[CLS], a token, [SEP], a token and [SEP]."""
+_SPECIAL_TOKENS = 3
+"""That Megatron leaves room for, also in a sample of one segment."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Masking:
+    """A field means what `--help` says of the argument of that name."""
+
+    mask_prob: float
+    short_seq_prob: float
+    masking: str
+
+
+def add_masking_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("masking")
+    group.add_argument(
+        "--mask-prob",
+        type=parse_probability,
+        help=f"share of the tokens to predict (default {MASKING_DEFAULTS['mask_prob']})",
+    )
+    group.add_argument(
+        "--short-seq-prob",
+        type=parse_probability,
+        help="share of the samples that are made shorter, 0 for none as in RoBERTa "
+        f"(default {MASKING_DEFAULTS['short_seq_prob']})",
+    )
+    group.add_argument(
+        "--masking",
+        choices=(WORDS, TOKENS),
+        help="words: whole words, and up to three in a row, as Megatron-LM masks for BERT; tokens: each for itself, as "
+        f"in RoBERTa (default {MASKING_DEFAULTS['masking']})",
+    )
+    group.add_argument(
+        "--bert-no-binary-head",
+        action="store_true",
+        help="no segments and no prediction of their order, as in RoBERTa (default: as --model says, else with both)",
+    )
+
+
+def take_segments(args: argparse.Namespace, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The two fields of ModelShape that say whether there are segments: as typed, as --model, as `stored`, as BERT.
+
+    Args:
+        args: parsed with add_masking_arguments.
+        stored: fields of ModelShape of the checkpoint that the run goes on from.
+    """
+    below = {**(stored or {}), **(read_shape_file(args.model) if args.model else {})}
+    has_head = not args.bert_no_binary_head and below.get("add_binary_head", True)
+    kinds = 0 if args.bert_no_binary_head else below.get("num_tokentypes", 2 if has_head else 0)
+    return {"add_binary_head": has_head, "num_tokentypes": kinds}
+
+
+def take_masking(values: Mapping[str, Any]) -> Masking:
+    return Masking(**{field.name: values[field.name] for field in dataclasses.fields(Masking)})
+
+
+def check_masking(masking: Masking, seq_length: int) -> None:
+    """Raise ValueError for what Megatron's masked dataset would stop in."""
+    if masking.mask_prob == 0:
+        raise ValueError("--mask-prob 0 leaves nothing to predict; expected a share above 0")
+    if masking.mask_prob == 1:
+        raise ValueError("--mask-prob 1 leaves nothing to predict from; expected a share below 1")
+    if seq_length < SHORTEST_SAMPLE:
+        raise ValueError(
+            f"--seq-length {seq_length} has no room for two segments and what is around them; expected at least "
+            f"{SHORTEST_SAMPLE}"
+        )
+    tokens = seq_length - _SPECIAL_TOKENS
+    if masking.mask_prob * tokens < 1:
+        # Megatron masks no word that is longer than this product, and so none at all.
+        shortest = math.ceil(1 / masking.mask_prob) + _SPECIAL_TOKENS
+        raise ValueError(
+            f"--mask-prob {masking.mask_prob:g} of the {tokens} tokens that --seq-length {seq_length} has besides "
+            f"[CLS] and [SEP] is less than one token, so nothing would be predicted; expected --mask-prob of at least "
+            f"{math.ceil(1e4 / tokens) / 1e4:g}, or --seq-length of at least {shortest}"
+        )

@@ -1,0 +1,375 @@
+"""What a resumed run takes from its checkpoint and what from its command line, decided before anything slow starts.
+
+A value that was typed, or that stands in the DeepSpeed JSON, wins; one that was left out comes from the checkpoint,
+which holds every field of the run. The learning rate schedule is the exception, as in Megatron-LM: the run keeps the
+checkpoint's and refuses another one that was typed, and --override-opt-param-scheduler takes the whole schedule from
+the command line, its defaults included. How the weights lie on the ranks, and what is written where, is each start's
+own business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tempo_megatron.models.arguments import name_option
+from tempo_megatron.models.shape import NAMES, complete_description
+from tempo_megatron.settings.config import BUDGET, TempoConfig
+from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder
+from tempo_megatron.training.checkpoint_files.integrity import (
+    FORMAT,
+    READ_FORMATS,
+    RUN_FILE,
+    find_missing,
+    read_description,
+)
+from tempo_megatron.training.facts import flatten
+from tempo_megatron.training.run.deepspeed_config import decides_batch_size, is_given, read_offload_device
+from tempo_megatron.training.run.deepspeed_names import BATCH_KEYS
+from tempo_megatron.training.run.masking import Masking
+
+if TYPE_CHECKING:
+    from tempo_megatron.training.run.run_config import RunConfig
+    from tempo_megatron.training.tasks.datasets import Vocabulary
+
+SCHEDULE = ("lr", "min_lr", "lr_warmup_iters", "lr_decay_style", "lr_decay_iters")
+# Every field of RunConfig is in one of these four tables; all are stored. A value that is left out on --load is the
+# checkpoint's for those of the first two.
+STAYS = (
+    *("model", "vocab_padding_tp", "global_batch_size", "seed", "precision", "split", "masking", "sample_parts"),
+    *SCHEDULE,
+)
+"""Another value is refused; fields of `model` that may change are in MODEL_MAY_CHANGE."""
+MAY_CHANGE = {
+    "micro_batch_size": "samples are taken in the order of their index, whatever a micro batch is",
+    "train_iters": "a run may be made longer; the schedule and the order of the samples stay",
+    "weight_decay": "the optimizer takes it at its next step",
+    "adam_beta1": "the optimizer takes it at its next step",
+    "adam_beta2": "the optimizer takes it at its next step",
+    "adam_eps": "the optimizer takes it at its next step",
+    "clip_grad": "the optimizer takes it at its next step",
+    "data_path": "data may have been moved; what is in it is compared",
+    "vocab_file": "it may have been moved; what is in it is compared",
+    "merge_file": "it may have been moved; what is in it is compared",
+    "eod_mask_loss": "weights and samples are the same, other tokens count in the loss",
+    "eval_interval": "validation leaves the training as it is",
+    "eval_iters": "validation leaves the training as it is",
+    "recompute_granularity": "recomputation gives the same values",
+    "recompute_method": "recomputation gives the same values",
+    "recompute_num_layers": "recomputation gives the same values",
+    "recompute_modules": "recomputation gives the same values",
+    "bias_gelu_fusion": "the form of GELU that it brings with it is compared",
+    "bias_swiglu_fusion": "the same function in another kernel",
+    "bias_dropout_fusion": "the same function in another kernel",
+    "masked_softmax_fusion": "the same function in another kernel",
+    "tempo": "weights have the same names and shapes",
+    "memory_budget": "it decides what is recomputed",
+}
+"""What is typed holds, and why it may be another value."""
+OF_EACH_START = {
+    **dict.fromkeys(
+        ("world_size", "data_parallel_size", "tensor_model_parallel_size", "sequence_parallel", "on_gpu"),
+        "the layout: the weights are the same in every one",
+    ),
+    **dict.fromkeys(("deepspeed_config", "deepspeed"), "a file that every start names; what it shares is compared"),
+    **dict.fromkeys(
+        ("save", "save_interval", "keep_checkpoints", "metrics_file", "loss_plot", "tensorboard_dir", "tempo_ledger"),
+        "what this start writes, where and when",
+    ),
+    **dict.fromkeys(("log_interval", "log_dir"), "what this start writes, where and when"),
+    **dict.fromkeys(("exit_interval", "exit_signal_handler"), "when this start ends"),
+    **dict.fromkeys(("load", "override_opt_param_scheduler"), "how this start goes on"),
+    **dict.fromkeys(("num_workers", "data_cache_path"), "how samples are read, not which"),
+    **dict.fromkeys(("distributed_timeout_minutes", "heartbeat_seconds"), "how ranks watch one another"),
+    "use_cpu_initialization": "of the first weights only",
+    "tempo_arguments": "what was typed, for the banner",
+}
+"""What each start says anew, and why it is not taken from the checkpoint."""
+COMPUTED = ("num_micro_batches", "split_weights", "blend")
+"""Follow from other fields."""
+MODEL_MAY_CHANGE = {
+    "vocab_size": "its rows with the padding are compared",
+    "make_vocab_size_divisible_by": "its rows with the padding are compared",
+    "init_method_std": "of the first weights only",
+    "attention_dropout": "no weight depends on it",
+    "hidden_dropout": "no weight depends on it",
+}
+"""Fields of ModelShape that may have another value on --load, and why."""
+# What of a model changes its weights or what it computes from them.
+MODEL_FIELDS = tuple(name for name in NAMES if name not in MODEL_MAY_CHANGE)
+_MASKING = tuple(field.name for field in dataclasses.fields(Masking))
+_RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+# Description field -> what a user changes to make it match.
+_REMEDIES = {
+    **{name: name_option(name) for name in MODEL_FIELDS},
+    "padded_vocab_size": "--vocab-size and --make-vocab-size-divisible-by",
+    "gelu_form": "--bias-gelu-fusion",
+    "precision": "bf16 and fp16 in the DeepSpeed JSON",
+    "global_batch_size": "--global-batch-size",
+    "seed": "--seed",
+    "split": "--split",
+    "masking": "--mask-prob, --short-seq-prob and --masking",
+    "tokenizer": "--vocab-file and --merge-file",
+    "data": "--data-path",
+}
+# How weights and moments lie on the ranks. A run goes on in another layout: see resharding.py.
+_LAYOUT = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage", "optimizer", "offload_device")
+# What of the DeepSpeed JSON is a field of the run, too.
+_TOLD_OF_JSON = (*BATCH_KEYS, "gradient_clipping", "tempo", "steps_per_print")
+# What decides which sample comes when: another value and the resumed run would see other data.
+_DATA_FIELDS = ("seq_length", "global_batch_size", "seed", "split", "masking")
+
+
+def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None = None) -> dict[str, Any] | None:
+    """The description of the newest checkpoint in --load that is whole; None without --load.
+
+    Added are "checkpoint", its name, "named", whether a file says which is the newest, and "passed_over": the newer
+    ones that are not whole, by name, with the reason. None also where the folder is --save itself and holds nothing
+    yet. Contents of files are not looked at: `checkpoint_integrity.find_damage` does that.
+
+    Args:
+        args: parsed.
+        damaged: checkpoints that are known not to be whole, and why.
+
+    Raises ValueError where no checkpoint is whole, or the newest whole one is not of this trainer's format.
+    """
+    if not args.load:
+        return None
+    folder = CheckpointFolder(args.load)
+    name = folder.find_latest()
+    if name is None:
+        if args.save and Path(args.save).resolve() == folder.path.resolve():
+            return None
+        raise ValueError(f"--load {args.load} holds no checkpoint; give a folder with one, or leave --load out")
+    passed_over = dict(damaged or {})
+    for candidate in folder.list_up_to(name):
+        if candidate in passed_over:
+            continue
+        try:
+            saved = read_description(folder.path / candidate)
+        except ValueError as error:
+            passed_over[candidate] = str(error)
+            continue
+        if saved.get("format") not in READ_FORMATS:
+            raise ValueError(
+                f"--load {folder.path / candidate}: its {RUN_FILE} has format {saved.get('format')}, expected "
+                f"{FORMAT}; it is of another version of this trainer, go on with that one"
+            )
+        if reason := find_missing(folder.path / candidate, saved["files"]):
+            passed_over[candidate] = reason
+            continue
+        found = {"checkpoint": candidate, "named": folder.is_named(), "passed_over": passed_over}
+        return {**complete_description(saved), **found}
+    reasons = "; ".join(passed_over.values())
+    raise ValueError(f"--load {args.load} holds no checkpoint that is whole: {reasons}; give another folder")
+
+
+def read_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the RunConfig that saved a checkpoint, in the types of JSON.
+
+    A checkpoint of format 3 or less has only some of them, and those that its description tells.
+    """
+    told = {name: saved[name] for name in (*STAYS, *MAY_CHANGE) if name in saved}
+    return {"model": {name: saved[name] for name in NAMES if name in saved}, **told, **saved["settings"]}
+
+
+def take_from_checkpoint(
+    args: argparse.Namespace, config: Mapping[str, Any], saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments that were left out, and that the DeepSpeed JSON does not give, as the checkpoint has them.
+
+    The model and Tempo are not among them: see models.arguments.read_given_model and join_tempo.
+
+    Raises ValueError where the schedule that was typed is not the checkpoint's, where the steps that are added would be
+    made with a learning rate of 0, or where the checkpoint is beyond --train-iters.
+    """
+    settings = read_settings(saved)
+    masking = settings.get("masking") or {}
+    stored = {**settings, **{name: masking[name] for name in _MASKING if name in masking}}
+    stored |= {name: settings.get("precision") == name for name in ("bf16", "fp16")}
+    given = vars(args)
+    left_out = {name for name in given if given[name] is None} - _find_decided(given, config, settings)
+    if not (given["bf16"] or given["fp16"]):
+        left_out |= {"bf16", "fp16"} if not _decides_precision(config) else set()
+    names = {*STAYS, *MAY_CHANGE, *_MASKING, "bf16", "fp16"} - {"model", "tempo", "memory_budget"}
+    taken = {name: stored[name] for name in names & left_out if name in stored}
+    if args.override_opt_param_scheduler:
+        taken = {name: value for name, value in taken.items() if name not in SCHEDULE}
+    else:
+        _check_schedule(args, {**given, **taken}, saved, settings)
+    train_iters = {**given, **taken}.get("train_iters")
+    if train_iters is not None and train_iters < saved["iteration"]:
+        raise ValueError(
+            f"--train-iters {train_iters} is less than the {saved['iteration']} steps of {args.load}/"
+            f"{saved['checkpoint']}; leave it out or raise it to go on, or give a --load with an earlier checkpoint"
+        )
+    return taken
+
+
+def _find_decided(given: Mapping[str, Any], config: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
+    """Arguments that were left out, and that something else which was typed decides."""
+    decided = set()
+    if is_given(config, "gradient_clipping"):
+        decided.add("clip_grad")
+    if is_given(config, "train_micro_batch_size_per_gpu"):
+        decided.add("micro_batch_size")
+    if decides_batch_size(config):
+        decided.add("global_batch_size")
+    granularity = "selective" if given["recompute_activations"] else given["recompute_granularity"]
+    if granularity not in (None, settings.get("recompute_granularity")):
+        decided |= set(_RECOMPUTATION)
+    if given["vocab_file"] or given["merge_file"]:
+        decided |= {"vocab_file", "merge_file"}
+    return decided
+
+
+def _decides_precision(config: Mapping[str, Any]) -> bool:
+    return any(is_given(config.get(name, {}), "enabled") for name in ("bf16", "fp16"))
+
+
+def _check_schedule(
+    args: argparse.Namespace, values: Mapping[str, Any], saved: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
+    for name in SCHEDULE:
+        ours, theirs = values[name], settings[name]
+        if ours != theirs:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{option} is {ours}, but the schedule of {args.load}/{saved['checkpoint']} has {theirs}; leave "
+                f"{option} out, or take this run's schedule with --override-opt-param-scheduler"
+            )
+    decays_to_zero = values["lr_decay_style"] != "constant" and not values["min_lr"]
+    decay_iters, train_iters = values["lr_decay_iters"], values["train_iters"]
+    if args.lr_decay_iters is None and decays_to_zero and train_iters > max(decay_iters, settings["train_iters"]):
+        raise ValueError(
+            f"--train-iters {train_iters} goes beyond the {decay_iters} steps of the checkpoint's "
+            f"schedule, after which its learning rate is 0; give --lr-decay-iters {train_iters} with "
+            "--override-opt-param-scheduler for a new schedule"
+        )
+
+
+def check_given_model(given: Mapping[str, Any], saved: Mapping[str, Any], load: str) -> None:
+    """Raise ValueError for the first field of ModelShape that was given and that is not the checkpoint's."""
+    for name in MODEL_FIELDS:
+        ours = given.get(name)
+        ours = list(ours) if isinstance(ours, tuple) else ours
+        if ours is not None and name in saved and ours != saved[name]:
+            raise ValueError(_refuse(f"--load {load}/{saved['checkpoint']}", name, saved[name], ours))
+
+
+def join_tempo(args: argparse.Namespace, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The DeepSpeed JSON with the "tempo" block that counts on --load, below the arguments.
+
+    Arguments win over the block, so that the checkpoint's run may have had other values than its block. A key of the
+    block says something new where its value is another than it was in that run's JSON; the others are as in the run.
+    """
+    if "tempo" not in settings:
+        return config
+    config_then = settings["deepspeed"]
+    block, block_then = config.get("tempo", {}), config_then.get("tempo", {})
+    if not isinstance(block, Mapping):
+        return config  # it is refused where it is read
+    was_off = TempoConfig(**settings["tempo"]).is_off
+    enabled, enabled_then = (
+        None if "tempo" not in each else each["tempo"].get("enabled", True) for each in (config, config_then)
+    )
+    joined = {"enabled": not was_off if enabled in (None, enabled_then) else enabled}
+    new = {name: value for name, value in block.items() if name != "enabled" and value != block_then.get(name)}
+    if was_off:
+        return {**config, "tempo": {**block, **joined}}
+    had = {**settings["tempo"], BUDGET: settings["memory_budget"]}
+    # A budget gives the layers their values: the newer of the two holds.
+    if "layers" in new or args.tempo_layers is not None:
+        del had[BUDGET]
+    if BUDGET in new or args.tempo_memory_budget is not None:
+        del had["layers"]
+    had = {name: value for name, value in had.items() if value}
+    return {**config, "tempo": {**had, **new, **joined}}
+
+
+def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
+    """One line of all that a run does in another way than the one that saved the checkpoint, and one of what the
+    checkpoint does not tell.
+
+    Args:
+        saved: of read_saved_run.
+        settings: list_settings of the run, as it was asked for.
+    """
+    stored, ours = read_settings(saved), json.loads(json.dumps(settings))
+    if unknown := [name for name in MAY_CHANGE if name not in stored]:
+        yield f"{saved['checkpoint']} is of an earlier version and does not tell {', '.join(unknown)}: as given here"
+    blocks: list[dict[str, Any]] = []
+    for each in (stored, ours):
+        block = {name: each[name] for name in ("model", *MAY_CHANGE) if name in stored}
+        own = {name: value for name, value in each.get("deepspeed", {}).items() if name not in _TOLD_OF_JSON}
+        blocks.append(flatten({"run": {**block, "deepspeed": own if "deepspeed" in stored else {}}}))
+    theirs, ours = blocks
+    changes = [
+        f"{name.removeprefix('run ')} {_write(theirs.get(name))} -> {_write(ours.get(name))}"
+        for name in {**theirs, **ours}
+        if theirs.get(name) != ours.get(name)
+    ]
+    if changes:
+        yield f"other than in {saved['checkpoint']}: {', '.join(changes)}"
+
+
+def _write(value: Any) -> str:
+    return "none" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def find_vocab_padding_tp(saved: Mapping[str, Any]) -> int:
+    """The tensor parallel size that the checkpoint's vocabulary was padded for.
+
+    The rows of the padding are part of every softmax, so that a run that goes on elsewhere has to keep their number.
+    """
+    return int(saved.get("vocab_padding_tp", saved["tensor_model_parallel_size"]))
+
+
+def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], load: str) -> None:
+    """Raise ValueError for the first field of describe_run in which the checkpoint is of another run."""
+    where = f"--load {load}/{saved['checkpoint']}"
+    for name, remedy in _REMEDIES.items():
+        ours, theirs = description.get(name), saved.get(name)
+        if ours == theirs:
+            continue
+        if name in ("data", "tokenizer"):
+            raise ValueError(
+                f"{where} was trained on {' '.join(saved['data_path'])}, and {' '.join(description['data_path'])} "
+                f"has another {'content' if name == 'data' else 'tokenizer'}; change {remedy} to go on with what it "
+                "was trained on, or start a new run"
+            )
+        raise ValueError(_refuse(where, name, theirs, ours))
+
+
+def _refuse(where: str, name: str, theirs: Any, ours: Any) -> str:
+    what = "the order of its samples would change" if name in _DATA_FIELDS else "it cannot be loaded"
+    return f"{where}: its {name} is {theirs}, this run's is {ours}, so {what}; change {_REMEDIES[name]}"
+
+
+def has_other_layout(saved: Mapping[str, Any], description: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's files are divided in another way than those of this run will be."""
+    return any(saved.get(name, description[name]) != description[name] for name in _LAYOUT)
+
+
+def describe_layout(description: Mapping[str, Any]) -> str:
+    tp, dp, stage = (description[name] for name in _LAYOUT[:3])
+    return f"TP {tp}, DP {dp}, ZeRO {stage}"
+
+
+def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
+    """What a checkpoint belongs to; a run resumes only from one whose description is its own.
+
+    `more` holds what only the built run knows, such as the optimizer's name.
+    """
+    described = {name: getattr(run, name) for name in (*_REMEDIES, *_LAYOUT) if hasattr(run, name)}
+    described |= {"offload_device": read_offload_device(run.deepspeed), "vocab_padding_tp": run.vocab_padding_tp}
+    described |= run.model.describe() | vocabulary.describe()
+    if run.masking is None:  # a run for GPT has none, and says nothing of it
+        del described["masking"]
+    else:
+        described["masking"] = dataclasses.asdict(run.masking)
+    return {**described, "format": FORMAT, "data_path": list(run.data_path), **more}

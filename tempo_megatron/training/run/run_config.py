@@ -1,0 +1,254 @@
+"""RunConfig: everything that is decided about a run before it starts, in one object that is only read afterwards.
+
+Three steps lead there: `arguments.parse_arguments` says what was typed, `complete_run` adds what follows from the
+DeepSpeed JSON, the checkpoint, the number of processes and the defaults, and `checks.check_run` refuses what cannot
+train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tempo_megatron.models.arguments import read_given_model
+from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.settings.arguments import describe_tempo_arguments, read_tempo_of_run
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.training.run.argument_types import Blend, parse_blend, parse_split
+from tempo_megatron.training.run.arguments import DEFAULTS
+from tempo_megatron.training.run.deepspeed_config import (
+    complete_deepspeed_config,
+    freeze_deepspeed_config,
+    read_precision,
+)
+from tempo_megatron.training.run.masking import Masking, take_masking, take_segments
+from tempo_megatron.training.run.resume import (
+    check_given_model,
+    find_vocab_padding_tp,
+    join_tempo,
+    read_settings,
+    take_from_checkpoint,
+)
+
+_NEEDED = {
+    "train_iters": "the steps of the whole run",
+    "lr": "the highest learning rate",
+    "data_path": "the prefix of a .bin/.idx pair",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run. A field that has an argument of the same name means what `--help` says about that."""
+
+    model: ModelShape
+    """Its vocab_size is as given; see datasets.Vocabulary for what the model gets."""
+    vocab_padding_tp: int
+    """The tensor parallel size that the vocabulary is padded for: of the run's first start."""
+
+    # Training
+    micro_batch_size: int
+    global_batch_size: int
+    num_micro_batches: int
+    """Micro batches of one rank in a step."""
+    train_iters: int
+    exit_interval: int | None
+    exit_signal_handler: bool
+    seed: int
+    precision: str
+    """fp32, bf16 or fp16."""
+
+    # Optimizer
+    lr: float
+    min_lr: float
+    lr_warmup_iters: int
+    lr_decay_style: str
+    lr_decay_iters: int
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    clip_grad: float
+    override_opt_param_scheduler: bool
+
+    # Data
+    data_path: tuple[str, ...]
+    blend: Blend
+    """Of --data-path."""
+    split: str
+    split_weights: tuple[float, float, float]
+    data_cache_path: str | None
+    vocab_file: str | None
+    merge_file: str | None
+    eod_mask_loss: bool
+    masking: Masking | None
+    """Of BERT and RoBERTa only."""
+    num_workers: int
+    eval_interval: int
+    eval_iters: int
+    sample_parts: tuple[int, ...]
+    """Of the checkpoint, the order of its samples: see datasets.build_datasets. Empty in a run that starts."""
+
+    # Recomputation and fusion
+    recompute_granularity: str | None
+    recompute_method: str | None
+    recompute_num_layers: int | None
+    recompute_modules: tuple[str, ...] | None
+    bias_gelu_fusion: bool
+    bias_swiglu_fusion: bool
+    bias_dropout_fusion: bool
+    masked_softmax_fusion: bool
+
+    # Output
+    save: str | None
+    load: str | None
+    save_interval: int | None
+    keep_checkpoints: int | None
+    log_interval: int
+    tensorboard_dir: str | None
+    metrics_file: str | None
+    loss_plot: str | None
+    tempo_ledger: str | None
+    log_dir: str | None
+
+    # Distributed
+    world_size: int
+    data_parallel_size: int
+    tensor_model_parallel_size: int
+    sequence_parallel: bool
+    use_cpu_initialization: bool
+    distributed_timeout_minutes: int
+    heartbeat_seconds: float
+    on_gpu: bool
+    deepspeed_config: str
+    """Path of the JSON."""
+    deepspeed: Mapping[str, Any]
+    """Its content, completed: no value is "auto" that the trainer decides. copy_deepspeed_config makes it a dict."""
+
+    tempo: TempoConfig
+    """As given; Job puts a value in place of each "auto" before anything reads it."""
+    memory_budget: int | None
+    """Bytes that a rank may hold, by which Job plans what is "auto"; None plans nothing."""
+    tempo_arguments: str
+    """What was typed about Tempo, for the banner."""
+
+
+def complete_run(
+    args: argparse.Namespace,
+    deepspeed_config: Mapping[str, Any],
+    saved: Mapping[str, Any] | None,
+    *,
+    world_size: int,
+    on_gpu: bool,
+) -> RunConfig:
+    """The run that `args` ask for; neither `args` nor `deepspeed_config` is changed.
+
+    Args:
+        args: of parse_arguments.
+        deepspeed_config: of read_deepspeed_config.
+        saved: of read_saved_run, the checkpoint to go on from; None for a run that starts.
+        world_size: processes of the run.
+        on_gpu: whether they have GPUs.
+
+    Raises ValueError where something is missing that has no default, or where two sources contradict each other.
+    """
+    settings, with_tempo = {}, deepspeed_config
+    if saved:
+        settings = read_settings(saved)
+        args = argparse.Namespace(**{**vars(args), **take_from_checkpoint(args, deepspeed_config, saved)})
+        with_tempo = join_tempo(args, deepspeed_config, settings)
+    values = {**vars(args), "model": _complete_model(args, settings, saved)}
+    # The DeepSpeed JSON may still decide the clipping.
+    values |= {
+        name: default
+        for name, default in DEFAULTS.items()
+        if name != "clip_grad" and name in values and values[name] is None
+    }
+    for name, what in _NEEDED.items():
+        if values[name] is None:
+            raise ValueError(f"--{name.replace('_', '-')} is missing; give {what}")
+    data_parallel_size = divide_processes(world_size, args.tensor_model_parallel_size)
+    completed = complete_deepspeed_config(deepspeed_config, values, data_parallel_size)
+    tempo, memory_budget = read_tempo_of_run(args, with_tempo)
+    values.setdefault("eod_mask_loss", False)
+    values["masking"] = take_masking(values) if args.family == "bert" else None
+    values |= {
+        "micro_batch_size": completed["train_micro_batch_size_per_gpu"],
+        "global_batch_size": completed["train_batch_size"],
+        "num_micro_batches": completed["gradient_accumulation_steps"],
+        "clip_grad": completed["gradient_clipping"],
+        "precision": read_precision(completed),
+        "num_workers": (2 if on_gpu else 0) if args.num_workers is None else args.num_workers,
+        "sample_parts": tuple(saved["sample_parts"]) if saved else (),
+        "vocab_padding_tp": find_vocab_padding_tp(saved) if saved else args.tensor_model_parallel_size,
+        "data_path": tuple(values["data_path"]),
+        "blend": parse_blend(values["data_path"]),
+        "split_weights": parse_split(values["split"]),
+        "world_size": world_size,
+        "data_parallel_size": data_parallel_size,
+        "on_gpu": on_gpu,
+        "deepspeed": freeze_deepspeed_config(completed),
+        "tempo": tempo,
+        "memory_budget": memory_budget,
+        "tempo_arguments": describe_tempo_arguments(args),
+    }
+    values |= _complete_schedule(values) | _complete_recomputation(args) | _complete_output(args)
+    return RunConfig(**{field.name: values[field.name] for field in dataclasses.fields(RunConfig)})
+
+
+def divide_processes(world_size: int, tensor_model_parallel_size: int) -> int:
+    """The data parallel size. Raises ValueError where the processes do not divide."""
+    tp = tensor_model_parallel_size
+    if world_size % tp:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} does not divide the {world_size} processes; "
+            f"start a multiple of {tp} processes (deepspeed --num_gpus {tp}, torchrun --nproc_per_node {tp})"
+        )
+    return world_size // tp
+
+
+def _complete_model(
+    args: argparse.Namespace, settings: Mapping[str, Any], saved: Mapping[str, Any] | None
+) -> ModelShape:
+    """What was given on top of what the checkpoint has."""
+    stored = settings.get("model", {})
+    if args.family == "bert":
+        args = argparse.Namespace(**{**vars(args), **take_segments(args, stored)})
+    given = read_given_model(args, args.family, stored=stored)
+    if saved:
+        check_given_model(given, saved, args.load)
+    return make_shape(**{**stored, **given})
+
+
+def _complete_schedule(values: Mapping[str, Any]) -> dict[str, Any]:
+    decay_iters = values["lr_decay_iters"]
+    return {"lr_decay_iters": values["train_iters"] if decay_iters is None else decay_iters}
+
+
+def _complete_recomputation(args: argparse.Namespace) -> dict[str, Any]:
+    granularity, num_layers = args.recompute_granularity, args.recompute_num_layers
+    if args.recompute_activations:
+        if granularity in ("full", "none"):
+            raise ValueError(
+                f"--recompute-activations is selective but --recompute-granularity is {granularity}; give one of them"
+            )
+        granularity = "selective"
+    if granularity == "none":
+        granularity = None
+    if granularity == "full" and num_layers is None:
+        num_layers = 1
+    modules = None if args.recompute_modules is None else tuple(args.recompute_modules)
+    return {"recompute_granularity": granularity, "recompute_num_layers": num_layers, "recompute_modules": modules}
+
+
+def _complete_output(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.save:
+        return {}
+    return {
+        "metrics_file": args.metrics_file or str(Path(args.save) / "metrics.jsonl"),
+        "loss_plot": args.loss_plot or str(Path(args.save) / "loss.png"),
+        "log_dir": args.log_dir or str(Path(args.save) / "logs"),
+    }

@@ -1,0 +1,1 @@
+"""Datasets and losses of each family of models."""

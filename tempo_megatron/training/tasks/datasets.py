@@ -1,0 +1,296 @@
+"""Training and validation samples: a dataset of megatron-core, read in an order that does not depend on the layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import glob
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from torch import Tensor
+
+from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer, validate_dataset
+from tempo_megatron.models.shape import pad_vocab_size
+from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.tasks import index_files
+from tempo_megatron.training.tasks.task import Batch, Collate, Task
+from tempo_megatron.training.watch.agreement import is_true_on_any_rank
+from tempo_megatron.training.watch.stop_signal import ignore_stop_signals
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer of a run's data, and the rows of the embedding."""
+
+    tokenizer: Any
+    """A data.tokenizer_types.TextTokenizer, of one of the task's types."""
+    size: int
+    padded_size: int
+    """`size`, rounded up to a multiple that tensor parallelism divides."""
+    files: Mapping[str, Mapping[str, str]]
+    """Path and sha256 of "vocab_file" and "merge_file", so that they can go along with exported weights."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint says of it."""
+        return {
+            "vocab_size": self.size,
+            "padded_vocab_size": self.padded_size,
+            "end_of_document": self.tokenizer.eod,
+            "tokenizer_files": self.files,
+        }
+
+
+def load_vocabulary(run: RunConfig, task: Task) -> Vocabulary:
+    """The tokenizer that all data sets of `--data-path` were made with, and the size of its vocabulary.
+
+    Raises ValueError where a data set is broken, has another tokenizer or one that the task does not take, or does not
+    fit the vocabulary.
+    """
+    prefixes = run.blend[0]
+    for prefix in prefixes:
+        _check_presence(prefix)
+    tokenizer = load_dataset_tokenizer(prefixes[0], run.vocab_file, run.merge_file, task.tokenizer_types)
+    for prefix in prefixes[1:]:
+        other = load_dataset_tokenizer(prefix, run.vocab_file, run.merge_file, task.tokenizer_types)
+        if other.unique_identifiers != tokenizer.unique_identifiers:
+            raise ValueError(
+                f"{prefix} was made with another tokenizer than {prefixes[0]}; prepare both with the same one"
+            )
+    vocab_size = run.model.vocab_size or tokenizer.vocab_size
+    if vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"--vocab-size {vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens; raise it or remove it"
+        )
+    padded = pad_vocab_size(vocab_size, run.model.make_vocab_size_divisible_by, run.vocab_padding_tp)
+    if padded % run.tensor_model_parallel_size:
+        raise ValueError(
+            f"--load {run.load} has {padded} rows of vocabulary, padding included, which the run keeps and "
+            f"--tensor-model-parallel-size {run.tensor_model_parallel_size} does not divide; give one that does"
+        )
+    files = _describe_tokenizer_files(run, tokenizer)
+    for prefix in prefixes:
+        validate_dataset(prefix, vocab_size)
+        task.check_split(prefix, _name_parts(run), run)
+    return Vocabulary(tokenizer, vocab_size, padded, files)
+
+
+def _check_presence(prefix: str) -> None:
+    missing = [prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
+    if not missing:
+        return
+    stem, suffix = os.path.splitext(prefix)
+    there = [
+        os.path.splitext(path)[0] for path in glob.glob(os.path.join(glob.escape(os.path.dirname(prefix)), "*.idx"))
+    ]
+    near = [stem] if suffix in (".idx", ".bin") else difflib.get_close_matches(prefix, there, n=1)
+    raise ValueError(
+        f"{' and '.join(missing)} not found; prepare the data, or check --data-path"
+        + (f": there is {near[0]}" if near and near[0] in there else "")
+    )
+
+
+def _name_parts(run: RunConfig) -> dict[str, tuple[float, float]]:
+    """The parts of a data set of which samples are asked for, with their borders as fractions."""
+    train, valid, _ = run.split_weights
+    parts = {"training": (0.0, train)}
+    if run.eval_iters:
+        parts["validation"] = (train, train + valid)
+    return parts
+
+
+def describe_share(prefix: str, run: RunConfig, part: str, share: int, documents: int) -> str:
+    """The beginning of a sentence about a part of a data set that is too small."""
+    return f"{prefix}: --split {run.split} gives {part} {share} of {documents} documents"
+
+
+@dataclasses.dataclass(frozen=True)
+class Datasets:
+    """The samples of a run."""
+
+    train: Any
+    valid: Any
+    """None without validation."""
+    sample_parts: tuple[int, ...]
+    """The samples asked for in each part of `train`: what a run that goes on needs for the same order."""
+
+
+def build_datasets(run: RunConfig, task: Task, tokenizer: Any) -> Datasets:
+    """The samples, built on rank 0 first, then read from its index files by the other ranks.
+
+    Megatron shuffles the epochs of a run together, so that a data set built for more samples has another order from
+    the first sample on. A run that goes on for longer than it was planned keeps the order it began with and appends a
+    part with an order of its own: run.sample_parts, the samples asked for in each part, comes from the checkpoint,
+    and sample_parts of the result has the new part as well.
+
+    Raises ValueError where the folder for the index files cannot be written.
+    """
+    if int(os.environ["RANK"]) == 0:
+        for prefix in run.blend[0]:
+            index_files.remove_cut_off(index_files.name_folder(task.dataset_class, prefix, run.data_cache_path))
+    needed, valid_samples = run.train_iters * run.global_batch_size, run.eval_iters * run.global_batch_size
+    sample_parts = run.sample_parts or (needed,)
+    first, valid = _build_part(run, task, tokenizer, run.seed, sample_parts[0], valid_samples)
+    parts = [first]
+    for number, samples in enumerate(sample_parts[1:], start=1):
+        parts.append(_build_part(run, task, tokenizer, (run.seed + number) % 2**32, samples, 0)[0])
+    missing = needed - sum(len(part) for part in parts)
+    if missing > 0:
+        parts.append(_build_part(run, task, tokenizer, (run.seed + len(parts)) % 2**32, missing, 0)[0])
+        sample_parts = (*sample_parts, missing)
+    train = first if len(parts) == 1 else torch.utils.data.ConcatDataset(parts)
+    return Datasets(train, valid, sample_parts)
+
+
+def _build_part(
+    run: RunConfig, task: Task, tokenizer: Any, seed: int, train_samples: int, valid_samples: int
+) -> tuple[Any, Any]:
+    prefixes, weights = run.blend
+    config = task.make_dataset_config(
+        run,
+        tokenizer,
+        seed,
+        blend=(list(prefixes), None if weights is None else list(weights)),
+        split=run.split,
+        path_to_cache=run.data_cache_path,
+    )
+    assert config.split_matrix is not None
+    # No part is built for testing, nor one of which no sample is asked for; Megatron takes no such split as argument.
+    config.split_matrix[2] = None
+    if not valid_samples:
+        config.split_matrix[1] = None
+    sizes = [train_samples, valid_samples, 0]
+    folders = [index_files.name_folder(task.dataset_class, prefix, run.data_cache_path) for prefix in prefixes]
+    for _ in range(2):
+        before = index_files.list_files(folders)
+        try:
+            train, valid, _ = BlendedMegatronDatasetBuilder(task.dataset_class, sizes, lambda: True, config).build()
+            if not _remove_changed_indices(before, index_files.list_files_of(train, valid)):
+                return train, valid
+        except Exception as error:
+            if isinstance(error.__cause__, OSError) or isinstance(error, OSError):
+                cause = error.__cause__ or error
+                raise ValueError(
+                    f"the sample indices cannot be written ({cause}); give --data-cache-path a folder"
+                ) from error
+            raise
+    raise ValueError(
+        f"the sample indices in {' '.join(folders)} are not as this run wrote them a moment ago; where another run "
+        "writes them, too, give --data-cache-path a folder of its own"
+    )
+
+
+def _remove_changed_indices(before: Collection[str], used: Iterable[str]) -> bool:
+    """On rank 0 delete what is not as it was written and seal what is new; on every rank whether any was deleted.
+
+    Args:
+        before: the index files that were there before the datasets were built.
+        used: those that the datasets read.
+    """
+    changed: list[str] = []
+    if dist.get_rank() == 0:
+        for path in used:
+            if path not in before:
+                index_files.write_digest(path)
+            elif not index_files.is_as_written(path):
+                changed.append(path)
+                os.remove(path)
+        if changed:
+            print(f"{', '.join(changed)}: not as this trainer wrote it, or of another program; made again", flush=True)
+    return is_true_on_any_rank(bool(changed))
+
+
+class ShardedBatchSampler:
+    """Indices of one data-parallel rank, batch by batch, as if all samples were consumed in order.
+
+    Micro batch k of rank r holds the samples consumed + (k * dp + r) * micro_batch_size and following.
+    """
+
+    def __init__(self, first: int, last: int, micro_batch_size: int, rank: int, data_parallel_size: int) -> None:
+        self.starts = range(first + rank * micro_batch_size, last, micro_batch_size * data_parallel_size)
+        self.micro_batch_size = micro_batch_size
+
+    def __iter__(self) -> Iterator[range]:
+        return (range(start, start + self.micro_batch_size) for start in self.starts)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+def check_token_range(tokens: Tensor, labels: Tensor, vocab_size: int) -> None:
+    """Raise ValueError where a token has no row in the embedding; a GPU would stop in an assertion without a name."""
+    largest = int(torch.maximum(tokens.max(), labels.max()))
+    if largest >= vocab_size or int(tokens.min()) < 0:
+        raise ValueError(
+            f"the data holds token {largest} but the model's vocabulary ends at {vocab_size - 1}; "
+            "use the data's own tokenizer or raise --vocab-size"
+        )
+
+
+class BatchStream:
+    """Micro batches of this rank on `device`, starting after `consumed_samples`.
+
+    Args:
+        dataset: what build_datasets gave.
+        run: batch sizes and workers.
+        collate: of the task.
+        consumed_samples: global samples already seen; the resumed run goes on after them.
+        num_samples: global samples in all.
+        rank, data_parallel_size: of the data-parallel group. Every rank of a tensor-parallel group reads the same.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        run: RunConfig,
+        collate: Collate,
+        device: torch.device,
+        *,
+        consumed_samples: int,
+        num_samples: int,
+        rank: int,
+        data_parallel_size: int,
+    ) -> None:
+        self.device = device
+        self.micro_batch_size, self.rank, self.data_parallel_size = run.micro_batch_size, rank, data_parallel_size
+        sampler = ShardedBatchSampler(consumed_samples, num_samples, self.micro_batch_size, rank, data_parallel_size)
+        self._loader = torch.utils.data.DataLoader(
+            dataset,
+            batch_sampler=sampler,  # type: ignore[arg-type]
+            num_workers=run.num_workers,
+            collate_fn=collate,
+            worker_init_fn=ignore_stop_signals,
+            pin_memory=device.type == "cuda",
+            # A generator of its own: the loader draws from it, and the run's random states must not move.
+            generator=torch.Generator(),
+        )
+        self._batches = iter(self._loader)
+
+    def take_next(self) -> Batch:
+        batch = next(self._batches)
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+
+    def find_first_sample(self, consumed_samples: int, micro_batch: int) -> int:
+        """Global index of the first sample of this rank's micro batch of the step that starts at consumed_samples."""
+        return consumed_samples + (micro_batch * self.data_parallel_size + self.rank) * self.micro_batch_size
+
+
+def _describe_tokenizer_files(run: RunConfig, tokenizer: Any) -> dict[str, dict[str, str]]:
+    """Where its files are and what is in them, so that they can go along with exported weights."""
+    prefix = run.blend[0][0]
+    paths: tuple[str, ...] = tuple(path for path in (run.vocab_file, run.merge_file) if path is not None)
+    if not paths:
+        sidecar = Sidecar.read(prefix)
+        assert sidecar is not None  # load_dataset_tokenizer has read it
+        paths = sidecar.find_tokenizer_files(prefix)
+    return {
+        f"{kind}_file": {
+            "path": os.path.abspath(path),
+            "sha256": tokenizer.unique_identifiers[f"{kind}_sha256"],
+        }
+        for kind, path in zip(("vocab", "merge"), paths, strict=False)
+    }

@@ -1,0 +1,169 @@
+"""BERT's and RoBERTa's task: masked tokens and the order of two segments, on megatron-core's masked dataset.
+
+Samples and masks are Megatron's, with two exceptions, both in what is not text. Its dataset fills samples up, and
+marks them as filled up, with the padding token's id, which is right where that is 0 and lets attention see the padding
+elsewhere (RoBERTa's is 1); and with 0 a token that was replaced by the padding token counts as padding. Here the
+dataset pads with -1, and the collation puts in what is meant.
+
+A sample is masked anew each time it comes: a mask depends on the seed and on the position of the sample in the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from torch import Tensor
+from torch.nn import functional as F
+
+from tempo_megatron.data.sentences import LONGEST_SENTENCE
+from tempo_megatron.data.tokenizer_types import MASKED_TYPES, MaskedTokenizer
+from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.tasks.datasets import Vocabulary, check_token_range, describe_share
+from tempo_megatron.training.tasks.task import LOSS
+
+_PADDING = -1
+_KEYS = {
+    "text": "tokens",
+    "types": "tokentype_ids",
+    "labels": "labels",
+    "is_random": "is_swapped",
+    "loss_mask": "loss_mask",
+    "padding_mask": "padding_mask",
+}
+
+
+class MaskedTask:
+    """A task.Task."""
+
+    dataset_class = BERTMaskedWordPieceDataset
+    tokenizer_types = MASKED_TYPES
+
+    def check_split(self, prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig) -> None:
+        """Megatron splits by documents; looking for a sample in documents that have none it would not come back."""
+        least = 2 if run.model.add_binary_head else 1
+        dataset = IndexedDataset(prefix)  # has to live as long as its lengths are read: it unmaps their memory
+        borders = np.asarray(dataset.document_indices)
+        is_usable = find_usable_documents(borders, np.asarray(dataset.sequence_lengths), least)
+        for name, (start, end) in parts.items():
+            first, last = round(start * len(is_usable)), round(end * len(is_usable))
+            if not is_usable[first:last].any():
+                raise ValueError(
+                    f"{describe_share(prefix, run, name, last - first, len(is_usable))}, none of which has "
+                    f"{'two sentences' if least == 2 else 'a sentence'} or more and none over {LONGEST_SENTENCE} "
+                    "tokens; change --split, or prepare more data with --split-sentences"
+                )
+
+    def make_dataset_config(
+        self, run: RunConfig, tokenizer: Any, seed: int, **settings: Any
+    ) -> BERTMaskedWordPieceDatasetConfig:
+        masking = run.masking
+        assert masking is not None
+        return BERTMaskedWordPieceDatasetConfig(
+            random_seed=seed % 2**31,  # what Megatron's sample index takes
+            sequence_length=run.model.seq_length,
+            tokenizer=DatasetTokenizer(tokenizer),
+            masking_probability=masking.mask_prob,
+            short_sequence_probability=masking.short_seq_prob,
+            masking_max_ngram=3 if masking.masking == "words" else 1,
+            masking_do_full_word=masking.masking == "words",
+            masking_do_permutation=False,
+            masking_use_longer_ngrams=False,
+            masking_use_geometric_distribution=False,
+            classification_head=run.model.add_binary_head,
+            **settings,
+        )
+
+    def make_collate(self, vocabulary: Vocabulary) -> CollateMasked:
+        return CollateMasked(vocabulary.padded_size, vocabulary.tokenizer.pad)
+
+    def make_forward_step(self, run: RunConfig, device: torch.device) -> PredictMasked:
+        return PredictMasked(has_segments=run.model.num_tokentypes > 0, fuses_loss=run.tempo.loss == "fused")
+
+
+def find_usable_documents(borders: np.ndarray, lengths: np.ndarray, least: int) -> np.ndarray:
+    """Per document whether Megatron's sample index takes it: enough sentences and, of several, none too long."""
+    counts = np.diff(borders)
+    is_long = np.concatenate([[0], np.cumsum(lengths > LONGEST_SENTENCE)])
+    has_long = is_long[borders[1:]] > is_long[borders[:-1]]
+    usable: np.ndarray = (counts >= max(1, least)) & ~(has_long & (counts > 1))
+    return usable
+
+
+class DatasetTokenizer:
+    """A tokenizer as Megatron's masked dataset reads it: padding is -1, and "##" is before what continues a word."""
+
+    pad = _PADDING
+
+    def __init__(self, tokenizer: MaskedTokenizer) -> None:
+        self.cls, self.sep, self.mask = tokenizer.cls, tokenizer.sep, tokenizer.mask
+        self.unique_identifiers = tokenizer.unique_identifiers
+        # In the order of the ids: Megatron draws random tokens by their place in here.
+        self.inv_vocab = {
+            token_id: ("" if tokenizer.starts_word(token_id) else "##") + tokenizer.inv_vocab[token_id].lstrip("#")
+            for token_id in sorted(tokenizer.inv_vocab)
+        }
+
+
+class CollateMasked:
+    """Samples -> one batch, [b, s] but for is_swapped: tokens, tokentype_ids, labels, padding_mask int64, loss_mask
+    float32, is_swapped [b] int64.
+
+    padding_mask is 1 where there is text, loss_mask where a token was masked; the label of any other token is 0.
+
+    Args:
+        vocab_size: rows of the embedding.
+        pad: the padding token.
+
+    Raises ValueError where a token has no row in the embedding.
+    """
+
+    def __init__(self, vocab_size: int, pad: int) -> None:
+        self.vocab_size, self.pad = vocab_size, pad
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        batch = {
+            name: torch.from_numpy(np.stack([np.asarray(sample[key], dtype=np.int64) for sample in samples]))
+            for key, name in _KEYS.items()
+        }
+        is_padding = batch["padding_mask"] == _PADDING
+        batch["tokens"] = batch["tokens"].masked_fill(is_padding, self.pad)
+        batch["tokentype_ids"] = batch["tokentype_ids"].masked_fill(is_padding, 0)
+        batch["padding_mask"] = (~is_padding).long()
+        batch["labels"] = batch["labels"].masked_fill(batch["loss_mask"] == 0, 0)
+        batch["loss_mask"] = batch["loss_mask"].float()
+        check_token_range(batch["tokens"], batch["labels"], self.vocab_size)
+        return batch
+
+
+class PredictMasked:
+    """Micro batch -> mean loss of its masked tokens, and with a binary head the loss of the segments' order.
+
+    Args:
+        has_segments: whether the model embeds which segment a token is of.
+        fuses_loss: whether it is a TempoBertModel, which makes the gradients of its losses in forward if it knows
+            which of them count.
+    """
+
+    def __init__(self, has_segments: bool, fuses_loss: bool) -> None:
+        self.has_segments, self.fuses_loss = has_segments, fuses_loss
+
+    def __call__(self, model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Float32 scalars: with a binary head the sum of the two losses and both, else one. 0 where nothing counts."""
+        mask = batch["loss_mask"]
+        losses, order_logits = model(
+            batch["tokens"],
+            batch["padding_mask"],
+            tokentype_ids=batch["tokentype_ids"] if self.has_segments else None,
+            lm_labels=batch["labels"],
+            **({"loss_mask": mask} if self.fuses_loss else {}),
+        )
+        masked_loss = torch.sum(losses.float() * mask) / mask.sum().clamp(min=1.0)
+        if order_logits is None:
+            return {LOSS: masked_loss}
+        order_loss = F.cross_entropy(order_logits.view(-1, 2).float(), batch["is_swapped"])
+        return {LOSS: masked_loss + order_loss, "lm_loss": masked_loss, "sop_loss": order_loss}

@@ -1,0 +1,100 @@
+"""GPT's task: the next token, on megatron-core's GPTDataset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from torch import Tensor
+
+from tempo_megatron.data.tokenizer_types import GPT2_BPE
+from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.tasks.datasets import Vocabulary, check_token_range, describe_share
+from tempo_megatron.training.tasks.task import LOSS
+
+
+class NextTokenTask:
+    """A task.Task."""
+
+    dataset_class = GPTDataset
+    tokenizer_types: tuple[str, ...] = (GPT2_BPE,)
+
+    def check_split(self, prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig) -> None:
+        """Megatron splits by sequences, each part of which must hold at least one sample."""
+        dataset = IndexedDataset(prefix)  # has to live as long as its lengths are read: it unmaps their memory
+        lengths = dataset.sequence_lengths
+        for name, (start, end) in parts.items():
+            first, last = round(start * len(lengths)), round(end * len(lengths))
+            tokens = int(np.sum(lengths[first:last], dtype=np.int64))
+            if tokens < run.model.seq_length + 1:
+                raise ValueError(
+                    f"{describe_share(prefix, run, name, last - first, len(lengths))} with {tokens} tokens, fewer than "
+                    f"one sample of {run.model.seq_length} + 1; change --split or prepare more data"
+                )
+
+    def make_dataset_config(self, run: RunConfig, tokenizer: Any, seed: int, **settings: Any) -> GPTDatasetConfig:
+        return GPTDatasetConfig(
+            random_seed=seed % 2**32,  # what numpy takes
+            sequence_length=run.model.seq_length,
+            tokenizer=tokenizer,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=run.eod_mask_loss,
+            create_attention_mask=False,
+            **settings,
+        )
+
+    def make_collate(self, vocabulary: Vocabulary) -> CollateTokens:
+        return CollateTokens(vocabulary.padded_size)
+
+    def make_forward_step(self, run: RunConfig, device: torch.device) -> PredictNextToken:
+        return PredictNextToken(run, device)
+
+
+class CollateTokens:
+    """Samples -> one batch of tokens, labels [b, s] int64 and loss_mask [b, s] float32.
+
+    Raises ValueError where a token has no row in the embedding: on a GPU that would be an assertion without a name.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")}
+        check_token_range(batch["tokens"], batch["labels"], self.vocab_size)
+        return batch
+
+
+class PredictNextToken:
+    """Micro batch -> mean loss of its tokens, with what does not change between micro batches made once.
+
+    Args:
+        run: with Tempo's attention no mask is needed. Its `tempo` holds values only, no "auto".
+        device: where the model is.
+    """
+
+    def __init__(self, run: RunConfig, device: torch.device) -> None:
+        seq_length = run.model.seq_length
+        self.position_ids = torch.arange(seq_length, dtype=torch.int64, device=device).unsqueeze(0)
+        self.attention_mask: Tensor | None = None
+        if "off" in run.tempo.values_of("attention") and device.type == "cpu":
+            # Megatron's own causal mask is made on the literal device "cuda". True = hidden.
+            hidden = torch.ones(seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
+            self.attention_mask = hidden.view(1, 1, seq_length, seq_length)
+
+    def __call__(self, model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The loss, float32, averaged over the tokens that count; 0 where none does."""
+        tokens, mask = batch["tokens"], batch["loss_mask"]
+        losses = model(
+            input_ids=tokens,
+            position_ids=self.position_ids.expand_as(tokens),
+            attention_mask=self.attention_mask,
+            labels=batch["labels"],
+            loss_mask=mask,
+        )
+        return {LOSS: torch.sum(losses.float() * mask) / mask.sum().clamp(min=1.0)}

@@ -1,0 +1,1 @@
+"""Ranks that notice one another's end: heartbeat, stop signal, agreement."""

@@ -1,0 +1,1 @@
+"""Parses the words of a command line and JSON, and writes sizes."""
