@@ -4,6 +4,7 @@ Each rule has a reason. Where one makes code worse, change the rule, not the cod
 - imports point down, so that the operations can be used without Megatron and the slots without the trainer; models of
   plain PyTorch (tempo_torch) need the operations only; within tempo_megatron a room may need an extra that the rooms
   below it do not have: a memory command that imported data preparation would ask for its tokenizers;
+- no files import one another in a circle: each can be read with what lies below it;
 - triton stays in files named kernel*.py, which are imported when a CUDA tensor asks for them: without a GPU nothing of
   it is needed;
 - a room of tempo_kernels is entered by its __init__.py, so that what lies behind can change; `philox` and `pointwise`
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,13 +46,17 @@ FLOOR_OF_IMPORT = {
 }
 TOP_FLOOR = 4
 # Room of tempo_megatron -> the other rooms that it may import.
-ROOMS_BELOW = {
-    "slots": (),
-    "data": (),
-    "models": ("slots",),
-    "memory": ("models", "slots"),
-    "megatron_lm": ("memory", "models", "slots"),
-    "training": ("cluster", "data", "memory", "models", "slots"),
+ROOMS_BELOW: dict[str, tuple[str, ...]] = {
+    "words": (),
+    "settings": ("words",),
+    "data": ("words",),
+    "slots": ("settings", "words"),
+    "models": ("settings", "slots", "words"),
+    "cluster": ("settings", "words"),
+    "memory": ("models", "settings", "slots", "words"),
+    "roam": ("memory", "models", "settings", "slots", "words"),
+    "megatron_lm": ("cluster", "memory", "models", "settings", "slots", "words"),
+    "training": ("cluster", "data", "memory", "models", "settings", "slots", "words"),
 }
 # initialize works without what the trainer needs, Megatron-core first of all.
 DEEPSPEED_HOMES = ("tempo_megatron/training/", "tempo_megatron/deepspeed_initialize.py", "launch/")
@@ -83,7 +89,7 @@ def misplaced(where: str, name: str, module: str) -> str | None:
         return "tempo_kernels and tempo_torch work without megatron"
     if top == "tempo_megatron" and (below := ROOMS_BELOW.get(where.split("/")[1])) is not None:
         room = module.partition(".")[2].partition(".")[0]
-        if room in {*ROOMS_BELOW, "cluster"} - {where.split("/")[1], *below}:
+        if room in ROOMS_BELOW.keys() - {where.split("/")[1], *below}:
             return "imports point down"
     if floor == 0 and top == "tempo_kernels":
         own, room = where.split("/")[2], module.partition(".")[2].partition(".")[0]
@@ -114,6 +120,32 @@ def test_imports_point_down_and_rooms_are_entered_by_the_door(path: Path) -> Non
     where = path.relative_to(ROOT).as_posix()
     wrong = {module: why for module in imports(path) if (why := misplaced(where, path.name, module))}
     assert not wrong
+
+
+def test_no_files_import_one_another_in_a_circle() -> None:
+    """Imports inside functions and those for types alone count: a circle is one for the reader, too."""
+    graph = {name: set(imports(path)) for name, path in _list_modules("tempo_megatron")}
+    below = {
+        name: {target for module in found for target in (module, module.rpartition(".")[0]) if target in graph} - {name}
+        for name, found in graph.items()
+    }
+    assert not find_circle(below)
+    top = max(name for name in below if below[name])
+    assert find_circle({**below, min(below[top]): {top}})
+
+
+def find_circle(below: dict[str, set[str]]) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(below).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _list_modules(package: str) -> Iterator[tuple[str, Path]]:
+    for path in (ROOT / package).rglob("*.py"):
+        if path.name != "__init__.py":
+            yield ".".join(path.relative_to(ROOT).with_suffix("").parts), path
 
 
 def test_no_test_file_imports_another() -> None:

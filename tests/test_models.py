@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tempo_megatron.models.arguments import add_model_arguments, take_model
-from tempo_megatron.models.checks import check_layout
 from tempo_megatron.models.shape import (
     ModelShape,
+    check_layout,
     complete_description,
     make_shape,
     pad_vocab_size,

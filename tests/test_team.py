@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from training_job import Data, Run, arguments, finished, make_data, start_ranks
 
-from tempo_megatron.training.facts import find_difference, flatten
+from tempo_megatron.training.differences import find_difference, flatten
 from tempo_megatron.training.watch.launchers import find_launchers, is_launcher
 from tempo_megatron.training.watch.team import check_open_files, open_listener, start_process
 

@@ -15,8 +15,9 @@ from distributed import run_megatron_ranks
 from training_job import Data, make_data
 
 from tempo_megatron.models.shape import make_shape
-from tempo_megatron.training.tasks.datasets import ShardedBatchSampler, Vocabulary, build_datasets, load_vocabulary
+from tempo_megatron.training.tasks.datasets import ShardedBatchSampler, build_datasets, load_vocabulary
 from tempo_megatron.training.tasks.next_token import CollateTokens, NextTokenTask
+from tempo_megatron.training.tasks.task import Vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,11 @@ from tempo_megatron.training.run.resume import (
     OF_EACH_START,
     STAYS,
     describe_changes,
-    describe_run,
     read_saved_run,
 )
 from tempo_megatron.training.run.run_config import RunConfig, complete_run
-from tempo_megatron.training.tasks.datasets import Vocabulary
+from tempo_megatron.training.run_description import describe_run
+from tempo_megatron.training.tasks.task import Vocabulary
 
 STAGES = {
     "ZeRO 0": {"zero_optimization": {"stage": 0}},

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from tempo_megatron.models.checks import CHOICES
 from tempo_megatron.models.shape import NAMES, ModelShape, make_shape, read_shape_file
+from tempo_megatron.models.values import CHOICES
 from tempo_megatron.words.argument_types import (
     parse_fraction,
     parse_positive,

@@ -25,12 +25,8 @@ from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 from tempo_megatron.training.engine import Engine
 from tempo_megatron.training.resharding import describe_rank, load_resharded
 from tempo_megatron.training.rng_state import get_rng_state, seed_all, set_rng_state
-from tempo_megatron.training.run.resume import (
-    check_same_run,
-    describe_layout,
-    has_other_layout,
-)
 from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.run_description import check_same_run, describe_layout, has_other_layout
 from tempo_megatron.training.watch.agreement import differs_between_ranks, is_true_on_any_rank, raise_on_all_ranks
 
 

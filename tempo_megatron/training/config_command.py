@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tempo_megatron.models.shape import read_shape_file
-from tempo_megatron.training.facts import flatten, list_settings
+from tempo_megatron.training.differences import flatten
+from tempo_megatron.training.facts import list_settings
 from tempo_megatron.training.run.arguments import build_parser, parse_arguments
 from tempo_megatron.training.run.checks import check_run
 from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tempo_megatron.cluster.host import hash_sources
@@ -14,7 +14,7 @@ from tempo_megatron.training.data_identity import compute_checksum
 
 if TYPE_CHECKING:
     from tempo_megatron.training.run.run_config import RunConfig
-    from tempo_megatron.training.tasks.datasets import Vocabulary
+    from tempo_megatron.training.tasks.task import Vocabulary
 
 # Names of files may differ from node to node; what is in those that are read is compared by itself.
 _FILES = ("deepspeed_config", "data_path", "blend", "vocab_file", "merge_file", "data_cache_path")
@@ -62,36 +62,6 @@ def list_settings(run: RunConfig) -> dict[str, Any]:
     return dict(_open(run))
 
 
-def find_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
-    """One sentence about the first rank whose facts, of collect_facts and with its host, differ from rank 0's."""
-    first = flatten(facts[0])
-    for rank, other in enumerate(facts[1:], start=1):
-        found = flatten(other)
-        names = [name for name in {**first, **found} if _is_other(name, first, found)]
-        if names:
-            name = names[0]
-            more = f" ({len(names) - 1} more: {', '.join(names[1:4])})" if names[1:] else ""
-            return (
-                f"the ranks are not of one run: {name} is {_write(found, name)} on rank {rank} ({other['host']}) and "
-                f"{_write(first, name)} on rank 0 ({facts[0]['host']}){more}; start every rank with the same command "
-                "line, files, packages and environment"
-            )
-    return None
-
-
-def flatten(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"setting": {"deepspeed": {"stage": 1}}}` -> `{"setting deepspeed.stage": 1}`."""
-
-    def walk(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if not isinstance(value, Mapping):
-            yield name, value
-            return
-        for key, inner in value.items():
-            yield from walk(f"{name}.{key}" if " " in name else f"{name} {key}", inner)
-
-    return dict(pair for kind, block in facts.items() for pair in walk(kind, block))
-
-
 def _open(value: Any) -> Any:
     """Dataclasses as dicts, and mappings of any kind as well."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -99,21 +69,6 @@ def _open(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _open(inner) for key, inner in value.items()}
     return value
-
-
-def _is_other(name: str, first: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
-    if name == "host":
-        return False
-    if name.startswith("data content of set "):  # told by the first rank of a node only
-        return name in first and name in found and bool(first[name] != found[name])
-    return bool(first.get(name, _ABSENT) != found.get(name, _ABSENT))
-
-
-_ABSENT = object()
-
-
-def _write(facts: Mapping[str, Any], name: str) -> str:
-    return repr(facts[name]) if name in facts else "not set"
 
 
 def _find_packages() -> dict[str, str]:

@@ -25,10 +25,11 @@ from tempo_megatron.training.loop import Trainer
 from tempo_megatron.training.planning import plan_memory
 from tempo_megatron.training.plots import plot_losses
 from tempo_megatron.training.rng_state import seed_all
-from tempo_megatron.training.run.resume import describe_changes, describe_run
+from tempo_megatron.training.run.resume import describe_changes
 from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.run_description import describe_run
 from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary
-from tempo_megatron.training.tasks.task import find_task
+from tempo_megatron.training.tasks.task import Task
 from tempo_megatron.training.watch.team import Team
 
 Decide = Callable[[Mapping[str, str]], tuple[RunConfig, dict[str, Any] | None]]
@@ -57,6 +58,18 @@ def make_order(run: RunConfig, vocab_size: int) -> Order:
     )
     shape = dataclasses.replace(run.model, vocab_size=vocab_size)
     return Order(shape, layout, run.tempo, OptimizerSettings.from_deepspeed(run.deepspeed), 0, run.global_batch_size)
+
+
+def find_task(family: str) -> Task:
+    """The task of a family of models that the trainer takes."""
+    if family == "bert":
+        from tempo_megatron.training.tasks.masked import MaskedTask
+
+        return MaskedTask()
+    assert family == "gpt"
+    from tempo_megatron.training.tasks.next_token import NextTokenTask
+
+    return NextTokenTask()
 
 
 class Job:

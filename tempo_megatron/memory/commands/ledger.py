@@ -19,8 +19,7 @@ from tempo_megatron.memory.kept.timeline_plot import plot_timeline
 from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.simulated.step import simulate_step
 from tempo_megatron.models.build import DTYPES
-from tempo_megatron.models.checks import check_layout
-from tempo_megatron.models.shape import ModelShape, pad_vocab_size
+from tempo_megatron.models.shape import ModelShape, check_layout, pad_vocab_size
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.json_text import read_object

@@ -28,8 +28,7 @@ from tempo_megatron.memory.plan.planner import Plan, PlanRequest, StagePlan
 from tempo_megatron.memory.plan.request import Question
 from tempo_megatron.memory.plan.verify import answer
 from tempo_megatron.models.build import DTYPES
-from tempo_megatron.models.checks import check_layout
-from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.shape import ModelShape, check_layout
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.json_text import read_object
 from tempo_megatron.words.memory_size import format_bytes

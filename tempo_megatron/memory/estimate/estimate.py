@@ -26,8 +26,7 @@ from tempo_megatron.memory.estimate.model_states import (
 from tempo_megatron.memory.estimate.schedule import Event, list_events
 from tempo_megatron.memory.simulated.chunk import STACKS_OF_FAMILIES, ChunkSettings, simulate_chunk, trace_chunk
 from tempo_megatron.memory.simulated.phases import ChunkMemory, Moment
-from tempo_megatron.models.checks import check_layout
-from tempo_megatron.models.shape import ModelShape, pad_vocab_size
+from tempo_megatron.models.shape import ModelShape, check_layout, pad_vocab_size
 from tempo_megatron.settings.config import TempoConfig
 
 

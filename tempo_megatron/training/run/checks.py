@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from tempo_megatron.extras import is_installed
-from tempo_megatron.models.checks import check_layout
+from tempo_megatron.models.shape import check_layout
 from tempo_megatron.training.run.deepspeed_config import offloads_optimizer, read_offload_device, read_zero_stage
 from tempo_megatron.training.run.masking import check_masking
 from tempo_megatron.training.run.run_config import RunConfig

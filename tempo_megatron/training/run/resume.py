@@ -27,14 +27,13 @@ from tempo_megatron.training.checkpoint_files.integrity import (
     find_missing,
     read_description,
 )
-from tempo_megatron.training.facts import flatten
-from tempo_megatron.training.run.deepspeed_config import decides_batch_size, is_given, read_offload_device
+from tempo_megatron.training.differences import flatten
+from tempo_megatron.training.run.deepspeed_config import decides_batch_size, is_given
 from tempo_megatron.training.run.deepspeed_names import BATCH_KEYS
 from tempo_megatron.training.run.masking import Masking
 
 if TYPE_CHECKING:
-    from tempo_megatron.training.run.run_config import RunConfig
-    from tempo_megatron.training.tasks.datasets import Vocabulary
+    pass
 
 SCHEDULE = ("lr", "min_lr", "lr_warmup_iters", "lr_decay_style", "lr_decay_iters")
 # Every field of RunConfig is in one of these four tables; all are stored. A value that is left out on --load is the
@@ -104,7 +103,7 @@ MODEL_FIELDS = tuple(name for name in NAMES if name not in MODEL_MAY_CHANGE)
 _MASKING = tuple(field.name for field in dataclasses.fields(Masking))
 _RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 # Description field -> what a user changes to make it match.
-_REMEDIES = {
+REMEDIES = {
     **{name: name_option(name) for name in MODEL_FIELDS},
     "padded_vocab_size": "--vocab-size and --make-vocab-size-divisible-by",
     "gelu_form": "--bias-gelu-fusion",
@@ -116,8 +115,6 @@ _REMEDIES = {
     "tokenizer": "--vocab-file and --merge-file",
     "data": "--data-path",
 }
-# How weights and moments lie on the ranks. A run goes on in another layout: see resharding.py.
-_LAYOUT = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage", "optimizer", "offload_device")
 # What of the DeepSpeed JSON is a field of the run, too.
 _TOLD_OF_JSON = (*BATCH_KEYS, "gradient_clipping", "tempo", "steps_per_print")
 # What decides which sample comes when: another value and the resumed run would see other data.
@@ -258,7 +255,7 @@ def check_given_model(given: Mapping[str, Any], saved: Mapping[str, Any], load: 
         ours = given.get(name)
         ours = list(ours) if isinstance(ours, tuple) else ours
         if ours is not None and name in saved and ours != saved[name]:
-            raise ValueError(_refuse(f"--load {load}/{saved['checkpoint']}", name, saved[name], ours))
+            raise ValueError(describe_conflict(f"--load {load}/{saved['checkpoint']}", name, saved[name], ours))
 
 
 def join_tempo(args: argparse.Namespace, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -329,47 +326,6 @@ def find_vocab_padding_tp(saved: Mapping[str, Any]) -> int:
     return int(saved.get("vocab_padding_tp", saved["tensor_model_parallel_size"]))
 
 
-def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], load: str) -> None:
-    """Raise ValueError for the first field of describe_run in which the checkpoint is of another run."""
-    where = f"--load {load}/{saved['checkpoint']}"
-    for name, remedy in _REMEDIES.items():
-        ours, theirs = description.get(name), saved.get(name)
-        if ours == theirs:
-            continue
-        if name in ("data", "tokenizer"):
-            raise ValueError(
-                f"{where} was trained on {' '.join(saved['data_path'])}, and {' '.join(description['data_path'])} "
-                f"has another {'content' if name == 'data' else 'tokenizer'}; change {remedy} to go on with what it "
-                "was trained on, or start a new run"
-            )
-        raise ValueError(_refuse(where, name, theirs, ours))
-
-
-def _refuse(where: str, name: str, theirs: Any, ours: Any) -> str:
+def describe_conflict(where: str, name: str, theirs: Any, ours: Any) -> str:
     what = "the order of its samples would change" if name in _DATA_FIELDS else "it cannot be loaded"
-    return f"{where}: its {name} is {theirs}, this run's is {ours}, so {what}; change {_REMEDIES[name]}"
-
-
-def has_other_layout(saved: Mapping[str, Any], description: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's files are divided in another way than those of this run will be."""
-    return any(saved.get(name, description[name]) != description[name] for name in _LAYOUT)
-
-
-def describe_layout(description: Mapping[str, Any]) -> str:
-    tp, dp, stage = (description[name] for name in _LAYOUT[:3])
-    return f"TP {tp}, DP {dp}, ZeRO {stage}"
-
-
-def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
-    """What a checkpoint belongs to; a run resumes only from one whose description is its own.
-
-    `more` holds what only the built run knows, such as the optimizer's name.
-    """
-    described = {name: getattr(run, name) for name in (*_REMEDIES, *_LAYOUT) if hasattr(run, name)}
-    described |= {"offload_device": read_offload_device(run.deepspeed), "vocab_padding_tp": run.vocab_padding_tp}
-    described |= run.model.describe() | vocabulary.describe()
-    if run.masking is None:  # a run for GPT has none, and says nothing of it
-        del described["masking"]
-    else:
-        described["masking"] = dataclasses.asdict(run.masking)
-    return {**described, "format": FORMAT, "data_path": list(run.data_path), **more}
+    return f"{where}: its {name} is {theirs}, this run's is {ours}, so {what}; change {REMEDIES[name]}"

@@ -6,43 +6,20 @@ import dataclasses
 import difflib
 import glob
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from torch import Tensor
 
 from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer, validate_dataset
 from tempo_megatron.models.shape import pad_vocab_size
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks import index_files
-from tempo_megatron.training.tasks.task import Batch, Collate, Task
+from tempo_megatron.training.tasks.task import Batch, Collate, Task, Vocabulary
 from tempo_megatron.training.watch.agreement import is_true_on_any_rank
 from tempo_megatron.training.watch.stop_signal import ignore_stop_signals
-
-
-@dataclasses.dataclass(frozen=True)
-class Vocabulary:
-    """The tokenizer of a run's data, and the rows of the embedding."""
-
-    tokenizer: Any
-    """A data.tokenizer_types.TextTokenizer, of one of the task's types."""
-    size: int
-    padded_size: int
-    """`size`, rounded up to a multiple that tensor parallelism divides."""
-    files: Mapping[str, Mapping[str, str]]
-    """Path and sha256 of "vocab_file" and "merge_file", so that they can go along with exported weights."""
-
-    def describe(self) -> dict[str, Any]:
-        """What a checkpoint says of it."""
-        return {
-            "vocab_size": self.size,
-            "padded_vocab_size": self.padded_size,
-            "end_of_document": self.tokenizer.eod,
-            "tokenizer_files": self.files,
-        }
 
 
 def load_vocabulary(run: RunConfig, task: Task) -> Vocabulary:
@@ -101,11 +78,6 @@ def _name_parts(run: RunConfig) -> dict[str, tuple[float, float]]:
     if run.eval_iters:
         parts["validation"] = (train, train + valid)
     return parts
-
-
-def describe_share(prefix: str, run: RunConfig, part: str, share: int, documents: int) -> str:
-    """The beginning of a sentence about a part of a data set that is too small."""
-    return f"{prefix}: --split {run.split} gives {part} {share} of {documents} documents"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,16 +191,6 @@ class ShardedBatchSampler:
 
     def __len__(self) -> int:
         return len(self.starts)
-
-
-def check_token_range(tokens: Tensor, labels: Tensor, vocab_size: int) -> None:
-    """Raise ValueError where a token has no row in the embedding; a GPU would stop in an assertion without a name."""
-    largest = int(torch.maximum(tokens.max(), labels.max()))
-    if largest >= vocab_size or int(tokens.min()) < 0:
-        raise ValueError(
-            f"the data holds token {largest} but the model's vocabulary ends at {vocab_size - 1}; "
-            "use the data's own tokenizer or raise --vocab-size"
-        )
 
 
 class BatchStream:

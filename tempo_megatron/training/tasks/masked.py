@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from tempo_megatron.data.sentences import LONGEST_SENTENCE
 from tempo_megatron.data.tokenizer_types import MASKED_TYPES, MaskedTokenizer
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.tasks.datasets import Vocabulary, check_token_range, describe_share
-from tempo_megatron.training.tasks.task import LOSS
+from tempo_megatron.training.tasks.task import LOSS, Vocabulary, check_token_range, describe_share
 
 _PADDING = -1
 _KEYS = {

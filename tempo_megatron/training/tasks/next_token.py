@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tempo_megatron.data.tokenizer_types import GPT2_BPE
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.tasks.datasets import Vocabulary, check_token_range, describe_share
-from tempo_megatron.training.tasks.task import LOSS
+from tempo_megatron.training.tasks.task import LOSS, Vocabulary, check_token_range, describe_share
 
 
 class NextTokenTask:

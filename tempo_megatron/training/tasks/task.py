@@ -1,20 +1,18 @@
 """What a model is trained to do. The trainer, its engine and its checkpoints know this protocol and no model behind it.
 
-A task is chosen by the family of the run's model; find_task imports it, and with it megatron-core.
+A task is chosen by the family of the run's model; `job.find_task` imports it, and with it megatron-core.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tempo_megatron.training.run.run_config import RunConfig
-
-if TYPE_CHECKING:
-    from tempo_megatron.training.tasks.datasets import Vocabulary
 
 Batch = dict[str, Tensor]
 Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
@@ -22,6 +20,28 @@ Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 
 LOSS = "loss"
 """The entry of what a ForwardStep returns that is trained; the others are parts of it, for people."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer of a run's data, and the rows of the embedding."""
+
+    tokenizer: Any
+    """A data.tokenizer_types.TextTokenizer, of one of the task's types."""
+    size: int
+    padded_size: int
+    """`size`, rounded up to a multiple that tensor parallelism divides."""
+    files: Mapping[str, Mapping[str, str]]
+    """Path and sha256 of "vocab_file" and "merge_file", so that they can go along with exported weights."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint says of it."""
+        return {
+            "vocab_size": self.size,
+            "padded_vocab_size": self.padded_size,
+            "end_of_document": self.tokenizer.eod,
+            "tokenizer_files": self.files,
+        }
 
 
 class ForwardStep(Protocol):
@@ -49,13 +69,16 @@ class Task(Protocol):
     def make_forward_step(self, run: RunConfig, device: torch.device) -> ForwardStep: ...
 
 
-def find_task(family: str) -> Task:
-    """The task of a family of models that the trainer takes."""
-    if family == "bert":
-        from tempo_megatron.training.tasks.masked import MaskedTask
+def describe_share(prefix: str, run: RunConfig, part: str, share: int, documents: int) -> str:
+    """The beginning of a sentence about a part of a data set that is too small."""
+    return f"{prefix}: --split {run.split} gives {part} {share} of {documents} documents"
 
-        return MaskedTask()
-    assert family == "gpt"
-    from tempo_megatron.training.tasks.next_token import NextTokenTask
 
-    return NextTokenTask()
+def check_token_range(tokens: Tensor, labels: Tensor, vocab_size: int) -> None:
+    """Raise ValueError where a token has no row in the embedding; a GPU would stop in an assertion without a name."""
+    largest = int(torch.maximum(tokens.max(), labels.max()))
+    if largest >= vocab_size or int(tokens.min()) < 0:
+        raise ValueError(
+            f"the data holds token {largest} but the model's vocabulary ends at {vocab_size - 1}; "
+            "use the data's own tokenizer or raise --vocab-size"
+        )

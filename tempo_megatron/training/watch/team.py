@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tempo_megatron.cluster.host import is_loopback, list_addresses
-from tempo_megatron.training.facts import find_difference
+from tempo_megatron.training.differences import find_difference
 from tempo_megatron.training.watch import heartbeat_process
 from tempo_megatron.training.watch.agreement import AgreedError
 from tempo_megatron.training.watch.heartbeat_process import CAUSE_SECONDS, FIRST_SECONDS

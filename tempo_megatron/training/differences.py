@@ -1,0 +1,50 @@
+"""Finds in what two descriptions of a run differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_ABSENT = object()
+
+
+def find_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
+    """One sentence about the first rank whose facts, of collect_facts and with its host, differ from rank 0's."""
+    first = flatten(facts[0])
+    for rank, other in enumerate(facts[1:], start=1):
+        found = flatten(other)
+        names = [name for name in {**first, **found} if _is_other(name, first, found)]
+        if names:
+            name = names[0]
+            more = f" ({len(names) - 1} more: {', '.join(names[1:4])})" if names[1:] else ""
+            return (
+                f"the ranks are not of one run: {name} is {_write(found, name)} on rank {rank} ({other['host']}) and "
+                f"{_write(first, name)} on rank 0 ({facts[0]['host']}){more}; start every rank with the same command "
+                "line, files, packages and environment"
+            )
+    return None
+
+
+def flatten(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"setting": {"deepspeed": {"stage": 1}}}` -> `{"setting deepspeed.stage": 1}`."""
+
+    def walk(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if not isinstance(value, Mapping):
+            yield name, value
+            return
+        for key, inner in value.items():
+            yield from walk(f"{name}.{key}" if " " in name else f"{name} {key}", inner)
+
+    return dict(pair for kind, block in facts.items() for pair in walk(kind, block))
+
+
+def _is_other(name: str, first: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    if name == "host":
+        return False
+    if name.startswith("data content of set "):  # told by the first rank of a node only
+        return name in first and name in found and bool(first[name] != found[name])
+    return bool(first.get(name, _ABSENT) != found.get(name, _ABSENT))
+
+
+def _write(facts: Mapping[str, Any], name: str) -> str:
+    return repr(facts[name]) if name in facts else "not set"
