@@ -182,7 +182,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _quiet_imports() -> None:
-    """What Megatron and DeepSpeed say on import about packages that are optional does not belong in a table."""
+    """Silence import warnings about optional packages, which would spoil a table."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

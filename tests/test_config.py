@@ -51,7 +51,7 @@ def test_choices_are_checked_without_a_file_too():
 def test_every_shipped_deepspeed_file_has_a_block_that_reads(path):
     content = json.loads(path.read_text(encoding="utf-8"))
     assert TempoConfig.from_file(path).is_off
-    taken = [name for name, operation in OPERATIONS.items() if not operation.is_for_the_asking]
+    taken = [name for name, operation in OPERATIONS.items() if not operation.is_opt_in]
     assert content["tempo"] == {"enabled": False, **dict.fromkeys(taken, "auto")}
     assert TempoConfig.from_dict({**content["tempo"], "enabled": True}) == TempoConfig()
 

@@ -162,7 +162,7 @@ def test_reports_speak_of_them_where_somebody_asked_and_refusals_are_one_sentenc
         'linear again beside it; set tempo.linear_fc1 and tempo.linear_qkv to "off"'
     )
     assert found["offloaded"].startswith("cpu_offloading is on, which moves what a layer keeps to the host")
-    assert found["latent"].startswith("multi_latent_attention is on, whose projections are none that Tempo runs again")
+    assert found["latent"].startswith("multi_latent_attention is on, and Tempo cannot recompute its projections")
     assert found["grouped"] == (
         'tempo.linear_qkv is "recompute" in a layer whose core attention is DotProductAttention, which may keep copies '
         "of q, k and v; expected Tempo's attention, or one that Megatron recomputes (core_attn); set tempo.attention "

@@ -112,7 +112,7 @@ def test_two_budgets_are_two_plans_and_what_megatron_may_not_recompute_it_does_n
         ([*SMALL, "--gpu-memory=16GB", "--gpu=h1000"], "--gpu h1000 is unknown; the nearest known one is h100"),
         (
             ["plan", f"--model={MODELS / 't5_base.json'}", *SMALL[2:], "--gpu-memory=16GB"],
-            "the model is a T5, whose two stacks the planner does not divide; give a GPT or BERT",
+            "the planner does not support T5; give a GPT or a BERT",
         ),
     ],
 )

@@ -112,7 +112,7 @@ LINES: dict[str, tuple[TempoConfig, dict[str, Any], str, list[str]]] = {
         "activation 1 of 1, norm 3 of 5, dropout 2 of 2, attention 1 of 1",
         [
             "norm in decoder.layers.0 (self_attention.q_layernorm, self_attention.k_layernorm): "
-            "L2Norm is none that Tempo replaces"
+            "L2Norm is not a module that Tempo replaces"
         ],
     ),
 }
@@ -264,7 +264,7 @@ def report_with_own_norm() -> Any:
 def test_a_users_own_module_is_left_and_the_spec_can_be_handed_around() -> None:
     ((report, counts),) = run_megatron_ranks(report_with_own_norm, 1, 1)
     assert report.describe_left() == [
-        "norm in decoder.layers.0-1 (pre_mlp_layernorm): OwnNorm is none that Tempo replaces"
+        "norm in decoder.layers.0-1 (pre_mlp_layernorm): OwnNorm is not a module that Tempo replaces"
     ]
     assert counts == [report.counts, {"norm": (1, 1)}]
 
@@ -293,7 +293,7 @@ def reports_of_built_modules() -> Any:
 
 def test_a_models_report_is_of_its_modules_and_not_of_its_spec() -> None:
     (((changed, _), counts, refused),) = run_megatron_ranks(reports_of_built_modules, 1, 1)
-    assert changed == ["norm in decoder.layers.1 (input_layernorm): LayerNorm is none that Tempo replaces"]
+    assert changed == ["norm in decoder.layers.1 (input_layernorm): LayerNorm is not a module that Tempo replaces"]
     assert counts == {"activation": (0, 2), "norm": (1, 5), "dropout": (0, 5), "attention": (0, 2), "loss": (0, 1)}
     assert refused[0].startswith(
         "TransformerLayer 1 holds LayerNorm in input_layernorm (norm off), where its spec says inplace; expected layers"

@@ -313,7 +313,7 @@ def test_shipped_deepspeed_configurations_are_what_their_names_say(path: Path) -
     run = complete_run(args, read_deepspeed_config(str(path)), None, world_size=1, on_gpu=True)
     check_run(run)
     assert path.stem == f"zero{run.deepspeed['zero_optimization']['stage']}_{run.precision}"
-    taken = [name for name, operation in OPERATIONS.items() if not operation.is_for_the_asking]
+    taken = [name for name, operation in OPERATIONS.items() if not operation.is_opt_in]
     assert run.deepspeed["tempo"] == {"enabled": False, **dict.fromkeys(taken, "auto")}
 
 

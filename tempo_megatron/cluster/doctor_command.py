@@ -54,7 +54,7 @@ def run_doctor(args: argparse.Namespace) -> int:
                 )
     report = _Report(quiet=args.json)
     if args.hostfile:
-        # First, and at once: whoever waits for a host that is down waits ten seconds and not for the rest.
+        # Survey the hosts first, so that the user waits at most ten seconds for a host that is down.
         report.look_at_hosts(args)
     report.look_here(starts_others=bool(args.hostfile))
     if args.collectives and not report.failed:

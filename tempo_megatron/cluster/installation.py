@@ -54,7 +54,7 @@ def list_implementations() -> dict[str, str]:
     return {
         operation.title or operation.name: describe_implementation(operation.name, device_type)
         for operation in OPERATIONS.values()
-        if not operation.is_for_the_asking  # Megatron's own modules, once more
+        if not operation.is_opt_in  # Megatron's own modules, once more
     }
 
 

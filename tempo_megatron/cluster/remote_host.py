@@ -63,7 +63,7 @@ class Ssh:
         options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
         port = [] if self.port is None else ["-p", str(self.port)]
         settings = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}", *port, *options]
-        # The user's shell over there may be any.
+        # The remote login shell may not be a POSIX shell, so run sh explicitly.
         return ["ssh", "-T", *settings, host, shlex.join(["exec", "sh", "-c", "; ".join(steps)])]
 
     def _enter_venv(self) -> list[str]:

@@ -133,7 +133,7 @@ def _connect_all(
         address
         for address in survey.candidates
         if all(address in report.reached["accepted"] for report in others)
-        # Loopback is reached by everybody, at home.
+        # Every host reaches its own loopback, which proves nothing about rank 0's.
         and (len(survey.reports) == 1 or not this_host.is_loopback(address))
     ]
     survey.address = reachable[0] if reachable else None

@@ -237,7 +237,7 @@ def _tokenize_sentences(
             if text.is_start:
                 left_out.add("empty", text.where)
             else:
-                parts = [np.empty(0, np.int32)]  # no tokens, but the end of what another piece began
+                parts = [np.empty(0, np.int32)]  # an empty sequence that ends the document begun in an earlier piece
         ids += parts
         ends += [text.is_end and number == len(parts) - 1 for number in range(len(parts))]
     return ids, ends

@@ -36,7 +36,7 @@ _SEGMENT_CHARS = 1 << 18
 class ByteLevelTokenizer:
     """Byte-level BPE; load() reads and checks the two files.
 
-    The special tokens are never made of a text: where it holds their names, these are ordinary characters.
+    Special tokens are never produced from text: their names in a text are encoded as ordinary characters.
     """
 
     special_tokens: ClassVar[dict[str, str]] = {}

@@ -169,7 +169,7 @@ def main() -> None:
     try:
         found = measure_kept_bytes(order)
     except Exception:
-        # What the run does is not known to be wrong; it goes on without the figures.
+        # A failed measurement must not stop the run.
         found = KeptBytes(unknown=traceback.format_exc().splitlines()[-1])
     print(json.dumps(dataclasses.asdict(found)), flush=True)
 

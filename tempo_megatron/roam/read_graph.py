@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from tempo_kernels.opaque import Opaque
-from tempo_megatron.memory.simulated.device import on_device, tell_repeated_operations
+from tempo_megatron.memory.simulated.device import on_device, replay_repeated_operations
 from tempo_megatron.memory.simulated.replay import PLACES
 from tempo_megatron.memory.storages import PeakBytes, list_storages
 from tempo_megatron.roam.batch import BatchStructure
@@ -206,7 +206,7 @@ class GraphReader:
                 torch.no_grad(),
                 on_device("cpu"),
                 PeakBytes(*tensors) as seen,
-                tell_repeated_operations(seen, "cpu"),
+                replay_repeated_operations(seen, "cpu"),
             ):
                 results, rise = seen.measure(lambda: self._opaque[name].call(*args))
             self._scratch[key] = max(0, rise - sum(storage.nbytes() for storage in list_storages(results)))

@@ -85,9 +85,9 @@ class TempoConfig:
 
     @property
     def is_off(self) -> bool:
-        """Whether every operation is stock by its value, in every layer; "auto" is not, whatever becomes of it, but
-        where it is always "off"."""
-        stock = {name: {"off", *(("auto",) if OPERATIONS[name].is_for_the_asking else ())} for name in CHOICES}
+        """Whether every operation is stock by its value, in every layer; "auto" counts as stock only for operations
+        whose "auto" is always "off"."""
+        stock = {name: {"off", *(("auto",) if OPERATIONS[name].is_opt_in else ())} for name in CHOICES}
         return all(self.values_of(name) <= stock[name] for name in CHOICES)
 
     def values_of(self, operation: str) -> set[str]:
@@ -191,7 +191,7 @@ class TempoConfig:
         return [
             name
             for name, operation in OPERATIONS.items()
-            if not operation.is_for_the_asking or self.values_of(name) - {"auto", "off"}
+            if not operation.is_opt_in or self.values_of(name) - {"auto", "off"}
         ]
 
     def describe_layers(self) -> str:

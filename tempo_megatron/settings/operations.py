@@ -40,8 +40,9 @@ class Operation:
         return f"--tempo-{self.name.replace('_', '-')}"
 
     @property
-    def is_for_the_asking(self) -> bool:
-        """Whether "auto" is stock, always: banners and reports say nothing of it where nobody asked for it."""
+    def is_opt_in(self) -> bool:
+        """Whether "auto" always means stock (opt-in). Banners and reports then mention the operation only if somebody
+        set it."""
         return self.preference == ("off",)
 
     has_banner_line: bool = False

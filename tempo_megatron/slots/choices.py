@@ -1,4 +1,4 @@
-"""What a model takes where its TempoConfig says "auto", and why that may be less than the first choice."""
+"""Resolves "auto" to a value for each operation, and says why when the first choice cannot be had."""
 
 from __future__ import annotations
 

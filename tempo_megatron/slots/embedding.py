@@ -32,7 +32,10 @@ class TempoEmbeddingDropout(torch.nn.Dropout):
 
 
 class TempoSharedEmbeddingDropout(TempoEmbeddingDropout):
-    """The dropout of an embedding that one forward calls once for each stack, as T5's: it is told the order first."""
+    """The dropout of an embedding that one forward calls once for each stack, as in T5.
+
+    Call begin() first, with the order of the stacks.
+    """
 
     def __init__(self, p: float, config: Any) -> None:
         super().__init__(p, config)

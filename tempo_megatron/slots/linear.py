@@ -1,4 +1,4 @@
-"""Megatron's parallel linears: behind an operation that can make its output again, and run again themselves."""
+"""Parallel linears that drop an input which can be recomputed, and linears that can run twice."""
 
 from __future__ import annotations
 
@@ -135,5 +135,5 @@ def replace_modules(module: Any, **others: torch.nn.Module) -> Any:
 
 
 def is_in_backward() -> bool:
-    """Whether this forward runs inside of a backward: there somebody else recomputes, and all is used at once."""
+    """Whether this forward runs inside a backward, that is, inside someone's recomputation."""
     return torch._C._current_graph_task_id() != -1

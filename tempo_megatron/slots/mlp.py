@@ -147,8 +147,9 @@ class TempoRecomputeMLP(TempoMLP):
 
 
 class TempoLinearRecomputeMLP(TempoRecomputeMLP):
-    """TempoRecomputeMLP that keeps the input of W1 only: the outputs of W1 and of the activation go once W2 used them,
-    and are made again just before W2's backward. Exact: the same kernels on the same input.
+    """Keeps only W1's input: W1's output and the activation's output are freed after W2 has used them.
+
+    Just before W2's backward both are computed again. Exact: the same kernels on the same input.
 
     Where Megatron recomputes the MLP or the layer, all of it goes anyway, and W1 runs no third time.
     """

@@ -1,7 +1,7 @@
-"""What Tempo's operations cannot do with a TransformerConfig, said before anything is built.
+"""Says before anything is built what Tempo's operations cannot do with a TransformerConfig.
 
-A refusal is of one operation and one of its values. Of a value that somebody wrote it becomes an error, which also
-says what to write instead; "auto" goes on to the next value of its preference and gives the refusal as its reason.
+A refusal says why one operation cannot have one value. If the user wrote that value, the refusal becomes an error with
+a remedy. "auto" goes on to the next value of its preference and gives the refusal as its reason.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _find_linear_refusal(transformer_config: TransformerConfig, value: str) -> s
 
 def _find_projection_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
     if getattr(transformer_config, "multi_latent_attention", False):
-        return "multi_latent_attention is on, whose projections are none that Tempo runs again"
+        return "multi_latent_attention is on, and Tempo cannot recompute its projections"
     return _find_linear_refusal(transformer_config, value)
 
 

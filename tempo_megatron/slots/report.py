@@ -180,7 +180,9 @@ def _explain(slot: Slot, layer: int | None, stack: str, choices: Choices) -> str
     found = choices.config if layer is None else choices.config.for_layer(layer, stack)
     if getattr(found, slot.operation) == "off":
         return _explain_off(slot.operation, layer, stack, choices)
-    return te.describe_stock(slot.content) or f"{getattr(module, '__name__', module)} is none that Tempo replaces"
+    return (
+        te.describe_stock(slot.content) or f"{getattr(module, '__name__', module)} is not a module that Tempo replaces"
+    )
 
 
 def _explain_off(operation: str, layer: int | None, stack: str, choices: Choices) -> str:
@@ -199,7 +201,7 @@ def _report_prediction(layers: Any) -> Iterator[ReportedSlot]:
     for index, layer in enumerate(layers or []):
         fields = list_fields(find_submodules(layer))
         inner = next((fields[name] for name in _PREDICTION_LAYERS if fields.get(name) is not None), None)
-        slots = [slot for slot in list_layer_slots(inner) if not OPERATIONS[slot.operation].is_for_the_asking]
+        slots = [slot for slot in list_layer_slots(inner) if not OPERATIONS[slot.operation].is_opt_in]
         slots += [
             Slot(operation="norm", layer=None, name=name, content=fields[name])
             for name in _PREDICTION_NORMS

@@ -145,7 +145,7 @@ def is_split(slot: Any) -> bool:
 def leave_to_transformer_engine(
     choices: Choices, layer_specs: Any, transformer_config: Any, tempo_config: TempoConfig
 ) -> Choices:
-    """`choices`, with "off" where TE's modules in the layers leave "auto" nothing, or nothing to gain, and why.
+    """`choices` with "off" and a reason wherever TE's modules make Tempo's operation impossible or useless.
 
     Raises ValueError where `tempo_config` has a written value that they make impossible.
     """
@@ -155,7 +155,7 @@ def leave_to_transformer_engine(
     if any(map(_has_attention, layer_specs)):
         asked = asked.fill_auto({"attention": "off"})
         left.setdefault("attention", "Transformer Engine's attention keeps no s*s tensor and no mask either")
-    # Where the configuration leaves nothing either, its reason stands.
+    # If the configuration already ruled the operation out, keep that reason.
     left = {name: reason for name, reason in left.items() if take_preferred(name, transformer_config)[0] != "off"}
     left = {name: reason for name, reason in left.items() if "auto" in tempo_config.values_of(name)}
     reasons = {**choices.reasons, **left}

@@ -1,4 +1,4 @@
-"""How much room a norm reserves for lost channels: the host's part, which seldom waits for the GPU.
+"""Chooses on the host how many lost channels a norm has room for, usually without waiting for the GPU.
 
 A forward needs a number of columns before it launches anything: its capacity. Two sources keep it right.
 

@@ -1,4 +1,4 @@
-"""drop: in the graph, what the next operation keeps of y becomes a promise to make y again.
+"""drop: replaces y in the next operation's saved tensors by a promise to recompute y.
 
     y = recompute(function, x)            # or an operation of this package that keeps its input
     out = linear(y)                       # keeps y for its backward

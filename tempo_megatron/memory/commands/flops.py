@@ -21,7 +21,7 @@ from tempo_megatron.models.shape import pad_vocab_size
 def run_flops(args: argparse.Namespace) -> int:
     """Count and print. Raises ValueError for what cannot be counted."""
     if (args.step_seconds is None) != (args.gpu is None):
-        raise ValueError("--step-seconds and --gpu make a share of the GPUs' peak together; give both, or neither")
+        raise ValueError("--step-seconds and --gpu are needed together to compute utilisation; give both or neither")
     gpu = read_gpu(args.gpu) if args.gpu else None
     figures = count_figures(args, gpu)
     print(format_figures(figures))

@@ -36,7 +36,7 @@ class Row:
 
 @contextlib.contextmanager
 def attribute_all(recorder: Scopes, model: Any) -> Iterator[None]:
-    """Name what no module is: the functions that layers add up with, and the masks that a stack is given."""
+    """Give names to what is no module: bias-dropout-add functions and attention masks."""
     with contextlib.ExitStack() as undo:
         for stack in STACKS:
             block: Any = getattr(model, stack, None)

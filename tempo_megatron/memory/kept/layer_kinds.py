@@ -1,4 +1,4 @@
-"""The ledger of a whole model, in which single layers may have values of their own: one of each kind is measured."""
+"""Measures a model whose layers may have different settings: one layer of each kind."""
 
 from __future__ import annotations
 

@@ -128,8 +128,8 @@ def measure(
         seq_length, micro_batch_size: s and b; in T5 the decoder is as long, or shorter where its shape says so.
         num_layers: layers of the whole model, for the totals (default: transformer_config.num_layers).
         shape: what `transformer_config` does not say: family, positions, heads (default: a GPT's as GPT-2).
-        on_fake_tensors: which takes seconds at any size, and gives the same: what is kept does not depend on values,
-            but that Tempo's in-place norm keeps a little more where some gamma is nearly 0.
+        on_fake_tensors: measure on fake tensors, in seconds at any size. The result is the same, except that the
+            in-place norm keeps slightly more where a gamma is nearly 0.
 
     Returns:
         The ledger of this rank.

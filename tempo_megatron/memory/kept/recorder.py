@@ -55,7 +55,7 @@ class Scopes:
         """Know inside which module runs."""
         hooks = []
         for name, module in self._model.named_modules():
-            if name:  # what is in no other module is the model's own
+            if name:  # the root module has no name: whatever runs outside of submodules belongs to it
                 hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
                 hooks.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
         try:
@@ -100,8 +100,8 @@ class Scopes:
 class Recorder(Scopes):
     """Records saved tensors of a model's forward, storage by storage, whatever becomes of its outputs.
 
-    Autograd is given others in the place of saved tensors, equal but without their attributes, and holds each longer
-    where a parameter is partitioned: for a model of one's own, not for a run. GraphReader leaves all as it is.
+    This gives autograd equal tensors without their attributes, and keeps ZeRO-partitioned parameters alive longer. Use
+    it on a model of your own; in a running job use GraphReader.
     """
 
     def __init__(self, model: torch.nn.Module, exclude: tuple[Tensor, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What stands whatever a micro batch does: weights, gradients and optimizer states of a run, counted as they are.
+"""Counts the persistent memory of a run: weights, gradients and optimizer states.
 
 torch's optimizers tell when they step, whoever wraps them (DeepSpeed's ZeRO, Megatron's distributed optimizer): what
 they step with are the gradients, and what they remember afterwards are the states.

@@ -113,7 +113,7 @@ class StepTimeline(TorchDispatchMode):
     Args:
         models: Megatron's, without wrappers.
         standing: kind -> storages (as find_storages has them) that are there before: weights and optimizer states.
-            What of gradients is made inside is found by itself.
+            Gradients that are made inside are found automatically.
     """
 
     def __init__(self, models: Sequence[Any], standing: Mapping[str, Mapping[Any, int]]) -> None:
@@ -219,7 +219,7 @@ class StepTimeline(TorchDispatchMode):
         self._event += 1
         for key, t in new.items():
             storage = t.untyped_storage()
-            # What an operation gives back of what it read was there before: it is only seen now.
+            # An output that shares storage with an input existed before; this is only the first time we see it.
             was_there = key in read
             made = _Made(
                 StorageWeakRef(storage),
@@ -254,7 +254,7 @@ class StepTimeline(TorchDispatchMode):
         return "backward", next((operation for operation in found if operation), "")
 
     def _drop_what_is_gone(self, event: int) -> None:
-        """From `event` on it is."""
+        """Record `event` as the end of every storage that has been freed."""
         self._asked = event
         for key in [key for key, made in self._alive.items() if made.reference.expired()]:
             gone = self._alive.pop(key)

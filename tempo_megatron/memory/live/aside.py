@@ -1,4 +1,4 @@
-"""The plan of a run that starts, made by a process beside it.
+"""Plans the memory of a starting run, in a separate process.
 
 The estimate needs model parallelism of its own and lets Megatron's modules run on a CPU, so that it cannot run where a
 run's process groups are. One rank asks, and the others are told.
@@ -124,7 +124,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # The module of this name, whose classes the asking process knows, and not __main__'s.
+    # Import this module by its name, so that pickled classes belong to it and not to __main__.
     from tempo_megatron.memory.live import aside as plan_run
 
     sys.exit(plan_run.main())

@@ -1,4 +1,4 @@
-"""What a run says when memory ends: what stood at the peak, and the smallest change that would have fitted.
+"""Reports an out-of-memory error: what was allocated at the peak, and the smallest change that would have fitted.
 
 The run's own process has no memory to spare and process groups of its own, so that another one computes it on fake
 tensors, from the run's sizes alone.

@@ -1,4 +1,4 @@
-"""What would have fitted: the changes that a user may type, from what costs a run least, each with its estimate."""
+"""Finds changes to the command line that would have fitted in memory, cheapest first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The micro batch with which a step takes least time a sample, of those with which a plan fits."""
+"""Finds the micro batch size with the least time per sample among those that fit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def list_micro_batches(samples_per_rank: int | None) -> Iterator[int]:
 
 
 def try_micro_batches(question: Question, budget: int, samples_per_rank: int | None = None) -> list[Trial]:
-    """The plan of each micro batch that fits, from the smallest; larger ones than the first that does not need more.
+    """One plan for each micro batch size that fits, smallest first. Stop at the first size that does not fit: larger
+    ones need more.
 
     Args:
         question: its micro batch, and where `samples_per_rank` is given the number of them, are replaced.

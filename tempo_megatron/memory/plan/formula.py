@@ -389,7 +389,7 @@ class _Formula:
         is_gated = shape.activation in GATED
         x = 2 * y if is_gated else y
         if self._config.linear_fc1 == "recompute":
-            return  # but its input, which the norm's row has
+            return  # keeps only its input, which the norm's row counts
         if choice == "recompute":
             yield shape.activation, x
         elif choice == "inplace":

@@ -185,7 +185,7 @@ def raise_impossible(request: PlanRequest, smallest: Plan, budget: int) -> NoRet
 
 
 def make_smallest_plan(request: PlanRequest) -> Plan:
-    """The shortest step of those that need least."""
+    """Among the plans with the lowest peak, the one with the shortest step."""
     return Planner(request).make_smallest()
 
 
@@ -226,7 +226,7 @@ class Planner:
         self.solver = Solver(self.modes)
 
     def make_smallest(self) -> Plan:
-        """The shortest step of those that need least."""
+        """Among the plans with the lowest peak, the one with the shortest step."""
         solution = self.solver.solve(self.solver.find_smallest().peak_bytes)
         assert solution is not None
         return self.describe(solution)

@@ -1,4 +1,4 @@
-"""From a model, its layout and what may be chosen to what the planner is asked."""
+"""Builds the planner's request from a model, its layout and the allowed choices."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def read_written_recomputation(
 def _check(question: Question) -> None:
     shape, tempo = question.shape, question.tempo
     if shape.family == "t5":
-        raise ValueError("the model is a T5, whose two stacks the planner does not divide; give a GPT or BERT")
+        raise ValueError("the planner does not support T5; give a GPT or a BERT")
     if shape.qk_layernorm:
         raise ValueError(
             "the model has qk_layernorm, whose kept bytes the planner's formula does not know; leave the budget out, "

@@ -87,7 +87,7 @@ class Solution(Generic[Name]):
 
 
 def prune(kinds: Sequence[Kind[Name]]) -> tuple[Kind[Name], ...]:
-    """Without kinds that another is as good as in bytes, replay and cost; of equal ones the first stays."""
+    """Drop every kind that another one matches or beats in bytes, replay and cost. Of equal kinds the first stays."""
 
     def beats(one: Kind[Name], other: Kind[Name]) -> bool:
         ours, theirs = (_list_figures(kind) for kind in (one, other))

@@ -1,4 +1,4 @@
-"""What stands beside a plan: those of other budgets, and single switches."""
+"""Points to compare a plan with: the plans for other budgets, and runs with one switch on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def list_switches(request: PlanRequest) -> dict[str, Plan]:
     for name, preference in preferences.items():
         values = {
             operation: (next((value for value in preference if value in allowed), "off"),)
-            if not OPERATIONS[operation].is_for_the_asking
+            if not OPERATIONS[operation].is_opt_in
             else ("off",)
             for operation, allowed in request.values.items()
             if operation != "loss"

@@ -1,4 +1,4 @@
-"""A plan that fits by the estimate, not only by the formula with which it was sought."""
+"""Searches plans with the formula, but accepts one only if the estimate says that it fits."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def make_verified_plan(
 ) -> tuple[Plan, PlanRequest]:
     """The plan of the shortest step of which the estimate says that each GPU holds at most `budget` bytes.
 
-    What the estimate of a plan has more, or less, than the plan said becomes part of what its stages hold anyway, and a
-    plan is sought again, until the same is found twice. Of the plans that fit the shortest step is taken.
+    Add the difference between estimate and plan to each stage's fixed bytes and plan again, until the plan stops
+    changing. Of the plans that fit, take the one with the shortest step.
 
     Args:
         request: what is asked.

@@ -37,7 +37,7 @@ from tempo_megatron.memory.simulated.device import (
     make_gelu_tables,
     on_device,
     put_softmax_kernels,
-    tell_repeated_operations,
+    replay_repeated_operations,
 )
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
 from tempo_megatron.memory.storages import PeakBytes, list_storages
@@ -223,7 +223,7 @@ class _Run:
         with (
             mock.patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", self._buffer),
             self._seen,
-            tell_repeated_operations(self._seen, self._settings.stock),
+            replay_repeated_operations(self._seen, self._settings.stock),
         ):
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
             self._run_micro_batch(batch)

@@ -49,7 +49,7 @@ def make_gelu_tables() -> None:
 
 @contextlib.contextmanager
 def on_device(stock: str) -> Iterator[None]:
-    """What the CPU's modules do as those of `stock` would."""
+    """Make the CPU's modules allocate memory as `stock`'s modules would."""
     if stock == "cpu":
         with (
             mock.patch.object(head_shards.Shards, "gather", _gather_some_chunks),
@@ -65,7 +65,7 @@ def on_device(stock: str) -> Iterator[None]:
         mock.patch.object(head_chunks, "CPU_BLOCK_COLUMNS", sys.maxsize),
         mock.patch.multiple(head_on_cpu, find_statistics=_find_statistics_on_gpu, write_gradient_=lambda *_: None),
         mock.patch.object(torch.nn.functional, "dropout", _drop_on_gpu),
-        # What they fill is there already.
+        # On a GPU the output buffer already exists, so refilling allocates nothing.
         mock.patch.object(norm_on_cpu, "refill", lambda *_: None),
         mock.patch.object(OperationOfInput, "refill", lambda *_: None),
     ):
@@ -140,8 +140,8 @@ class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def tell_repeated_operations(seen: PeakBytes, stock: str) -> Iterator[None]:
-    """Where Tempo's operations run as on a CPU, each runs once for all calls of the same sizes."""
+def replay_repeated_operations(seen: PeakBytes, stock: str) -> Iterator[None]:
+    """With stock="cpu", run each of Tempo's operations once per set of sizes and replay the other calls."""
     if stock != "cpu":
         yield
         return

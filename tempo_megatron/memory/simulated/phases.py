@@ -96,8 +96,8 @@ class Moment:
 
 
 def compress(kinds: Iterable[object], longest: int = 3) -> list[tuple[int, int]]:
-    """(index, how often) of the layers that stand for all: of more than `longest` alike in a row the first, one of the
-    middle, and the last.
+    """(index, count) of representative layers. A run of more than `longest` equal layers is represented by its first,
+    one middle and its last layer.
 
     The first and the last of a row have other neighbours; those of the middle are alike in all they do.
     """

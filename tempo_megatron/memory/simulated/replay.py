@@ -1,8 +1,8 @@
-"""Operations on fake tensors whose second call with tensors of the same sizes is not run, but told.
+"""Replays operations on fake tensors: a second call with the same sizes returns the recorded result without running.
 
 Tempo's operations on a CPU run block by block. On fake tensors each block costs as much as a whole tensor would, and
 of equal layers each one calls the same operations. What a call makes, and how much it has alive inside itself, depends
-on the sizes of its tensors and on its numbers; the first call is run and watched, those after it are told.
+on the sizes of its tensors and on its numbers: the first call is run and recorded, the rest are replayed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Call:
 
 
 class Replay:
-    """Runs functions under a PeakBytes, and tells those that it has seen.
+    """Runs functions under a PeakBytes, and replays the calls that it has recorded.
 
     Args:
         seen: counts the bytes; it must be entered when functions are called.

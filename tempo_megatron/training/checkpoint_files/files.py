@@ -49,7 +49,7 @@ def read_tensors(path: str | Path, map_location: Any = "cpu", *, is_mapped: bool
         raise ValueError(find_fault(path) or f"{path} is damaged; give another checkpoint") from error
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing, so the checkpoint is not whole; give another checkpoint") from error
-    except Exception as error:  # bytes that mean nothing end in the unpickler with an error of any kind
+    except Exception as error:  # the unpickler raises any kind of error on damaged bytes
         raise ValueError(
             f"{path} is damaged or cannot be read ({_take_first_line(error)}); give another one"
         ) from error
@@ -112,7 +112,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
 
 
 def try_to_write(write: Any, *args: Any, **options: Any) -> str | None:
-    """Call `write`; returns what the disk had against it, None where it succeeded."""
+    """Call `write`. Returns the operating system's error message, or None."""
     try:
         write(*args, **options)
     except OSError as error:

@@ -1,7 +1,6 @@
 """How tensor parallelism divides each parameter, as the model's own sharded_state_dict says it.
 
-No name is matched: a gated fc1, whose ranks each hold a part of the gate and a part of the value, and attention with
-fewer key-value groups than heads are described by the modules that cut them.
+Nothing is matched by name: the modules themselves describe how they are split (gated fc1, grouped attention).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The weights and moments in a checkpoint, read by parameter and range, whatever layout wrote it.
 
-Nothing is converted and nothing is held: a file is mapped, and what is read of it are the elements that are asked for.
+Files are memory-mapped, and only the requested elements are read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which names a DeepSpeed JSON may have and what stands behind them: a name DeepSpeed does not know it passes over."""
+"""Names and value types that a DeepSpeed JSON may have; DeepSpeed itself ignores unknown names."""
 
 from __future__ import annotations
 

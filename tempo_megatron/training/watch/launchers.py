@@ -1,4 +1,4 @@
-"""The launchers above a rank: a rank goes on for nobody once they are gone."""
+"""Finds the launcher processes of a rank, so that the rank can stop when they have died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a run as one another's witnesses: they meet before anything else, and end together, with one cause.
+"""Lets the ranks of a run meet, detect one another's failure, and exit together with one reported cause.
 
 They meet in torch's store, which needs no process group: a rank whose command line is wrong can say so, and what the
 ranks are is compared before a collective that some of them would not call. From then on a small process beside each
@@ -161,7 +161,7 @@ class Team:
         self._order("told")
 
     def leave(self) -> None:
-        """This rank is through; nobody has to miss it."""
+        """This rank has finished; the others must not report it as lost."""
         self.begin_to_end()
         self._order("bye")
 
