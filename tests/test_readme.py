@@ -1,4 +1,4 @@
-"""What the README says is so: its commands run, its paths exist, its table is what is measured."""
+"""What README and docs/training.md say is so: commands run, links lead somewhere, the table is what is measured."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from tempo_megatron.training.run.arguments import parse_arguments
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +34,12 @@ def kept_bytes() -> dict:
 
 
 def command_blocks() -> list[str]:
-    return re.findall(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    """Those of the README, and of the page that goes on from it."""
+    return re.findall(r"^```bash\n(.*?)^```$", README + TRAINING, re.MULTILINE | re.DOTALL)
 
 
 def test_every_block_without_a_language_is_none_of_commands() -> None:
-    languages = re.findall(r"^```(.*)\n(?:.*\n)*?```$", README, re.MULTILINE)
+    languages = re.findall(r"^```(.*)\n(?:.*\n)*?```$", README + TRAINING, re.MULTILINE)
     assert set(languages) == {"bash", "json", "python"}
     assert len(command_blocks()) >= 5
 
@@ -49,22 +53,28 @@ def test_the_training_command_is_one_the_trainer_accepts(monkeypatch: pytest.Mon
 
 
 def test_the_edits_for_a_real_job_are_known_arguments() -> None:
-    (edits,) = re.findall(r"raise the rest: `(.*?)`", README, re.DOTALL)
+    (edits,) = re.findall(r"raise the rest: `(.*?)`", TRAINING, re.DOTALL)
     required = ["--deepspeed_config", "d", "--model", str(ROOT / "configs/model/gpt2_124m.json"), "--data-path", "x"]
     assert parse_arguments([*required, *edits.split()]).train_iters == 10000
 
 
 def test_the_tempo_block_switches_everything_on() -> None:
-    (block,) = re.findall(r'^"tempo": (\{.*\})$', README, re.MULTILINE)
+    (block,) = re.findall(r'^"tempo": (\{.*\})$', TRAINING, re.MULTILINE)
     first = TempoConfig(**{name: operation.preference[0] for name, operation in OPERATIONS.items()})
     assert TempoConfig.from_dict(json.loads(block)) in (first, TempoConfig())
 
 
 def test_the_paths_of_the_reading_order_exist() -> None:
-    named = re.findall(r"^\| (`.*?`) \|", README.partition("## Where things are")[2], re.MULTILINE)
+    named = re.findall(r"^\| (`.*?`) \|", CONTRIBUTING.partition("In reading order:")[2], re.MULTILINE)
     paths = [path for cell in named for path in re.findall(r"`([^`]+)`", cell)]
     assert len(paths) >= 5
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
 def test_the_table_is_written_from_the_results_file(kept_bytes: dict) -> None:
