@@ -7,9 +7,9 @@ import random
 import pytest
 
 from tempo_megatron import TempoConfig
+from tempo_megatron.memory.estimate import allocator as caching_allocator
 from tempo_megatron.memory.estimate.allocator import Block, CachingAllocator
 from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
-from tempo_megatron.memory.estimate.estimate import allocator as caching_allocator
 from tempo_megatron.memory.estimate.model_states import OptimizerSettings
 from tempo_megatron.models.shape import make_shape
 

@@ -11,7 +11,7 @@ import torch
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.memory.plan.planner import fixed as plan_fixed
+from tempo_megatron.memory.plan import fixed as plan_fixed
 
 ROOT = Path(__file__).parent.parent
 MODELS = ROOT / "configs" / "model"

@@ -13,11 +13,11 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import make_question, read_model
 from tempo_megatron.memory.estimate.estimate import RankEstimate
+from tempo_megatron.memory.plan import fixed as plan_fixed
 from tempo_megatron.memory.plan.fixed import PlanEstimates
 from tempo_megatron.memory.plan.formula import count_layer_bytes
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import PlanRequest, make_smallest_plan
-from tempo_megatron.memory.plan.planner import fixed as plan_fixed
 from tempo_megatron.memory.plan.request import make_layer, make_plan_request
 
 MODEL = Path(__file__).parent.parent / "configs" / "model" / "gpt2_345m.json"

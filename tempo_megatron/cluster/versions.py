@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import shutil
 import subprocess
 import sys
 
@@ -112,8 +111,3 @@ def find_broken_imports() -> list[str]:
             last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
             found.append(f"{name} is installed, and `{statement}` fails ({last}); {_REMEDIES[name]}")
     return found
-
-
-def find_missing_launchers() -> list[str]:
-    """Names of what starts processes on several hosts and is not in PATH."""
-    return [name for name in ("ssh", "pdsh") if shutil.which(name) is None]

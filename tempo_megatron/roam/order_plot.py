@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tempo_megatron.plots import COLOURS, import_pyplot, save, tidy
+
 
 def plot_order(given: Sequence[int], planned: Sequence[int], lower_bound: int, png: str | Path, title: str) -> None:
     """Draw what is alive while each operation runs.
@@ -16,20 +18,14 @@ def plot_order(given: Sequence[int], planned: Sequence[int], lower_bound: int, p
         png: the file to write.
         title: above the plot.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for steps, label, color in ((given, "eager mode", "#888888"), (planned, "this plan", "#1f77b4")):
+    for steps, label, color in ((given, "eager mode", "#888888"), (planned, "this plan", COLOURS[0])):
         sizes = [num_bytes / 2**20 for num_bytes in steps]
         axes.step(range(len(sizes)), sizes, where="mid", color=color, label=f"{label}, peak {max(sizes):.1f} MiB")
     axes.axhline(lower_bound / 2**20, color="black", linewidth=0.8, linestyle="--", label="no order's peak is lower")
     axes.set_xlabel("operation")
     axes.set_ylabel("alive while it runs, MiB")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(png, dpi=150)
-    pyplot.close(figure)
+    tidy(axes, title)
+    axes.legend(fontsize=8, frameon=False)
+    save(figure, png)

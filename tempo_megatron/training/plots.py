@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tempo_megatron.plots import COLOURS, INK, import_pyplot, save, tidy
 from tempo_megatron.training.metrics import read_metrics
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_INK, _GRID = "#333333", "#DDDDDD"
 
 
 def plot_losses(runs: Mapping[str, str | Path], png: str | Path, title: str = "Loss") -> None:
@@ -27,29 +23,16 @@ def plot_losses(runs: Mapping[str, str | Path], png: str | Path, title: str = "L
 
     Raises ValueError where a run has no training step.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot("--loss-plot")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for number, (label, path) in enumerate(runs.items()):
-        _draw_run(axes, label, path, _COLOURS[number % len(_COLOURS)], number)
-    axes.set_title(title, loc="left", color=_INK, fontsize=13, fontweight="bold")
-    axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel("cross entropy per token (nats)", color=_INK)
-    axes.tick_params(colors=_INK, length=0)
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+        _draw_run(axes, label, path, COLOURS[number % len(COLOURS)], number)
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross entropy per token (nats)")
+    tidy(axes, title)
     axes.margins(x=0.01)
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.legend(frameon=False, labelcolor=_INK)
-    unfinished = Path(f"{png}.tmp")
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(unfinished, format="png", dpi=160)
-    pyplot.close(figure)
-    os.replace(unfinished, png)
+    axes.legend(frameon=False, labelcolor=INK)
+    save(figure, png)
 
 
 def _draw_run(axes: Any, label: str, path: str | Path, colour: str, number: int) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate
+from tempo_megatron.plots import INK, import_pyplot, save, tidy
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, and greys.
+# Okabe and Ito's colours and greys, one for each part.
 _COLOURS = (
     "#0072B2",
     "#56B4E9",
@@ -22,7 +22,6 @@ _COLOURS = (
     "#CC79A7",
     "#009E73",
 )
-_INK = "#333333"
 
 
 def plot_estimates(found: Mapping[str, Sequence[RankEstimate]], png: str | Path, memory: int | None = None) -> None:
@@ -35,12 +34,7 @@ def plot_estimates(found: Mapping[str, Sequence[RankEstimate]], png: str | Path,
 
     Raises MissingExtraError where matplotlib is missing.
     """
-    check_installed("--plot", "plot", "matplotlib")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     bars = [
         (f"{ranks[i].name}\n{label}", ranks[i])
         for i in range(len(next(iter(found.values()))))
@@ -54,12 +48,10 @@ def plot_estimates(found: Mapping[str, Sequence[RankEstimate]], png: str | Path,
             axes.bar(range(len(bars)), heights, bottom=bottom, color=colour, label=part, width=0.7)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     if memory is not None:
-        axes.axhline(memory / 2**30, color=_INK, linestyle="--", linewidth=1, label="memory of a device")
-    axes.set_xticks(range(len(bars)), [name for name, _ in bars], color=_INK)
-    axes.set_ylabel("GiB at the peak", color=_INK)
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
+        axes.axhline(memory / 2**30, color=INK, linestyle="--", linewidth=1, label="memory of a device")
+    axes.set_xticks(range(len(bars)), [name for name, _ in bars], color=INK)
+    axes.set_ylabel("GiB at the peak")
+    tidy(axes)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(png, format="png", dpi=160)
-    pyplot.close(figure)
+    save(figure, png)

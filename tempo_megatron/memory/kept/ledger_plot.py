@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.extras import check_installed
+from tempo_megatron.plots import INK, import_pyplot, save, tidy
 
-_INK, _GRID = "#333333", "#DDDDDD"
-# Okabe and Ito's colours, which colour-blind readers can tell apart, a hue for each kind of operation; operations of
+# Okabe and Ito's colours, a hue for each kind of operation; operations of
 # one kind differ in lightness, and each is written beside the bars.
 _HUES = {
     "layernorm": ("#0072B2", "#4D9CCB", "#99C6E0", "#CCE3F0"),
@@ -66,12 +65,7 @@ def plot_panels(panels: Sequence[Panel], png: str | Path, title: str, sbh_bytes:
 
     Raises MissingExtraError where matplotlib is missing.
     """
-    check_installed("--plot", "plot", "matplotlib")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     widths = [1.2 + len(panel.bars) for panel in panels]
     figure, all_axes = pyplot.subplots(
         1,
@@ -87,12 +81,10 @@ def plot_panels(panels: Sequence[Panel], png: str | Path, title: str, sbh_bytes:
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
     # From above, as the bars are.
     figure.legend(
-        handles[::-1], list(colours)[::-1], loc="outside right center", frameon=False, fontsize=8.5, labelcolor=_INK
+        handles[::-1], list(colours)[::-1], loc="outside right center", frameon=False, fontsize=8.5, labelcolor=INK
     )
-    figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=13, fontweight="bold")
-    Path(png).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, format="png", dpi=160)
-    pyplot.close(figure)
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
+    save(figure, png)
 
 
 def _draw_panel(axes: Any, panel: Panel, colours: dict[str, str], sbh_bytes: int) -> None:
@@ -111,24 +103,22 @@ def _draw_panel(axes: Any, panel: Panel, colours: dict[str, str], sbh_bytes: int
                     ha="center",
                     va="center",
                     fontsize=7.5,
-                    color="white" if _is_dark(colours[operation]) else _INK,
+                    color="white" if _is_dark(colours[operation]) else INK,
                 )
             bottom += height
         mib = bar.num_bytes / 2**20
         total = f"{mib:,.{1 if mib >= 10 else 3}f} MiB\n{bar.num_bytes / sbh_bytes:,.2f} sbh"
-        axes.annotate(total, (place, bottom), (0, 3), textcoords="offset points", ha="center", fontsize=9, color=_INK)
+        axes.annotate(total, (place, bottom), (0, 3), textcoords="offset points", ha="center", fontsize=9, color=INK)
     axes.set_ylim(0, 1.12 * highest)
     axes.set_xlim(-0.6, len(panel.bars) - 0.4)
-    axes.set_xticks(range(len(panel.bars)), [bar.label for bar in panel.bars], color=_INK)
-    axes.set_title(panel.title, loc="left", color=_INK, fontsize=11)
-    axes.set_ylabel("MiB", color=_INK)
-    axes.tick_params(colors=_INK, length=0)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    axes.set_xticks(range(len(panel.bars)), [bar.label for bar in panel.bars], color=INK)
+    axes.set_title(panel.title, loc="left", color=INK, fontsize=11)
+    axes.set_ylabel("MiB")
+    tidy(axes)
     sbh = axes.secondary_yaxis("right", functions=(lambda y: y * 2**20 / sbh_bytes, lambda y: y * sbh_bytes / 2**20))
-    sbh.set_ylabel("sbh", color=_INK)
-    sbh.tick_params(colors=_INK, length=0)
-    for spine in (*axes.spines.values(), *sbh.spines.values()):
+    sbh.set_ylabel("sbh", color=INK)
+    sbh.tick_params(colors=INK, length=0)
+    for spine in sbh.spines.values():
         spine.set_visible(False)
 
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.kept.ledger_plot import choose_shades
 from tempo_megatron.memory.kept.timeline import LOSS_HEAD, OTHERS, STANDING, TRANSIENTS, Timeline
+from tempo_megatron.plots import GRID, INK, import_pyplot, save, tidy
 
-_INK, _GRID = "#333333", "#DDDDDD"
 _COLOURS = {
     **dict(zip(STANDING, ("#444444", "#777777", "#AAAAAA"), strict=True)),
-    OTHERS: "#DDDDDD",
+    OTHERS: GRID,
     LOSS_HEAD: "#56B4E9",
     TRANSIENTS: "#882255",
 }
@@ -27,12 +26,7 @@ def plot_timeline(timeline: Timeline, png: str | Path) -> None:
 
     Raises MissingExtraError where matplotlib is missing.
     """
-    check_installed("--timeline", "plot", "matplotlib")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot("--timeline")
     levels = _order(timeline)
     events = _choose_events(sum(levels.values()))
     colours = {**choose_shades([name for name in levels if name not in _COLOURS]), **_COLOURS}
@@ -54,24 +48,17 @@ def plot_timeline(timeline: Timeline, png: str | Path) -> None:
         textcoords="offset points",
         ha="right" if timeline.peak_event > 0.5 * len(next(iter(levels.values()))) else "left",
         fontsize=9,
-        color=_INK,
+        color=INK,
     )
     _mark_phases(axes, timeline)
     axes.set_ylim(0, 1.18 * peak)
     axes.set_xlim(0, events[-1])
-    axes.set_xlabel("operation of the step that makes memory", color=_INK)
-    axes.set_ylabel("MiB alive", color=_INK)
-    axes.set_title(timeline.title, loc="left", color=_INK, fontsize=13, fontweight="bold")
-    axes.tick_params(colors=_INK, length=0)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.set_xlabel("operation of the step that makes memory")
+    axes.set_ylabel("MiB alive")
+    tidy(axes, timeline.title)
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=8.5, labelcolor=_INK)
-    Path(png).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, format="png", dpi=160)
-    pyplot.close(figure)
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=8.5, labelcolor=INK)
+    save(figure, png)
 
 
 def _order(timeline: Timeline) -> dict[str, Any]:
@@ -97,8 +84,8 @@ def _mark_phases(axes: Any, timeline: Timeline) -> None:
     if len(timeline.marks) > 16:
         return
     for event, name in timeline.marks:
-        axes.axvline(event, color=_INK, linewidth=0.6, linestyle=":")
+        axes.axvline(event, color=INK, linewidth=0.6, linestyle=":")
         axes.annotate(
             name, (event, 1), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
-            fontsize=8, color=_INK,
+            fontsize=8, color=INK,
         )  # fmt: skip
