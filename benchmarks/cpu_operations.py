@@ -32,7 +32,7 @@ from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.philox import eager as philox
 from tempo_kernels.squared_relu import squared_relu
 from tempo_megatron.cpu import use_cpu
-from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.fake_tensors import simulate_layout
 
 P, VOCAB_SIZE, HEAD_SIZE = 0.1, 50304, 64
 # On a CPU, torch runs a backward in the thread that asks for it.

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from tempo_kernels.philox import eager as philox
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec, tempoize_embedding, tempoize_loss
-from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng

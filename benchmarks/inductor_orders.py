@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from torch._inductor import memory
 
-from tempo_megatron.roam.graph import StepGraph, count_bytes
-from tempo_megatron.roam.problem import make_problem
+from tempo_megatron.roam.graph import StepGraph, count_bytes, make_problem
 
 
 @dataclasses.dataclass(eq=False)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_megatron import cpu
-from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.storages import PeakBytes
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import make_shape, read_shape_file

@@ -35,13 +35,11 @@ from tempo_megatron.memory.estimate.allocator import CachingAllocator
 from tempo_megatron.roam.arena import ArenaStep
 from tempo_megatron.roam.capture import capture_step
 from tempo_megatron.roam.command import capture_megatron_step
-from tempo_megatron.roam.execute import OrderedStep
+from tempo_megatron.roam.execute import OrderedStep, measure_allocated
 from tempo_megatron.roam.flatten import find_arena
-from tempo_megatron.roam.graph import StepGraph, find_lifetimes
+from tempo_megatron.roam.graph import StepGraph, find_lifetimes, make_problem
 from tempo_megatron.roam.layout import list_rectangles, place_longest_first
-from tempo_megatron.roam.measure import measure_allocated
 from tempo_megatron.roam.order import find_order
-from tempo_megatron.roam.problem import make_problem
 from tempo_megatron.roam.read_graph import CapturedStep
 from tempo_megatron.roam.shift import list_by_memory
 from tempo_megatron.settings.arguments import tempo_config_from

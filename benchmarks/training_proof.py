@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec
-from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.training.plots import plot_losses

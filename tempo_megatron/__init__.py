@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from tempo_megatron.deepspeed_initialize import initialize
     from tempo_megatron.settings.arguments import add_tempo_arguments
     from tempo_megatron.settings.config import TempoConfig
+    from tempo_megatron.slots.dropout import tempoize_embedding
     from tempo_megatron.slots.dropout_rng import set_micro_batch
-    from tempo_megatron.slots.embedding import tempoize_embedding
     from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
     from tempo_megatron.slots.log_probs import log_probs
     from tempo_megatron.slots.loss import (
@@ -65,7 +65,7 @@ _HOMES = {
     "set_micro_batch": "slots.dropout_rng",
     "tempo_block_spec": "slots.layer_spec",
     "tempoize": "slots.layer_spec",
-    "tempoize_embedding": "slots.embedding",
+    "tempoize_embedding": "slots.dropout",
     "tempoize_loss": "slots.loss",
     "use_cpu": "cpu",
 }

@@ -12,10 +12,10 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, use_cpu
-from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes, count_stack_bytes
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.choices import choose
+from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.mlp import name_activation
 
 MORE_ACTIVATIONS: dict[str, dict[str, Any]] = {

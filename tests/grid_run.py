@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from tempo_kernels.philox import keep_bits
 from tempo_megatron import TempoConfig
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.choices import choose
+from tempo_megatron.slots.choose import choose
 
 SIZES = Sizes()
 SEED = 5

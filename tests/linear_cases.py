@@ -18,7 +18,7 @@ from tempo_kernels.norm import cpu as norm_cpu
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.storages import PeakBytes
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.choices import choose
+from tempo_megatron.slots.choose import choose
 
 BASE = TempoConfig(activation="recompute", norm="inplace", dropout="recompute", attention="flash", loss="off")
 RECOMPUTE = dataclasses.replace(BASE, norm="recompute")

@@ -51,7 +51,7 @@ def record_masks(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
     import torch
 
     from tempo_megatron.slots import attention as attention_slot
-    from tempo_megatron.slots import bias_dropout_add as dropout_slot
+    from tempo_megatron.slots import dropout as dropout_slot
 
     masks = result["masks"]
     draw, attend = dropout_slot.bias_dropout_add, attention_slot.attention

@@ -14,8 +14,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from tempo_kernels.attention import describe
 from tempo_megatron import TempoConfig, cpu
+from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.ledger import build_ledger_config, measure
-from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.attention import TempoDotProductAttention

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch import nn
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
-from tempo_megatron.slots.choices import choose
+from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.report import report_on
 
 STOCK = None

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
-from tempo_megatron.slots.choices import choose, choose_operation
+from tempo_megatron.slots.choose import choose, choose_operation
 
 FIRST = {name: operation.preference[0] for name, operation in OPERATIONS.items()}
 EVERYTHING_OFF = dict.fromkeys(OPERATIONS, "off")

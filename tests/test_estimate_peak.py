@@ -25,7 +25,7 @@ from peak_cases import (
 
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
-from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.simulated.chunk import ChunkSettings, simulate_chunk
 from tempo_megatron.memory.storages import PeakBytes
 from tempo_megatron.models.shape import make_shape

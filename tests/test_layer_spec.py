@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize
 from tempo_megatron.slots.attention import TempoDotProductAttention
-from tempo_megatron.slots.choices import choose
+from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.mlp import TempoMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TorchLayerNorm
 from tempo_megatron.slots.report import report_on

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, add_tempo_arguments
 from tempo_megatron.settings.arguments import describe_tempo_arguments, tempo_config_from
-from tempo_megatron.slots.choices import choose, leave_to_stock
+from tempo_megatron.slots.choose import choose, leave_to_stock
 
 BLOCK = {
     "activation": "inplace",

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from tempo_megatron import TempoConfig, cpu
-from tempo_megatron.memory.kept.layer_kinds import measure_model
-from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure
-from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.fake_tensors import simulate_layout
+from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure, measure_model
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
 FOLDER = Path(__file__).parent.parent / "configs" / "model"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tempo_megatron import TempoConfig, cpu
+from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.ledger import build_ledger_config, measure
-from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.models.shape import make_shape
 
 SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 3072, "num_attention_heads": 24, "seq_length": 2048}

@@ -16,9 +16,9 @@ from linear_cases import AGAIN, CASES, RECOMPUTE, compare, count_alive, list_cal
 from megatron.core import parallel_state
 
 from tempo_megatron import TempoConfig, tempo_block_spec
+from tempo_megatron.slots.attention import _Watched
 from tempo_megatron.slots.linear import LinearCall
 from tempo_megatron.slots.report import report_on
-from tempo_megatron.slots.self_attention import _Watched
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Its head has a norm of Megatron's own, which refuses sequence parallelism without Apex.

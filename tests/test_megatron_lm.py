@@ -188,8 +188,8 @@ def _kept_and_measured(order: dict[str, Any]) -> tuple[bool, bool]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from tempo_megatron.megatron_lm.kept_bytes import measure_kept_bytes
+    from tempo_megatron.memory.fake_tensors import simulate_layout
     from tempo_megatron.memory.kept.ledger import measure
-    from tempo_megatron.memory.layout import simulate_layout
 
     torch.distributed.destroy_process_group()
     found = measure_kept_bytes({**order, "tempo": {**order["tempo"], "loss": "off"}})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tempo_megatron import TempoConfig, cpu
-from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.models.build import build_model, build_transformer_config, count_parameters
 from tempo_megatron.models.shape import make_shape, read_shape_file
 

@@ -13,7 +13,7 @@ from peak_cases import Step, measure_step
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.estimate.estimate import RankLayout
 from tempo_megatron.memory.estimate.model_states import OptimizerSettings
-from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.plan.fixed import PlanEstimates
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import Plan, PlanRequest, make_plan, make_smallest_plan

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
-from tempo_megatron.slots.choices import choose
+from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.report import ReportedSlot, TempoReport, check_built, report_on
 
 OFF = TempoConfig.off()

@@ -14,11 +14,10 @@ from roam_steps import build_resnet, compute_image_loss, compute_token_loss, dra
 from torch import Tensor, nn
 
 from tempo_megatron import TempoConfig, cpu
-from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
 from tempo_megatron.roam.arena import ArenaStep, find_out_variant
 from tempo_megatron.roam.capture import capture_step
-from tempo_megatron.roam.measure import measure_allocated
-from tempo_megatron.roam.megatron_fakes import use_megatron_fakes
+from tempo_megatron.roam.execute import measure_allocated
 from tempo_megatron.roam.order import OrderPlan, find_order
 from tempo_megatron.slots import dropout_rng
 

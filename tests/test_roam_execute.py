@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, cpu
-from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
 from tempo_megatron.roam.capture import capture_step
-from tempo_megatron.roam.execute import OrderedStep
+from tempo_megatron.roam.execute import OrderedStep, measure_allocated
 from tempo_megatron.roam.graph import count_bytes
-from tempo_megatron.roam.measure import measure_allocated
-from tempo_megatron.roam.megatron_fakes import use_megatron_fakes
 from tempo_megatron.roam.order import find_order
 from tempo_megatron.slots import dropout_rng
 from tempo_torch import tempoize

@@ -18,8 +18,8 @@ from torch._inductor import memory
 from torch._inductor.virtualized import V
 
 from tempo_megatron.roam import inductor
+from tempo_megatron.roam.execute import measure_allocated
 from tempo_megatron.roam.graph import Operation, StepGraph, count_bytes
-from tempo_megatron.roam.measure import measure_allocated
 from tempo_megatron.roam.order import find_order
 
 ROWS, UNIT = 256, 64

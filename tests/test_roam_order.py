@@ -19,12 +19,18 @@ from hypothesis import given, settings
 from roam_cases import find_least_peak, graphs, make_training_graph
 from tqdm import tqdm
 
-from tempo_megatron.roam.graph import Operation, StepGraph, check_order, count_bytes
-from tempo_megatron.roam.least_state import find_least_state
+from tempo_megatron.roam.graph import (
+    Operation,
+    StepGraph,
+    check_order,
+    count_bytes,
+    cut,
+    make_problem,
+    restrict,
+    show_progress,
+)
 from tempo_megatron.roam.order import find_order
-from tempo_megatron.roam.problem import cut, make_problem, restrict
-from tempo_megatron.roam.progress import show_progress
-from tempo_megatron.roam.search import Search
+from tempo_megatron.roam.search import Search, find_least_state
 from tempo_megatron.roam.shift import advance_frees, delay_makes, list_by_memory, list_depth_first
 
 

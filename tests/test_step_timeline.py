@@ -12,10 +12,10 @@ from peak_cases import BERT, LLAMA, TOKENS
 
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.cli import main
+from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.ledger import build_ledger_config
 from tempo_megatron.memory.kept.standing_bytes import WEIGHTS, find_storages
 from tempo_megatron.memory.kept.timeline import LOSS_HEAD, StepTimeline
-from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.storages import PeakBytes, list_storages
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs

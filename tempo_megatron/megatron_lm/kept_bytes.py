@@ -147,8 +147,8 @@ def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from tempo_megatron import cpu
-    from tempo_megatron.memory.kept.layer_kinds import measure_model
-    from tempo_megatron.memory.layout import simulate_layout
+    from tempo_megatron.memory.fake_tensors import simulate_layout
+    from tempo_megatron.memory.kept.ledger import measure_model
 
     cpu.use_cpu()
     tp = order["config"].get("tensor_model_parallel_size", 1)

@@ -155,7 +155,7 @@ def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoC
 
 def _finish_model(model: Any, found: ModelReport, tempo_config: TempoConfig) -> None:
     """What no spec names: the embedding's dropout and the loss head."""
-    from tempo_megatron.slots.embedding import tempoize_embedding
+    from tempo_megatron.slots.dropout import tempoize_embedding
     from tempo_megatron.slots.loss import choose_loss, tempoize_loss
     from tempo_megatron.slots.report import check_built, report_on
 
@@ -174,7 +174,7 @@ def _leave_masks(config: Any, tempo_config: TempoConfig, run: Any) -> tuple[Temp
 
     Raises ValueError where what draws was asked for by its value.
     """
-    from tempo_megatron.slots.choices import leave_to_stock
+    from tempo_megatron.slots.choose import leave_to_stock
 
     graphs = getattr(config, "cuda_graph_impl", "none")
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False):

@@ -1,4 +1,8 @@
-"""A model's real modules at their real size on tensors that have no memory and no values."""
+"""Runs a model's real modules at their real size, on tensors without memory and in layouts without other ranks.
+
+Which tensors are kept, and their sizes, do not depend on the values that other ranks would send. torch's "fake"
+process group is the one its own tests and distributed tracing use.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tempo_megatron.slots.late_check import LateCheck
 
@@ -27,4 +33,35 @@ def use_fake_tensors() -> Iterator[None]:
         mock.patch.object(tracker, "fork", lambda *_, **__: contextlib.nullcontext()),
         mock.patch.object(LateCheck, "note", lambda *_: None),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def simulate_layout(tensor_model_parallel_size: int) -> Iterator[None]:
+    """Model parallelism initialised as rank 0 of `tensor_model_parallel_size`; undone at the end.
+
+    Raises ValueError where torch.distributed is already initialised: a real layout is there to be measured.
+    """
+    if torch.distributed.is_initialized():
+        raise ValueError("torch.distributed is already initialised; measure in the real layout instead")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor_model_parallel_size)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_model_parallel_size, create_gloo_process_groups=False
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def use_megatron_fakes() -> Iterator[None]:
+    """`use_fake_tensors`, with a global memory buffer of its own: Megatron's would keep fake tensors for later steps.
+
+    A step whose dropout draws from Megatron's random states can be ordered with it, and not run: those states are no
+    part of the trace. Nor is the micro batch by which Tempo draws its masks.
+    """
+    buffer = parallel_state.get_global_memory_buffer().buffer
+    with use_fake_tensors(), mock.patch.dict(buffer, clear=True):
         yield

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
-from tempo_megatron.slots.choices import Choices, choose, leave_to_stock
-from tempo_megatron.slots.embedding import tempoize_embedding
+from tempo_megatron.slots.choose import Choices, choose, leave_to_stock
+from tempo_megatron.slots.dropout import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
 from tempo_megatron.slots.loss import TempoBertModel, TempoGPTModel
 from tempo_megatron.slots.norm import TorchLayerNorm

@@ -22,9 +22,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
 from tempo_kernels.opaque import Opaque
-from tempo_megatron.roam.batch import BatchStructure
 from tempo_megatron.roam.read_graph import CapturedStep, GraphReader, Update, is_random
 from tempo_megatron.roam.refusals import (
+    BatchStructure,
     check_model,
     explain_refusals,
     refuse_changed_attributes,

@@ -1,4 +1,4 @@
-"""The order command: a model's training step on tensors without memory, in the order that needs least of it."""
+"""The order command and its plot: a training step on tensors without memory, in the order that needs least of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,17 @@ from torch import Tensor
 from tempo_megatron import cpu
 from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.commands.requested_shape import read_requested_shape
+from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
-from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.models.build import DTYPES, build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape, pad_vocab_size
+from tempo_megatron.plots import COLOURS, import_pyplot, save, tidy
 from tempo_megatron.roam.capture import capture_step
 from tempo_megatron.roam.flatten import find_arena
-from tempo_megatron.roam.graph import count_bytes
+from tempo_megatron.roam.graph import count_bytes, show_progress
 from tempo_megatron.roam.layout import Layout
-from tempo_megatron.roam.megatron_fakes import use_megatron_fakes
 from tempo_megatron.roam.order import OrderPlan, find_order
-from tempo_megatron.roam.progress import show_progress
 from tempo_megatron.roam.read_graph import CapturedStep
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
@@ -67,7 +67,7 @@ def run_order(args: argparse.Namespace) -> int:
     print(title)
     print(format_order(captured, plan, layout, seconds))
     if args.plot:
-        from tempo_megatron.roam.order_plot import plot_order
+        from tempo_megatron.roam.command import plot_order
 
         plot_order(
             captured.count_eager_bytes(), count_bytes(captured.graph, plan.order), plan.lower_bound, args.plot, title
@@ -148,3 +148,26 @@ def list_figures(
         "seconds": seconds,
         "order": [captured.graph.operations[place].name for place in plan.order],
     }
+
+
+def plot_order(given: Sequence[int], planned: Sequence[int], lower_bound: int, png: str | Path, title: str) -> None:
+    """Draw what is alive while each operation runs.
+
+    Args:
+        given: bytes of each operation of eager mode.
+        planned: of the plan's.
+        lower_bound: below which no order's peak is.
+        png: the file to write.
+        title: above the plot.
+    """
+    pyplot = import_pyplot()
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for steps, label, color in ((given, "eager mode", "#888888"), (planned, "this plan", COLOURS[0])):
+        sizes = [num_bytes / 2**20 for num_bytes in steps]
+        axes.step(range(len(sizes)), sizes, where="mid", color=color, label=f"{label}, peak {max(sizes):.1f} MiB")
+    axes.axhline(lower_bound / 2**20, color="black", linewidth=0.8, linestyle="--", label="no order's peak is lower")
+    axes.set_xlabel("operation")
+    axes.set_ylabel("alive while it runs, MiB")
+    tidy(axes, title)
+    axes.legend(fontsize=8, frameon=False)
+    save(figure, png)

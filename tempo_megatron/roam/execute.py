@@ -1,12 +1,19 @@
-"""A captured step that runs in an order of our choice, and frees each tensor as soon as nothing needs it."""
+"""Runs a captured step in a given order, and frees each tensor as soon as nothing needs it.
+
+`measure_allocated` says what a step really allocates, as torch's CPU allocator reports it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
+from torch._C._profiler import _ExtraFields_Allocation
+from torch.profiler import ProfilerActivity, profile
 
 from tempo_megatron.roam.graph import check_order
 from tempo_megatron.roam.read_graph import CapturedStep, get_arguments, is_random
@@ -95,3 +102,54 @@ def _check_shapes(module: fx.GraphModule, num_state: int, tensors: Sequence[Tens
     given = [(tuple(t.shape), t.dtype) for t in tensors]
     if given != expected:
         raise ValueError(f"the micro batch has {given}; expected {expected}, for which the step was captured")
+
+
+_Result = TypeVar("_Result")
+
+
+def measure_allocated(function: Callable[[], _Result]) -> tuple[_Result, int]:
+    """What `function` returns, and the most bytes that it held at once of those that the allocator gave out in it.
+
+    Every allocation counts, also those that an operation makes and gives back inside itself. What was there before and
+    is given back inside does not: torch knows such a block's size only where an earlier profile saw its address.
+    """
+    torch.empty(1, dtype=torch.float32)
+    with _keep_garbage(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        result = function()
+    held = dict[int, int]()
+    alive = most = 0
+    for address, nbytes in _read_allocations(found):
+        if nbytes > 0:
+            held[address] = nbytes
+            alive += nbytes
+            most = max(most, alive)
+        else:
+            alive -= held.pop(address, 0)
+    return result, most
+
+
+def _read_allocations(found: profile) -> list[tuple[int, int]]:
+    """The address and size of each block, in the order of time; the size of one that is given back is negative."""
+    assert found.profiler is not None and found.profiler.kineto_results is not None
+    waiting = list(found.profiler.kineto_results.experimental_event_tree())
+    allocations = []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        fields = event.extra_fields
+        if isinstance(fields, _ExtraFields_Allocation):
+            allocations.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    return [(address, nbytes) for _, address, nbytes in sorted(allocations)]
+
+
+@contextlib.contextmanager
+def _keep_garbage() -> Iterator[None]:
+    """No collection of Python's garbage inside, which would give back at any moment what was there before."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -6,10 +6,9 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Sequence
 
-from tempo_megatron.roam.graph import StepGraph
+from tempo_megatron.roam.graph import StepGraph, make_problem, renumber, restrict
 from tempo_megatron.roam.layout import WORK_LIMIT, Layout, Rectangle, find_layout, list_rectangles
 from tempo_megatron.roam.order import solve_range
-from tempo_megatron.roam.problem import make_problem, renumber, restrict
 
 # Steps within this part of an arena's height below its peak are made lower, in turn, until the arena is tight.
 _DEPTHS = (20, 14, 10, 7)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from tempo_megatron.roam.fill import fill_arena
-from tempo_megatron.roam.graph import StepGraph, find_lifetimes
-from tempo_megatron.roam.progress import scale_progress
+from tempo_megatron.roam.graph import StepGraph, find_lifetimes, scale_progress
 
 WORK_LIMIT = 600_000
 # So many rectangles are placed by trying everything that may be better.

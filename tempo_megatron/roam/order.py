@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from tempo_megatron.roam.graph import StepGraph, check_order
-from tempo_megatron.roam.least_state import LeastState, find_least_state
-from tempo_megatron.roam.problem import Problem, cut, make_problem, restrict
-from tempo_megatron.roam.progress import scale_progress
-from tempo_megatron.roam.search import Search
+from tempo_megatron.roam.graph import Problem, StepGraph, check_order, cut, make_problem, restrict, scale_progress
+from tempo_megatron.roam.search import LeastState, Search, find_least_state
 from tempo_megatron.roam.shift import advance_frees, delay_makes, list_by_memory, list_depth_first
 
 WORK_LIMIT = 100_000

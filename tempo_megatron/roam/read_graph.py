@@ -13,8 +13,8 @@ from tempo_kernels.opaque import Opaque
 from tempo_megatron.memory.simulated.device import on_device, replay_repeated_operations
 from tempo_megatron.memory.simulated.replay import PLACES
 from tempo_megatron.memory.storages import PeakBytes, list_storages
-from tempo_megatron.roam.batch import BatchStructure
 from tempo_megatron.roam.graph import Operation, StepGraph, count_bytes
+from tempo_megatron.roam.refusals import BatchStructure
 from tempo_megatron.roam.updates import UpdateBytes
 
 # They write to the running statistics, which their schemas do not say: the places of these among the arguments, and of

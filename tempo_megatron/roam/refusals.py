@@ -1,16 +1,21 @@
-"""Why a step cannot be captured, in one sentence with the operation and the module in which it is called."""
+"""Says in one sentence why a step cannot be captured, with the operation and the module in which it is called.
+
+`BatchStructure` takes a micro batch of any structure apart: its tensors are inputs of the captured step, whatever else
+is in it is compiled in, and a later batch that differs there is refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # What torch's errors say, and what to make of it.
 _SENTENCES = {
@@ -120,3 +125,42 @@ def _say_where(model: torch.nn.Module, error: BaseException) -> str:
         if name is not None:
             found = f"in module {name}"
     return found
+
+
+class BatchStructure:
+    """Where the tensors of a micro batch are, and the values beside them; it holds no tensor."""
+
+    def __init__(self, batch: Sequence[Any]) -> None:
+        leaves, self._tree = tree_flatten(tuple(batch))
+        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._values = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def list_tensors(self, batch: Sequence[Any]) -> list[Tensor]:
+        """The tensors of another micro batch in the same order, whatever the order of its keys.
+
+        Raises ValueError where it has another structure, or other numbers or texts.
+        """
+        try:
+            leaves = self._tree.flatten_up_to(tuple(batch))
+        except ValueError as error:
+            raise ValueError(f"the micro batch has not the structure that was captured: {error}") from error
+        tensors = [leaves[place] for place in self._places]
+        given = [None if place in self._places else leaf for place, leaf in enumerate(leaves)]
+        for value in (t for t in tensors if not isinstance(t, Tensor)):
+            raise ValueError(f"the micro batch has {value!r} where the step was captured with a tensor; expected one")
+        for value, captured in zip(given, self._values, strict=True):
+            if differ(captured, value):
+                found = "a tensor" if isinstance(value, Tensor) else repr(value)
+                raise ValueError(
+                    f"the micro batch has {found} where the step was captured with {captured!r}, which is compiled "
+                    "in; expected the same, or another step for it"
+                )
+        return tensors
+
+    def fill(self, tensors: Sequence[Tensor]) -> Sequence[Any]:
+        """The micro batch with these tensors."""
+        leaves = list(self._values)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        batch: Sequence[Any] = tree_unflatten(leaves, self._tree)
+        return batch

@@ -12,7 +12,7 @@ import heapq
 from bisect import insort
 from collections.abc import Sequence
 
-from tempo_megatron.roam.problem import Problem
+from tempo_megatron.roam.graph import Problem
 
 
 class State:

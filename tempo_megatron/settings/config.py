@@ -29,7 +29,7 @@ from tempo_megatron.words.memory_size import parse_memory
 class TempoConfig:
     """What each operation keeps for backward. `TempoConfig()` is `"auto"` throughout.
 
-    `"auto"` is in place where the model has that, else recompute, else stock; `tempo_megatron.slots.choices.choose`
+    `"auto"` is in place where the model has that, else recompute, else stock; `tempo_megatron.slots.choose.choose`
     says which and why. `"off"` is stock Megatron. Any other value is taken as written: a model that cannot have
     it is refused.
 

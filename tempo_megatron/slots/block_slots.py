@@ -11,13 +11,16 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
-from tempo_megatron.slots.attention import TempoDotProductAttention, TempoRecomputeDotProductAttention
-from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
-from tempo_megatron.slots.choices import Choices
+from tempo_megatron.slots.attention import (
+    TempoDotProductAttention,
+    TempoRecomputeDotProductAttention,
+    TempoSelfAttention,
+)
+from tempo_megatron.slots.choose import Choices
+from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Stack
 from tempo_megatron.slots.mlp import LinearRecomputeMLP, TempoLinearRecomputeMLP, TempoMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TempoRMSNorm
-from tempo_megatron.slots.self_attention import TempoSelfAttention
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 from tempo_megatron.slots.te_modules import SplitNorm
 

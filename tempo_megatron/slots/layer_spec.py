@@ -34,11 +34,12 @@ from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import (
     TempoDotProductAttention,
     TempoRecomputeDotProductAttention,
+    TempoSelfAttention,
     TempoSoftmaxDotProductAttention,
 )
-from tempo_megatron.slots.bias_dropout_add import tempo_bias_dropout_add
 from tempo_megatron.slots.block_slots import ATTENTIONS, TempoBlockSubmodules, list_slots
-from tempo_megatron.slots.choices import choose
+from tempo_megatron.slots.choose import choose
+from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
 from tempo_megatron.slots.mlp import LinearRecomputeMLP, TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP
@@ -50,7 +51,6 @@ from tempo_megatron.slots.norm import (
     TorchLayerNorm,
     TorchRMSNorm,
 )
-from tempo_megatron.slots.self_attention import TempoSelfAttention
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there
 
 _EXPECTED_SPEC = (
@@ -133,7 +133,7 @@ def tempoize(
     Args:
         spec: a layer spec, which is repeated for every layer of this pipeline rank, or a block's submodules.
         transformer_config: Megatron's.
-        tempo_config: which operations; "auto" becomes what `tempo_megatron.slots.choices.choose` says, or where the
+        tempo_config: which operations; "auto" becomes what `tempo_megatron.slots.choose.choose` says, or where the
             layers' modules leave less, that. Its `layers` are numbered over the whole model, as checkpoint keys are.
         vp_stage: this block's virtual pipeline stage, as GPTModel's argument of that name.
         stack: whose dropout masks the layers draw, where a model has two stacks of the same layer numbers. By default

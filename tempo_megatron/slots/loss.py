@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.slots.choose import find_refusal
 from tempo_megatron.slots.late_check import LateCheck
-from tempo_megatron.slots.refusals import find_refusal
 
 _IGNORED = -100
 # Of the largest gradient: what float32 leaves of proportions.

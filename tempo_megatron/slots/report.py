@@ -17,8 +17,8 @@ from tempo_megatron.settings.layer_values import write_layers
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.block_slots import BUILT_NAMES, Slot, TempoBlockSubmodules, list_layer_slots, list_slots
-from tempo_megatron.slots.choices import Choices
-from tempo_megatron.slots.embedding import TempoEmbeddingDropout
+from tempo_megatron.slots.choose import Choices
+from tempo_megatron.slots.dropout import TempoEmbeddingDropout
 from tempo_megatron.slots.loss import choose_loss, find_loss_head
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 

@@ -34,7 +34,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.slots.choices import Choices, choose, leave_to_stock, take_preferred
+from tempo_megatron.slots.choose import Choices, choose, leave_to_stock, take_preferred
 from tempo_megatron.slots.linear import DropsInput
 from tempo_megatron.slots.slot_content import find_class, find_submodules, list_fields
 from tempo_megatron.slots.te_modules import (

@@ -14,7 +14,7 @@ import torch
 from tempo_megatron.cluster.installation import describe_implementation
 from tempo_megatron.memory.live.aside import RunPlan
 from tempo_megatron.settings.operations import OPERATIONS
-from tempo_megatron.slots.choices import Choices
+from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.report import TempoReport
 from tempo_megatron.training.run.deepspeed_config import offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run.deepspeed_names import find_unknown_keys

@@ -1,4 +1,7 @@
-"""What the ranks of a run have to have in common: settings, code, packages, data and environment."""
+"""Collects what the ranks of a run have to have in common: settings, code, packages, data and environment.
+
+Data are known by their content, wherever they lie: a resumed run compares their checksum with the first run's.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tempo_megatron.cluster.host import hash_sources
-from tempo_megatron.training.data_identity import compute_checksum
 
 if TYPE_CHECKING:
     from tempo_megatron.training.run.run_config import RunConfig
     from tempo_megatron.training.tasks.task import Vocabulary
+
+
+import hashlib
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from tempo_megatron.training.run.run_config import RunConfig
+
 
 # Names of files may differ from node to node; what is in those that are read is compared by itself.
 _FILES = ("deepspeed_config", "data_path", "blend", "vocab_file", "merge_file", "data_cache_path")
@@ -87,3 +100,37 @@ def _take_environment() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(_VARIABLES) and not name.endswith(_LOCAL)
     }
+
+
+_BLOCK = 1 << 16
+_BLOCKS = 64
+
+
+def identify_data(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
+    """`data`: share and checksum of each data set in order; `tokenizer`: checksum. Rank 0 reads, all ranks call it."""
+    identity: list[Any] = [None]
+    if dist.get_rank() == 0:
+        prefixes, weights = run.blend
+        weights = weights or (1.0,)
+        shares = [weight / sum(weights) for weight in weights]
+        identity = [[[share, compute_checksum(prefix)] for share, prefix in zip(shares, prefixes, strict=True)]]
+    dist.broadcast_object_list(identity, src=0)
+    files = sorted(f"{name} {value}" for name, value in tokenizer.unique_identifiers.items())
+    return {"data": identity[0], "tokenizer": hashlib.sha256("\n".join(files).encode()).hexdigest()}
+
+
+@cache
+def compute_checksum(prefix: str) -> str:
+    """sha256 of all of PREFIX.idx and of 64 evenly spaced blocks of PREFIX.bin, which may be too large to read."""
+    digest = hashlib.sha256()
+    with open(prefix + ".idx", "rb") as index:
+        while part := index.read(1 << 22):
+            digest.update(part)
+    size = os.path.getsize(prefix + ".bin")
+    digest.update(str(size).encode())
+    with open(prefix + ".bin", "rb") as tokens:
+        last = max(0, size - _BLOCK)
+        for start in sorted({last * number // (_BLOCKS - 1) for number in range(_BLOCKS)}):
+            tokens.seek(start)
+            digest.update(tokens.read(_BLOCK))
+    return digest.hexdigest()

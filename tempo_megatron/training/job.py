@@ -19,8 +19,7 @@ from tempo_megatron.slots.report import report_on
 from tempo_megatron.training import checkpoint, engine, metrics, model
 from tempo_megatron.training.banner import find_versions, write_banner
 from tempo_megatron.training.checkpoint_files.folder import LATEST
-from tempo_megatron.training.data_identity import identify_data
-from tempo_megatron.training.facts import collect_facts, list_settings
+from tempo_megatron.training.facts import collect_facts, identify_data, list_settings
 from tempo_megatron.training.loop import Trainer
 from tempo_megatron.training.planning import plan_memory
 from tempo_megatron.training.plots import plot_losses

@@ -10,13 +10,12 @@ from typing import Any
 
 from tempo_megatron import cpu
 from tempo_megatron.memory.commands.requested_shape import read_requested_shape
+from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.attribution import Row
-from tempo_megatron.memory.kept.layer_kinds import measure_model
-from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config
+from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure_model
 from tempo_megatron.memory.kept.ledger_plot import Bar, make_panels, plot_panels
 from tempo_megatron.memory.kept.timeline import format_timeline
 from tempo_megatron.memory.kept.timeline_plot import plot_timeline
-from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.simulated.step import simulate_step
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.models.shape import ModelShape, check_layout, pad_vocab_size

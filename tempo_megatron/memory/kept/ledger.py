@@ -21,15 +21,16 @@ from tempo_megatron import cpu
 from tempo_megatron.memory.fake_tensors import use_fake_tensors
 from tempo_megatron.memory.kept.attribution import Row, attribute_all, sum_rows
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
-from tempo_megatron.models.build import build_model, build_transformer_config, choose_for_model
+from tempo_megatron.models.build import build_model, build_transformer_config, choose_for_model, make_specs
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, write_layers
 from tempo_megatron.settings.operations import STACKS
 from tempo_megatron.slots import dropout_rng
-from tempo_megatron.slots.choices import Choices
+from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.mlp import describe_activation
-from tempo_megatron.slots.report import TempoReport
+from tempo_megatron.slots.report import TempoReport, report_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +122,9 @@ def measure(
 
     Args:
         transformer_config: Megatron's; its `num_layers` is taken as 1 for the run. Model parallelism must be
-            initialised (see `tempo_megatron.memory.layout.simulate_layout`) with its sizes.
+            initialised (see `tempo_megatron.memory.fake_tensors.simulate_layout`) with its sizes.
         tempo_config: `TempoConfig.off()` for stock; "auto" becomes what the configuration allows. Of its `layers` the
-            one layer is "0"; for others see `tempo_megatron.memory.kept.layer_kinds.measure_model`.
+            one layer is "0"; for others see `tempo_megatron.memory.kept.ledger.measure_model`.
         vocab_size: padded size of the vocabulary, divisible by the tensor parallel size.
         seq_length, micro_batch_size: s and b; in T5 the decoder is as long, or shorter where its shape says so.
         num_layers: layers of the whole model, for the totals (default: transformer_config.num_layers).
@@ -220,3 +221,58 @@ def convert_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
                 converted = torch.nn.Parameter(parameter.detach().to(dtype))
                 converted.__dict__.update(parameter.__dict__)
                 module._parameters[name] = converted
+
+
+def measure_model(
+    transformer_config: TransformerConfig,
+    tempo_config: TempoConfig,
+    *,
+    vocab_size: int,
+    micro_batch_size: int = 1,
+    shape: ModelShape | None = None,
+    seq_length: int | None = None,
+    num_layers: int | None = None,
+) -> Ledger:
+    """As `measure`, for a `tempo_config` that may have `layers`.
+
+    Args:
+        transformer_config, tempo_config, vocab_size, micro_batch_size: as `measure`'s.
+        shape: the model, which is then measured at its own length (default: a GPT's as GPT-2).
+        seq_length: the length of a model without a shape.
+        num_layers: layers of the whole model (default: transformer_config.num_layers).
+
+    Returns:
+        The ledger of the first kind of layer, whose `layer_kinds` are all of them and whose `model_bytes` counts each.
+
+    Raises ValueError as `tempoize`.
+    """
+    num_layers = num_layers or transformer_config.num_layers
+    whole = dataclasses.replace(transformer_config, num_layers=num_layers)
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "micro_batch_size": micro_batch_size, "num_layers": num_layers}
+
+    length = shape.seq_length if seq_length is None and shape is not None else seq_length
+    assert length is not None
+    sizes["seq_length"] = length
+    one = shape or make_gpt_shape(whole, length)
+    choices = choose_for_model(one, whole, tempo_config)
+    specs = make_specs(one, whole, tempo_config)
+    kinds: dict[tuple[TempoConfig, ...], list[int]] = {}
+    for layer in range(num_layers):
+        kinds.setdefault(tuple(choices.config.for_layer(layer, stack) for stack in specs), []).append(layer)
+    measured = []
+    for kind, layers in kinds.items():
+        # The model around the layer has the values of the fields, whatever those of the layer are.
+        values = {
+            f"{stack} 0": {name: getattr(config, name) for name in LAYER_OPERATIONS}
+            for stack, config in zip(specs, kind, strict=True)
+        }
+        config = dataclasses.replace(choices.config, layers=values if choices.config.layers else {})
+        measured.append((layers, measure(transformer_config, config, shape=shape, on_fake_tensors=True, **sizes)))
+    return dataclasses.replace(
+        measured[0][1],
+        choices=choices,
+        report=sum((report_on(spec, choices) for spec in specs.values()), TempoReport()),
+        layer_kinds=tuple(
+            LayerKind(write_layers(layers), len(layers), ledger.layer_bytes) for layers, ledger in measured
+        ),
+    )

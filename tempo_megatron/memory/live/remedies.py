@@ -13,9 +13,8 @@ from typing import Any
 
 from tempo_megatron import cpu
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, RankLayout, estimate_ranks
-from tempo_megatron.memory.kept.layer_kinds import measure_model
-from tempo_megatron.memory.kept.ledger import build_ledger_config
-from tempo_megatron.memory.layout import simulate_layout
+from tempo_megatron.memory.fake_tensors import simulate_layout
+from tempo_megatron.memory.kept.ledger import build_ledger_config, measure_model
 from tempo_megatron.memory.live.out_of_memory import Order
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.memory_size import format_bytes

@@ -217,7 +217,7 @@ def list_layer_rows(
 
     Args:
         shape: the layer.
-        tempo_config: without "auto", which `tempo_megatron.slots.choices.choose` replaces; `TempoConfig.off()` is
+        tempo_config: without "auto", which `tempo_megatron.slots.choose.choose` replaces; `TempoConfig.off()` is
             stock.
         stock: whose modules stock ones are, "local" or "transformer_engine".
         stock_attention: Transformer Engine's, "fused" (cuDNN), "flash" (FlashAttention 2) or "unfused".
@@ -228,7 +228,7 @@ def list_layer_rows(
         raise ValueError(f"stock is {stock!r}, {stock_attention!r}; expected {STOCK_STACKS}, {STOCK_ATTENTIONS}")
     for name in ("activation", "norm", "dropout", "attention"):
         if getattr(tempo_config, name) == "auto":
-            raise ValueError(f'tempo.{name} is "auto"; expected what tempo_megatron.slots.choices.choose makes of it')
+            raise ValueError(f'tempo.{name} is "auto"; expected what tempo_megatron.slots.choose.choose makes of it')
     if "full" in shape.recompute:
         return (KeptRow("checkpoint (layer input)", shape.hidden_bytes),)
     formula = _Formula(shape, tempo_config, stock == "transformer_engine", stock_attention)

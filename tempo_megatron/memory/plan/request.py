@@ -16,7 +16,7 @@ from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import ModelShape, pad_vocab_size
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import CHOICES
-from tempo_megatron.slots.refusals import find_refusal, refuse_written
+from tempo_megatron.slots.choose import find_refusal, refuse_written
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

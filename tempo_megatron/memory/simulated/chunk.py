@@ -29,9 +29,8 @@ from torch import Tensor
 
 from tempo_megatron import cpu
 from tempo_megatron.memory.estimate.allocation_trace import Allocations, TracedBytes
-from tempo_megatron.memory.fake_tensors import use_fake_tensors
+from tempo_megatron.memory.fake_tensors import simulate_layout, use_fake_tensors
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
-from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.simulated.device import (
     LastingBuffer,
     make_gelu_tables,

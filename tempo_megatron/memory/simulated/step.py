@@ -6,11 +6,10 @@ import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from tempo_megatron import cpu
-from tempo_megatron.memory.fake_tensors import use_fake_tensors
+from tempo_megatron.memory.fake_tensors import simulate_layout, use_fake_tensors
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.kept.standing_bytes import WEIGHTS, find_storages
 from tempo_megatron.memory.kept.timeline import StepTimeline, Timeline
-from tempo_megatron.memory.layout import simulate_layout
 from tempo_megatron.memory.simulated.device import make_gelu_tables, on_device
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs

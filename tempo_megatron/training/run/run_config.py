@@ -17,8 +17,7 @@ from tempo_megatron.models.arguments import read_given_model
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.settings.arguments import describe_tempo_arguments, read_tempo_of_run
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.training.run.argument_types import Blend, parse_blend, parse_split
-from tempo_megatron.training.run.arguments import DEFAULTS
+from tempo_megatron.training.run.arguments import DEFAULTS, Blend, parse_blend, parse_split
 from tempo_megatron.training.run.deepspeed_config import (
     complete_deepspeed_config,
     freeze_deepspeed_config,
