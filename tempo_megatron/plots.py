@@ -1,4 +1,4 @@
-"""What all figures share: matplotlib without a display, colours, one look, and a file that is written whole or not."""
+"""Gives all figures one look, and writes each file whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks run for `tempo-megatron doctor --collectives`: all-reduces, and messages from host to host, timed.
+"""Times all-reduces, and messages from host to host, for `tempo-megatron doctor --collectives`.
 
 Starts under any launcher: deepspeed --hostfile H --module tempo_megatron.cluster.collectives
 """

@@ -1,4 +1,4 @@
-"""A command line of the `deepspeed` launcher, read without deepspeed: which hosts it means, and what runs there."""
+"""Reads a command line of the `deepspeed` launcher without deepspeed: its hosts, and what runs there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a survey of the hosts means: what stops the job, what may disturb it, and what to do, in words."""
+"""Says what a survey of the hosts means: what stops the job, what may disturb it, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host says of itself, and its end of the questions that another host asks it.
+"""Describes this host, and answers the questions that another host asks it.
 
 The text of this file is given to the Python of other hosts by ssh (remote_host.py), where this package may be missing
 or of another version: it needs the standard library only, and imports nothing of this package.

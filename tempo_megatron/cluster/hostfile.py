@@ -1,4 +1,4 @@
-"""DeepSpeed's hostfile, read strictly: what DeepSpeed takes for something else than was meant is refused."""
+"""Reads DeepSpeed's hostfile strictly, and refuses what DeepSpeed would take for something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed here, and what a run would use."""
+"""Says what is installed here, and what a run would use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a started job on this host, found by the word that its launcher put into their environment.
+"""Finds and ends the processes of a started job on this host, by the word in their environment.
 
 Like host.py this file's text runs on other hosts by ssh: the standard library only, nothing of this package.
 """

@@ -1,4 +1,4 @@
-"""Which rank this process is, whoever started it: deepspeed, torchrun, mpirun, srun, or nobody (one process)."""
+"""Finds which rank this process is, whoever started it: deepspeed, torchrun, mpirun, srun, or nobody."""
 
 from __future__ import annotations
 

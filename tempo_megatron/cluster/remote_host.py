@@ -1,4 +1,4 @@
-"""Questions to other hosts over ssh, each within a deadline: host.py runs there and answers."""
+"""Asks other hosts questions over ssh, each within a deadline: host.py runs there and answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One look at all hosts of a job at once, over ssh: what each says of itself, and who reaches rank 0's port."""
+"""Looks at all hosts of a job at once, over ssh: what each says of itself, and who reaches rank 0's port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which documents a data set is made of, in which order, and the pieces of about equal size that they are read in.
+"""Lists the documents of a data set, their order, and the pieces of about equal size that they are read in.
 
 Everything here depends on the files alone, never on the number of workers. A text file is one document, a line of a
 JSON-lines file is one.

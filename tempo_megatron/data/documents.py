@@ -1,4 +1,4 @@
-"""The documents of a piece, and their tokens: what a worker process does."""
+"""Reads the documents of a piece and tokenizes them: what a worker process does."""
 
 from __future__ import annotations
 

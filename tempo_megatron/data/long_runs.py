@@ -1,4 +1,4 @@
-"""Texts without long unbroken runs: what byte-level BPE is trained on and what it encodes.
+"""Breaks long unbroken runs of text, for training and encoding byte-level BPE.
 
 GPT-2's tokenizer first divides a text into pretokens: letters, digits, other signs, white space. Learning pairs takes
 time that grows with the square of a pretoken's length (0.25 MB of spaces: 90 s), so a run of more than LONGEST_RUN

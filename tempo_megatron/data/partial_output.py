@@ -1,4 +1,4 @@
-"""Output that is either whole or not there, whenever the process that writes it is killed."""
+"""Writes output that is either whole or not there, whenever the process is killed."""
 
 from __future__ import annotations
 

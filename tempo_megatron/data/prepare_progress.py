@@ -1,4 +1,4 @@
-"""How far data preparation is: a bar on a terminal, elsewhere (a log file) a line every few seconds."""
+"""Shows how far data preparation is: a bar on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one layer of a run keeps for backward, stock and Tempo, measured by the ledger beside the run.
+"""Measures beside a run what one of its layers keeps for backward, stock and Tempo.
 
 The ledger needs model parallelism of its own and draws random numbers, so that it runs in a process of its own, on the
 CPU, while the run's model is built.

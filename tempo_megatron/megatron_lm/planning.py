@@ -1,4 +1,4 @@
-"""The memory budget of a Megatron-LM run: what its layers keep is planned when its first model is built.
+"""Plans the memory budget of a Megatron-LM run when its first model is built.
 
 The run's TransformerConfig stands by then, and Megatron's recomputation with it: that stays as written, and the values
 of Tempo's operations are planned.

@@ -1,4 +1,4 @@
-"""What a run under `--use-tempo` says about itself: which slots were replaced, which were left, and what is kept."""
+"""Writes what a run under `--use-tempo` says about itself: slots replaced, slots left and why, bytes kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of Megatron-LM trains, and how, as the estimate and the planner know it.
+"""Reads from a run of Megatron-LM what it trains and how, for the estimate and the planner.
 
 It is read from the model that the run builds, not from its command line: that leaves most sizes out, says nothing of
 the model's class, and has several names for one activation.

@@ -1,4 +1,4 @@
-"""Which samples a micro batch holds, told to Tempo's dropout by what Megatron-LM knows.
+"""Tells Tempo's dropout which samples a micro batch holds, from what Megatron-LM knows.
 
 Megatron's schedules say before each forward which micro batch of the step it is, for each model chunk of its own under
 interleaving; its arguments say how many samples the run has consumed, also after it was resumed. Evaluation counts for

@@ -1,4 +1,4 @@
-"""What of Megatron-LM is taken hold of, by version: the one place that a new version changes.
+"""Lists by version what Tempo takes hold of in Megatron-LM: the one place that a new version changes.
 
 Every place is a name `module:attribute` that Megatron looks up when it uses it, so that replacing the attribute is all
 that it takes and no file changes. An unknown version warns and is tried; a place that is not there is an error that

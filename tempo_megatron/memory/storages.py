@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive at most, counted storage by storage while operations run."""
+"""Counts the bytes of tensors alive at most while operations run, storage by storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step as a graph: the operations that eager mode calls, in their order, traced without memory or values.
+"""Captures a training step as a graph: the operations of eager mode in their order, without memory or values.
 
 Forward and backward are traced through autograd as they run, not made functional: what works in place does so in the
 graph, and a view shares the storage of what it is a view of. What two operations may not change places for follows

@@ -1,4 +1,4 @@
-"""An order of the same peak that is near it at fewer steps: the same memory, and easier to lay out in one arena."""
+"""Finds an order of the same peak that is near it at fewer steps, and so easier to lay out in one arena."""
 
 from __future__ import annotations
 

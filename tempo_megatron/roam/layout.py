@@ -1,4 +1,4 @@
-"""Addresses of storages in an arena of least height: rectangles of bytes by time, of which no two overlap."""
+"""Finds addresses of storages in an arena of least height: rectangles of bytes by time, no two overlapping."""
 
 from __future__ import annotations
 

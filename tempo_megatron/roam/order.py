@@ -1,4 +1,4 @@
-"""The order of a step's operations in which least memory is alive at the peak, with a lower bound beside it."""
+"""Finds the order of a step's operations with the least memory at its peak, and a lower bound beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graph to order, read from a traced step: which node makes, reads and writes which storage."""
+"""Reads the graph to order from a traced step: which node makes, reads and writes which storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves that raise no peak: operations that only free run early, those that only allocate run late.
+"""Moves operations without raising a peak: those that only free run early, those that only allocate run late.
 
 Why they raise none: what is alive, M, is submodular over states, M(S & T) + M(S | T) <= M(S) + M(T). Let X be a state
 behind S of which M(X) <= M(S), reached at once by an operation that fits below the limit. Any order that goes on from

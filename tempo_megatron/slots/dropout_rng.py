@@ -1,4 +1,4 @@
-"""Where a dropout mask is applied, said in numbers that do not depend on how the model is laid out over devices.
+"""Gives each dropout mask its key: seed, sample, layer and place, whatever the layout over devices.
 
 A mask is a pure function of (seed, global sample, stack, layer, site, global head, global row, global column).
 The trainer says once per micro batch which samples it holds; that nonce lives in a named state of Megatron's

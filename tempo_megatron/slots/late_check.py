@@ -1,4 +1,4 @@
-"""Errors that a GPU finds and the host raises later, once the flag has arrived there: nothing waits for the device."""
+"""Raises on the host, later, what a GPU has found wrong, without waiting for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tempo's modules in Megatron's layer specs.
+"""Puts Tempo's modules into Megatron's layer specs.
 
 A spec is never changed: every function returns a new one and leaves alone what it does not know (mixtures of experts,
 latent attention, multi-token prediction, modules of a user's own); `tempo_megatron.slots.report.report_on` says what.

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of a GPTModel's tokens, as RL trainers ask for them, without logits of all tokens.
+"""Computes log-probabilities and entropies of a GPTModel's tokens, for RL trainers, without logits of all tokens.
 
 They come out of the fused loss head: the output layer is told the labels, and that it is not to give losses.
 """

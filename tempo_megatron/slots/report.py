@@ -1,4 +1,4 @@
-"""What Tempo replaced in a spec or a model, what it left, and why: what banners and `--tempo-report` say."""
+"""Reports what Tempo replaced in a spec or a model, what it left, and why."""
 
 from __future__ import annotations
 

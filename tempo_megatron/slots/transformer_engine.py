@@ -1,4 +1,4 @@
-"""What Tempo does with a spec of Transformer Engine (TE), Megatron's default on GPUs.
+"""Decides what Tempo replaces in a spec of Transformer Engine (TE), Megatron's default on GPUs.
 
 The decision: TE's linears stay, and Tempo takes what lies between them.
 

@@ -1,4 +1,4 @@
-"""What a run says about itself when it starts."""
+"""Writes what a run says about itself when it starts."""
 
 from __future__ import annotations
 

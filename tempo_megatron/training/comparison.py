@@ -1,4 +1,4 @@
-"""Two runs side by side, stock and Tempo: one table and one figure with both loss curves."""
+"""Compares two runs, stock and Tempo: one table and one figure with both loss curves."""
 
 from __future__ import annotations
 

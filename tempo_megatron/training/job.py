@@ -1,4 +1,4 @@
-"""One training run, put together from its parts."""
+"""Puts one training run together from its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of a run: its TransformerConfig, and what its activation is called."""
+"""Builds the TransformerConfig of a run, and names its activation."""
 
 from __future__ import annotations
 

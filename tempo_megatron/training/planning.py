@@ -1,4 +1,4 @@
-"""The memory budget of a run: what its layers keep is planned before its model is built."""
+"""Plans the memory budget of a run before its model is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss curves of one or several runs, drawn from their metrics files."""
+"""Draws the loss curves of one or several runs from their metrics files."""
 
 from __future__ import annotations
 

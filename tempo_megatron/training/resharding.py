@@ -1,4 +1,4 @@
-"""Go on from a checkpoint of another layout: another tensor or data parallel size, another ZeRO stage.
+"""Loads a checkpoint of another layout: another tensor or data parallel size, another ZeRO stage.
 
 Every rank reads from the checkpoint's files the elements of the weights and moments that it holds now, one parameter
 after the other. The files are only read, so that nothing has to be converted first and a kill leaves them as they were.

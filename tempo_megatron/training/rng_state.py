@@ -1,4 +1,4 @@
-"""Every random state of a process, in types that torch.load reads without running code."""
+"""Collects every random state of a process, in types that torch.load reads without running code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of `tempo-megatron ledger`, `estimate`, `plan`, `order` and `flops`.
+"""Declares the arguments of `tempo-megatron ledger`, `estimate`, `plan`, `order` and `flops`.
 
 They stand apart from the commands, which import torch and Megatron: help and a slip of the pen take no seconds.
 """

@@ -1,4 +1,4 @@
-"""The `tempo-megatron bench` command: a file of configs/gpu with measured rates.
+"""The `tempo-megatron bench` command: measures this GPU's rates and writes them as a file of configs/gpu.
 
 The rates are what the planner reckons with: of dense products at the sizes of a transformer layer's linears, and of
 elementwise work that reads one tensor and writes another. Each is the median of rounds, after a warm-up; the calls take

@@ -1,4 +1,4 @@
-"""The model that the commands ledger, estimate, plan and flops are asked about, and its stock modules."""
+"""Reads the model that the commands ledger, estimate, plan and flops are asked about, and its stock modules."""
 
 from __future__ import annotations
 

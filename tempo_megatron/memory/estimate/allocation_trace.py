@@ -1,4 +1,4 @@
-"""The allocations and frees of one micro batch in their order, and what torch's caching allocator makes of them."""
+"""Traces the allocations and frees of one micro batch, and gives them to the rules of the caching allocator."""
 
 from __future__ import annotations
 

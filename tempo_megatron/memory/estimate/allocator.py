@@ -1,4 +1,4 @@
-"""What torch's CUDA caching allocator takes from a device for a sequence of allocations, by its rules.
+"""Says what torch's CUDA caching allocator takes from a device for a sequence of allocations, by its rules.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings, on one stream. Sizes are rounded
 up to 512 bytes. Blocks of up to 1 MiB lie in segments of 2 MiB; larger ones in segments of 20 MiB or, from 10 MiB on,

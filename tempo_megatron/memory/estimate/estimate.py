@@ -1,4 +1,4 @@
-"""The memory of a training run on every kind of rank, without hardware, for any number of devices.
+"""Estimates the memory of a training run on every kind of rank, for any number of devices, without hardware.
 
 A step is followed phase by phase: embedding, every layer, loss head, forward and backward, in the order of the
 pipeline's schedule, and then the optimizer's step. The estimate is the highest moment of all. What a phase adds comes

@@ -1,4 +1,4 @@
-"""Stacked bars of an estimate: a bar per kind of rank, stock beside Tempo."""
+"""Draws stacked bars of an estimate: a bar per kind of rank, stock beside Tempo."""
 
 from __future__ import annotations
 

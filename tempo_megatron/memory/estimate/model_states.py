@@ -1,4 +1,4 @@
-"""What a rank holds from step to step: weights, gradients and optimizer states, by who keeps them and how.
+"""Counts what a rank holds from step to step: weights, gradients and optimizer states.
 
 P is the parameters of a rank, e the bytes of one, d the ranks that share optimizer states (data parallel size):
 

@@ -1,4 +1,4 @@
-"""The order in which a pipeline stage runs its micro batches: 1F1B, and interleaved over several chunks."""
+"""Lists the order in which a pipeline stage runs its micro batches: 1F1B, plain and interleaved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the storages that autograd holds to the rows of the ledger: which operation of which layer keeps how much."""
+"""Turns the storages that autograd holds into rows of the ledger: which operation keeps how much."""
 
 from __future__ import annotations
 

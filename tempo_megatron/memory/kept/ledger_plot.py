@@ -1,4 +1,4 @@
-"""Stacked bars of what operations keep, stock beside Tempo or a run beside stock, in MiB and in sbh."""
+"""Draws stacked bars of what operations keep, stock beside Tempo or a run beside stock, in MiB and in sbh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which storages autograd holds after a forward, and which operation of the model asked for each."""
+"""Records which storages autograd holds after a forward, and which operation of the model asked for each."""
 
 from __future__ import annotations
 

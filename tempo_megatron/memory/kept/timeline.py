@@ -1,4 +1,4 @@
-"""The memory of one training step, event by event: what is alive, made by which operation, and what stands at the peak.
+"""Follows the memory of one training step: what is alive at each event, and what made it.
 
 An event is an operation of torch's dispatcher that makes memory. A storage belongs to the operation of the model that
 ran when it was made: in forward the innermost module, in backward the module whose forward made autograd's node. It

@@ -1,4 +1,4 @@
-"""The plot of a step's memory over its events."""
+"""Draws a step's memory over its events."""
 
 from __future__ import annotations
 

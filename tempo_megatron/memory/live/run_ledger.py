@@ -1,4 +1,4 @@
-"""The ledger of a run: what the first micro batch of a user's own training keeps, measured on this rank as it trains.
+"""Measures on this rank, as it trains, what the first micro batch of a user's run keeps.
 
 Nothing is put into the run's way. While the models run forward it is noted which module runs; what autograd holds is
 then read from the graph of their outputs. Losses are bit for bit what they are without.

@@ -1,4 +1,4 @@
-"""`--tempo-ledger` in a run: the first step's ledger and the second step's timeline, printed and written."""
+"""Prints and writes what `--tempo-ledger` asks for: the first step's ledger and the second step's timeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a choice for a layer costs: the FLOPs it computes a second time, and the bytes that it moves beyond stock.
+"""Computes what a choice for a layer costs: FLOPs computed a second time, and bytes moved beyond stock.
 
 FLOPs are those of matrix products, two for each multiplication and sum; where attention is causal and fused, half of
 its square. Of Tempo's operations linears and attention that run again have some, as Megatron's recomputation has; the

@@ -1,4 +1,4 @@
-"""What a rank holds whatever its layers keep, and the whole peak of a plan, from the estimate of a step.
+"""Takes from the estimate of a step what a rank holds whatever its layers keep, and the whole peak of a plan.
 
 A plan is sought with the bytes that a formula gives for each layer, thousands of times a second. The estimate, which
 follows the step of the real modules and takes a second or more, gives what stands around the layers, once, and then

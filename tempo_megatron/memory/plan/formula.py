@@ -1,4 +1,4 @@
-"""What a transformer layer keeps for backward, in bytes, as a formula: stock and Tempo, operation by operation.
+"""Computes by a formula the bytes that a transformer layer keeps for backward, stock and Tempo, row by row.
 
 The reasoning is that of "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198, section 4):
 walk through the layer, and count each tensor that some operation needs in its backward once, however many share it.

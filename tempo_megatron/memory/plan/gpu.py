@@ -1,4 +1,4 @@
-"""How fast a GPU multiplies matrices and moves bytes: the files of configs/gpu."""
+"""Reads how fast a GPU multiplies matrices and moves bytes: the files of configs/gpu."""
 
 from __future__ import annotations
 

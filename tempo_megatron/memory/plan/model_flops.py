@@ -1,4 +1,4 @@
-"""The FLOPs of a training step, and what share of the GPUs' peak they are: MFU and HFU.
+"""Counts the FLOPs of a training step, and its share of the GPUs' peak: MFU and HFU.
 
 Counted are matrix products, two operations for each multiplication and sum, all s*s scores of attention, those too that
 a causal mask hides. Backward has twice forward's. For a GPT this is arXiv 2205.05198, appendix A, with B samples of s

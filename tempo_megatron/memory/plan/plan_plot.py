@@ -1,4 +1,4 @@
-"""The plot of the plan command: memory against time."""
+"""Draws the figure of the plan command: memory against time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner: for each layer of a model the choice with which every pipeline stage fits and a step is shortest.
+"""Plans for each layer what it keeps, so that every pipeline stage fits and a step is shortest.
 
 A layer may have any values of the operations that its model can have. Megatron's recomputation is the whole model's:
 none; `core_attn`, `mlp` or both in every layer; or the first N layers of every stage as a whole (`--recompute-method

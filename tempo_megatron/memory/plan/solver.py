@@ -1,4 +1,4 @@
-"""The exact choice: how many layers of each kind a pipeline stage has, so that it fits and costs least.
+"""Chooses exactly how many layers of each kind a pipeline stage has, so that it fits and costs least.
 
 All layers of a stage are alike, so that a choice for each is a number of layers for each kind. `Front` holds, for every
 number of layers, all sums of kept bytes and cost that no other sum beats in both; it grows by one layer at a time, and

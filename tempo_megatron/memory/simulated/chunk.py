@@ -1,4 +1,4 @@
-"""A chunk's forward and backward on fake tensors: the real modules at their real size, without memory or arithmetic.
+"""Runs a pipeline chunk forward and backward on fake tensors: the real modules at their real size.
 
 The modules are those of `tempo_megatron.models.build`, as rank 0 of a tensor-parallel group whose collectives do
 nothing. Of many layers alike a few run and stand for the others. Three stacks of stock modules are known:

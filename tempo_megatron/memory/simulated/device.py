@@ -1,4 +1,4 @@
-"""What an operation of torch and of Tempo makes on a device that is not here, for a simulation on fake tensors.
+"""Makes fake tensors allocate as torch's and Tempo's operations would on a device that is not here.
 
 On a CPU Tempo's operations run block by block, and what they make inside themselves counts. A loop over blocks is cut
 short: its first round, the second, which those after it are like, and its last. On a GPU Tempo's operations are kernels

@@ -1,4 +1,4 @@
-"""What one micro batch does to the memory of one pipeline chunk, phase after phase of its forward and backward."""
+"""Follows what one micro batch does to the memory of one pipeline chunk, phase by phase."""
 
 from __future__ import annotations
 

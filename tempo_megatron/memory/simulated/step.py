@@ -1,4 +1,4 @@
-"""The timeline of a whole model's forward and backward on fake tensors: any size, without its memory."""
+"""Follows the forward and backward of a whole model on fake tensors: its memory over time, at any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: read without running what is in them, written without leaving another rank waiting."""
+"""Reads checkpoint files without running what is in them, and writes them without leaving a rank waiting."""
 
 from __future__ import annotations
 

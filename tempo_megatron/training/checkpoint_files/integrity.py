@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was saved: sizes and SHA-256 of its files in its description, which has one of its own.
+"""Checks that a checkpoint is what was saved, by sizes and SHA-256 in its description, which has one of its own.
 
 Sizes are compared before anything starts, by every process; contents once the ranks have met, who divide the files.
 """

@@ -1,4 +1,4 @@
-"""How tensor parallelism divides each parameter, as the model's own sharded_state_dict says it.
+"""Describes how tensor parallelism divides each parameter, as the model's own sharded_state_dict says it.
 
 Nothing is matched by name: the modules themselves describe how they are split (gated fc1, grouped attention).
 """

@@ -1,4 +1,4 @@
-"""What one rank's optimizer holds: flat tensors of float32 weights, and which elements of which parameter lie where."""
+"""Describes what one rank's optimizer holds: flat tensors, and which elements of which parameter lie where."""
 
 from __future__ import annotations
 

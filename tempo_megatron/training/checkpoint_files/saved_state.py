@@ -1,4 +1,4 @@
-"""The weights and moments in a checkpoint, read by parameter and range, whatever layout wrote it.
+"""Reads weights and moments of a checkpoint by parameter and range, whatever layout wrote it.
 
 Files are memory-mapped, and only the requested elements are read.
 """

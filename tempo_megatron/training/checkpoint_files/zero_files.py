@@ -1,4 +1,4 @@
-"""The files that DeepSpeed writes for one checkpoint, read without DeepSpeed's engine and without running code.
+"""Reads the files that DeepSpeed writes for a checkpoint, without its engine and without running code.
 
 Without ZeRO the model's file of each tensor-parallel rank holds its weights. With ZeRO 1 to 3 its data-parallel ranks
 each hold a part of them, as float32 values; DeepSpeed's own functions put them together.

@@ -1,4 +1,4 @@
-"""Every check of a completed run in one place, before anything slow starts."""
+"""Checks a completed run before anything slow starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a resumed run takes from its checkpoint and what from its command line, decided before anything slow starts.
+"""Decides what a resumed run takes from its checkpoint and what from its command line.
 
 A value that was typed, or that stands in the DeepSpeed JSON, wins; one that was left out comes from the checkpoint,
 which holds every field of the run. The learning rate schedule is the exception, as in Megatron-LM: the run keeps the

@@ -1,4 +1,4 @@
-"""What a model is trained to do. The trainer, its engine and its checkpoints know this protocol and no model behind it.
+"""The protocol of a task: what a model is trained to do, and all that the trainer knows of a model.
 
 A task is chosen by the family of the run's model; `job.find_task` imports it, and with it megatron-core.
 """

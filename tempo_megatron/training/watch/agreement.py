@@ -1,4 +1,4 @@
-"""What the ranks have to know of one another before one of them gives up."""
+"""Lets the ranks agree on errors and values before one of them gives up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lock that a killed build has left ends a run with a sentence, instead of letting it wait for ever.
+"""Ends a run with one sentence where a killed build has left its lock, instead of waiting for ever.
 
 DeepSpeed compiles some of its operations at their first use. torch lets one process build and the others wait until
 the file `lock` is gone, whoever wrote it and whenever. It keeps the file open while it builds, which other processes of

@@ -1,4 +1,4 @@
-"""The log of one rank: what it did when its run failed."""
+"""Writes the log of one rank: what it did when its run failed."""
 
 from __future__ import annotations
 

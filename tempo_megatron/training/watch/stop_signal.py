@@ -1,4 +1,4 @@
-"""SIGTERM or Ctrl-C on any rank lets every rank stop after the same step."""
+"""Lets every rank stop after the same step when any of them receives SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
