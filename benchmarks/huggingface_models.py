@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from transformers_cases import BERT_P, CASES, IDS, Case, S, find_heads, measure  # noqa: E402
 

@@ -12,7 +12,7 @@ of it; where that is below GOAL, what stands in the way. Attention is in cycles 
 multiprocessor for 8192 scores: those that issue instructions and those of the tensor cores.
 
 --triton installs that version with pip into a folder (--folder) and runs this script with it; everything else stays.
-Tests run with it too: PYTHONPATH=FOLDER python -m pytest tests/test_kernels_compiled.py
+Tests run with it too: PYTHONPATH=FOLDER python -m pytest tests/kernels/test_kernels_compiled.py
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="passes whose name has one of these words")
     parser.add_argument("--triton", metavar="VERSION", help="install this version and use it")
     parser.add_argument("--folder", type=Path, help="where --triton installs (default: a temporary one)")
-    parser.add_argument("--limits", action="store_true", help="write tests/kernel_resources.json's limits anew")
+    parser.add_argument("--limits", action="store_true", help="write tests/kernels/kernel_resources.json's limits anew")
     parser.add_argument("--output", type=Path, default=RESULTS / "static_roofline.jsonl", help="JSON-lines file")
     args = parser.parse_args()
     if args.triton and args.triton != find_version("triton"):
@@ -65,13 +65,13 @@ def main() -> int:
 
 
 def write_limits(records: Sequence[Mapping[str, Any]]) -> None:
-    """What tests/test_static_roofline.py holds the installed Triton's code against."""
-    path = ROOT / "tests" / "kernel_resources.json"
+    """What tests/benchmarks/test_static_roofline.py holds the installed Triton's code against."""
+    path = ROOT / "tests" / "kernels" / "kernel_resources.json"
     table = json.loads(path.read_text(encoding="utf-8"))
     kept = ("per_element", "issue_cycles", "programs_per_sm", "serialised")
     found = {one["name"]: {name: one[name] for name in kept if name in one} for one in records}
     for one in records:
-        if one["kind"] == "attention":  # see tests/test_attention_compiled.py
+        if one["kind"] == "attention":  # see tests/kernels/attention/test_attention_compiled.py
             found[one["name"]]["spilled_bytes"] = one["spilled_bytes"]
     limits = table["roofline"].setdefault(str(find_version("triton")), {})
     limits |= found

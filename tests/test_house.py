@@ -87,7 +87,11 @@ def misplaced(where: str, name: str, module: str) -> str | None:
         return "deepspeed belongs in tempo_megatron/training, tempo_megatron/deepspeed_initialize.py and launch"
     if floor < FLOORS["tempo_megatron"] and top == "megatron":
         return "tempo_kernels and tempo_torch work without megatron"
-    if top == "tempo_megatron" and (below := ROOMS_BELOW.get(where.split("/")[1])) is not None:
+    if (
+        floor == FLOORS["tempo_megatron"]
+        and top == "tempo_megatron"
+        and (below := ROOMS_BELOW.get(where.split("/")[1])) is not None
+    ):
         room = module.partition(".")[2].partition(".")[0]
         if room in ROOMS_BELOW.keys() - {where.split("/")[1], *below}:
             return "imports point down"

@@ -28,7 +28,7 @@ RESERVED_S = 150.0
 
 def files(root: Path) -> list[Path]:
     """Every test file with tests for a GPU that gets by with tempo_kernels, by name."""
-    found = sorted((root / "tests").glob("test_*.py"))
+    found = sorted((root / "tests").rglob("test_*.py"))
     return [
         path
         for path in found
@@ -37,7 +37,7 @@ def files(root: Path) -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """The top-level packages that path imports, itself or by the modules beside it."""
+    """The top-level packages that path imports, itself or by what tests share in tests/support."""
     found: set[str] = set()
     pending, seen = [path], {path}
     while pending:
@@ -48,10 +48,12 @@ def imported(path: Path) -> set[str]:
             for name in names:
                 top = name.partition(".")[0]
                 found.add(top)
-                beside = path.with_name(f"{top}.py")
-                if beside.exists() and beside not in seen:
-                    seen.add(beside)
-                    pending.append(beside)
+                shared = next(
+                    (each for parent in path.parents if (each := parent / "support" / f"{top}.py").exists()), None
+                )
+                if shared is not None and shared not in seen:
+                    seen.add(shared)
+                    pending.append(shared)
     return found
 
 

@@ -1,7 +1,7 @@
 """What differs between the versions of megatron-core: one table, which the slots read, and the names they hang on.
 
-`tests/test_megatron_versions.py` compares Tempo with stock in those from FIRST to LAST; another one is tried, with a
-warning. What Tempo builds upon is listed in HOOKS: where a Megatron lacks one, the error names it.
+`tests/slots/test_megatron_versions.py` compares Tempo with stock in those from FIRST to LAST; another one is tried,
+with a warning. What Tempo builds upon is listed in HOOKS: where a Megatron lacks one, the error names it.
 """
 
 from __future__ import annotations

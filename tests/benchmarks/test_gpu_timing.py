@@ -1,0 +1,206 @@
+"""How the GPU suite times, with whom it compares, and which tests it runs first; on a CPU, with stand-ins."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from gpu import implementations, kernel_tests, operations, profiling, timing
+from gpu.operation import Sizes
+
+ROOT = Path(__file__).parents[2]
+OPERATIONS = {operation.name: operation for operation in operations.OPERATIONS}
+TINY = Sizes(s=3, b=2, h=64, ffn=128, gated_ffn=48, p=0.1, dtype=torch.float32)
+
+
+class PresetClock:
+    """Times that were written down before."""
+
+    def __init__(self, ms: dict[str, list[float]]) -> None:
+        self.ms_of, self.order = {name: iter(found) for name, found in ms.items()}, []
+
+    def ms(self, one) -> float:
+        self.order.append(one.name)
+        return next(self.ms_of[one.name])
+
+
+def test_implementations_take_turns_until_each_was_measured_long_enough(monkeypatch):
+    monkeypatch.setattr(timing, "WARM_UP_MS", 3.0)
+    monkeypatch.setattr(timing, "MEASURED_MS", 10.0)
+    passes = [timing.Pass("quick", lambda: None, 2), timing.Pass("slow", lambda: None, 1)]
+    # Two passes that do not count, then 3 ms of warm-up: two passes of 2 calls, or one.
+    clock = PresetClock({"quick": [9, 9, 1, 1, 1, 3, 2], "slow": [50, 50, 40, 7, 5, 6]})
+    found = timing.measure(passes, clock)
+    assert clock.order == ["quick"] * 4 + ["slow"] * 3 + ["quick", "slow"] * 3
+    assert found == {"quick": (2.0, 0.5), "slow": (6.0, pytest.approx(1 / 6))}
+
+
+def test_inputs_rotate_until_the_cache_has_forgotten_them():
+    large = [torch.empty(100, dtype=torch.int8)]
+    assert [timing.num_sets(large, l2) for l2 in (10, 100, 150, 10_000)] == [3, 4, 6, 7]
+
+
+class Event:
+    """Of a GPU that wakes up after as many milliseconds as it was told to sleep; launching takes the host 3."""
+
+    slept_ms = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return Event.slept_ms < 3.0
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return 8.0 if self.query() else 6.0
+
+
+def test_a_pass_that_the_gpu_began_before_it_was_queued_is_measured_again(monkeypatch):
+    def sleep(cycles: int) -> None:
+        Event.slept_ms = cycles / timing.CudaClock.SLEEP_CYCLES_PER_MS
+
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock, runs = timing.CudaClock(), []
+    assert clock.ms(timing.Pass("one", lambda: runs.append(1), 3, lambda: runs.append(0))) == 2.0
+    assert runs == [0, 1] * 3 and clock.lead_ms == 4.0 and not clock.waits
+    monkeypatch.setattr(timing.CudaClock, "MAX_LEAD_MS", 2.0)
+    clock = timing.CudaClock()
+    assert clock.ms(timing.Pass("waiting", lambda: None, 1)) == 8.0 and clock.waits == {"waiting"}
+
+
+class OverwritingRMSNorm(torch.autograd.Function):
+    """Has the interface of Liger's, and its habit of writing the gradient of x over that of y."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset=0.0):
+        assert x.dim() == 2 and eps == 1e-5
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            y = torch.nn.functional.rms_norm(leaves[0], leaves[1].shape, leaves[1], 1e-5)
+        grad_x, grad_weight = torch.autograd.grad(y, leaves, grad_y)
+        return grad_y.copy_(grad_x), grad_weight, None, None, None
+
+
+class OverwritingGate(torch.autograd.Function):
+    """Has the interface of Liger's, and its habit of writing gradients over the inputs, without autograd's notice."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        assert gate.is_contiguous() and up.is_contiguous() and gate.dim() == 2
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        leaves = [t.detach().clone().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            y = torch.nn.functional.silu(leaves[0]) * leaves[1]
+        for t, grad in zip(ctx.saved_tensors, torch.autograd.grad(y, leaves, grad_y), strict=True):
+            t.data.copy_(grad)
+        return ctx.saved_tensors
+
+
+def install(monkeypatch, name: str, **functions) -> None:
+    monkeypatch.setattr(implementations, "liger_version", lambda: "0.0.0")
+    module = types.ModuleType(f"liger_kernel.ops.{name}")
+    vars(module).update(functions)
+    for each in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, each, types.ModuleType(each))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.parametrize(
+    ("name", "functions"),
+    [
+        ("rms_norm", {"LigerRMSNormFunction": OverwritingRMSNorm}),
+        ("swiglu", {"LigerSiLUMulFunction": OverwritingGate}),
+    ],
+    ids=["rms_norm", "swiglu"],
+)
+def test_what_liger_writes_over_is_put_back_before_each_pass(name, functions, monkeypatch):
+    install(monkeypatch, name, **functions)
+    operation = OPERATIONS[name]
+    [liger], left_out = implementations.comparable(operation, TINY, "cpu", [implementations.LIGER])
+    assert liger.overwrites and not left_out
+    sets = [operation.tensors(TINY, "cpu") for _ in range(2)]
+    before = [t.clone() for each in sets for t in each]
+    grads = [[torch.randn_like(operation.plain(0.1)(*each))] for each in sets]
+    eager = implementations.eager(operation, TINY)
+    wanted = [implementations.results(eager, *each)[1:] for each in zip(sets, grads, strict=True)]
+    one = timing.backward_pass(liger, sets, grads)
+    for _ in range(3):
+        one.restore()
+        for found, exact in zip(one.run(), wanted, strict=True):
+            grad_x = torch.cat(found, -1) if liger.splits_x else found[0]
+            torch.testing.assert_close(grad_x.view_as(exact[0]), exact[0])
+    assert all(torch.equal(a, b) for a, b in zip(before, [t for each in sets for t in each], strict=True))
+    assert timing.host_us([liger, eager], sets[0], grads[0], lambda: None).keys() == {"liger", "eager"}
+
+
+def test_without_liger_everyone_else_is_compared(monkeypatch):
+    monkeypatch.setattr(implementations, "liger_version", lambda: None)
+    found, left_out = implementations.comparable(OPERATIONS["rms_norm"], TINY, "cpu", [implementations.LIGER])
+    assert found == [] and left_out == {"liger": "LookupError: liger-kernel is not installed"}
+
+
+def test_a_baseline_that_raises_or_disagrees_is_left_out_and_says_why(monkeypatch):
+    def left_out(function):
+        install(monkeypatch, "layer_norm", LigerLayerNormFunction=types.SimpleNamespace(apply=function))
+        found, reasons = implementations.comparable(OPERATIONS["layer_norm"], TINY, "cpu", [implementations.LIGER])
+        assert found == []
+        return reasons["liger"]
+
+    def broken(*tensors):
+        raise RuntimeError("no such device\nand more")
+
+    assert left_out(broken) == "RuntimeError: no such device"
+    assert left_out(lambda x, weight, bias, eps: x * weight + bias).startswith("disagrees with torch eager by")
+    assert left_out(lambda x, weight, bias, eps: (x * weight + bias) * float("nan")).endswith("by inf of its norm")
+    install(monkeypatch, "layer_norm")
+    _, reasons = implementations.comparable(OPERATIONS["layer_norm"], TINY, "cpu", [implementations.LIGER])
+    assert "has none of ['LigerLayerNormFunction']" in reasons["liger"]
+
+
+def test_a_profile_has_a_table_for_each_implementation(monkeypatch):
+    monkeypatch.setattr(implementations, "compiled", lambda *a, **k: implementations.eager(*a)._replace(name="compile"))
+    found = dict(profiling.tables(OPERATIONS["squared_relu"], TINY, "cpu"))
+    assert found.keys() == {"output", "input", "eager", "compile"}
+    assert "_SquaredReLUBackward" in found["output"] and "aten::relu" in found["eager"]
+
+
+@pytest.mark.slow
+def test_the_tests_that_run_first_need_neither_megatron_nor_deepspeed(tmp_path):
+    paths = kernel_tests.files(ROOT)
+    files = [path.name for path in paths]
+    for name in ("gelu", "norm", "glu", "squared_relu"):
+        assert f"test_{name}_kernels.py" in files
+    assert {"test_kernels_interpreted.py", "test_cuda_graphs.py", kernel_tests.LARGE} <= set(files)
+    assert "megatron" in kernel_tests.imported(ROOT / "tests" / "slots" / "test_layer_spec.py")
+    program = (
+        "import sys, pytest\n"
+        "sys.modules.update(dict.fromkeys(['megatron', 'deepspeed', 'tempo_megatron']))\n"
+        "sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    python, _, _, *arguments = kernel_tests.command(tmp_path, ROOT / "tests", "gpu and not slow")
+    command = [python, "-c", program, *arguments[:-1], *map(str, paths), "--collect-only"]
+    result = subprocess.run(
+        command, cwd=ROOT, env=kernel_tests._environment(ROOT), capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert "test_large_tensors" not in result.stdout and "test_gelu_kernels" in result.stdout

@@ -1,0 +1,158 @@
+"""A subset of the grid in which every pair of values meets, and what the grid is made of."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from compatibility import Results, describe_versions, read_results, run
+from grid.cases import (
+    CHOICES,
+    LAYOUTS,
+    RULES,
+    Case,
+    Layout,
+    choose_pairwise,
+    find_rule,
+    list_cases,
+    list_pairs,
+    list_product,
+)
+from grid.docs import format_docs
+from grid.models import FAMILIES, RECOMPUTE
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "compatibility.py"
+
+
+@pytest.mark.slow
+def test_every_pair_of_values_that_can_meet_holds(tmp_path: Path) -> None:
+    found = run(choose_pairwise(), tmp_path / "grid.jsonl", 1)
+    assert {key: result for key, result in found.items() if result["status"] == "failed"} == {}
+    assert {result["status"] for result in found.values()} == {"passed", "refused"}
+    assert max(result.get("bytes_off", 0.0) for result in found.values()) <= 0.01
+    # Once more, and nothing is left to run.
+    before = (tmp_path / "grid.jsonl").read_text()
+    assert run(choose_pairwise(), tmp_path / "grid.jsonl", 1) == found
+    assert (tmp_path / "grid.jsonl").read_text() == before
+
+
+def test_the_subset_covers_every_pair_that_can_meet() -> None:
+    chosen = choose_pairwise()
+    assert chosen == choose_pairwise() and len(chosen) < 80
+    assert list_pairs(chosen) == list_pairs(list_cases())
+
+
+def test_every_combination_is_a_case_or_has_a_rule() -> None:
+    product = list_product()
+    assert len(product) == len(set(product)) == len(FAMILIES) * len(LAYOUTS) * len(RECOMPUTE) * len(CHOICES) * 4
+    rules = [find_rule(case) for case in product]
+    assert {rule.name for rule in rules if rule} == {rule.name for rule in RULES}
+    assert sum(rule is None for rule in rules) == len(list_cases()) > len(product) / 2
+
+
+def test_no_rule_leaves_out_what_tempo_does() -> None:
+    """A rule is about a layout of a family, which stock cannot have either, or about stock alone."""
+    for rule in RULES:
+        ruled = [case for case in list_product() if find_rule(case) is rule]
+        if {case.choice for case in ruled} == {"off"}:
+            continue
+        places = {(case.family, case.layout) for case in ruled}
+        assert all(find_rule(case) for case in list_product() if (case.family, case.layout) in places)
+
+
+CASE = Case("GPT", Layout(2, True), "full", "auto", 0.1, "bf16")
+
+
+def test_results_outlast_a_killed_run(tmp_path: Path) -> None:
+    path = tmp_path / "grid.jsonl"
+    Results(path).add(CASE, {"status": "passed", "ratio": 0.123456, "worst": "the losses"})
+    with path.open("a") as file:
+        file.write('{"case": "GPT | TP 2 |')
+    expected = {"status": "passed", "ratio": 0.123, "worst": "the losses"}
+    assert read_results(path) == {CASE.key: expected}
+    other = Case("T5", Layout(), "none", "off", 0.0, "fp32")
+    Results(path).add(other, {"status": "failed", "message": "words"})
+    assert read_results(path)[other.key] == {"status": "failed", "message": "words"}
+    assert read_results(path)[CASE.key] == expected
+
+
+def children_of(process: int) -> set[int]:
+    """Also of its threads, which start the pools."""
+    texts = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/children")]
+    return {int(word) for text in texts for word in text.split()}
+
+
+def is_alive(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    with contextlib.suppress(OSError):
+        return stat.read_text().rpartition(") ")[2][0] != "Z"
+    return False
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
+    output = tmp_path / "grid.jsonl"
+    grid = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--full", "--output", str(output), "--only", "| TP 1 |"],
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 300
+    children: set[int] = set()
+    # The first result: every process of the pool runs.
+    while time.monotonic() < deadline and not (output.exists() and len(read_results(output)) > 0):
+        assert grid.poll() is None
+        children |= children_of(grid.pid)
+        time.sleep(0.5)
+    grid.kill()
+    grid.wait()
+    assert len(children) >= 4
+    while time.monotonic() < deadline and any(map(is_alive, children)):
+        time.sleep(0.1)
+    assert not any(map(is_alive, children))
+
+
+def test_results_of_other_versions_are_not_added_to(tmp_path: Path) -> None:
+    path = tmp_path / "grid.jsonl"
+    path.write_text(json.dumps({"versions": {"torch": "1.0"}}) + "\n")
+    with pytest.raises(ValueError, match="holds results of .*1.0.*; expected .*; give another --output or delete it"):
+        read_results(path)
+
+
+def test_the_table_says_what_holds_fails_is_refused_and_was_not_run() -> None:
+    refused = Case("Llama", Layout(), "none", "inplace", 0.0, "fp32")
+    failed = Case("BERT", Layout(), "none", "auto", 0.0, "fp32")
+    results = {
+        CASE.key: {"status": "passed", "ratio": 0.25, "worst": "the losses", "bytes_off": 0.0},
+        refused.key: {"status": "refused", "message": "no"},
+        failed.key: {"status": "failed", "message": "Traceback\nValueError: why"},
+    }
+    text = format_docs(results, describe_versions())
+    rows = {line.split(" | ")[0]: line.split(" | ") for line in text.partition("## GPT")[2].splitlines()[:20]}
+    assert rows["| TP 2 + SP"].count("1") == 1 and rows["| TP 2 + SP"].count(".") == 13
+    assert "| TP 1 | R | ." in text.partition("## Llama")[2]
+    assert "| TP 1 | . | . | F | ." in text.partition("## BERT")[2].partition("## T5")[0]
+    assert f"- {failed.key}: ValueError: why" in text
+    assert "1 failed, " in text and "1 passed, 1 refused" in text and "not run" in text
+
+
+def test_the_document_in_the_tree_is_that_of_the_results_in_the_tree() -> None:
+    path = ROOT / "benchmarks" / "results" / "grid.jsonl"
+    header, *lines = path.read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    results = {record.pop("case"): record for record in records}
+    text = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    assert text == format_docs(results, json.loads(header)["versions"])
+    assert {result["status"] for result in results.values()} == {"passed", "refused"}
+
+
+def test_help_says_how_to_run_it() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True)
+    for word in ("--full", "--pairwise", "--write-docs", "--jobs", "docs/compatibility.md"):
+        assert word in done.stdout
+    assert done.stderr == ""

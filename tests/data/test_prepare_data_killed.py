@@ -1,0 +1,170 @@
+"""kill -9 at every moment at which a file appears, changes its name or goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from tempo_megatron.data.dataset_files import validate_dataset
+from tempo_megatron.data.prepare_data import main
+
+ROOT = Path(__file__).parents[2]
+
+# Runs prepare_data in a child process per moment n = 1, 2, ... that kills itself just before the n-th call of one of
+# these functions, until a child comes through. Prints, per child, how it ended and the files it left.
+KILL_EACH_MOMENT = """
+import json, os, shutil, signal, sys
+from tempo_megatron.data.dataset_writer import DatasetWriter
+from tempo_megatron.data.prepare_data import main
+
+start, work, *command = sys.argv[1:]
+
+def kill_before(n):
+    calls = 0
+    def wrap(owner, name):
+        real = getattr(owner, name)
+        def wrapped(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+        setattr(owner, name, wrapped)
+    for name in ("replace", "remove", "fsync", "close"):
+        wrap(os, name)
+    for name in ("add", "finish"):
+        wrap(DatasetWriter, name)
+
+for n in range(1, 200):
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(start, work)
+    pid = os.fork()
+    if not pid:
+        kill_before(n)
+        os._exit(main(command))
+    status = os.waitpid(pid, 0)[1]
+    shutil.copytree(work, f"{work}-{n}")
+    print(json.dumps([n, status]), flush=True)
+    if status == 0:
+        break
+"""
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("out[.-]*") if path.is_file()}
+
+
+def kill_each_moment(folder: Path, start: Path, text: Path) -> list[Path]:
+    """The folders that the killed runs left, in the order of the moments, and last the one of the run that ended."""
+    work = folder / "work"
+    command = ["--input", text, "--output-prefix", work / "out", "--vocab-size", "300", "--workers", "1"]
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILL_EACH_MOMENT, *map(str, (start, work, *command))],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ended = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
+    assert [status for _, status in ended] == [9] * (len(ended) - 1) + [0]
+    return [folder / f"work-{n}" for n, _ in ended]
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_nothing_that_loads_or_a_whole_data_set(tmp_path: Path) -> None:
+    start, old_text, new_text = tmp_path / "start", tmp_path / "old.txt", tmp_path / "new.txt"
+    start.mkdir()
+    old_text.write_text("the old text has a few words")
+    new_text.write_text("the new text has more words and other words " * 3)
+    assert main(["--input", str(old_text), "--output-prefix", str(start / "out"), "--vocab-size", "300"]) == 0
+    old = content(start)
+    folders = kill_each_moment(tmp_path, start, new_text)
+    new = content(folders[-1])
+    assert not list(folders[-1].glob("*.partial"))
+    kinds = []
+    for folder in folders:
+        if content(folder) == old:
+            kinds.append("old")
+        elif content(folder) == new:
+            kinds.append("new")
+        else:
+            kinds.append("none")
+            assert not IndexedDataset.exists(str(folder / "out"))
+        for leftover in folder.glob("out.partial/*"):
+            assert leftover.suffix not in (".bin", ".idx")
+            assert not leftover.name.startswith(".")
+    # First the old one, then for a few moments none, then the new one, and never a mixture of the two.
+    assert [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before] == ["old", "none", "new"]
+    assert len(folders) > 20
+    half = next(folder for folder, kind in zip(folders, kinds, strict=True) if kind == "none")
+    assert (half / "out.partial").is_dir()
+    assert_all_can_be_made_again(folders, new_text, new)
+
+
+@pytest.mark.slow
+def test_what_a_killed_first_run_leaves_is_known_as_its_own(tmp_path: Path) -> None:
+    start, text = tmp_path / "start", tmp_path / "new.txt"
+    start.mkdir()
+    text.write_text("the new text has more words and other words " * 3)
+    folders = kill_each_moment(tmp_path, start, text)
+    new = content(folders[-1])
+    published = [folder for folder in folders if content(folder)]
+    assert {"out-vocab.json", "out.bin"} in [set(content(folder)) - {"out-merges.txt"} for folder in published]
+    assert_all_can_be_made_again(folders, text, new)
+
+
+def assert_all_can_be_made_again(folders: list[Path], text: Path, new: dict[str, bytes]) -> None:
+    """Also where the next run ends in an error first."""
+    for folder in folders:
+        command = ["--output-prefix", str(folder / "out"), "--vocab-size", "300", "--workers", "1"]
+        bad = folder / "bad.jsonl"
+        bad.write_text("{")
+        assert main(["--input", str(bad), *command]) == 1
+        assert main(["--input", str(text), *command]) == 0
+        assert {name: data for name, data in content(folder).items() if name != "out.json"} == {
+            name: data for name, data in new.items() if name != "out.json"
+        }
+        assert not list(folder.glob("*.partial"))
+        validate_dataset(str(folder / "out"), 300)
+
+
+def test_a_run_killed_while_its_workers_work_leaves_neither_files_nor_processes(tmp_path: Path) -> None:
+    marker = uuid.uuid4().hex
+    command = [
+        *(sys.executable, "-W", "ignore", str(ROOT / "launch" / "prepare_data.py"), "--input-stdlib", "--workers", "2"),
+        *("--vocab-size", "300", "--train-bytes", "100k", "--output-prefix", str(tmp_path / "out")),
+    ]
+    with subprocess.Popen(command, env={**os.environ, "PREPARE_DATA_TEST": marker}) as process:
+        tokens = tmp_path / "out.partial" / "bin"
+        wait_until(lambda: process.poll() is not None or (tokens.exists() and tokens.stat().st_size > 0), 200)
+        assert process.poll() is None
+        process.kill()
+    assert not list(tmp_path.glob("out[.-][!p]*"))
+    assert not IndexedDataset.exists(str(tmp_path / "out"))
+    wait_until(lambda: not processes_with(marker), 60)
+    assert processes_with(marker) == []
+
+
+def wait_until(is_so: object, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so() and time.monotonic() < deadline:  # type: ignore[operator]
+        time.sleep(0.02)
+
+
+def processes_with(marker: str) -> list[str]:
+    """The command lines of the running processes that have `marker` in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text())
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found

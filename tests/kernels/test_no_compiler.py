@@ -1,0 +1,164 @@
+"""A C++ compiler that is missing or broken costs one line and some speed, and neither a run nor its memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tempo_kernels import compiled
+from tempo_kernels.gelu import cpu as gelu_cpu
+from tempo_kernels.gelu import gelu
+from tempo_kernels.glu import cpu as glu_cpu
+from tempo_kernels.glu import swiglu
+
+ROOT = Path(__file__).parents[2]
+WARNING = "tempo_kernels cannot compile for the CPU"
+has_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ here to be broken")
+
+TRAIN = """
+import torch
+from tempo_kernels.gelu import gelu
+from tempo_kernels.glu import swiglu
+for operation in (gelu, swiglu):
+    x = torch.full((1026, 2048), 0.5, dtype=torch.bfloat16, requires_grad=True)
+    operation(x).sum().backward()
+    assert bool(x.grad.isfinite().all())
+from tempo_kernels import compiled
+print("obstacle:", compiled.find_obstacle())
+"""
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has compiled nothing yet."""
+    monkeypatch.setattr(compiled, "_failure", None)
+    cached = (compiled._try_once, compiled._warn)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.mark.filterwarnings("always")
+def test_without_a_compiler_large_tensors_go_block_by_block_with_one_warning(untried, monkeypatch) -> None:
+    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    blocks: list[int] = []
+    sums, blocks_of_glu = gelu_cpu._differentiate_in_chunks, glu_cpu._add_in_blocks
+    monkeypatch.setattr(gelu_cpu, "_differentiate_in_chunks", lambda *a: blocks.append(1) or sums(*a))
+    monkeypatch.setattr(glu_cpu, "_add_in_blocks", lambda *a: blocks.append(1) or blocks_of_glu(*a))
+    with pytest.warns(RuntimeWarning, match=WARNING) as found:
+        for operation in (gelu, swiglu, gelu, swiglu):
+            x = torch.randn(514, 2048, requires_grad=True)
+            operation(x).sum().backward()
+    assert len(found) == 1 and len(blocks) == 2 * (1 + 2)
+    words = str(found[0].message)
+    assert "Training runs without" in words and f"python3.{sys.version_info.minor}-dev" in words
+
+
+def test_nothing_is_tried_before_a_large_tensor_comes(untried, monkeypatch) -> None:
+    monkeypatch.setattr(compiled, "_try_once", lambda: pytest.fail("a small tensor tried the compiler"))
+    for operation in (gelu, swiglu):
+        x = torch.randn(8, 64, requires_grad=True)
+        operation(x).sum().backward()
+
+
+def test_a_compiler_that_fails_after_its_trial_is_given_up(untried, monkeypatch) -> None:
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def fail(*_: Tensor) -> Tensor:
+        raise BackendCompilerFailed(lambda: None, OSError("No space left on device"), None)
+
+    monkeypatch.setattr(compiled, "_try_once", lambda: None)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    function = compiled.Compiled(lambda x: x + 1)
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
+    assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
+    assert not compiled.pays_for(torch.ones(100), 10)
+
+
+def test_an_error_of_the_compiled_function_itself_is_raised(untried, monkeypatch) -> None:
+    def fail(*_: Tensor) -> Tensor:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(compiled, "_try_once", lambda: None)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        compiled.Compiled(lambda x: x + 1)(torch.ones(3))
+
+
+def start(tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
+    variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    variables |= {"PYTHONPATH": f"{ROOT / 'kernels'}", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", TRAIN], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def write_compiler(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+# A g++ that says its version and compiles nothing, and one that does not find Python's headers.
+BROKEN = """
+case "$*" in *--version* | *-dumpversion*) exec g++ "$@" ;; esac
+echo "g++: fatal error: no cc1plus" >&2
+exit 1
+"""
+HEADERLESS = """
+for argument in "$@"; do
+    shift
+    case "$argument" in -I*include/python3*) ;; *) set -- "$@" "$argument" ;; esac
+done
+exec g++ "$@"
+"""
+
+
+@has_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("false", "InvalidCxxCompiler"),
+        ("broken", "g++: fatal error: no cc1plus"),
+        ("no headers", "Python.h: No such file or directory"),
+        ("no cache", "Not a directory"),
+        ("switched off", "torch.compile is switched off"),
+        ("absent", "is not found"),
+    ],
+)
+def test_whatever_fails_costs_one_line_and_training_goes_on(case: str, reason: str, tmp_path: Path) -> None:
+    environment = {
+        "false": lambda: {"CXX": "/bin/false"},
+        "broken": lambda: {"CXX": write_compiler(tmp_path / "broken-g++", BROKEN)},
+        "no headers": lambda: {"CXX": write_compiler(tmp_path / "headerless-g++", HEADERLESS)},
+        "no cache": lambda: {"TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"},
+        "switched off": lambda: {"TORCHDYNAMO_DISABLE": "1"},
+        "absent": lambda: {"CXX": "no-such-compiler"},
+    }[case]()
+    process = start(tmp_path, **environment)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+    assert err.count(WARNING) == 1 and "Traceback" not in err
+    assert reason in out and reason in next(line for line in err.splitlines() if WARNING in line)
+
+
+@has_compiler
+@pytest.mark.slow
+def test_processes_that_compile_at_once_into_one_cache_all_succeed(tmp_path: Path) -> None:
+    processes = [start(tmp_path) for _ in range(3)]
+    for process in processes:
+        out, err = process.communicate(timeout=500)
+        assert process.returncode == 0 and WARNING not in err, err[-3000:]
+        assert "obstacle: None" in out

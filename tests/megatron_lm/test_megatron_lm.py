@@ -1,0 +1,304 @@
+"""The command that runs a Megatron-LM script with --use-tempo: its arguments, its errors, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from distributed import run_megatron_ranks, run_ranks
+from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.cli import main as tempo_megatron
+from tempo_megatron.megatron_lm import run, versions
+from tempo_megatron.megatron_lm.options import read_options
+from tempo_megatron.megatron_lm.patches import _leave_masks
+from tempo_megatron.megatron_lm.report import Report
+from tempo_megatron.megatron_lm.samples import find_first_sample
+from tempo_megatron.megatron_lm.versions import LaunchError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("argv", [[], ["--num-layers", "2", "--save", "x"], ["--no-use-tempo"]])
+def test_without_use_tempo_tempo_is_off(argv: list[str]) -> None:
+    assert read_options(argv) == (TempoConfig.off(), None, None)
+
+
+def test_use_tempo_alone_leaves_every_choice_to_the_model() -> None:
+    config, _, file = read_options(["--num-layers", "2", "--use-tempo", "--bf16", "--tempo-report", "r.json"])
+    assert (config, file) == (TempoConfig(), "r.json")
+
+
+@pytest.mark.parametrize("option", ["--tempo-config", "--deepspeed_config"])
+def test_a_block_switches_tempo_on_and_arguments_win_over_it(tmp_path: Path, option: str) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_batch_size": 8, "tempo": {"norm": "off", "loss": "off"}}))
+    config, *_ = read_options([option, str(file), "--tempo-norm", "inplace"])
+    assert config == TempoConfig(norm="inplace", loss="off")
+    assert read_options([option, str(file), "--no-use-tempo"])[0].is_off
+
+
+def test_a_bare_block_is_a_tempo_config_and_a_deepspeed_json_needs_none(tmp_path: Path) -> None:
+    bare, deepspeed = tmp_path / "tempo.json", tmp_path / "ds.json"
+    bare.write_text('{"norm": "off"}')
+    deepspeed.write_text('{"train_batch_size": 8}')
+    assert read_options(["--tempo-config", str(bare)])[0] == TempoConfig(norm="off")
+    assert read_options(["--deepspeed_config", str(deepspeed)])[0].is_off
+    with pytest.raises(LaunchError, match='has no "tempo" block; add one'):
+        read_options(["--tempo-config", str(deepspeed)])
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--tempo-norm", "off"], "--tempo-norm is given but Tempo is off; add --use-tempo"),
+        (["--tempo-report", "f"], "--tempo-report is given but Tempo is off; add --use-tempo"),
+        (["--use-tempo", "--tempo-norm", "of"], "argument --tempo-norm: invalid choice: 'of'"),
+        (["--use-tempo", "--tempo-config", "missing.json"], "No such file or directory: 'missing.json'"),
+        (["--use-tempo", "--tempo-gelu", "off"], "--tempo-gelu is now --tempo-activation"),
+    ],
+)
+def test_what_would_be_ignored_or_does_not_exist_is_refused(argv: list[str], sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        read_options(argv)
+
+
+def test_two_blocks_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"tempo": {"norm": "off"}}')
+    with pytest.raises(LaunchError, match="both hold a"):
+        read_options(["--tempo-config", str(file), "--deepspeed_config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--num-layers", "2"], "--num-layers comes before the script"),
+        (["--megatron-root", "x"], "no script is given; expected one of a Megatron-LM checkout"),
+        (["missing.py"], "missing.py is not a file"),
+        (["--megatron-root", "/", __file__], "--megatron-root is /, which holds no megatron/core and"),
+    ],
+)
+def test_a_wrong_command_is_one_sentence(capsys: pytest.CaptureFixture[str], argv: list[str], sentence: str) -> None:
+    assert tempo_megatron(["run", *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tempo-megatron run: ") and sentence in line
+
+
+@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
+def test_another_rank_leaves_the_sentence_to_rank_0(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert run.main(["missing.py"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def make_checkout(folder: Path) -> Path:
+    for name in ("core", "training"):
+        (folder / "megatron" / name).mkdir(parents=True)
+    script = folder / "examples" / "bert" / "pretrain_bert.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("")
+    return script
+
+
+def test_the_checkout_is_found_around_the_script_and_the_launchers_rank_moves_behind_it(tmp_path: Path) -> None:
+    script = make_checkout(tmp_path)
+    found = run._split(["--local_rank=3", str(script), "--use-tempo"])
+    assert found == (tmp_path, script, ["--use-tempo", "--local_rank=3"])
+
+
+def test_a_script_elsewhere_takes_an_installed_megatron_training_or_asks_for_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "is_installed", lambda module: True)
+    assert run._split([__file__, "--x"]) == (None, Path(__file__), ["--x"])
+    script = make_checkout(tmp_path)
+    assert run._split([str(script)])[0] == tmp_path
+    monkeypatch.setattr(run, "is_installed", lambda module: module != "megatron.training")
+    with pytest.raises(LaunchError, match="megatron.training is not installed; give a Megatron-LM checkout with --meg"):
+        run._split([__file__, "--x"])
+
+
+def test_a_script_elsewhere_takes_the_checkout_it_is_given(tmp_path: Path) -> None:
+    make_checkout(tmp_path)
+    assert run._split([f"--megatron-root={tmp_path}", __file__, "--x"]) == (tmp_path, Path(__file__), ["--x"])
+
+
+@pytest.mark.parametrize("version", ["0.14.0", "0.16.1", "0.17.0rc1", "0.20.0"])
+def test_versions_of_the_table_are_known(version: str) -> None:
+    hooks, warning = versions.find_hooks(version)
+    assert hooks.add_arguments == "megatron.training.arguments:add_megatron_arguments"
+    assert warning is None
+
+
+@pytest.mark.parametrize("version", ["0.13.1", "0.21.0", "1.0.0"])
+def test_an_unknown_version_warns_and_is_tried(version: str) -> None:
+    hooks, warning = versions.find_hooks(version)
+    assert hooks == versions.VERSIONS["0.20"]
+    assert warning is not None and version in warning and "0.14 to 0.20" in warning
+
+
+@pytest.mark.parametrize("place", ["megatron.core.parallel_state:nowhere", "megatron.core.nowhere:thing"])
+def test_a_missing_place_is_named(place: str) -> None:
+    module, _, attribute = place.partition(":")
+    with pytest.raises(LaunchError, match=f"Megatron-core 9.9 has no {attribute} in {module}"):
+        versions.get_hook(place, "9.9")
+
+
+def test_samples_are_numbered_as_megatrons_sampler_deals_them() -> None:
+    from collections import Counter
+
+    args = SimpleNamespace(consumed_train_samples=24, micro_batch_size=3, data_parallel_size=4)
+    firsts = [find_first_sample(args, i, rank) for i in range(2) for rank in range(4)]
+    samples = Counter(first + sample for first in firsts for sample in range(3))
+    assert samples == Counter(range(24, 48))
+    assert find_first_sample(args, 1, 2) == 24 + 12 + 6
+
+
+@pytest.mark.slow
+def test_kept_bytes_are_those_that_the_ledger_measures_at_the_runs_own_length() -> None:
+    order = {
+        "config": {
+            "num_layers": 1,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "use_cpu_initialization": True,
+            "masked_softmax_fusion": False,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+        "tempo": {"activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash"},
+        "seq_length": 448,
+        "micro_batch_size": 3,
+    }
+    assert run_ranks(_kept_and_measured, 1, order)[0] == (True, True)
+
+
+def _kept_and_measured(order: dict[str, Any]) -> tuple[bool, bool]:
+    import torch
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from tempo_megatron.megatron_lm.kept_bytes import measure_kept_bytes
+    from tempo_megatron.memory.fake_tensors import simulate_layout
+    from tempo_megatron.memory.kept.ledger import measure
+
+    torch.distributed.destroy_process_group()
+    found = measure_kept_bytes({**order, "tempo": {**order["tempo"], "loss": "off"}})
+    with simulate_layout(2):
+        config = TransformerConfig(**order["config"])
+        sizes = {"vocab_size": 256, "seq_length": order["seq_length"], "micro_batch_size": order["micro_batch_size"]}
+        stock = measure(config, TempoConfig.off(), **sizes)
+        tempo = measure(config, TempoConfig(**order["tempo"], loss="off"), **sizes)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # the rank leaves it
+    return found.stock == stock.layer_bytes, found.tempo == tempo.layer_bytes
+
+
+def test_a_script_that_builds_none_of_the_models_is_refused() -> None:
+    report = Report("0.16.1", ROOT, None)
+    with pytest.raises(LaunchError, match="builds no GPTModel, BertModel or T5Model"):
+        report.publish_once()
+
+
+def test_masks_are_left_to_stock_where_nobody_knows_their_samples_unless_these_were_asked_for() -> None:
+    config = SimpleNamespace(cuda_graph_impl="local", hidden_dropout=0.1, attention_dropout=0.0)
+    for arguments, clause, remedy in (
+        (RUN, "cuda_graph_impl is local", "leave CUDA graphs off"),
+        (None, "Megatron's arguments, which say what samples", "call initialize_megatron of megatron.training"),
+    ):
+        asked, reasons = _leave_masks(config, TempoConfig(), arguments)
+        assert asked == TempoConfig(dropout="off")
+        assert set(reasons) == {"dropout"} and clause in reasons["dropout"]
+        with pytest.raises(ValueError, match=f'{remedy}, or set tempo.dropout to "off"'):
+            _leave_masks(config, TempoConfig(dropout="recompute"), arguments)
+    config.cuda_graph_impl = "none"
+    assert _leave_masks(config, TempoConfig(), RUN) == (TempoConfig(), {})
+
+
+def test_the_launcher_says_how_it_is_used() -> None:
+    command = [sys.executable, str(ROOT / "launch" / "run_megatron.py"), "--help"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "usage: run_megatron.py [--megatron-root DIR] SCRIPT" in found.stdout
+
+
+RUN = SimpleNamespace(
+    seq_length=SEQ_LENGTH,
+    micro_batch_size=2,
+    global_batch_size=8,
+    data_parallel_size=1,
+    use_distributed_optimizer=False,
+    optimizer="adam",
+)
+
+
+@pytest.mark.slow
+def test_out_of_memory_is_explained_for_the_model_that_the_run_builds() -> None:
+    (found,) = run_megatron_ranks(_read_orders, 1, 1)
+    assert found["none"] == "no GPTModel, BertModel or T5Model is built"
+    bert = found["bert"]
+    assert (bert.shape.family, bert.shape.num_tokentypes, bert.shape.add_binary_head) == ("bert", 2, True)
+    assert bert.tempo.is_off and bert.layout.recompute == ("core_attn",)
+    gpt = found["gpt"]
+    assert (gpt.shape.family, gpt.shape.window_size, gpt.shape.activation) == ("gpt", (4, 0), "geglu")
+    assert gpt.shape.vocab_size == VOCAB_SIZE and gpt.global_batch_size == 8 and gpt.layout.num_micro_batches == 4
+    assert gpt.layout.stock_attention == "fused" and not gpt.layout.masked_softmax_fusion
+    assert found["unfused"].layout.stock_attention == "unfused"
+    # What the layers were built with, and not what was asked for.
+    assert gpt.tempo.norm == "recompute" and gpt.tempo.activation == "recompute"
+    assert "gated quick_gelu" in found["quick geglu"]
+    assert found["sgd"] == "the run has the optimizer sgd, and what is known is adam"
+    assert found["block"].startswith("the run recomputes by block with 1 layers, and what is known is each layer")
+    assert found["two shapes"] == "models of several shapes are built, and the estimate knows one"
+
+
+def _read_orders() -> dict[str, Any]:
+    import gc
+
+    from megatron.core.activations import quick_gelu
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+    from megatron.core.transformer.enums import AttnBackend
+    from torch.nn import functional as F
+
+    from tempo_megatron.megatron_lm.run_reader import make_order
+
+    found: dict[str, Any] = {}
+
+    def read(name: str, run: Any = RUN) -> None:
+        try:
+            found[name] = make_order(run, 0)
+        except ValueError as error:
+            found[name] = str(error)
+
+    def read_gpt(name: str, tempo: TempoConfig, run: Any = RUN, **overrides: Any) -> Any:
+        model = build_gpt(gpt_config(**overrides), tempo)
+        read(name, run)
+        return model
+
+    read("none")
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    bert = BertModel(gpt_config(**selective), 2, bert_layer_local_spec, VOCAB_SIZE, SEQ_LENGTH)
+    read("bert")
+    del bert
+    gc.collect()
+    geglu = {"gated_linear_unit": True, "activation_func": F.gelu}
+    gpt = read_gpt("gpt", TempoConfig(norm="recompute"), **geglu, window_size=(4, 0))
+    gpt.config.attention_backend = AttnBackend.unfused
+    read("unfused")
+    read("sgd", SimpleNamespace(**{**vars(RUN), "optimizer": "sgd"}))
+    read_gpt("two shapes", TempoConfig.off())
+    del gpt
+    gc.collect()
+    read_gpt("quick geglu", TempoConfig(), gated_linear_unit=True, activation_func=quick_gelu)
+    gc.collect()
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    read_gpt("block", TempoConfig(), **block)
+    return found

@@ -1,0 +1,158 @@
+"""The commands that documents tell people to type, typed; and scripts that are not Megatron-LM's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import megatron.core
+import pytest
+from training_job import free_port
+
+ROOT = Path(__file__).parents[2]
+# What of megatron.training the launcher takes hold of.
+_TRAINING = {
+    "arguments": "def add_megatron_arguments(parser):\n    return parser\n",
+    "global_vars": "def get_args():\n    assert False, 'args is not initialized.'\n",
+}
+
+
+def make_training(folder: Path) -> None:
+    (folder / "megatron" / "training").mkdir(parents=True)
+    for name, text in _TRAINING.items():
+        (folder / "megatron" / "training" / f"{name}.py").write_text(text)
+
+
+def make_checkout(folder: Path, script: str) -> Path:
+    """A checkout whose Megatron-core is the one that is installed, with this script as pretrain_gpt.py."""
+    make_training(folder)
+    (folder / "megatron" / "core").mkdir()
+    installed = Path(megatron.core.__file__)
+    lines = [f"__path__.append({str(installed.parent)!r})", f"exec(open({str(installed)!r}).read())"]
+    (folder / "megatron" / "core" / "__init__.py").write_text("\n".join(lines))
+    path = folder / "pretrain_gpt.py"
+    path.write_text(script)
+    return path
+
+
+@pytest.mark.parametrize("error", ["ValueError", "BrokenPipeError"])
+def test_what_a_script_raises_ends_in_its_own_traceback(tmp_path: Path, error: str) -> None:
+    script = make_checkout(tmp_path, f'def work():\n    raise {error}("the script\'s own")\n\nwork()\n')
+    # Nor does anything that only data preparation needs stand before it.
+    start = "import sys; sys.modules |= dict.fromkeys(('tokenizers', 'tqdm')); "
+    code = f"{start}from tempo_megatron.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code, "run", str(script)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f'File "{script}", line 2, in work' in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"{error}: ") and "the script's own" in done.stderr
+
+
+_SAY = """
+import argparse, os, sys
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.training import arguments
+
+args = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
+is_replaced = hasattr(GPTModel.__init__, "__wrapped__")
+print("said", os.environ["RANK"], __name__, args.use_tempo, args.local_rank, os.environ["WORLD_SIZE"], is_replaced)
+sys.exit(0)
+"""
+_SRUN = """#!/bin/sh
+export SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_NUM_TASKS=1
+export SLURM_STEP_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE=1
+exec "$@"
+"""
+
+
+def list_commands() -> dict[str, str]:
+    """Launcher -> its command with Tempo in docs/megatron.md."""
+    text = (ROOT / "docs" / "megatron.md").read_text("utf-8")
+    found = re.findall(r"^((\w+) .* run pretrain_gpt\.py \.\.\. --use-tempo)(?: +#.*)?$", text, re.MULTILINE)
+    return {launcher: command for command, launcher in found}
+
+
+def test_the_document_has_a_command_for_each_launcher() -> None:
+    assert list(list_commands()) == ["torchrun", "deepspeed", "srun"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "srun"])
+def test_the_documented_command_works_from_the_checkouts_folder(tmp_path: Path, launcher: str) -> None:
+    make_checkout(tmp_path, _SAY)
+    command = list_commands()[launcher].replace(" ...", "").replace("--nproc_per_node 8", "--nproc_per_node 1")
+    (tmp_path / "srun").write_text(_SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    paths = [str(Path(sys.executable).parent), str(tmp_path), os.environ["PATH"]]
+    environment = {**os.environ, "PATH": os.pathsep.join(paths), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONWARNINGS"] = "ignore"
+    words = shlex.split(command)
+    if launcher != "srun":  # tests of other processes listen too
+        words[1:1] = ["--master_port", str(free_port())]
+    if launcher == "deepspeed":  # on a CPU it starts a process for each socket
+        words[1:1] = ["--num_gpus", "1"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    local_rank = 0 if launcher == "deepspeed" else None
+    assert f"said 0 __main__ True {local_rank} 1 True\n" in done.stdout
+
+
+_LOOP = """
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tempo_megatron.cpu import use_cpu
+
+use_cpu()
+torch.distributed.init_process_group("gloo")
+parallel_state.initialize_model_parallel()
+model_parallel_cuda_manual_seed(1)
+sizes = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 4, "attention_dropout": 0.0}
+config = TransformerConfig(**sizes, use_cpu_initialization=True, masked_softmax_fusion=False)
+model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=100, max_sequence_length=16)
+print("built", flush=True)
+tokens = torch.arange(32).view(2, 16)
+for _ in range(2):
+    model(tokens, tokens % 16, None, labels=tokens).mean().backward()
+print("trained", model.embedding.word_embeddings.weight.grad.norm().isfinite().item())
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_under_an_installed_megatron_training_has_a_banner_and_a_report(tmp_path: Path) -> None:
+    """Without a checkout, without Megatron's arguments, without its schedules."""
+    make_training(tmp_path / "site")
+    script, report = tmp_path / "loop.py", tmp_path / "report.json"
+    script.write_text(_LOOP)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tempo_megatron", "run", str(script), "--use-tempo"]
+    command += ["--tempo-report", str(report)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "built" and lines[-1] == "trained True"
+    banner = "\n".join(lines[1:-1])
+    assert "slots replaced: activation 2 of 2, norm 5 of 5, dropout 0 of 5, attention 2 of 2, loss 1 of 1" in banner
+    assert banner.count("tempo: GPTModel, ") == 1
+    # Nobody says which samples a mask would be drawn for.
+    assert "Megatron's arguments, which say what samples a mask is drawn for, are not" in banner
+    (model,) = json.loads(report.read_text("utf-8"))["models"]
+    assert model["slots"]["norm"] == {"tempo": 5, "all": 5} and set(model["reasons"]) == {"dropout"}
+    assert model["tempo"]["dropout"] == "off" and model["tempo"]["attention"] == "flash"
+
+
+@pytest.mark.slow
+def test_use_tempo_that_had_nothing_to_replace_is_said_at_the_scripts_end(tmp_path: Path) -> None:
+    script = make_checkout(tmp_path, "import megatron.core")
+    command = [sys.executable, "-W", "ignore", "-m", "tempo_megatron", "run", str(script), "--use-tempo"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tempo-megatron run: --use-tempo is given, but this script builds no GPTModel, BertModel or")

@@ -1,0 +1,125 @@
+"""The planner's micro batch, and the Tempo paper's cases: BERT-large on GPUs of 11, 16 and 24 GB."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.cli import main
+from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.plan.batch import choose_trial, list_micro_batches, try_micro_batches
+from tempo_megatron.memory.plan.gpu import read_gpu
+from tempo_megatron.memory.plan.planner import make_smallest_plan
+from tempo_megatron.memory.plan.request import Question, make_plan_request
+from tempo_megatron.memory.plan.verify import answer
+from tempo_megatron.models.shape import make_shape, read_shape_file
+
+ROOT = Path(__file__).parents[2]
+# fp32, Adam's states whole on each GPU, Megatron's modules with unfused attention.
+BERT = make_shape(**{"vocab_size": 30522, **read_shape_file(ROOT / "configs" / "model" / "bert_large.json")})
+ADAM = OptimizerSettings(kind="deepspeed", zero_stage=0)
+PAPER = TempoConfig(activation="inplace", norm="inplace", dropout="off", attention="softmax", loss="off")
+# What computes no product twice: none of Megatron's recomputation either.
+ONCE = TempoConfig(attention="flash", linear_fc1="off", linear_qkv="off")
+GIB = 2**30
+
+
+def ask_bert(size: int) -> Question:
+    layout = RankLayout(micro_batch_size=size, dtype=torch.float32, stock="local")
+    gpu = read_gpu("rtx4090")
+    return Question(shape=BERT, layout=layout, optimizer=ADAM, gpu=gpu, tempo=ONCE, recompute=frozenset())
+
+
+@functools.cache
+def estimate_bert(size: int, tempo: TempoConfig) -> int:
+    layout = RankLayout(micro_batch_size=size, dtype=torch.float32, stock="local")
+    (rank,) = estimate_ranks(BERT, layout, tempo, optimizer=ADAM)
+    return rank.peak_bytes
+
+
+@functools.cache
+def estimate_smallest(size: int) -> int:
+    """What the plan that needs least needs."""
+    request, estimates = make_plan_request(ask_bert(size))
+    assert estimates is not None
+    return max(estimates.estimate_plan(make_smallest_plan(request)))
+
+
+def find_largest(needs: Callable[[int], int], budget: int) -> int:
+    """The largest micro batch within the budget, 0 where 1 does not fit; what a batch needs grows with it."""
+    most = next(size for size in (2**n for n in itertools.count()) if needs(size) > budget)
+    fits, fails = most // 2, most
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        fits, fails = (middle, fails) if needs(middle) <= budget else (fits, middle)
+    return fits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "memory", [11, pytest.param(16, marks=pytest.mark.exhaustive), pytest.param(24, marks=pytest.mark.exhaustive)]
+)
+def test_the_papers_cases_are_as_the_page_says(memory: int) -> None:
+    budget = memory * GIB
+    stock = find_largest(lambda size: estimate_bert(size, TempoConfig.off()), budget)
+    paper = find_largest(lambda size: estimate_bert(size, PAPER), budget)
+    once = find_largest(estimate_smallest, budget)
+    plan, _ = answer(ask_bert(once), budget)
+    mix = TempoConfig.from_dict(plan.block).describe()
+    batches = " | ".join(f"{size} ({size / stock:.2f}x)" for size in (paper, once))
+    row = f"| {memory} GiB | {stock} | {batches} | `{mix}` |"
+    assert row in (ROOT / "docs" / "plan.md").read_text(encoding="utf-8"), row
+    assert stock < paper <= once and plan.peak_bytes <= budget
+
+
+def test_micro_batches_are_divisors_or_grow() -> None:
+    assert list(list_micro_batches(12)) == [1, 2, 3, 4, 6, 12]
+    assert list(itertools.islice(list_micro_batches(None), 9)) == [1, 2, 3, 4, 6, 8, 12, 16, 24]
+
+
+def make_small_question() -> Question:
+    shape = make_shape(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=256, vocab_size=1000)
+    layout = RankLayout(pipeline_parallel=2, stock="transformer_engine")
+    return Question(shape=shape, layout=layout, optimizer=OptimizerSettings(), gpu=read_gpu("h100"))
+
+
+def test_the_micro_batch_is_that_of_least_time_a_sample_of_all_that_fit() -> None:
+    question = make_small_question()
+    budget = 60 * 2**20
+    trials = try_micro_batches(question, budget, 24)
+    sizes = [trial.micro_batch_size for trial in trials]
+    assert 1 < len(sizes) < 8 and sizes == list(list_micro_batches(24))[: len(sizes)]
+    for trial in trials:
+        assert trial.plan.peak_bytes <= budget
+        assert trial.request.num_microbatches == 24 // trial.micro_batch_size
+    best = choose_trial(trials)
+    assert best.seconds_per_sample == min(trial.seconds_per_sample for trial in trials)
+    # Two stages: with few micro batches they wait for one another; with many small ones weights are read often.
+    step = best.plan.seconds * (24 // best.micro_batch_size + 1)
+    assert best.seconds_per_sample == pytest.approx(step / 24)
+
+
+def test_the_command_chooses_the_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "small.json"
+    sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "vocab_size": 1000}
+    model.write_text(json.dumps({"family": "gpt", **sizes}))
+    file = tmp_path / "plan.json"
+    arguments = ["plan", f"--model={model}", "--gpu=h100", "--gpu-memory=120MiB", "--dp=2"]
+    assert main([*arguments, "--micro-batch-size=auto", "--global-batch-size=12", f"--json={file}"]) == 0
+    out = capsys.readouterr().out
+    chosen = json.loads(file.read_text())["micro_batch_size"]
+    assert f"small, bf16, s 256, b {chosen}, " in out and "\nb 1: " in out and " samples/s, peak " in out
+    assert f"a step of {6 // chosen} " in out
+    assert main([*arguments, "--micro-batch-size=4", "--global-batch-size=12"]) == 2
+    error = capsys.readouterr().err
+    assert "--global-batch-size 12 is not a multiple of --dp 2 times a micro batch of 4; change one of them" in error
+    assert main([*arguments, "--num-micro-batches=4", "--global-batch-size=12"]) == 2
+    assert "--global-batch-size and --num-micro-batches are both given" in capsys.readouterr().err

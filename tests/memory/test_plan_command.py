@@ -1,0 +1,139 @@
+"""`tempo-megatron plan`: its table, its JSON, its plot, and one sentence for what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.cli import main
+from tempo_megatron.memory.plan import fixed as plan_fixed
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "configs" / "model"
+LARGE = [
+    "plan",
+    f"--model={MODELS / 'gpt3_175b.json'}",
+    "--gpu=h100",
+    "--tp=8",
+    "--pp=8",
+    "--sequence-parallel",
+    "--micro-batch-size=4",
+]
+SMALL = ["plan", f"--model={MODELS / 'gpt2_345m.json'}", "--gpu=a100", "--fixed-memory=6GB", "--micro-batch-size=8"]
+
+
+def test_the_plan_is_a_block_arguments_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert main([*LARGE, "--gpu-memory=56GiB", "--fixed-memory=52GiB", f"--json={file}"]) == 0
+    out = capsys.readouterr().out
+    figures = json.loads(file.read_text())
+    config = TempoConfig.from_file(file)
+    assert config == TempoConfig.from_dict(figures["tempo"]) and config.layers
+    lines = out.splitlines()
+    assert json.loads(lines[-2]) == {"tempo": figures["tempo"]}
+    assert lines[-1].split() == figures["megatron_arguments"]
+    assert "gpt3_175b, bf16, s 2048, b 4, TP 8 + SP, PP 8, 56.00 GiB a GPU" in out
+    assert "data-sheet (uncalibrated) rates" in out
+    assert [stage["layers"] for stage in figures["stages"]] == [[n, n + 11] for n in range(0, 96, 12)]
+    assert max(stage["peak_bytes"] for stage in figures["stages"]) <= 56 * 2**30
+    assert figures["gpu"]["calibrated"] is False
+
+
+def test_without_fixed_memory_the_plan_fits_by_the_estimate_of_exactly_that_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, tuple[str, ...]]] = []
+    estimate_ranks = plan_fixed.estimate_ranks
+
+    def estimate(shape: Any, layout: Any, config: TempoConfig, **settings: Any) -> Any:
+        asked.append((config.describe(), layout.recompute))
+        return estimate_ranks(shape, layout, config, **settings)
+
+    monkeypatch.setattr(plan_fixed, "estimate_ranks", estimate)
+    file, model = tmp_path / "plan.json", MODELS / "gpt2_345m.json"
+    arguments = ["plan", f"--model={model}", "--gpu=h100", "--gpu-memory=8GiB", "--micro-batch-size=4"]
+    assert main([*arguments, f"--json={file}"]) == 0
+    figures = json.loads(file.read_text())
+    (stage,) = figures["stages"]
+    assert 7.8 * 2**30 < stage["peak_bytes"] <= 8 * 2**30
+    assert (TempoConfig.from_file(file).describe(), ()) in asked and len(asked) <= 9
+
+
+@pytest.mark.parametrize(("name", "title"), [("NVIDIA A100-SXM4-80GB", "NVIDIA A100"), (None, "NVIDIA H100")])
+def test_without_gpu_rates_are_this_machines_or_an_h100s(
+    name: str | None, title: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert main([*(word for word in SMALL if not word.startswith("--gpu=")), "--gpu-memory=16GB"]) == 0
+    out = capsys.readouterr().out
+    assert f"\n{title}" in out and "\nstock modules, where a value is off: Transformer Engine's" in out
+
+
+def test_with_deepspeed_stock_modules_are_those_of_our_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    file = ROOT / "configs" / "deepspeed" / "zero1_bf16.json"
+    assert main([*SMALL, "--gpu-memory=16GB", f"--deepspeed_config={file}"]) == 0
+    out = capsys.readouterr().out
+    assert "\nstock modules, where a value is off: Megatron's local ones" in out and "attention=flash" in out
+    assert main([*SMALL, "--gpu-memory=30GB", f"--deepspeed_config={file}", "--stock=transformer_engine"]) == 0
+    assert "attention=off" in capsys.readouterr().out
+
+
+def test_a_size_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [f"{52 - n}GiB" for n in range(8)]
+    assert main([*LARGE, "--gpu-memory=60GiB", "--fixed-memory", *sizes]) == 0
+    assert main([*LARGE, "--gpu-memory=60GiB", "--fixed-memory", *sizes[:3]]) == 2
+    error = capsys.readouterr().err
+    assert error == "tempo-megatron plan: --fixed-memory has 3 sizes; expected one, or one for each of --pp 8\n"
+
+
+def test_two_budgets_are_two_plans_and_what_megatron_may_not_recompute_it_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    outputs = []
+    for more in (["--gpu-memory=16GB"], ["--gpu-memory=6.7GB"], ["--gpu-memory=12GB", "--recompute-allowed"]):
+        assert main([*SMALL, *more]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0].splitlines()[-1] == outputs[2].splitlines()[-1] == "without --recompute-granularity"
+    assert "--recompute-granularity full --recompute-method block" in outputs[1].splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*SMALL, "--gpu-memory=6.1GB"], "5.68 GiB a GPU are given, and the least that fits is"),
+        ([*SMALL, "--gpu-memory=16GB", "--pp=7"], "--pp 7 does not divide the model's 24 layers; give a divisor"),
+        ([*SMALL, "--gpu-memory=16GB", "--tp=3"], "--num-attention-heads 16 is not a multiple of --tp 3"),
+        ([*SMALL, "--gpu-memory=16GB", "--gpu=h1000"], "--gpu h1000 is unknown; the nearest known one is h100"),
+        (
+            ["plan", f"--model={MODELS / 't5_base.json'}", *SMALL[2:], "--gpu-memory=16GB"],
+            "the planner does not support T5; give a GPT or a BERT",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_size_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*SMALL, "--gpu-memory=much"])
+    assert "'much' is no size of memory; give one such as 80GiB, 80GB or 72e9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["bert_large", "llama3_8b", "gpt3_6.7b"])
+def test_models_of_other_shapes(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    png = tmp_path / "plan.png"
+    arguments = ["plan", f"--model={MODELS / f'{model}.json'}", "--gpu=rtx4090", "--fixed-memory=4GB", "--tp=2"]
+    assert main([*arguments, "--gpu-memory=20GiB", "--micro-batch-size=2", f"--plot={png}"]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "recomputed" in capsys.readouterr().out

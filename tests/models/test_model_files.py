@@ -1,0 +1,59 @@
+"""configs/model: each file is the model of its name, down to the number of its parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tempo_megatron import TempoConfig, cpu
+from tempo_megatron.memory.fake_tensors import simulate_layout
+from tempo_megatron.models.build import build_model, build_transformer_config, count_parameters
+from tempo_megatron.models.shape import make_shape, read_shape_file
+
+FOLDER = Path(__file__).parents[2] / "configs" / "model"
+# Name -> parameters as published, and the share by which Megatron's modules may differ from that.
+PUBLISHED = {
+    "gpt2_124m": (124_439_808, 0),
+    "gpt2_345m": (354_823_168, 0),
+    "gpt2_774m": (774_030_080, 0),
+    "gpt2_xl_1558m": (1_557_611_200, 0),
+    "llama3_8b": (8_030_261_248, 0),
+    "llama3.2_1b": (1_235_814_400, 0),
+    # BertForPreTraining: Megatron's pre-norm BERT has a final norm instead of one after the embedding.
+    "bert_base": (110_106_428, 0),
+    "bert_large": (336_226_108, 0),
+    # RobertaForMaskedLM less its 2 positions of padding and its one segment, which Megatron does not have.
+    "roberta_large": (355_412_057 - 3 * 1024, 0),
+    # The paper's figure: Megatron's T5 has learned positions, biases and LayerNorm.
+    "t5_base": (222_903_552, 0.01),
+    # Names of the papers' tables.
+    "gpt3_6.7b": (6.7e9, 0.01),
+    "gpt3_22b": (22e9, 0.01),
+    "gpt3_175b": (175e9, 0.01),
+    "gpt3_530b": (530e9, 0.01),
+    "gpt3_1t": (1e12, 0.01),
+    "gpt2_tiny": (3_225_088 + 512 * 256, 0),
+    "bert_tiny": (3_325_442 + 512 * 257, 0),
+}
+
+
+def count(name: str) -> int:
+    """Of the real modules on the meta device, at two depths: every layer is like the next."""
+    shape = make_shape(**{"vocab_size": 512, **read_shape_file(FOLDER / f"{name}.json")})
+    assert shape.vocab_size is not None
+    found = []
+    for layers in (1, 2):
+        config = build_transformer_config(shape, num_layers=layers, perform_initialization=False)
+        with torch.device("meta"):
+            found.append(count_parameters(build_model(shape, config, TempoConfig.off(), shape.vocab_size)))
+    return found[0] + (shape.num_layers - 1) * (found[1] - found[0])
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_a_file_has_the_parameters_of_its_models_name(path: Path) -> None:
+    cpu.use_cpu()
+    expected, share = PUBLISHED[path.stem]
+    with simulate_layout(1):
+        assert abs(count(path.stem) - expected) <= share * expected, count(path.stem)

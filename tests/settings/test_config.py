@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tempo_megatron import TempoConfig, add_tempo_arguments
+from tempo_megatron.settings.arguments import tempo_config_from
+from tempo_megatron.settings.operations import LEDGER_ROWS, OPERATIONS
+from tempo_megatron.training.run.arguments import parse_arguments
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def parsed(*argv):
+    return add_tempo_arguments(argparse.ArgumentParser()).parse_args(argv)
+
+
+def test_an_unknown_key_names_the_nearest_known_one():
+    with pytest.raises(ValueError, match=r"tempo\.activaton is unknown; .* known name is tempo\.activation"):
+        TempoConfig.from_dict({"activaton": "inplace"})
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (
+            {"activation": "flash"},
+            r"tempo.activation is 'flash'; it must be one of 'auto', 'off', 'inplace', 'recompute'",
+        ),
+        ({"norm": True}, "tempo.norm is True"),
+        ({"enabled": "yes"}, "tempo.enabled is 'yes'; it must be true or false"),
+        ("on", "\"tempo\" is 'on'"),
+    ],
+    ids=["choice", "type", "enabled", "block"],
+)
+def test_a_value_that_does_not_exist_is_refused(block, message):
+    with pytest.raises(ValueError, match=message):
+        TempoConfig.from_dict(block)
+
+
+def test_choices_are_checked_without_a_file_too():
+    with pytest.raises(ValueError, match="tempo.attention is 'fast'"):
+        TempoConfig(attention="fast")
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "deepspeed").glob("*.json")), ids=lambda path: path.stem)
+def test_every_shipped_deepspeed_file_has_a_block_that_reads(path):
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert TempoConfig.from_file(path).is_off
+    taken = [name for name, operation in OPERATIONS.items() if not operation.is_opt_in]
+    assert content["tempo"] == {"enabled": False, **dict.fromkeys(taken, "auto")}
+    assert TempoConfig.from_dict({**content["tempo"], "enabled": True}) == TempoConfig()
+
+
+def test_a_bare_block_reads_and_other_files_are_refused(tmp_path):
+    path = tmp_path / "tempo.json"
+    path.write_text('{"activation": "off"}')
+    assert TempoConfig.from_file(path) == TempoConfig(activation="off")
+    path.write_text('{"zero_optimization": {}}')
+    with pytest.raises(ValueError, match='no "tempo" block'):
+        TempoConfig.from_file(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        TempoConfig.from_file(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="expected a JSON object"):
+        TempoConfig.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("argv", "block", "expected"),
+    [
+        ([], None, TempoConfig.off()),
+        (["--use-tempo"], None, TempoConfig()),
+        (["--use-tempo"], {"enabled": False, "activation": "off"}, TempoConfig(activation="off")),
+        ([], {"activation": "off"}, TempoConfig(activation="off")),
+        ([], {"enabled": False}, TempoConfig.off()),
+        (["--no-use-tempo"], {"enabled": True}, TempoConfig.off()),
+        (
+            ["--use-tempo", "--tempo-activation", "inplace"],
+            {"activation": "off", "norm": "off"},
+            TempoConfig(activation="inplace", norm="off"),
+        ),
+        (["--tempo-activation", "auto"], {"activation": "off", "norm": "auto"}, TempoConfig()),
+        (["--tempo-norm", "off"], {"enabled": True}, TempoConfig(norm="off")),
+    ],
+)
+def test_the_argument_wins_over_the_block_field_by_field(argv, block, expected):
+    config = {} if block is None else {"tempo": block}
+    assert tempo_config_from(parsed(*argv), config) == expected
+
+
+def test_auto_is_the_value_of_every_field_and_is_not_off():
+    assert dataclasses.asdict(TempoConfig()) == {**dict.fromkeys(OPERATIONS, "auto"), "layers": {}}
+    assert TempoConfig.from_dict({}) == TempoConfig.from_dict(dict.fromkeys(OPERATIONS, "auto")) == TempoConfig()
+    assert not TempoConfig().is_off and not TempoConfig(**{**dict.fromkeys(OPERATIONS, "off"), "norm": "auto"}).is_off
+    assert TempoConfig(norm="off").describe() == "activation=auto norm=off dropout=auto attention=auto loss=auto"
+    for operation in OPERATIONS.values():
+        assert operation.preference[-1] == "off"
+        assert {"auto", *operation.preference} <= set(operation.choices)
+
+
+def test_an_operation_asked_for_while_tempo_is_off_is_refused():
+    with pytest.raises(ValueError, match="--tempo-activation is given but Tempo is off"):
+        tempo_config_from(parsed("--tempo-activation", "inplace"), {})
+    with pytest.raises(ValueError, match="--tempo-norm is given but Tempo is off"):
+        tempo_config_from(parsed("--no-use-tempo", "--tempo-norm", "off"), {"tempo": {}})
+
+
+def test_the_former_name_of_the_activation_is_refused_with_the_new_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = r"tempo\.gelu is now tempo\.activation; write activation instead of gelu"
+    (tmp_path / "bare.json").write_text('{"gelu": "off"}')
+    with pytest.raises(ValueError, match=sentence):
+        TempoConfig.from_file(tmp_path / "bare.json")
+    with pytest.raises(ValueError, match=sentence):
+        tempo_config_from(parsed("--use-tempo"), {"tempo": {"gelu": "off"}})
+    sentence = "--tempo-gelu is now --tempo-activation; write --tempo-activation instead of --tempo-gelu"
+    for words in (["--tempo-gelu", "off"], ["--tempo-gelu=off"], ["--tempo-gelu"]):
+        with pytest.raises(ValueError, match=sentence):
+            parse_arguments(words)
+        with pytest.raises(SystemExit):
+            parsed(*words)
+        assert sentence in capsys.readouterr().err
+    assert (
+        "tempo_gelu" not in vars(parsed())
+        and "--tempo-gelu" not in add_tempo_arguments(argparse.ArgumentParser()).format_help()
+    )
+
+
+def test_the_table_of_operations_names_every_switch_and_no_other() -> None:
+    assert [field.name for field in dataclasses.fields(TempoConfig)] == [*OPERATIONS, "layers"]
+    assert {row.operation for row in LEDGER_ROWS} - {None} == set(OPERATIONS)
+    assert len({(row.module, row.is_scores) for row in LEDGER_ROWS}) == len(LEDGER_ROWS)

@@ -1,0 +1,190 @@
+"""Linears, and attention, that run again in backward: the same losses and gradients, bit by bit, from fewer bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import megatron_cpu
+import pytest
+import torch
+from distributed import run_megatron_ranks
+from gpt import gpt_config
+from grid.cases import Case, Layout
+from grid.run import run_model
+from linear_cases import AGAIN, CASES, RECOMPUTE, compare, count_alive, list_calls, measure
+from megatron.core import parallel_state
+
+from tempo_megatron import TempoConfig, tempo_block_spec
+from tempo_megatron.slots.attention import _Watched
+from tempo_megatron.slots.linear import LinearCall
+from tempo_megatron.slots.report import report_on
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Its head has a norm of Megatron's own, which refuses sequence parallelism without Apex.
+PARALLEL = [name for name in CASES if name != "BERT"]
+FEW = ["GPT", "GPT, norms in place", "GPT, stock", "Llama, q and k normed", "T5", "GPT, core attention recomputed"]
+
+
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_losses_gradients_and_checkpoint_keys_are_those_of_the_run_without(dtype: torch.dtype, dropout: float) -> None:
+    (found,) = run_megatron_ranks(compare, 1, 1, list(CASES), dtype, dropout)
+    assert found == {key: [] for key in found} and len(found) > 50
+
+
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["TP", "SP"])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=DTYPES)
+def test_they_are_in_two_tensor_parallel_ranks(dtype: torch.dtype, sequence_parallel: bool) -> None:
+    for found in run_megatron_ranks(compare, 2, 2, PARALLEL, dtype, 0.1, sequence_parallel):
+        assert found == {key: [] for key in found}
+
+
+def check_kept(found: dict[tuple[str, str, str], tuple[int, int, int | None]]) -> None:
+    for (name, again, stack), (without, kept, counted) in found.items():
+        is_recomputed = {
+            "GPT, MLP recomputed": again == "fc1",
+            "GPT, core attention recomputed": again == "attention",
+            "GPT, all recomputed": True,
+        }
+        assert kept == without if is_recomputed.get(name) else kept < without, (name, again, stack)
+        assert counted in (kept, None), (name, again, stack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_what_is_kept_is_what_the_formula_says(dtype: torch.dtype) -> None:
+    (found,) = run_megatron_ranks(measure, 1, 1, list(CASES), dtype, 0.1)
+    check_kept(found)
+
+
+def test_what_is_kept_in_two_ranks_is_what_the_formula_says() -> None:
+    for found in run_megatron_ranks(measure, 2, 2, FEW, torch.bfloat16, 0.1, True):
+        check_kept(found)
+
+
+def count_alive_of_all() -> dict[str, tuple[int, int]]:
+    return {name: count_alive(again) for name, again in {"nothing": {}, **AGAIN}.items()}
+
+
+def test_nobody_else_holds_what_is_dropped() -> None:
+    ((found),) = run_megatron_ranks(count_alive_of_all, 1, 1)
+    alive, counted = found.pop("nothing")
+    for name, (alive_again, counted_again) in found.items():
+        assert alive - alive_again == pytest.approx(counted - counted_again, rel=0.01), name
+
+
+def list_calls_of_all() -> dict[str, dict[str, int]]:
+    return {name: list_calls(again) for name, again in {"nothing": {}, **AGAIN}.items()}
+
+
+def test_each_linear_and_attention_runs_once_more_and_a_norm_is_made_again_once() -> None:
+    ((found),) = run_megatron_ranks(list_calls_of_all, 1, 1)
+    once = found.pop("nothing")
+    assert once["forward of mlp.linear_fc1.weight"] == once["attention"] == 1 and once["norm made again"] == 2
+    changed = {
+        name: {key: calls - once[key] for key, calls in each.items() if calls != once[key]}
+        for name, each in found.items()
+    }
+    fc1, qkv = "forward of mlp.linear_fc1.weight", "forward of self_attention.linear_qkv.weight"
+    assert changed == {"fc1": {fc1: 1}, "qkv": {qkv: 1}, "attention": {"attention": 1}, "all": {
+        fc1: 1, qkv: 1, "attention": 1,
+    }}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages(Case):
+    """A case of the grid whose TempoConfig is another."""
+
+    again: str = ""
+
+    @property
+    def tempo(self) -> TempoConfig:
+        return dataclasses.replace(RECOMPUTE, loss="fused", **AGAIN.get(self.again, {}))
+
+
+def run_stages(again: str, layout: Layout) -> tuple[Any, Any, Any]:
+    megatron_cpu.install()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp
+    )
+    found = run_model(Stages("Llama", layout, "none", "", 0.1, "fp32", again=again))
+    return found.losses, found.gradients, found.masks
+
+
+@pytest.mark.slow
+def test_with_pipeline_stages_losses_gradients_and_masks_are_those_of_the_run_without() -> None:
+    layout = Layout(1, False, 2)
+    plain = run_megatron_ranks(run_stages, 2, 1, "", layout)
+    for again in AGAIN:
+        for ours, theirs in zip(run_megatron_ranks(run_stages, 2, 1, again, layout), plain, strict=True):
+            torch.testing.assert_close(ours[:2], theirs[:2], rtol=0, atol=0)
+            assert ours[2] == theirs[2]
+
+
+def report_and_refuse() -> dict[str, Any]:
+    again = TempoConfig(linear_fc1="recompute", linear_qkv="recompute", attention="recompute")
+    spec = tempo_block_spec(gpt_config(), again)
+    found: dict[str, Any] = {
+        "counts": report_on(spec).counts,
+        "words": spec.choices.describe(),  # type: ignore[union-attr]
+        "stock": tempo_block_spec(gpt_config(), TempoConfig()).choices.describe(),  # type: ignore[union-attr]
+        "one layer": report_on(
+            tempo_block_spec(gpt_config(), TempoConfig(layers={"1": {"linear_fc1": "recompute"}}))
+        ).describe_left(),
+    }
+    for name, settings, tempo in (
+        ("delayed", {"delay_wgrad_compute": True}, again),
+        ("offloaded", {"cpu_offloading": True}, TempoConfig(linear_fc1="recompute")),
+        ("latent", {"multi_latent_attention": True}, TempoConfig(attention="off", linear_qkv="recompute")),
+        ("grouped", {"num_query_groups": 2}, TempoConfig(attention="off", linear_qkv="recompute")),
+        ("fp8", {"fp8": "e4m3"}, TempoConfig(linear_fc1="recompute")),
+    ):
+        config = gpt_config()
+        for key, value in settings.items():
+            setattr(config, key, value)
+        try:
+            tempo_block_spec(config, tempo)
+            found[name] = "nothing was refused"
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_reports_speak_of_them_where_somebody_asked_and_refusals_are_one_sentence() -> None:
+    ((found),) = run_megatron_ranks(report_and_refuse, 1, 1)
+    assert found["counts"]["linear_fc1"] == found["counts"]["linear_qkv"] == (2, 2)
+    assert "attention=recompute linear_fc1=recompute linear_qkv=recompute" in found["words"]
+    assert "linear" not in found["stock"]
+    assert found["one layer"] == ["linear_fc1 in decoder.layers.0 (mlp): off"]
+    assert found["delayed"] == (
+        "delay_wgrad_compute is on, by which linears hold their inputs beyond backward, and Tempo does not run a "
+        'linear again beside it; set tempo.linear_fc1 and tempo.linear_qkv to "off"'
+    )
+    assert found["offloaded"].startswith("cpu_offloading is on, which moves what a layer keeps to the host")
+    assert found["latent"].startswith("multi_latent_attention is on, and Tempo cannot recompute its projections")
+    assert found["grouped"] == (
+        'tempo.linear_qkv is "recompute" in a layer whose core attention is DotProductAttention, which may keep copies '
+        "of q, k and v; expected Tempo's attention, or one that Megatron recomputes (core_attn); set tempo.attention "
+        'to "flash", or tempo.linear_qkv to "off"'
+    )
+    assert found["fp8"].startswith("fp8 or fp4 is on")
+
+
+def test_queries_that_were_written_to_inside_of_attention_are_refused() -> None:
+    watched = _Watched(torch.nn.Identity())
+    watched.module.register_forward_pre_hook(lambda _, args: args[0].detach().zero_())
+    query, key = torch.ones(2, 3), torch.ones(2, 3)
+    watched(query)
+    with pytest.raises(ValueError, match=r"queries, keys or values were written to .* set tempo.linear_qkv to \"off\""):
+        watched.take_unwritten_inputs(1)
+    untouched = _Watched(torch.nn.Identity())
+    untouched(key)
+    assert untouched.take_unwritten_inputs(1)[0] is key
+
+
+def test_weights_that_zero_3_partitions_are_refused() -> None:
+    linear = torch.nn.Linear(4, 4)
+    linear.weight.ds_id = 0  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="the weight of a Linear is partitioned by ZeRO-3, .* expected ZeRO 0, 1 or 2"):
+        LinearCall(linear)(torch.ones(2, 4))

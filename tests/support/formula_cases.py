@@ -1,0 +1,132 @@
+"""Pseudo-random layers for which the formula of kept bytes is held against the real modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import torch
+from grid.models import ACTIVATIONS, RECOMPUTE, LayerRecorder, Sizes, build_config, build_model, make_batch
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.nn import functional as F
+
+from tempo_megatron import TempoConfig, use_cpu
+from tempo_megatron.memory.fake_tensors import simulate_layout
+from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes, count_stack_bytes
+from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.choose import choose
+from tempo_megatron.slots.mlp import name_activation
+
+MORE_ACTIVATIONS: dict[str, dict[str, Any]] = {
+    **ACTIVATIONS,
+    "silu": {"activation_func": F.silu},
+    "reglu": {"activation_func": F.relu, "gated_linear_unit": True},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One model of two layers, and the Tempo in it."""
+
+    family: str
+    tp: int
+    settings: dict[str, Any]
+    tempo: TempoConfig
+    sizes: Sizes
+
+
+def draw_layer(seed: int) -> Layer:
+    """A layer that Megatron can have, whose sizes, odd ones too, follow from the seed."""
+    draw = random.Random(seed)
+    family = ("GPT", "BERT", "T5", "Llama")[seed % 4]
+    tp = draw.choice((1, 2, 4))
+    sequence_parallel = tp > 1 and family != "BERT" and draw.random() < 0.5
+    heads = tp * draw.choice((1, 2, 3, 4))
+    activation = draw.choice(tuple(MORE_ACTIVATIONS))
+    in_place = ("inplace",) if activation in ("gelu", "squared_relu") else ()
+    seq_length = tp * draw.choice((3, 5, 8, 11)) if sequence_parallel else draw.choice((7, 16, 21, 33))
+    groups = heads
+    if family in ("GPT", "Llama") and draw.random() < 0.5:
+        groups = draw.choice([g for g in range(tp, heads + 1, tp) if heads % g == 0])
+    head_dim = draw.choice((4, 6, 10))
+    dropout = draw.choice((0.0, 0.1))
+    recompute = draw.choice(tuple(RECOMPUTE))
+    settings = {
+        **MORE_ACTIVATIONS[activation],
+        "dtype": draw.choice((torch.float32, torch.bfloat16, torch.float16)),
+        "sequence_parallel": sequence_parallel,
+        "hidden_size": draw.choice((heads * head_dim, 24, 40)),
+        "ffn_hidden_size": tp * draw.choice((9, 16, 31)),
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": head_dim,
+        "hidden_dropout": dropout,
+        "attention_dropout": draw.choice((dropout, 0.1)),
+        "normalization": draw.choice(("LayerNorm", "RMSNorm")),
+        # Stock never ends where it recomputes an MLP with biases; this is only its forward.
+        "add_bias_linear": family != "Llama" and draw.random() < 0.7,
+        "recompute": recompute,
+    }
+    tempo = TempoConfig(
+        activation=draw.choice(("auto", "off", "recompute", *in_place)),
+        norm=draw.choice(("auto", "off", "inplace", "recompute")),
+        dropout=draw.choice(("auto", "off", "recompute")),
+        attention=draw.choice(("auto", "off", "flash", "softmax")),
+        loss="auto",
+    )
+    if draw.random() < 0.25:
+        tempo = TempoConfig.off()
+    else:
+        tempo = _draw_what_runs_again(draw, tempo, keeps_copies=groups != heads and recompute != "core_attn")
+    return Layer(family, tp, settings, tempo, Sizes(seq_length, draw.choice((1, 2, 3)), 8 * tp))
+
+
+def _draw_what_runs_again(draw: random.Random, tempo: TempoConfig, *, keeps_copies: bool) -> TempoConfig:
+    attention = draw.choice((tempo.attention, tempo.attention, "recompute"))
+    # Stock attention that keeps copies of keys and values is refused.
+    may_drop = attention != "off" or not keeps_copies
+    return dataclasses.replace(
+        tempo,
+        attention=attention,
+        linear_fc1=draw.choice(("auto", "off", "recompute")),
+        linear_qkv=draw.choice(("auto", "recompute")) if may_drop else "off",
+    )
+
+
+def measure_and_count(layer: Layer) -> dict[str, tuple[int, int]]:
+    """Stack -> (bytes that its layers keep, measured; the formula's)."""
+    use_cpu()
+    # Megatron has squared ReLU compiled, for each shape anew; what it keeps is the same.
+    with torch.compiler.set_stance("force_eager"), simulate_layout(layer.tp):
+        config = build_config(**layer.settings)
+        chosen = choose(config, layer.tempo).config
+        model_parallel_cuda_manual_seed(1)
+        dropout_rng.set_micro_batch(5, 0)
+        model = build_model(layer.family, config, layer.tempo, layer.sizes)
+        recorder = LayerRecorder(model)
+        args, kwargs = make_batch(layer.family, 0, layer.sizes, gives_mask=chosen.attention == "off")
+        with recorder.record():
+            output = model(*args, **kwargs)
+        measured = {stack: sum(saved.num_bytes for saved in kept) for stack, kept in recorder.list_stacks().items()}
+        del output
+    return {
+        stack: (measured[stack], count_stack(layer.family, stack, config, chosen, layer.sizes)) for stack in measured
+    }
+
+
+def count_stack(family: str, stack: str, config: Any, chosen: TempoConfig, sizes: Sizes) -> int:
+    """What the formula says of one stack of one chunk of the model on this rank."""
+    activation = name_activation(config)
+    assert activation is not None
+    shape = LayerShape.from_config(
+        config,
+        seq_length=sizes.seq_length,
+        micro_batch_size=sizes.micro_batch_size,
+        activation=activation,
+        rotary=family == "Llama",
+        encoder_length=sizes.seq_length if (family, stack) == ("T5", "decoder") else None,
+    )
+    num_chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    num_layers = config.num_layers // num_chunks
+    return num_layers * count_layer_bytes(shape, chosen) + count_stack_bytes(shape, chosen)

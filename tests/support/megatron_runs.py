@@ -1,0 +1,155 @@
+"""Runs of Megatron-LM's own scripts on gloo and the CPU, and where the checkout for them is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+
+# What stock needs on a CPU without Apex and Transformer Engine, and a small GPT.
+_CPU_ARGUMENTS = """--transformer-impl local --distributed-backend gloo --no-persist-layer-norm --use-cpu-initialization
+--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --no-rope-fusion
+--num-workers 0"""
+# The mock data of 0.14 and 0.15 has ids up to 4094, whatever the vocabulary; 4096 rows split evenly over 2 and 4 ranks.
+_DATA_ARGUMENTS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 4095"
+_SIZES: dict[str, Any] = {
+    "num-layers": 4,
+    "hidden-size": 48,
+    "num-attention-heads": 4,
+    "seq-length": 32,
+    "max-position-embeddings": 64,
+    "micro-batch-size": 2,
+    "global-batch-size": 8,
+    "make-vocab-size-divisible-by": 32,
+    "train-iters": 3,
+    "lr": 0.1,
+    "lr-decay-style": "constant",
+    "optimizer": "sgd",
+    "sgd-momentum": 0.0,
+    "weight-decay": 0.0,
+    "clip-grad": 0.0,
+    "attention-dropout": 0.0,
+    "hidden-dropout": 0.0,
+    "log-interval": 1,
+    "eval-iters": 0,
+    "eval-interval": 1000,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a script: what stands on its command line, and what is changed of this process for it."""
+
+    name: str
+    arguments: str = ""
+    """Beside the sizes above; a size that is given here counts."""
+
+    script: str = "pretrain_gpt.py"
+    data: str = _DATA_ARGUMENTS
+    changes: tuple[str, ...] = ()
+    """Functions of megatron_changes."""
+
+    leaves_out: tuple[str, ...] = ()
+    """Sizes that the script does not take."""
+
+    measures_kept_bytes: bool = False
+    """Whether the banner says what is kept; its process takes more than a short run."""
+
+    def command(self) -> list[str]:
+        words = self.arguments.split()
+        sizes = [
+            word
+            for name, value in _SIZES.items()
+            if f"--{name}" not in words and name not in self.leaves_out
+            for word in (f"--{name}", value)
+        ]
+        return [*_CPU_ARGUMENTS.split(), *self.data.split(), *map(str, sizes), *words]
+
+
+def run_all(root: Path, world_size: int, runs: list[Run], folder: Path, timeout_s: float = 900) -> list[dict[str, Any]]:
+    """Each run in turn on `world_size` processes; by rank, the results by the run's name (see megatron_rank.py).
+
+    A run that fails has its traceback as "error"; the runs after it start in new processes.
+    """
+    found: list[dict[str, Any]] = [{} for _ in range(world_size)]
+    pending = list(runs)
+    while pending:
+        part = folder / f"from-{len(runs) - len(pending)}"
+        error = _run_in_new_processes(root, world_size, pending, part, timeout_s)
+        ranks = [torch.load(file, weights_only=False) if file.exists() else {} for file in _files(part, world_size)]
+        if error is not None:
+            failed = next(run.name for run in pending if any(run.name not in _sound(rank) for rank in ranks))
+            ranks = [{**rank, failed: {"error": error, "losses": {}}} for rank in ranks]
+        finished = [run.name for run in pending if all(run.name in rank for rank in ranks)]
+        for results, rank in zip(found, ranks, strict=True):
+            results.update({name: rank[name] for name in finished})
+        pending = [run for run in pending if run.name not in finished]
+    return found
+
+
+def _files(folder: Path, world_size: int) -> list[Path]:
+    return [folder / f"{rank}.pt" for rank in range(world_size)]
+
+
+def _sound(rank: dict[str, Any]) -> dict[str, Any]:
+    return {name: result for name, result in rank.items() if not result["error"]}
+
+
+def _run_in_new_processes(root: Path, world_size: int, runs: list[Run], folder: Path, timeout_s: float) -> str | None:
+    """The error that ended the processes early, or None."""
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = [
+        {
+            "name": run.name,
+            "script": run.script,
+            "arguments": run.command(),
+            "changes": (*run.changes, *([] if run.measures_kept_bytes else ["measure_no_kept_bytes"])),
+        }
+        for run in runs
+    ]
+    (folder / "jobs.json").write_text(json.dumps({"root": str(root), "runs": jobs}), encoding="utf-8")
+    environment = {**os.environ, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    root = HERE.parents[1]
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(root), str(root / "kernels"), *sys.path])
+    command = [sys.executable, "-W", "ignore", str(HERE / "megatron_rank.py"), str(folder / "jobs.json"), str(folder)]
+    ranks = []
+    for rank in range(world_size):
+        with (folder / f"{rank}.log").open("w") as log:
+            variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        return _wait(ranks, folder, timeout_s)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _wait(ranks: list[Any], folder: Path, timeout_s: float) -> str | None:
+    deadline = time.monotonic() + timeout_s
+    while any(process.poll() is None for process in ranks):
+        if any(process.poll() for process in ranks):
+            break
+        if time.monotonic() > deadline:
+            return f"still running after {timeout_s} s"
+        time.sleep(0.2)
+    failed = [rank for rank, process in enumerate(ranks) if process.poll()]
+    return _describe(failed, folder) if failed else None
+
+
+def _describe(failed: list[int], folder: Path) -> str:
+    time.sleep(1)
+    texts = [file.read_text("utf-8") for rank in range(8) if (file := folder / f"{rank}.error").exists()]
+    # A rank that only lost another one says so; the cause comes first.
+    texts.sort(key=lambda text: "onnection" in text)
+    return texts[0] if texts else f"rank {failed[0]}: {(folder / f'{failed[0]}.log').read_text('utf-8')[-4000:]}"
