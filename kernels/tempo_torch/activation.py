@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tempo_kernels.gelu import gelu
+from tempo_kernels.pointwise import activate
 from tempo_kernels.recompute import recompute
-from tempo_kernels.silu import silu
 from tempo_kernels.squared_relu import squared_relu
 from tempo_torch.replace import Replaced
 
@@ -25,7 +27,12 @@ _NAMES = {
     "SiLUActivation": "silu",
     "ReLUSquaredActivation": "squared_relu",
 }
-IN_PLACE = ("gelu", "gelu_tanh", "squared_relu")
+IN_PLACE: dict[str, Callable[..., Tensor]] = {
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "squared_relu": squared_relu,
+}
+"""What can keep its output, and the operation that does."""
 # Not elementwise, or with a derivative that torch finds from the output.
 _NO_ACTIVATIONS = (nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.ReLU, nn.Tanh, nn.Sigmoid)
 
@@ -54,15 +61,9 @@ class Activation(Replaced):
 
 def apply_activation(x: Tensor, function: str, keep: str) -> Tensor:
     """The activation `function` of x [..., f]."""
-    if function == "gelu":
-        return gelu(x, keep=keep)
-    if function == "gelu_tanh":
-        return gelu(x, approximate="tanh", keep=keep)
-    if function == "squared_relu":
-        return squared_relu(x, keep=keep)
-    if function == "silu":
-        return silu(x)
-    return quick_gelu(x) if torch.compiler.is_compiling() else recompute(quick_gelu, x)
+    if function == "quick_gelu":
+        return quick_gelu(x) if torch.compiler.is_compiling() else recompute(quick_gelu, x)
+    return IN_PLACE[function](x) if keep == "output" else activate(x, None, function)
 
 
 def name_activation(module: nn.Module) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from tempo_kernels import KEEPS
 from tempo_torch.activation import IN_PLACE, Activation, is_activation, name_activation
 from tempo_torch.attention import NAME, PLACE, AttentionPlace, find_ranks, give_back_attention, use_attention
 from tempo_torch.dropout import RedrawnDropout
@@ -358,11 +359,11 @@ def _replace_norm(name: str, module: nn.Module, choices: dict[str, str], _: Pass
     if isinstance(found, str):
         return Entry(name, kind, "norm", None, found)
     mixin, attributes = found
-    keeps_input = choices["norm"] == "recompute"
-    keep = "input" if keeps_input else "output"
-    compiled_keep = "input" if choices["norm"] == "auto" else keep
-    change_class(module, mixin, **attributes, keep=keep, compiled_keep=compiled_keep)
-    return Entry(name, kind, "norm", "recompute" if keeps_input else "inplace", stock_bytes=2.0)
+    is_auto = choices["norm"] == "auto"
+    value = "inplace" if is_auto else choices["norm"]
+    compiled_value = "recompute" if is_auto else value
+    change_class(module, mixin, **attributes, keep=KEEPS[value], compiled_keep=KEEPS[compiled_value])
+    return Entry(name, kind, "norm", value, stock_bytes=2.0)
 
 
 def _replace_activation(name: str, module: nn.Module, choices: dict[str, str], _: Passes) -> Entry | None:
@@ -371,16 +372,14 @@ def _replace_activation(name: str, module: nn.Module, choices: dict[str, str], _
     function, kind = name_activation(module), type(module).__name__
     if function is None:
         return Entry(name, kind, "activation", None, "Tempo has gelu, quick_gelu, silu and squared relu only")
-    keep = "input"
-    if choices["activation"] == "inplace":
-        if function not in IN_PLACE:
-            return Entry(name, kind, "activation", None, f"in place exists for {', '.join(IN_PLACE)} only")
-        keep = "output"
+    value = "recompute" if choices["activation"] == "auto" else choices["activation"]
+    keep = KEEPS[value]
+    if keep == "output" and function not in IN_PLACE:
+        return Entry(name, kind, "activation", None, f"in place exists for {', '.join(IN_PLACE)} only")
     change_class(module, Activation, function=function, keep=keep)
     bits = 0.125 if keep == "output" and function.startswith("gelu") else 0.0
     stock = 4.0 if keep == "input" else 2.0
-    now = "recompute" if keep == "input" else "inplace"
-    return Entry(name, kind, "activation", now, stock_bytes=stock, tempo_bytes=2.0 if keep == "input" else bits)
+    return Entry(name, kind, "activation", value, stock_bytes=stock, tempo_bytes=2.0 if keep == "input" else bits)
 
 
 def _replace_dropout(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Entry | None:

@@ -31,6 +31,7 @@ from megatron.model import transformer
 from megatron.model.enums import AttnMaskType, LayerType
 from torch import Tensor
 
+from tempo_kernels import KEEPS
 from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
@@ -39,6 +40,7 @@ from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.recompute import drop
 from tempo_kernels.squared_relu import squared_relu
 from tempo_megatron.megatron_lm.samples import find_first_sample
+from tempo_megatron.settings.activations import find_inplace_refusal
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, set_micro_batch
@@ -90,12 +92,11 @@ def use_tempo(args: argparse.Namespace, tempo_config: TempoConfig) -> tuple[Temp
                 "expected one configuration for a process"
             )
         return _CALLS.in_use
-    if chosen.norm == "inplace":
+    if chosen.norm != "off":
         for norm in {megatron.model.LayerNorm, megatron.model.RMSNorm}:
             norm.forward = _run_norm
     if chosen.activation != "off":
-        keep = "output" if chosen.activation == "inplace" else "input"
-        transformer.ParallelMLP.forward = functools.partialmethod(_run_mlp, keep=keep)
+        transformer.ParallelMLP.forward = functools.partialmethod(_run_mlp, keep=KEEPS[chosen.activation])
     if chosen.attention != "off":
         transformer.CoreAttention.forward = functools.partialmethod(_run_attention, form=chosen.attention)
     if chosen.dropout != "off":
@@ -148,7 +149,7 @@ def _find_obstacle(args: argparse.Namespace, operation: str, choice: str) -> str
         return "Megatron-DeepSpeed's loss head has no place for a fused one"
     if operation == "activation":
         return _find_obstacle_of_activation(args, choice)
-    if operation == "norm" and choice != "inplace":
+    if operation == "norm" and KEEPS[choice] == "input":
         return (
             "Megatron-DeepSpeed's linears do not say when they have used a norm's output, so that it cannot be dropped"
         )
@@ -162,9 +163,7 @@ def _find_obstacle_of_activation(args: argparse.Namespace, choice: str) -> str |
     for flag in ("openai_gelu", "onnx_safe"):
         if getattr(args, flag, False):
             return f"--{flag.replace('_', '-')} has a formula of its own"
-    if args.swiglu and choice == "inplace":
-        return "the activation is swiglu, and in place exists for gelu and squared relu only"
-    return None
+    return find_inplace_refusal("swiglu") if args.swiglu and KEEPS[choice] == "output" else None
 
 
 def patch_scripts(

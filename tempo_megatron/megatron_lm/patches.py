@@ -10,13 +10,16 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tempo_megatron.megatron_lm.options import add_options
 from tempo_megatron.megatron_lm.planning import Planning
 from tempo_megatron.megatron_lm.report import ModelReport, Report
 from tempo_megatron.megatron_lm.versions import Hooks, LaunchError, Model, get_hook, replace_hook
 from tempo_megatron.settings.config import TempoConfig
+
+if TYPE_CHECKING:
+    from tempo_megatron.slots.choose import Obstacles
 
 
 def patch_arguments(hooks: Hooks, version: str) -> None:
@@ -144,12 +147,15 @@ def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoC
     found = ModelReport(name=model.place.partition(":")[2], tempo_config=tempo_config)
     for spec_name, config_name in model.specs.items():
         config = arguments[config_name]
-        asked, reasons = _leave_masks(config, tempo_config, run)
-        block = tempoize(arguments[spec_name], config, asked, vp_stage=arguments.get("vp_stage"))
-        assert block.choices is not None
-        choices = dataclasses.replace(block.choices, written=tempo_config, reasons={**block.choices.reasons, **reasons})
-        arguments[spec_name] = block = dataclasses.replace(block, choices=choices)
-        found.add_block(block, config, choices)
+        block = tempoize(
+            arguments[spec_name],
+            config,
+            tempo_config,
+            vp_stage=arguments.get("vp_stage"),
+            obstacles=_find_obstacles_to_masks(config, run),
+        )
+        arguments[spec_name] = block
+        found.add_block(block, config, block.choices)
     return found
 
 
@@ -169,12 +175,9 @@ def _finish_model(model: Any, found: ModelReport, tempo_config: TempoConfig) -> 
     found.report = report_on(model)
 
 
-def _leave_masks(config: Any, tempo_config: TempoConfig, run: Any) -> tuple[TempoConfig, dict[str, str]]:
-    """`tempo_config` with stock for what would draw masks, where nothing says which samples a micro batch holds.
-
-    Raises ValueError where what draws was asked for by its value.
-    """
-    from tempo_megatron.slots.choose import leave_to_stock
+def _find_obstacles_to_masks(config: Any, run: Any) -> Obstacles:
+    """What stands against the operations that draw masks, where nothing says which samples a micro batch holds."""
+    from tempo_megatron.slots.choose import Refusal
 
     graphs = getattr(config, "cuda_graph_impl", "none")
     if getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False):
@@ -187,9 +190,9 @@ def _leave_masks(config: Any, tempo_config: TempoConfig, run: Any) -> tuple[Temp
         reason = f"cuda_graph_impl is {graphs}, under which each step would draw the first one's dropout masks"
         remedy = "leave CUDA graphs off"
     else:
-        return tempo_config, {}
+        return {}
     dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
-    return leave_to_stock(tempo_config, {name: reason for name, p in dropouts.items() if p > 0}, remedy)
+    return {name: Refusal(reason, remedy) for name, p in dropouts.items() if p > 0}
 
 
 def _leave_mask_out(run: Any, argument: str) -> bool:

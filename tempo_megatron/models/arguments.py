@@ -8,6 +8,7 @@ from typing import Any
 
 from tempo_megatron.models.shape import NAMES, ModelShape, make_shape, read_shape_file
 from tempo_megatron.models.values import CHOICES
+from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.words.argument_types import (
     parse_fraction,
     parse_positive,
@@ -16,11 +17,10 @@ from tempo_megatron.words.argument_types import (
     parse_window,
 )
 
-# Flags of Megatron-LM, and --geglu, which it has as --quick-geglu only: a gate of x * sigmoid(1.702 x), no GELU.
-_ACTIVATIONS = ("swiglu", "geglu", "squared_relu")
+_ACTIVATIONS = [activation for activation in ACTIVATIONS.values() if activation.help]
 OPTIONS = {
     "family": "--model",
-    "activation": "--swiglu, --geglu and --squared-relu",
+    "activation": " or ".join(activation.option for activation in _ACTIVATIONS),
     "num_query_groups": "--group-query-attention and --num-query-groups",
     "add_bias_linear": "--disable-bias-linear",
     "num_tokentypes": "--model",
@@ -86,10 +86,10 @@ def read_given_model(
 
 
 def _take_activation(args: argparse.Namespace, in_file: dict[str, Any]) -> dict[str, Any]:
-    given = {name: getattr(args, name) for name in _ACTIVATIONS}
+    given = {activation.name: getattr(args, activation.name) for activation in _ACTIVATIONS}
     wanted = [name for name, value in given.items() if value]
     if len(wanted) > 1:
-        options = [f"--{name.replace('_', '-')}" for name in wanted]
+        options = [ACTIVATIONS[name].option for name in wanted]
         raise ValueError(f"{' and '.join(options)} are both given; an MLP has one activation: leave one out")
     if wanted:
         return {"activation": wanted[0]}
@@ -139,11 +139,8 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "layer", "what GPT-2 has is the default; --no-NAME takes back what the file of --model says"
     )
-    _add_switch(group, "--swiglu", "gated MLP: silu of one half times the other, instead of gelu")
-    _add_switch(
-        group, "--geglu", "gated MLP: gelu of one half times the other (Megatron-LM has --quick-geglu, another)"
-    )
-    _add_switch(group, "--squared-relu", "squared relu instead of gelu")
+    for activation in _ACTIVATIONS:
+        _add_switch(group, activation.option, activation.help)
     _add_switch(group, "--disable-bias-linear", "linears without a bias")
     _add_switch(group, "--add-qkv-bias", "with --disable-bias-linear: a bias of q, k and v all the same")
     group.add_argument("--normalization", choices=CHOICES["normalization"], help="default LayerNorm")

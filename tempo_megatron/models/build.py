@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.activations import squared_relu
 from megatron.core.models.bert import bert_lm_head
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
@@ -18,24 +16,19 @@ from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encod
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import functional as F
 
 from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
-from tempo_megatron.slots.choose import Choices, choose, leave_to_stock
+from tempo_megatron.slots.choose import Choices, Refusal, choose
 from tempo_megatron.slots.dropout import tempoize_embedding
 from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
 from tempo_megatron.slots.loss import TempoBertModel, TempoGPTModel
+from tempo_megatron.slots.mlp import FUNCTIONS
 from tempo_megatron.slots.norm import TorchLayerNorm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ACTIVATION_FUNCTIONS: dict[str, Any] = {
-    "gelu": F.gelu,
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "squared_relu": squared_relu,
-}
 
 
 def build_transformer_config(
@@ -78,7 +71,7 @@ def build_transformer_config(
             "kv_channels": shape.kv_channels,
             "normalization": shape.normalization,
             "layernorm_epsilon": shape.norm_epsilon,
-            "activation_func": _ACTIVATION_FUNCTIONS[shape.activation],
+            "activation_func": FUNCTIONS[ACTIVATIONS[shape.activation].formula],
             "gated_linear_unit": shape.is_gated,
             "bias_activation_fusion": fuses,
             "qk_layernorm": shape.qk_layernorm,
@@ -107,16 +100,12 @@ def choose_for_model(shape: ModelShape, config: TransformerConfig, tempo_config:
 
     Raises ValueError where a value that is not "auto" cannot be had.
     """
-    written, reasons = tempo_config, dict[str, str]()
-    if shape.family == "t5":
-        obstacle = "the model is a T5Model, and the fused loss is for a GPTModel or a BertModel only"
-        tempo_config, reasons = leave_to_stock(tempo_config, {"loss": obstacle}, "train a GPT or a BERT")
-    choices = choose(config, tempo_config)
-    return dataclasses.replace(choices, written=written, reasons={**choices.reasons, **reasons})
+    why = "the model is a T5Model, and the fused loss is for a GPTModel or a BertModel only"
+    return choose(config, tempo_config, {"loss": Refusal(why, "train a GPT or a BERT")} if shape.family == "t5" else {})
 
 
 def make_specs(
-    shape: ModelShape, config: TransformerConfig, tempo_config: TempoConfig, *, vp_stage: int | None = None
+    shape: ModelShape, config: TransformerConfig, tempo_config: TempoConfig | Choices, *, vp_stage: int | None = None
 ) -> dict[str, TempoBlockSubmodules]:
     """Stack, "encoder" or "decoder" -> its block's spec, with Tempo's modules.
 
@@ -133,7 +122,7 @@ def make_specs(
 def build_model(
     shape: ModelShape,
     config: TransformerConfig,
-    tempo_config: TempoConfig,
+    tempo_config: TempoConfig | Choices,
     padded_vocab_size: int,
     *,
     pre_process: bool = True,
@@ -145,13 +134,13 @@ def build_model(
     Args:
         shape: the model.
         config: of build_transformer_config, perhaps with changes.
-        tempo_config: "auto" becomes what choose_for_model says.
+        tempo_config: "auto" becomes what choose_for_model says; or what it said of this model.
         padded_vocab_size: rows of the embedding.
         pre_process, post_process, vp_stage: of its pipeline stage, as GPTModel's arguments of these names.
 
     Raises ValueError where a value that is not "auto" cannot be had.
     """
-    tempo_config = choose_for_model(shape, config, tempo_config).config
+    choices = tempo_config if isinstance(tempo_config, Choices) else choose_for_model(shape, config, tempo_config)
     common: dict[str, Any] = {
         "vocab_size": padded_vocab_size,
         "max_sequence_length": shape.max_position_embeddings,
@@ -162,11 +151,11 @@ def build_model(
         "position_embedding_type": shape.position_embedding_type,
         "rotary_percent": shape.rotary_percent,
     }
-    specs = make_specs(shape, config, tempo_config, vp_stage=vp_stage)
-    model_class = _CLASSES[shape.family][tempo_config.loss == "fused"]
+    specs = make_specs(shape, config, choices, vp_stage=vp_stage)
+    model_class = _CLASSES[shape.family][choices.config.loss == "fused"]
     with _norm_of_the_head():
         model = model_class(config=config, **_list_own_arguments(shape, config, specs, vp_stage), **common)
-    tempoize_embedding(model, tempo_config)
+    tempoize_embedding(model, choices.config)
     if config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ()):
         for stack in specs:
             for layer in getattr(model, stack).layers:

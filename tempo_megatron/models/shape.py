@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.models.values import check_value
+from tempo_megatron.settings.activations import GATED
 from tempo_megatron.words.json_text import decode, parse_json
 
 _OPTIONAL = ("vocab_size", "decoder_seq_length", "window_size")
@@ -48,7 +49,7 @@ class ModelShape:
     normalization: str = "LayerNorm"
     norm_epsilon: float = 1e-5
     activation: str = "gelu"
-    """gelu, swiglu, geglu or squared_relu."""
+    """A name of `tempo_megatron.settings.activations`."""
     position_embedding_type: str = "learned_absolute"
     """learned_absolute, rope or none."""
     rotary_base: int = 10000
@@ -75,7 +76,7 @@ class ModelShape:
 
     @property
     def is_gated(self) -> bool:
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in GATED
 
     def describe(self) -> dict[str, Any]:
         """Every field, as JSON has them."""
@@ -232,7 +233,7 @@ def make_shape(**values: Any) -> ModelShape:
     """The shape of these values; what is missing or None follows from the others, as in Megatron-LM.
 
     The MLP is 4 h wide; a gated one 8/3 h, rounded down to a multiple of 64, so that it has about as many weights. That
-    is Megatron-LM's rule for swiglu, and here that of geglu too.
+    is Megatron-LM's rule for swiglu, and here that of all gated ones.
 
     Raises ValueError where a size is missing that has no default, or where two contradict each other.
     """
@@ -247,7 +248,7 @@ def make_shape(**values: Any) -> ModelShape:
             f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}; change one of them, or "
             "give --kv-channels"
         )
-    is_gated = given.get("activation") in ("swiglu", "geglu")
+    is_gated = given.get("activation") in GATED
     lengths = [given["seq_length"], given.get("decoder_seq_length", 0)]
     completed = {
         "family": "gpt",

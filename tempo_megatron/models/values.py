@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tempo_megatron.settings.activations import ACTIVATIONS
+
 CHOICES = {
     "family": ("gpt", "bert", "t5"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "activation": ("gelu", "swiglu", "geglu", "squared_relu"),
+    "activation": tuple(ACTIVATIONS),
     "position_embedding_type": ("learned_absolute", "rope", "none"),
 }
 _SWITCHES = (

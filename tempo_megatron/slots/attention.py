@@ -43,6 +43,8 @@ class TempoDotProductAttention(DotProductAttention):
     """
 
     form: ClassVar[str] = "flash"
+    value: ClassVar[str] = "flash"
+    """Of the switch `attention`, which puts this class in place."""
 
     def __init__(
         self,
@@ -136,13 +138,15 @@ class TempoSoftmaxDotProductAttention(TempoDotProductAttention):
     """The form of the Tempo paper: scores are materialised and the softmax's output stays, [b, a/p, s, s] of q's dtype;
     the dropout's output and mask do not, and are made again in backward."""
 
-    form = "softmax"
+    form = value = "softmax"
 
 
 class TempoRecomputeDotProductAttention(TempoDotProductAttention):
     """TempoDotProductAttention that keeps q, k and v only: a linear that drops its input, such as
     TempoRowParallelLinear, lets go of the output, and attention runs again before that linear's backward, with the same
     masks. Where Megatron recomputes core attention, or the layer, it runs no third time."""
+
+    value = "recompute"
 
     def _run(self, attend: Callable[..., Tensor], *operands: Tensor) -> Tensor:
         return attend(*operands) if is_in_backward() else recompute(attend, *operands)

@@ -9,13 +9,10 @@ from typing import Any
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
+from tempo_kernels import KEEPS
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
-from tempo_megatron.slots.attention import (
-    TempoDotProductAttention,
-    TempoRecomputeDotProductAttention,
-    TempoSelfAttention,
-)
+from tempo_megatron.slots.attention import TempoDotProductAttention, TempoSelfAttention
 from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Stack
@@ -81,10 +78,9 @@ class Slot:
             return "off"
         module = find_class(self.content)
         if self.operation in ("norm", "activation"):
-            return {"output": "inplace", "input": "recompute"}[module.keep]
-        if self.operation == "attention" and not issubclass(module, TempoRecomputeDotProductAttention):
-            return str(module.form)
-        return "recompute"
+            return next(value for value, keep in KEEPS.items() if keep == module.keep)
+        # The other operations have one value beside "off".
+        return str(getattr(module, "value", OPERATIONS[self.operation].choices[-1]))
 
 
 def list_slots(block: TransformerBlockSubmodules | TransformerBlock) -> Iterator[Slot]:

@@ -2,6 +2,9 @@
 
 A refusal says why one operation cannot have one value. If the user wrote that value, the refusal becomes an error with
 a remedy. "auto" goes on to the next value of its preference and gives the refusal as its reason.
+
+Refusals of this file follow from the TransformerConfig. What else stands against an operation, such as the modules of a
+spec's layers or a script without Megatron's arguments, is an obstacle: whoever knows of it gives it to `choose`.
 """
 
 from __future__ import annotations
@@ -31,6 +34,15 @@ class Refusal:
     remedy: str = ""
     """What else helps than another value of the operation."""
 
+    is_for_auto: bool = False
+    """Whether "auto" alone heeds it, as the operation would work and save nothing."""
+
+
+Obstacles = Mapping[str, Refusal]
+"""Operation -> why it can have no value but "off", whatever the TransformerConfig allows."""
+
+_NO_OBSTACLES: Obstacles = {}
+
 
 def find_refusal(operation: str, value: str, transformer_config: TransformerConfig) -> Refusal | None:
     """Why tempo.`operation` cannot be `value` in a model of `transformer_config`; None where it can."""
@@ -45,7 +57,10 @@ def find_refusal(operation: str, value: str, transformer_config: TransformerConf
 
 
 def refuse_written(
-    transformer_config: TransformerConfig, tempo_config: TempoConfig, operations: Iterable[str] = tuple(OPERATIONS)
+    transformer_config: TransformerConfig,
+    tempo_config: TempoConfig,
+    operations: Iterable[str] = tuple(OPERATIONS),
+    obstacles: Obstacles = _NO_OBSTACLES,
 ) -> None:
     """Raise ValueError, one sentence, where a value that is not "auto" cannot be had.
 
@@ -57,14 +72,24 @@ def refuse_written(
         for where, value in tempo_config.list_values(name)
         if value != "auto"
     ]
-    refusals = [find_refusal(name, value, transformer_config) for name, _, value in written]
+    refusals = [_find_refusal_of_written(name, value, transformer_config, obstacles) for name, _, value in written]
     first = next((refusal for refusal in refusals if refusal is not None), None)
     if first is not None:
         refused = [each[:2] for each, refusal in zip(written, refusals, strict=True) if refusal == first]
-        raise ValueError(write_refusal(first, refused, transformer_config))
+        raise ValueError(_write_refusal(first, refused, transformer_config, obstacles))
 
 
-def write_refusal(refusal: Refusal, refused: list[tuple[str, str]], transformer_config: TransformerConfig) -> str:
+def _find_refusal_of_written(
+    operation: str, value: str, transformer_config: TransformerConfig, obstacles: Obstacles
+) -> Refusal | None:
+    found = find_refusal(operation, value, transformer_config)
+    obstacle = None if value == "off" else obstacles.get(operation)
+    return found if found is not None or obstacle is None or obstacle.is_for_auto else obstacle
+
+
+def _write_refusal(
+    refusal: Refusal, refused: list[tuple[str, str]], transformer_config: TransformerConfig, obstacles: Obstacles
+) -> str:
     """The sentence for people who wrote the refused values: why not, and what to write.
 
     refused: (operation, where it was written, such as `tempo.norm` or `tempo.layers["0-11"].norm`).
@@ -73,7 +98,8 @@ def write_refusal(refusal: Refusal, refused: list[tuple[str, str]], transformer_
     can_be = [
         value
         for value in OPERATIONS[operations[0]].choices
-        if value != "auto" and all(find_refusal(name, value, transformer_config) is None for name in operations)
+        if value != "auto"
+        and all(_find_refusal_of_written(name, value, transformer_config, obstacles) is None for name in operations)
     ]
     # "off" is always possible and reads best at the end.
     values = " or ".join(f'"{value}"' for value in sorted(can_be, key=lambda value: value == "off"))
@@ -233,11 +259,13 @@ class Choices:
         return " ".join(filter(None, groups))
 
 
-def choose(transformer_config: TransformerConfig, tempo_config: TempoConfig) -> Choices:
+def choose(
+    transformer_config: TransformerConfig, tempo_config: TempoConfig, obstacles: Obstacles = _NO_OBSTACLES
+) -> Choices:
     """`tempo_config` with a value in place of each "auto": the first of its preference that nothing refuses.
 
-    What can only be told of a built model is for `tempo_megatron.slots.loss.choose_loss` to say; here the loss is what
-    the configuration allows.
+    It runs once for each block of layers. What can only be told of a built model is for
+    `tempo_megatron.slots.loss.choose_loss` to say; here the loss is what the configuration allows.
 
     Raises ValueError where a written value cannot be had, and where Megatron itself would fail later.
     """
@@ -245,9 +273,11 @@ def choose(transformer_config: TransformerConfig, tempo_config: TempoConfig) -> 
         off = tempo_config.fill_auto(dict.fromkeys(OPERATIONS, "off"))
         return Choices(config=off, written=tempo_config, reasons={})
     refuse_recomputation(transformer_config)
-    refuse_written(transformer_config, tempo_config)
+    refuse_written(transformer_config, tempo_config, obstacles=obstacles)
     taken = {
-        name: take_preferred(name, transformer_config) for name in OPERATIONS if "auto" in tempo_config.values_of(name)
+        name: _take_preferred(name, transformer_config, obstacles)
+        for name in OPERATIONS
+        if "auto" in tempo_config.values_of(name)
     }
     return Choices(
         config=tempo_config.fill_auto({name: value for name, (value, _) in taken.items()}),
@@ -266,10 +296,12 @@ def choose_operation(
     """
     refuse_written(transformer_config, tempo_config, [name])
     written: str = getattr(tempo_config, name)
-    return take_preferred(name, transformer_config) if written == "auto" else (written, None)
+    return _take_preferred(name, transformer_config) if written == "auto" else (written, None)
 
 
-def take_preferred(name: str, transformer_config: TransformerConfig) -> tuple[str, str | None]:
+def _take_preferred(
+    name: str, transformer_config: TransformerConfig, obstacles: Obstacles = _NO_OBSTACLES
+) -> tuple[str, str | None]:
     """What "auto" is for one operation, and why it is not its first choice (None where it is)."""
     reasons = []
     for value in OPERATIONS[name].preference:
@@ -277,22 +309,7 @@ def take_preferred(name: str, transformer_config: TransformerConfig) -> tuple[st
         if refusal is None:
             break
         reasons.append(refusal.reason)
+    if value != "off" and name in obstacles:
+        return "off", obstacles[name].reason
     # Two values may be refused for one reason.
     return value, "; and ".join(dict.fromkeys(reasons)) or None
-
-
-def leave_to_stock(
-    tempo_config: TempoConfig, obstacles: Mapping[str, str], remedy: str
-) -> tuple[TempoConfig, dict[str, str]]:
-    """(`tempo_config` with "off" for each "auto" that `obstacles`, operation -> why not, stand against; those reasons).
-
-    Raises ValueError, which names `remedy` too, where they stand against a written value.
-    """
-    left = {}
-    for name, reason in obstacles.items():
-        for where, value in tempo_config.list_values(name):
-            if value not in ("auto", "off"):
-                raise ValueError(f'{reason}; {remedy}, or set {where} to "off"')
-            if value == "auto":
-                left[name] = reason
-    return tempo_config.fill_auto(dict.fromkeys(left, "off")), left

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 
+from tempo_kernels import KEEPS
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
@@ -38,7 +39,7 @@ from tempo_megatron.slots.attention import (
     TempoSoftmaxDotProductAttention,
 )
 from tempo_megatron.slots.block_slots import ATTENTIONS, TempoBlockSubmodules, list_slots
-from tempo_megatron.slots.choose import choose
+from tempo_megatron.slots.choose import Choices, Obstacles, choose
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
@@ -59,18 +60,15 @@ _EXPECTED_SPEC = (
 )
 _NORM_SLOTS = OPERATIONS["norm"].slots
 _QUERY_KEY_NORMS = ("q_layernorm", "k_layernorm")
-_NORMS = {
-    ("LayerNorm", "inplace"): TempoLayerNorm,
-    ("LayerNorm", "recompute"): TempoRecomputeLayerNorm,
-    ("RMSNorm", "inplace"): TempoRMSNorm,
-    ("RMSNorm", "recompute"): TempoRecomputeRMSNorm,
+_NORMS: dict[Any, Any] = {
+    (norm.normalization, norm.keep): norm
+    for norm in (TempoLayerNorm, TempoRecomputeLayerNorm, TempoRMSNorm, TempoRecomputeRMSNorm)
 }
 _ATTENTIONS = {
-    "off": DotProductAttention,
-    "flash": TempoDotProductAttention,
-    "softmax": TempoSoftmaxDotProductAttention,
-    "recompute": TempoRecomputeDotProductAttention,
+    attention.value: attention
+    for attention in (TempoDotProductAttention, TempoSoftmaxDotProductAttention, TempoRecomputeDotProductAttention)
 }
+_MLPS = {mlp.keep: mlp for mlp in (TempoMLP, TempoRecomputeMLP)}
 # Linears that nothing but a norm feeds, and that alone read what it gives.
 _LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
 _BDA_SITES = dict(
@@ -94,7 +92,7 @@ logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_Drop
 
 
 def tempo_block_spec(
-    transformer_config: TransformerConfig, tempo_config: TempoConfig, *, vp_stage: int | None = None
+    transformer_config: TransformerConfig, tempo_config: TempoConfig | Choices, *, vp_stage: int | None = None
 ) -> TempoBlockSubmodules:
     """The decoder block of a GPT: Megatron's local block spec with Tempo in the slots that `tempo_config` names.
 
@@ -123,10 +121,11 @@ def tempo_block_spec(
 def tempoize(
     spec: ModuleSpec | TransformerBlockSubmodules,
     transformer_config: TransformerConfig,
-    tempo_config: TempoConfig,
+    tempo_config: TempoConfig | Choices,
     *,
     vp_stage: int | None = None,
     stack: Stack | None = None,
+    obstacles: Obstacles | None = None,
 ) -> TempoBlockSubmodules:
     """`spec` with Tempo's modules in the slots that `tempo_config` names and that hold a module Tempo replaces.
 
@@ -135,10 +134,12 @@ def tempoize(
         transformer_config: Megatron's.
         tempo_config: which operations; "auto" becomes what `tempo_megatron.slots.choose.choose` says, or where the
             layers' modules leave less, that. Its `layers` are numbered over the whole model, as checkpoint keys are.
+            Choices that were made for the model stand as they are.
         vp_stage: this block's virtual pipeline stage, as GPTModel's argument of that name.
         stack: whose dropout masks the layers draw, where a model has two stacks of the same layer numbers. By default
             a block with causal self attention or with cross attention is a decoder, one without (BERT, T5's encoder)
             an encoder.
+        obstacles: what else stands against an operation.
 
     Returns:
         TransformerBlockSubmodules for GPTModel, BertModel or T5Model (a bare layer spec would get a stock final norm).
@@ -149,13 +150,15 @@ def tempoize(
     """
     block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
-    choices = te.leave_to_transformer_engine(
-        choose(transformer_config, tempo_config), layer_specs, transformer_config, tempo_config
-    )
+    if isinstance(tempo_config, Choices):
+        choices = tempo_config
+    else:
+        found = {**te.find_obstacles(layer_specs, transformer_config), **(obstacles or {})}
+        choices = choose(transformer_config, tempo_config, found)
     stack = _find_stack(layer_specs) if stack is None else stack
     stack_name, first_layer = stack.name.lower(), get_transformer_layer_offset(transformer_config, vp_stage)
-    tempo_config.check_layers(stack_name, transformer_config.num_layers)
-    found = TempoBlockSubmodules(
+    choices.written.check_layers(stack_name, transformer_config.num_layers)
+    made = TempoBlockSubmodules(
         layer_specs=[
             _tempoize_layer(layer, transformer_config, choices.config.for_layer(number, stack_name), number + 1, stack)
             for number, layer in enumerate(layer_specs, first_layer)
@@ -166,8 +169,8 @@ def tempoize(
         stack=stack,
         first_layer=first_layer,
     )
-    _refuse_other_values(found, choices.config)
-    return found
+    _refuse_other_values(made, choices.config)
+    return made
 
 
 def _refuse_other_values(block: TempoBlockSubmodules, tempo_config: TempoConfig) -> None:
@@ -250,7 +253,7 @@ def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config
     stock = (FusedLayerNorm, WrappedTorchNorm, transformer_block.LayerNormImpl)
     if slot not in stock and not te.is_residual_norm(slot, transformer_config):
         return slot
-    tempo_norm = te.replace_norm(slot, _NORMS.get((transformer_config.normalization, tempo_config.norm)))
+    tempo_norm = te.replace_norm(slot, _NORMS.get((transformer_config.normalization, KEEPS.get(tempo_config.norm))))
     if tempo_norm is not None or slot is not WrappedTorchNorm:
         return tempo_norm or slot
     return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(transformer_config.normalization, slot)
@@ -283,7 +286,7 @@ def _replace_attention(
     stock_attention = getattr(submodules, "core_attention", None)
     is_te = te.is_attention(stock_attention, getattr(slot, "params", {}))
     if stock_attention is DotProductAttention or is_te:
-        core_attention = _ATTENTIONS[tempo_config.attention]
+        core_attention = _ATTENTIONS.get(tempo_config.attention, DotProductAttention)
         if is_te:
             core_attention = te.replace_attention(stock_attention, tempo_config.attention)
         changes["core_attention"] = core_attention
@@ -323,7 +326,7 @@ def _replace_mlp(slot: Any, tempo_config: TempoConfig) -> Any:
         # With the activation's input at hand its derivative is the exact one, also where it is in place elsewhere.
         module = LinearRecomputeMLP if tempo_config.activation == "off" else TempoLinearRecomputeMLP
     elif stock is MLP:
-        module = {"off": MLP, "inplace": TempoMLP, "recompute": TempoRecomputeMLP}[tempo_config.activation]
+        module = _MLPS.get(KEEPS.get(tempo_config.activation, ""), MLP)
     if module is None:
         return slot
     if isinstance(slot, functools.partial):

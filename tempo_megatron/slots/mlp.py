@@ -1,4 +1,8 @@
-"""Megatron's MLP with an activation that keeps its output or its input, never both."""
+"""Megatron's MLP with an activation that keeps its output or its input, never both.
+
+`activation_func` and `gated_linear_unit` of a TransformerConfig say which activation of the table it is, and a class of
+this file what that activation keeps.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +12,46 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from megatron.core.activations import squared_relu as megatron_squared_relu
+from megatron.core.activations import squared_relu as squared_relu_of_megatron
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from tempo_kernels import KEEPS
 from tempo_kernels.gelu import gelu
-from tempo_kernels.glu import geglu, reglu, swiglu
+from tempo_kernels.glu import glu
+from tempo_kernels.pointwise import activate
 from tempo_kernels.recompute import drop, recompute
-from tempo_kernels.silu import silu
 from tempo_kernels.squared_relu import squared_relu
+from tempo_megatron.settings.activations import ACTIVATIONS, find_inplace_refusal
 from tempo_megatron.slots.linear import LinearCall, Return, is_in_backward, replace_modules
 
 _MLP_ARGUMENTS = frozenset(inspect.signature(MLP.__init__).parameters)
 
-_IN_PLACE = {"gelu", "squared_relu"}
-_GATED: dict[Any, str] = {F.silu: "swiglu", F.gelu: "geglu", F.relu: "reglu"}
-_PLAIN: dict[Any, str] = {F.gelu: "gelu", megatron_squared_relu: "squared_relu", F.silu: "silu"}
+FUNCTIONS: dict[str, Any] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu, "squared_relu": squared_relu_of_megatron}
+"""Formula of an activation -> the `activation_func` of a TransformerConfig."""
+
+_IN_PLACE: dict[str, Callable[..., Tensor]] = {
+    "gelu": gelu,
+    "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+    "squared_relu": squared_relu,
+}
 
 
 def name_activation(config: TransformerConfig) -> str | None:
-    """The operation that computes the MLP's activation; None where there is none for it."""
-    if config.gated_linear_unit:
-        # Clamps and offsets of a gated unit are formulas of their own.
-        is_plain = getattr(config, "activation_func_clamp_value", None) is None
-        is_plain &= getattr(config, "glu_linear_offset", 0.0) == 0.0
-        return _GATED.get(config.activation_func) if is_plain else None
-    return _PLAIN.get(config.activation_func)
+    """The MLP's activation, by its name in the table; None where the table has none such."""
+    # Clamps and offsets of a gated unit are formulas of their own.
+    is_plain = getattr(config, "activation_func_clamp_value", None) is None
+    is_plain &= getattr(config, "glu_linear_offset", 0.0) == 0.0
+    if config.gated_linear_unit and not is_plain:
+        return None
+    found = (
+        name
+        for name, activation in ACTIVATIONS.items()
+        if activation.is_gated == config.gated_linear_unit and FUNCTIONS[activation.formula] is config.activation_func
+    )
+    return next(found, None)
 
 
 def describe_activation(config: TransformerConfig) -> str:
@@ -48,31 +64,26 @@ def find_activation_refusal(config: TransformerConfig, choice: str) -> str | Non
     """Why the MLP's activation has no form for tempo.activation = `choice`; None where it has one."""
     name = name_activation(config)
     if name is None:
-        return (
-            f"activation is {describe_activation(config)}, and Tempo has gelu, squared relu, silu, swiglu, geglu and "
-            "reglu only"
-        )
-    if choice == "inplace" and name not in _IN_PLACE:
-        return f"activation is {name}, and in place exists for gelu and squared relu only"
-    return None
+        *others, last = (each.replace("_", " ") for each in ACTIVATIONS)
+        return f"activation is {describe_activation(config)}, and Tempo has {', '.join(others)} and {last} only"
+    return find_inplace_refusal(name) if KEEPS[choice] == "output" else None
 
 
 def _choose_activation(
     config: TransformerConfig, keep: str, approximate: str | None
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """activation(x, bias) of the MLP; fused into one kernel, and as Transformer Engine's, GELU has its tanh form."""
+    name = name_activation(config)
+    assert name is not None
+    activation = ACTIVATIONS[name]
     if approximate is None:
+        # Megatron's fused bias_gelu is the tanh form (core/fusions/fused_bias_gelu.py), the F.gelu of MLP the erf form.
         is_tanh = config.bias_activation_fusion or getattr(config, "use_te_activation_func", False)
         approximate = "tanh" if is_tanh else "none"
-    functions: dict[str | None, Callable[[Tensor, Tensor | None], Tensor]] = {
-        "gelu": lambda x, bias: gelu(x, bias, approximate, keep=keep),
-        "squared_relu": lambda x, bias: squared_relu(x, bias, keep=keep),
-        "silu": silu,
-        "swiglu": swiglu,
-        "geglu": lambda x, bias: geglu(x, bias, approximate),
-        "reglu": reglu,
-    }
-    return functions[name_activation(config)]
+    formula = "gelu_tanh" if (activation.formula, approximate) == ("gelu", "tanh") else activation.formula
+    if keep == "output":
+        return _IN_PLACE[formula]
+    return functools.partial(glu if activation.is_gated else activate, activation=formula)
 
 
 def _may_be_recomputed() -> bool:

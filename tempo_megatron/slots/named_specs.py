@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.block_slots import TempoBlockSubmodules
+from tempo_megatron.slots.choose import Obstacles, Refusal
 from tempo_megatron.slots.layer_spec import tempoize
 from tempo_megatron.slots.transformer_engine import is_installed
 
@@ -39,7 +40,6 @@ def tempo_block(config: Any, vp_stage: int | None = None, *, tempo_config: Tempo
     Raises ValueError as `tempoize`, and where a value asks for what draws.
     """
     transformer_config = getattr(config, "transformer", config)
-    tempo_config = _leave_dropout(transformer_config, tempo_config)
     stock = get_gpt_decoder_block_spec(
         transformer_config,
         use_transformer_engine=_uses_transformer_engine(transformer_config),
@@ -47,7 +47,9 @@ def tempo_block(config: Any, vp_stage: int | None = None, *, tempo_config: Tempo
         qk_l2_norm=getattr(transformer_config, "qk_l2_norm", False),
         vp_stage=vp_stage,
     )
-    return tempoize(stock, transformer_config, tempo_config, vp_stage=vp_stage)
+    return tempoize(
+        stock, transformer_config, tempo_config, vp_stage=vp_stage, obstacles=_find_obstacles(transformer_config)
+    )
 
 
 def make_layer_spec(tempo_config: TempoConfig) -> ModuleSpec:
@@ -88,16 +90,14 @@ def _uses_transformer_engine(transformer_config: Any) -> bool:
     return is_installed() and getattr(transformer_config, "transformer_impl", "transformer_engine") != "local"
 
 
-def _leave_dropout(transformer_config: Any, tempo_config: TempoConfig) -> TempoConfig:
-    """`tempo_config` without the operations that would draw masks: nobody says which samples a micro batch holds."""
-    for name, switch in (("hidden_dropout", "dropout"), ("attention_dropout", "attention")):
-        if (p := getattr(transformer_config, name)) == 0:
-            continue
-        for where, value in tempo_config.list_values(switch):
-            if value not in ("auto", "off"):
-                raise ValueError(
-                    f"{name} is {p} and {where} is {value}, and a spec cannot tell Tempo which samples a micro "
-                    f'batch holds; set {where} to "auto" or "off", or start the run with `tempo-megatron run`'
-                )
-        tempo_config = tempo_config.fill_auto({switch: "off"})
-    return tempo_config
+def _find_obstacles(transformer_config: Any) -> Obstacles:
+    """Why the operations that would draw masks are left out."""
+    dropouts = {"dropout": "hidden_dropout", "attention": "attention_dropout"}
+    return {
+        operation: Refusal(
+            f"{name} is {p}, and a spec cannot tell Tempo which samples a micro batch holds",
+            "start the run with `tempo-megatron run`",
+        )
+        for operation, name in dropouts.items()
+        if (p := getattr(transformer_config, name)) > 0
+    }

@@ -125,7 +125,7 @@ class TempoTEDotProductAttention(_EmptyExtraState, TempoDotProductAttention):
 class TempoTESoftmaxDotProductAttention(TempoTEDotProductAttention):
     """The form of the Tempo paper; see TempoSoftmaxDotProductAttention."""
 
-    form = "softmax"
+    form = value = "softmax"
 
 
 class TempoTERecomputeDotProductAttention(TempoRecomputeDotProductAttention, TempoTEDotProductAttention):

@@ -24,7 +24,6 @@ offloading) is refused: there y would be kept twice, or by somebody who does not
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from typing import Any
 
@@ -33,8 +32,9 @@ from megatron.core.extensions import transformer_engine as extension
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 
+from tempo_kernels import KEEPS
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.slots.choose import Choices, choose, leave_to_stock, take_preferred
+from tempo_megatron.slots.choose import Obstacles, Refusal
 from tempo_megatron.slots.linear import DropsInput
 from tempo_megatron.slots.slot_content import find_class, find_submodules, list_fields
 from tempo_megatron.slots.te_modules import (
@@ -51,11 +51,14 @@ from tempo_megatron.slots.te_modules import (
 )
 
 _ATTENTIONS = {
-    "flash": TempoTEDotProductAttention,
-    "softmax": TempoTESoftmaxDotProductAttention,
-    "recompute": TempoTERecomputeDotProductAttention,
+    module.value: module
+    for module in (
+        TempoTEDotProductAttention,
+        TempoTESoftmaxDotProductAttention,
+        TempoTERecomputeDotProductAttention,
+    )
 }
-_FUSED_MLPS = {"inplace": TempoOpsMLP, "recompute": TempoRecomputeOpsMLP}
+_FUSED_MLPS = {module.keep: module for module in (TempoOpsMLP, TempoRecomputeOpsMLP)}
 _MASKS = (AttnMaskType.causal, AttnMaskType.no_mask)
 _HOLDERS = ("self_attention", "cross_attention", "mlp")
 _NORM_AND_LINEAR = "TELayerNormColumnParallelLinear"
@@ -109,16 +112,15 @@ def replace_linears(submodules: Any, tempo_config: TempoConfig, after_norms: tup
         getattr(submodules, "linear_proj", None), "TERowParallelLinear"
     ):
         changes["linear_proj"] = make_dropping_linear(DropsInput, extension.TERowParallelLinear)
-    choice = tempo_config.norm
-    if choice == "off":
+    keep = KEEPS.get(tempo_config.norm)
+    if keep is None:
         return changes
-    keep = {"inplace": "output", "recompute": "input"}[choice]
     for name, slot in list_fields(submodules).items():
         if _is_stock(slot, _NORM_AND_LINEAR):
             runs_again = getattr(tempo_config, name, "off") == "recompute"
             stock = getattr(extension, _NORM_AND_LINEAR)
             changes[name] = make_split_norm(stock, extension.TEColumnParallelLinear, keep, runs_again)
-        elif choice == "recompute" and name in after_norms and _is_stock(slot, "TEColumnParallelLinear"):
+        elif keep == "input" and name in after_norms and _is_stock(slot, "TEColumnParallelLinear"):
             changes[name] = make_dropping_linear(DropsInput, extension.TEColumnParallelLinear)
     return changes
 
@@ -129,7 +131,7 @@ def replace_mlp_class(module: Any, tempo_config: TempoConfig) -> Any:
         return None
     if tempo_config.linear_fc1 == "recompute":
         return TempoLinearRecomputeOpsMLP
-    return _FUSED_MLPS.get(tempo_config.activation)
+    return _FUSED_MLPS.get(KEEPS.get(tempo_config.activation, ""))
 
 
 def is_norm_and_linear(slot: Any) -> bool:
@@ -142,29 +144,15 @@ def is_split(slot: Any) -> bool:
     return isinstance(slot, type) and issubclass(slot, SplitNorm)
 
 
-def leave_to_transformer_engine(
-    choices: Choices, layer_specs: Any, transformer_config: Any, tempo_config: TempoConfig
-) -> Choices:
-    """`choices` with "off" and a reason wherever TE's modules make Tempo's operation impossible or useless.
-
-    Raises ValueError where `tempo_config` has a written value that they make impossible.
-    """
-    if choices.config.is_off or not any(map(has_transformer_engine, layer_specs)):
-        return choices
-    asked, left = leave_to_stock(tempo_config, _find_obstacles(transformer_config), "leave it off")
+def find_obstacles(layer_specs: Any, transformer_config: Any) -> Obstacles:
+    """Where TE's modules in these layers make Tempo's operation impossible, as they do more with a linear's input than
+    keep it, or useless."""
+    if not any(map(has_transformer_engine, layer_specs)):
+        return {}
+    obstacles: dict[str, Refusal] = {}
     if any(map(_has_attention, layer_specs)):
-        asked = asked.fill_auto({"attention": "off"})
-        left.setdefault("attention", "Transformer Engine's attention keeps no s*s tensor and no mask either")
-    # If the configuration already ruled the operation out, keep that reason.
-    left = {name: reason for name, reason in left.items() if take_preferred(name, transformer_config)[0] != "off"}
-    left = {name: reason for name, reason in left.items() if "auto" in tempo_config.values_of(name)}
-    reasons = {**choices.reasons, **left}
-    return dataclasses.replace(choices, config=choose(transformer_config, asked).config, reasons=reasons)
-
-
-def _find_obstacles(transformer_config: Any) -> dict[str, str]:
-    """Operation -> why it cannot work beside TE's modules: they do more with a linear's input than keep it."""
-    obstacles: dict[str, str] = {}
+        why = "Transformer Engine's attention keeps no s*s tensor and no mask either"
+        obstacles["attention"] = Refusal(why, is_for_auto=True)
     for name, why in (
         ("delay_wgrad_compute", "by which linears hold their inputs beyond backward"),
         ("tp_comm_overlap", "whose buffers hold linears' inputs"),
@@ -173,11 +161,12 @@ def _find_obstacles(transformer_config: Any) -> dict[str, str]:
         ("quant_recipe", "by which linears may keep quantised copies of their inputs"),
     ):
         if value := getattr(transformer_config, name, None):
-            reason = f"{name} is {'on' if value is True else 'given'}, {why}"
-            obstacles |= dict.fromkeys(("activation", "norm", "linear_fc1", "linear_qkv"), reason)
+            refusal = Refusal(f"{name} is {'on' if value is True else 'given'}, {why}", "leave it off")
+            obstacles |= dict.fromkeys(("activation", "norm", "linear_fc1", "linear_qkv"), refusal)
     for name in ("qk_clip", "log_max_attention_logit"):
         if getattr(transformer_config, name, False):
-            obstacles["attention"] = f"{name} is on, which Tempo's attention does not support"
+            why = f"{name} is on, which Tempo's attention does not support"
+            obstacles["attention"] = Refusal(why, "leave it off")
     return obstacles
 
 

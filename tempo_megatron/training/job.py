@@ -121,7 +121,7 @@ class Job:
             embedding_init_method=engine.extend_to_partitioned(transformer_config.embedding_init_method),
         )
         with engine.choose_construction_context(run):
-            built = build_model(run.model, transformer_config, run.tempo, self.vocabulary.padded_size)
+            built = build_model(run.model, transformer_config, self.choices, self.vocabulary.padded_size)
         engine.zero_partitioned_biases(built)
         self.datasets = build_datasets(run, self.task, self.vocabulary.tokenizer)
         self.tempo_report = report_on(built, self.choices)

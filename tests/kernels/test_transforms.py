@@ -17,7 +17,7 @@ import tempo_kernels
 from tempo_kernels.attention import attention
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
-from tempo_kernels.glu import geglu, reglu, swiglu
+from tempo_kernels.glu import geglu, glu, reglu, swiglu
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.recompute import recompute
@@ -30,6 +30,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
     "squared_relu": squared_relu,
     "silu": silu,
+    "glu": lambda x: glu(x, None, "silu"),
     "swiglu": swiglu,
     "geglu": geglu,
     "reglu": reglu,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,15 +13,17 @@ from typing import Any
 import pytest
 from distributed import run_megatron_ranks, run_ranks
 from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main as tempo_megatron
 from tempo_megatron.megatron_lm import run, versions
 from tempo_megatron.megatron_lm.options import read_options
-from tempo_megatron.megatron_lm.patches import _leave_masks
+from tempo_megatron.megatron_lm.patches import _find_obstacles_to_masks
 from tempo_megatron.megatron_lm.report import Report
 from tempo_megatron.megatron_lm.samples import find_first_sample
 from tempo_megatron.megatron_lm.versions import LaunchError
+from tempo_megatron.slots.choose import choose
 
 ROOT = Path(__file__).parents[2]
 
@@ -209,18 +212,21 @@ def test_a_script_that_builds_none_of_the_models_is_refused() -> None:
 
 
 def test_masks_are_left_to_stock_where_nobody_knows_their_samples_unless_these_were_asked_for() -> None:
-    config = SimpleNamespace(cuda_graph_impl="local", hidden_dropout=0.1, attention_dropout=0.0)
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    config = TransformerConfig(**sizes, hidden_dropout=0.1, attention_dropout=0.0)
+    config.cuda_graph_impl = "local"
     for arguments, clause, remedy in (
         (RUN, "cuda_graph_impl is local", "leave CUDA graphs off"),
         (None, "Megatron's arguments, which say what samples", "call initialize_megatron of megatron.training"),
     ):
-        asked, reasons = _leave_masks(config, TempoConfig(), arguments)
-        assert asked == TempoConfig(dropout="off")
-        assert set(reasons) == {"dropout"} and clause in reasons["dropout"]
+        obstacles = _find_obstacles_to_masks(config, arguments)
+        choices = choose(config, TempoConfig(), obstacles)
+        assert choices.config == dataclasses.replace(choose(config, TempoConfig()).config, dropout="off")
+        assert set(choices.reasons) == {"dropout"} and clause in choices.reasons["dropout"]
         with pytest.raises(ValueError, match=f'{remedy}, or set tempo.dropout to "off"'):
-            _leave_masks(config, TempoConfig(dropout="recompute"), arguments)
+            choose(config, TempoConfig(dropout="recompute"), obstacles)
     config.cuda_graph_impl = "none"
-    assert _leave_masks(config, TempoConfig(), RUN) == (TempoConfig(), {})
+    assert _find_obstacles_to_masks(config, RUN) == {}
 
 
 def test_the_launcher_says_how_it_is_used() -> None:

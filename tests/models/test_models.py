@@ -115,7 +115,10 @@ WRONG_FILES = {
     "misspelt": ({"normalisation": "RMSNorm"}, "normalisation is unknown; the nearest known name is normalization"),
     "a number": ({"num_layers": 2.5}, "num_layers is 2.5; expected a positive whole number"),
     "a truth": ({"qk_layernorm": 1}, "qk_layernorm is 1; expected true or false"),
-    "a name": ({"activation": "relu"}, 'activation is "relu"; expected one of gelu, swiglu, geglu, squared_relu'),
+    "a name": (
+        {"activation": "relu"},
+        'activation is "relu"; expected one of gelu, squared_relu, silu, swiglu, geglu, reglu',
+    ),
     "a window": ({"window_size": [8]}, "window_size is [8]; expected two whole numbers from -1"),
     "a probability": ({"hidden_dropout": 1}, "hidden_dropout is 1; expected a probability in [0, 1)"),
     "another family": ({"family": "bert"}, "is of the family bert; expected gpt"),

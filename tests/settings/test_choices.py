@@ -12,9 +12,14 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
+from tempo_kernels import KEEPS
 from tempo_megatron import TempoConfig
+from tempo_megatron.models.build import build_transformer_config
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.choose import choose, choose_operation
+from tempo_megatron.slots.mlp import FUNCTIONS, _choose_activation, name_activation
 
 FIRST = {name: operation.preference[0] for name, operation in OPERATIONS.items()}
 EVERYTHING_OFF = dict.fromkeys(OPERATIONS, "off")
@@ -152,3 +157,24 @@ def test_one_operation_is_chosen_whatever_the_others_ask_for():
     assert choose_operation("norm", config, TempoConfig(activation="inplace")) == ("inplace", None)
     with pytest.raises(ValueError, match="activation is swiglu"):
         choose_operation("activation", config, TempoConfig(activation="inplace"))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_row_of_the_table_is_built_named_and_computed(name: str) -> None:
+    activation = ACTIVATIONS[name]
+    shape = make_shape(
+        num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1, seq_length=4, activation=name
+    )
+    config = build_transformer_config(shape)
+    value = "inplace" if activation.has_inplace else "recompute"
+    assert name_activation(config) == name and choose(config, TempoConfig()).config.activation == value
+    x = torch.linspace(-3, 3, 48).view(6, 8).requires_grad_()
+    gate, up = x.chunk(2, -1) if activation.is_gated else (x, torch.ones(()))
+    expected = FUNCTIONS[activation.formula](gate) * up
+    (expected_grad,) = torch.autograd.grad(expected.sum(), x)
+    for keep in (KEEPS[value], "input"):
+        y = _choose_activation(config, keep, None)(x, None)
+        torch.testing.assert_close(y, expected)
+        # In place, GELU's derivative is that of an inverse: section "Error" of its docstring.
+        tolerance = {"rtol": 0.0, "atol": 1e-4} if keep == "output" else {}
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected_grad, **tolerance)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, add_tempo_arguments
 from tempo_megatron.settings.arguments import describe_tempo_arguments, tempo_config_from
-from tempo_megatron.slots.choose import choose, leave_to_stock
+from tempo_megatron.slots.choose import Refusal, choose
 
 BLOCK = {
     "activation": "inplace",
@@ -150,11 +150,17 @@ def test_a_written_value_of_a_layer_that_cannot_be_had_is_refused_by_its_range()
     with pytest.raises(ValueError, match=r'set tempo.activation and tempo.layers\["4-"\].activation to "recompute" or'):
         choose(config, dataclasses.replace(written, activation="inplace"))
     with pytest.raises(ValueError, match=r'so; wait, or set tempo.layers\["4-"\].activation to "off"$'):
-        leave_to_stock(
-            dataclasses.replace(written, layers={"4-": {"activation": "inplace"}}), {"activation": "so"}, "wait"
+        choose(
+            config_with(),
+            dataclasses.replace(written, layers={"4-": {"activation": "inplace"}}),
+            {"activation": Refusal("so", "wait")},
         )
-    asked, left = leave_to_stock(TempoConfig(norm="off", layers={"1": {"norm": "auto"}}), {"norm": "so"}, "wait")
-    assert asked == TempoConfig(norm="off", layers={"1": {"norm": "off"}}) and left == {"norm": "so"}
+    in_one = TempoConfig(norm="off", layers={"1": {"norm": "auto"}})
+    choices = choose(config_with(), in_one, {"norm": Refusal("so", "wait")})
+    assert choices.config.layers == {"1": {"norm": "off"}} and choices.reasons == {"norm": "so"}
+    useless = {"norm": Refusal("so", is_for_auto=True)}
+    assert choose(config_with(), in_one, useless).reasons == {"norm": "so"}
+    assert choose(config_with(), dataclasses.replace(in_one, layers={"1": {"norm": "inplace"}}), useless).reasons == {}
 
 
 def test_the_argument_takes_the_place_of_the_blocks_layers(capsys: pytest.CaptureFixture[str]) -> None:

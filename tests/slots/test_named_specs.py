@@ -88,7 +88,7 @@ def test_what_draws_masks_stays_stock_or_is_refused_as_nobody_tells_the_samples(
     assert found["dropout"] == (0, 4) and found["attention"] == (0, 2) and found["activation"] == (2, 2)
     (refused,) = run_megatron_ranks(what_draws, 1, 1, TempoConfig(dropout="recompute"))
     assert refused.startswith(
-        "hidden_dropout is 0.1 and tempo.dropout is recompute, and a spec cannot tell Tempo which"
+        "hidden_dropout is 0.1, and a spec cannot tell Tempo which samples a micro batch holds; start the run with"
     )
 
 
@@ -105,7 +105,8 @@ def test_layers_that_choose_are_reported_as_built_and_take_no_second_choice():
     # The final norm, the embedding and what draws masks are Megatron's.
     counts = {"activation": (2, 2), "norm": (4, 5), "dropout": (0, 5), "attention": (0, 2), "loss": (0, 1)}
     assert report.counts == counts
-    assert "attention in decoder.layers.0-1 (self_attention.core_attention): off" in report.describe_left()
+    why = "auto: attention_dropout is 0.1, and a spec cannot tell Tempo which samples a micro batch holds"
+    assert f"attention in decoder.layers.0-1 (self_attention.core_attention): {why}" in report.describe_left()
     assert refused.startswith(
         "the spec is one of TempoTransformerLayer, whose layers choose Tempo's modules by themselves"
     )

@@ -12,7 +12,7 @@ from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.gelu import cpu
 from tempo_kernels.gelu.inverse import INVERSES
 from tempo_kernels.opaque import opaque
-from tempo_kernels.pointwise import activate, check_tensors, forward_with_bits, list_gradients, shape_gradients
+from tempo_kernels.pointwise import ACTIVATE, check_tensors, forward_with_bits, list_gradients, shape_gradients
 from tempo_kernels.transforms import takes_plain_tensors
 
 _ACTIVATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -46,9 +46,9 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, ke
         raise ValueError(f'gelu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
     if keep not in ("output", "input"):
         raise ValueError(f'gelu: keep is {keep!r}; expected "output" or "input"')
-    if keep == "input":
-        return activate(x, bias, _ACTIVATIONS[approximate])
     check_tensors("gelu", x, bias)
+    if keep == "input":
+        return ACTIVATE.apply("gelu", x, bias, _ACTIVATIONS[approximate])
     y: Tensor = _GELU.apply(x, bias, approximate)
     return y
 

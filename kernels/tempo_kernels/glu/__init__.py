@@ -1,5 +1,5 @@
 """Gated linear units: the product of one half of x and an activation of the other, differentiated from x."""
 
-from tempo_kernels.glu.function import geglu, reglu, swiglu
+from tempo_kernels.glu.function import geglu, glu, reglu, swiglu
 
-__all__ = ["geglu", "reglu", "swiglu"]
+__all__ = ["geglu", "glu", "reglu", "swiglu"]

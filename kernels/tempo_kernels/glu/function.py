@@ -1,35 +1,44 @@
-"""swiglu, geglu and reglu: checks, and the operation that keeps its input."""
+"""glu, and swiglu, geglu and reglu by their names: checks, and the operation that keeps its input."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from tempo_kernels.glu import cpu
-from tempo_kernels.pointwise import OperationOfInput, check_tensors
+from tempo_kernels.pointwise import ACTIVATIONS, OperationOfInput, check_tensors
 from tempo_kernels.transforms import takes_plain_tensors
 
 
 @takes_plain_tensors
-def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, gate and up being the halves of x + bias (Shazeer, "GLU Variants Improve Transformer", 2020).
+def glu(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """activation(gate) * up, of the halves of x + bias (Shazeer, "GLU Variants Improve Transformer", 2020).
 
     Args:
         x: [..., 2f], gate then up, float32, bfloat16, float16 or float64 (on a GPU not float64), any strides.
         bias: [2f] of x's dtype, or None.
+        activation: a name in `tempo_kernels.pointwise.ACTIVATIONS`.
 
     Returns:
         y [..., f] of x's dtype, contiguous.
 
     Keeps for backward: x and bias, not y.
     Error: one rounding of the float32 result (stock rounds after each of up to three steps); grad_x likewise.
-    Raises: ValueError for a dtype or shape that does not fit; RuntimeError on a second derivative.
+    Raises: ValueError for an activation, dtype or shape that does not fit; RuntimeError on a second derivative.
     """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"glu: activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+    return _glu("glu", x, bias, activation)
+
+
+@takes_plain_tensors
+def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up. See `glu` for all else."""
     return _glu("swiglu", x, bias, "silu")
 
 
 @takes_plain_tensors
 def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """gelu(gate) * up, erf ("none") or "tanh" form. See `swiglu` for all else."""
+    """gelu(gate) * up, erf ("none") or "tanh" form. See `glu` for all else."""
     if approximate not in ("none", "tanh"):
         raise ValueError(f'geglu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
     return _glu("geglu", x, bias, "gelu" if approximate == "none" else "gelu_tanh")
@@ -37,7 +46,7 @@ def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> T
 
 @takes_plain_tensors
 def reglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """relu(gate) * up. See `swiglu` for all else."""
+    """relu(gate) * up. See `glu` for all else."""
     return _glu("reglu", x, bias, "relu")
 
 

@@ -14,17 +14,19 @@ from tempo_kernels.opaque import opaque
 from tempo_kernels.pointwise import cpu
 from tempo_kernels.pointwise.activations import ACTIVATIONS
 from tempo_kernels.refill import allow_refill
+from tempo_kernels.transforms import takes_plain_tensors
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+@takes_plain_tensors
 def activate(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """f(x + bias) for an activation f of ACTIVATIONS.
 
     Args:
         x: [..., f], float32, bfloat16, float16 or float64 (on a GPU not float64), any strides.
         bias: [f] of x's dtype, or None.
-        activation: "silu", "gelu" (erf), "gelu_tanh", "relu" or "squared_relu".
+        activation: a name in ACTIVATIONS; "gelu" is the erf form.
 
     Returns:
         y [..., f] of x's dtype, contiguous. On a CPU torch's activation of x + bias, bit for bit; "gelu_tanh" takes the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tempo_kernels.pointwise import activate
+from tempo_kernels.pointwise import ACTIVATE, check_tensors
 from tempo_kernels.transforms import takes_plain_tensors
 
 __all__ = ["silu"]
@@ -25,4 +25,5 @@ def silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     Error: grad_x's is at most twice torch's own plus one ulp of the largest gradient.
     Raises: ValueError for a dtype or shape that does not fit; RuntimeError on a second derivative.
     """
-    return activate(x, bias, "silu")
+    check_tensors("silu", x, bias)
+    return ACTIVATE.apply("silu", x, bias, "silu")

@@ -10,7 +10,7 @@ from torch import Tensor
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import opaque
-from tempo_kernels.pointwise import ACTIVATE, activate, check_tensors, list_gradients, shape_gradients
+from tempo_kernels.pointwise import ACTIVATE, check_tensors, list_gradients, shape_gradients
 from tempo_kernels.squared_relu import cpu
 from tempo_kernels.transforms import takes_plain_tensors
 
@@ -35,9 +35,9 @@ def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "output")
     """
     if keep not in ("output", "input"):
         raise ValueError(f'squared_relu: keep is {keep!r}; expected "output" or "input"')
-    if keep == "input":
-        return activate(x, bias, "squared_relu")
     check_tensors("squared_relu", x, bias)
+    if keep == "input":
+        return ACTIVATE.apply("squared_relu", x, bias, "squared_relu")
     y: Tensor = _SquaredReLU.apply(x, bias)
     return y
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.plots import INK, import_pyplot, save, tidy
+from tempo_megatron.settings.activations import ACTIVATIONS
 
 # Okabe and Ito's colours, a hue for each kind of operation; operations of
 # one kind differ in lightness, and each is written beside the bars.
@@ -143,7 +144,7 @@ def choose_shades(operations: Iterable[str]) -> dict[str, str]:
 
 def find_kind(operation: str) -> str:
     """What kind of operation a row of the ledger is, as its colour says."""
-    if operation.split()[-1] in ("gelu", "swiglu", "geglu", "reglu", "silu", "squared_relu", "relu"):
+    if operation.split()[-1] in (*ACTIVATIONS, "relu"):
         return "mlp"
     return next((kind for kind in _HUES if kind and kind in operation), "")
 
