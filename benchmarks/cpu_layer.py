@@ -29,8 +29,9 @@ from tqdm import tqdm
 
 from tempo_kernels.philox import eager as philox
 from tempo_megatron import TempoConfig, cpu, tempo_block_spec
-from tempo_megatron.memory.commands.ledger import measure_ledger
 from tempo_megatron.memory.fake_tensors import simulate_layout
+from tempo_megatron.memory.kept.ledger import measure_run
+from tempo_megatron.memory.run import Run
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.slots import dropout_rng
@@ -152,11 +153,9 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for name, rival in rivals.items():
             if name not in CHOICES:
                 sbh[name] = find_sbh(rival, x)
-    layout = argparse.Namespace(
-        tp=1, sequence_parallel=False, recompute=(), dtype=args.dtype, micro_batch_size=args.micro_batch_size
-    )
     for name, config in CHOICES.items():
-        sbh[name] = measure_ledger(shape, config, layout).layer_sbh * 2 / x.element_size()
+        run = Run(model=shape, tempo=config, micro_batch_size=args.micro_batch_size, dtype=dtype)
+        sbh[name] = measure_run(run).layer_sbh * 2 / x.element_size()
     stock_ms = 1e3 * statistics.median(seconds["stock"])
     for name, took in seconds.items():
         took_ms = 1e3 * statistics.median(took)

@@ -8,7 +8,6 @@ python benchmarks/kept_bytes.py            # benchmarks/results/kept_bytes.jsonl
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +15,9 @@ import torch
 from measurements import RESULTS, ROOT, append_records, describe_cpu_run
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.commands.ledger import measure_ledger
-from tempo_megatron.memory.kept.ledger import Ledger
+from tempo_megatron.memory.kept.ledger import Ledger, measure_run
 from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes
+from tempo_megatron.memory.run import Run
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
 
 OUTPUT = RESULTS / "kept_bytes.jsonl"
@@ -39,10 +38,18 @@ def measure() -> Iterator[dict[str, Any]]:
     """One record per layout."""
     shape = make_shape(**read_shape_file(ROOT / MODEL), attention_dropout=DROPOUT, hidden_dropout=DROPOUT)
     for name, tp, sequence_parallel, recomputed in LAYOUTS:
-        arguments = argparse.Namespace(
-            tp=tp, sequence_parallel=sequence_parallel, recompute=recomputed, dtype="bf16", micro_batch_size=1
-        )  # fmt: skip
-        stock, tempo, recompute = (measure_ledger(shape, config, arguments) for config in CONFIGS)
+        stock, tempo, recompute = (
+            measure_run(
+                Run(
+                    model=shape,
+                    tempo=config,
+                    tensor_parallel=tp,
+                    sequence_parallel=sequence_parallel,
+                    recompute=recomputed,
+                )
+            )
+            for config in CONFIGS
+        )
         yield {
             "layout": name,
             "model": MODEL,

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional as F
 
 from tempo_megatron.memory.commands.arguments import add_order_arguments
-from tempo_megatron.memory.commands.requested_shape import read_requested_shape
+from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.estimate.allocator import CachingAllocator
 from tempo_megatron.roam.arena import ArenaStep
 from tempo_megatron.roam.capture import capture_step

@@ -22,6 +22,7 @@ from matplotlib import pyplot
 from measurements import RESULTS, ROOT, append_records, describe_cpu_run, read_records
 
 from tempo_megatron import TempoConfig
+from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.step import simulate_step
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
@@ -42,7 +43,9 @@ def measure() -> Iterator[dict[str, Any]]:
     """One record per run: its peak, what ran there, and the bytes alive at the height of each stretch of the step."""
     shape = make_shape(**read_shape_file(ROOT / MODEL), attention_dropout=0.1, hidden_dropout=0.1)
     for name, tempo, recompute, _ in RUNS:
-        timeline = simulate_step(shape, tempo, title=name, micro_batch_size=MICRO_BATCH_SIZE, recompute=recompute)
+        timeline = simulate_step(
+            Run(model=shape, tempo=tempo, micro_batch_size=MICRO_BATCH_SIZE, recompute=recompute), title=name
+        )
         alive = np.sum(list(timeline.levels.values()), axis=0)
         yield {
             "run": name,

@@ -79,13 +79,18 @@ def patch_steps(hooks: Hooks, version: str, prefix: str) -> None:
 
     @functools.wraps(train_step)
     def observe(*args: Any, **kwargs: Any) -> Any:
-        from tempo_megatron.memory.live.run_ledger import RunSizes
         from tempo_megatron.memory.live.run_observer import RunObserver
 
         if not observers:
             run = get_args()
-            sizes = RunSizes(run.seq_length, run.micro_batch_size, getattr(run, "decoder_seq_length", None))
-            observers.append(RunObserver(signature.bind(*args, **kwargs).arguments["model"], sizes, prefix))
+            observer = RunObserver(
+                signature.bind(*args, **kwargs).arguments["model"],
+                prefix,
+                micro_batch_size=run.micro_batch_size,
+                seq_length=run.seq_length,
+                decoder_seq_length=getattr(run, "decoder_seq_length", None),
+            )
+            observers.append(observer)
         with observers[0].step():
             return train_step(*args, **kwargs)
 

@@ -68,7 +68,7 @@ class Planning:
 
         from tempo_megatron.megatron_lm.run_reader import find_unknown, read_run
         from tempo_megatron.memory.live.aside import find_gpu
-        from tempo_megatron.memory.plan.request import Question, read_written_recomputation
+        from tempo_megatron.memory.plan.request import Question
 
         name, config = model.place.partition(":")[2], arguments["config"]
         unknown = find_unknown(name, config, run) or _find_unplanned(config)
@@ -77,22 +77,11 @@ class Planning:
                 f"the run has {unknown}; leave the memory budget out, and give the operations their values"
             )
         refuse_unknown_settings(config)
-        read = read_run(name, config, arguments, run)
-        written = read_written_recomputation(
-            config.recompute_granularity,
-            config.recompute_method,
-            config.recompute_num_layers,
-            config.recompute_modules,
-            config.num_layers // read.layout.pipeline_parallel,
-        )
         return Question(
-            shape=read.shape,
-            layout=read.layout,
-            optimizer=read.optimizer,
+            run=read_run(name, config, arguments, run, self._tempo_config),
             gpu=find_gpu(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
-            tempo=self._tempo_config,
+            recompute=None,
             remedy=_REMEDY,
-            **(written or {"recompute": frozenset(), "is_written": True}),
         )
 
 

@@ -22,7 +22,7 @@ from tempo_megatron.megatron_lm.versions import LaunchError, find_hooks
 
 if TYPE_CHECKING:
     from tempo_megatron.megatron_lm.report import Report
-    from tempo_megatron.memory.live.out_of_memory import Order
+    from tempo_megatron.memory.run import Run
 
 _SECONDS_FOR_RANK_0 = 3
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
 
         if not is_out_of_memory(error):
             raise
-        report_out_of_memory(error, _find_order(root))
+        report_out_of_memory(error, lambda: _read_run(root))
         return 1
     return 0
 
@@ -94,20 +94,16 @@ def _run_script(script: Path, report: Report | None, prog: str) -> None:
         print(f"{prog}: {NOTHING_TO_REPLACE}", file=sys.stderr, flush=True)
 
 
-def _find_order(root: Path | None) -> Order | None:
-    """The run as the estimate knows it; None, with the reason, where it does not."""
-    try:
-        if root is not None and _is_megatron_deepspeed(root):
-            raise ValueError("the run is Megatron-DeepSpeed's, and what is known is Megatron-LM")
-        from megatron.core import parallel_state
-        from megatron.training.global_vars import get_args
+def _read_run(root: Path | None) -> tuple[Run, int]:
+    """The run as the estimate knows it, and the pipeline stage of this rank. Raises ValueError where it does not."""
+    if root is not None and _is_megatron_deepspeed(root):
+        raise ValueError("the run is Megatron-DeepSpeed's, and what is known is Megatron-LM")
+    from megatron.core import parallel_state
+    from megatron.training.global_vars import get_args
 
-        from tempo_megatron.megatron_lm.run_reader import make_order
+    from tempo_megatron.megatron_lm.run_reader import read_built_run
 
-        return make_order(get_args(), parallel_state.get_pipeline_model_parallel_rank())
-    except (ValueError, AttributeError, AssertionError) as error:
-        print(f"what stood at the peak is not known: {error}", file=sys.stderr, flush=True)
-        return None
+    return read_built_run(get_args()), parallel_state.get_pipeline_model_parallel_rank()
 
 
 def _find_rank() -> int:

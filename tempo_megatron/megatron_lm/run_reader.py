@@ -1,4 +1,4 @@
-"""Reads from a run of Megatron-LM what it trains and how, for the estimate and the planner.
+"""Reads a Run from a run of Megatron-LM, for the planner and for the report after out-of-memory.
 
 It is read from the model that the run builds, not from its command line: that leaves most sizes out, says nothing of
 the model's class, and has several names for one activation.
@@ -6,7 +6,6 @@ the model's class, and has several names for one activation.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Mapping
 from typing import Any
@@ -17,10 +16,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.enums import AttnBackend
 
-from tempo_megatron.memory.estimate.estimate import RankLayout, list_stage_layers
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
-from tempo_megatron.memory.live.out_of_memory import Order
-from tempo_megatron.models.shape import ModelShape, make_shape
+from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation
+from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.mlp import describe_activation
 
@@ -64,15 +61,6 @@ _UNKNOWN_FIELDS = {
 _STOCK_ATTENTIONS = {AttnBackend.flash: "flash", AttnBackend.unfused: "unfused", AttnBackend.local: "unfused"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadRun:
-    """A run, without what it recomputes."""
-
-    shape: ModelShape
-    layout: RankLayout
-    optimizer: OptimizerSettings
-
-
 def find_unknown(model_name: str, config: Any, run: Any) -> str | None:
     """What a run has that the estimate does not know, as `the run has ...` goes on; None where there is nothing.
 
@@ -95,7 +83,7 @@ def find_unknown(model_name: str, config: Any, run: Any) -> str | None:
     return "optimizer states on the host" if getattr(run, "optimizer_cpu_offload", False) else None
 
 
-def read_run(model_name: str, config: Any, arguments: Mapping[str, Any], run: Any) -> ReadRun:
+def read_run(model_name: str, config: Any, arguments: Mapping[str, Any], run: Any, tempo: TempoConfig) -> Run:
     """A run of which `find_unknown` finds nothing.
 
     Args:
@@ -103,27 +91,14 @@ def read_run(model_name: str, config: Any, arguments: Mapping[str, Any], run: An
         config: its TransformerConfig.
         arguments: of its constructor; of a BertModel num_tokentypes and add_binary_head too.
         run: Megatron's arguments.
+        tempo: what its operations do.
 
-    Raises ValueError where the model has a part, such as an activation, that no ModelShape has.
+    Raises ValueError where the model has a part, such as an activation, that no ModelShape has, and for a recomputation
+    that the estimate does not know.
     """
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     is_local = getattr(run, "transformer_impl", "local") == "local"
-    layout = RankLayout(
-        tensor_parallel=config.tensor_model_parallel_size,
-        pipeline_parallel=stages,
-        data_parallel=run.data_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-        layers_per_virtual_stage=chunks and config.num_layers // (stages * chunks),
-        first_stage_layers=config.num_layers_in_first_pipeline_stage,
-        last_stage_layers=config.num_layers_in_last_pipeline_stage,
-        micro_batch_size=run.micro_batch_size,
-        num_micro_batches=max(1, run.global_batch_size // (run.micro_batch_size * run.data_parallel_size)),
-        dtype=config.params_dtype,
-        stock=("local" if is_local else "transformer_engine") if torch.cuda.is_available() else "cpu",
-        stock_attention=_STOCK_ATTENTIONS.get(config.attention_backend, "fused"),
-        masked_softmax_fusion=config.masked_softmax_fusion,
-    )
-    shape = make_shape(
+    model = make_shape(
         **{name: getattr(config, name) for name in _SAME},
         # Megatron's is of all linears, or of q, k and v only.
         add_qkv_bias=config.add_qkv_bias and not config.add_bias_linear,
@@ -139,25 +114,45 @@ def read_run(model_name: str, config: Any, arguments: Mapping[str, Any], run: An
         num_tokentypes=arguments.get("num_tokentypes") or 0,
         add_binary_head=bool(arguments.get("add_binary_head", False)),
     )
-    return ReadRun(shape=shape, layout=layout, optimizer=OptimizerSettings(distributed=run.use_distributed_optimizer))
+    return Run(
+        model=model,
+        tempo=tempo,
+        optimizer=OptimizerSettings(distributed=run.use_distributed_optimizer),
+        tensor_parallel=config.tensor_model_parallel_size,
+        pipeline_parallel=stages,
+        data_parallel=run.data_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        layers_per_virtual_stage=chunks and config.num_layers // (stages * chunks),
+        first_stage_layers=config.num_layers_in_first_pipeline_stage,
+        last_stage_layers=config.num_layers_in_last_pipeline_stage,
+        micro_batch_size=run.micro_batch_size,
+        num_micro_batches=max(1, run.global_batch_size // (run.micro_batch_size * run.data_parallel_size)),
+        dtype=config.params_dtype,
+        stock=("local" if is_local else "transformer_engine") if torch.cuda.is_available() else "cpu",
+        stock_attention=_STOCK_ATTENTIONS.get(config.attention_backend, "fused"),
+        masked_softmax_fusion=config.masked_softmax_fusion,
+        **read_recomputation(
+            config.recompute_granularity,
+            config.recompute_method,
+            config.recompute_num_layers,
+            config.recompute_modules,
+        ),
+    )
 
 
-def make_order(run: Any, stage: int) -> Order:
-    """The run of this process, whose model is built, or was begun to be, for a rank of this pipeline stage.
+def read_built_run(run: Any) -> Run:
+    """The run of this process, whose model is built, or was begun to be.
 
-    Args:
-        run: Megatron's arguments.
-        stage: pipeline stage, from 0.
+    run: Megatron's arguments.
 
     Raises ValueError for what the estimate does not know.
     """
     found = [_read_model(model, run) for model in _find_models()]
     if not found:
         raise ValueError("no GPTModel, BertModel or T5Model is built")
-    (read, tempo_config), *others = found
-    if any(other.shape != read.shape for other, _ in others):
+    if any(other.model != found[0].model for other in found):
         raise ValueError("models of several shapes are built, and the estimate knows one")
-    return Order(read.shape, read.layout, tempo_config, read.optimizer, stage, run.global_batch_size)
+    return found[0]
 
 
 def _find_models() -> list[Any]:
@@ -165,10 +160,9 @@ def _find_models() -> list[Any]:
     return [each for each in gc.get_objects() if issubclass(type(each), (GPTModel, BertModel, T5Model))]
 
 
-def _read_model(model: Any, run: Any) -> tuple[ReadRun, TempoConfig]:
+def _read_model(model: Any, run: Any) -> Run:
     name = next(base.__name__ for base in (GPTModel, BertModel, T5Model) if isinstance(model, base))
-    config = model.config
-    unknown = find_unknown(name, config, run)
+    unknown = find_unknown(name, model.config, run)
     if unknown is not None:
         raise ValueError(f"the run has {unknown}")
     names = ("vocab_size", "max_sequence_length", "position_embedding_type", "share_embeddings_and_output_weights")
@@ -178,27 +172,5 @@ def _read_model(model: Any, run: Any) -> tuple[ReadRun, TempoConfig]:
         # The last stages have no embedding, and there nothing depends on it; a binary head tells two segments apart.
         segments = 2 if model.add_binary_head else 0
         arguments["num_tokentypes"] = getattr(getattr(model, "embedding", None), "num_tokentypes", segments)
-    read = read_run(name, config, arguments, run)
-    layers_of_chunk = max(list_stage_layers(read.shape, read.layout)) // (
-        config.virtual_pipeline_model_parallel_size or 1
-    )
-    layout = dataclasses.replace(read.layout, recompute=_read_recomputation(config, layers_of_chunk))
     choices = getattr(model.transformer_layer_spec, "choices", None)
-    return dataclasses.replace(read, layout=layout), TempoConfig.off() if choices is None else choices.config
-
-
-def _read_recomputation(config: Any, layers_of_chunk: int) -> tuple[str, ...]:
-    if config.recompute_granularity is None:
-        return ()
-    if config.recompute_granularity == "selective":
-        modules = tuple(config.recompute_modules or ("core_attn",))
-        if unknown := sorted({*modules} - {"core_attn", "mlp"}):
-            raise ValueError(f"the run recomputes {' and '.join(unknown)}, and what is known are core_attn and mlp")
-        return modules
-    number = config.recompute_num_layers
-    if number != 1 if config.recompute_method == "uniform" else number < layers_of_chunk:
-        raise ValueError(
-            f"the run recomputes by {config.recompute_method} with {number} layers, and what is known is each layer by "
-            "itself"
-        )
-    return ("full",)
+    return read_run(name, model.config, arguments, run, TempoConfig.off() if choices is None else choices.config)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tempo_megatron import cpu
 from tempo_megatron.extras import check_installed
-from tempo_megatron.memory.commands.requested_shape import read_requested_shape
+from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.models.build import DTYPES, build_model, choose_for_model

@@ -11,10 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tempo_megatron.cpu import use_cpu
-from tempo_megatron.memory.estimate.estimate import RankLayout
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
-from tempo_megatron.memory.live.out_of_memory import Order
-from tempo_megatron.models.build import DTYPES, build_model, choose_for_model, count_parameters
+from tempo_megatron.models.build import build_model, choose_for_model, count_parameters
 from tempo_megatron.slots.report import report_on
 from tempo_megatron.training import checkpoint, engine, metrics, model
 from tempo_megatron.training.banner import find_versions, write_banner
@@ -32,31 +29,6 @@ from tempo_megatron.training.tasks.task import Task
 from tempo_megatron.training.watch.team import Team
 
 Decide = Callable[[Mapping[str, str]], tuple[RunConfig, dict[str, Any] | None]]
-
-
-def make_order(run: RunConfig, vocab_size: int) -> Order:
-    """The run as the estimate knows it, which says what would have fitted.
-
-    Args:
-        run: the run.
-        vocab_size: rows of the embedding.
-    """
-    recompute: tuple[str, ...] = ()
-    if run.recompute_granularity is not None:
-        recompute = ("full",) if run.recompute_granularity == "full" else run.recompute_modules or ("core_attn",)
-    layout = RankLayout(
-        tensor_parallel=run.tensor_model_parallel_size,
-        data_parallel=run.data_parallel_size,
-        sequence_parallel=run.sequence_parallel,
-        micro_batch_size=run.micro_batch_size,
-        num_micro_batches=run.num_micro_batches,
-        dtype=DTYPES[run.precision],
-        recompute=recompute,
-        stock="local" if run.on_gpu else "cpu",
-        masked_softmax_fusion=run.masked_softmax_fusion and model.has_fused_softmax(),
-    )
-    shape = dataclasses.replace(run.model, vocab_size=vocab_size)
-    return Order(shape, layout, run.tempo, OptimizerSettings.from_deepspeed(run.deepspeed), 0, run.global_batch_size)
 
 
 def find_task(family: str) -> Task:

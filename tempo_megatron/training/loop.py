@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tempo_kernels.philox import foresee
-from tempo_megatron.memory.live.run_ledger import RunSizes
 from tempo_megatron.memory.live.run_observer import RunObserver
 from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
@@ -64,8 +63,8 @@ class Trainer:
         self._last_is_finite = True
         self._observe: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if run.tempo_ledger:
-            sizes = RunSizes(run.model.seq_length, run.micro_batch_size)
-            self._observe = RunObserver([engine.deepspeed], sizes, run.tempo_ledger).step
+            sizes = {"micro_batch_size": run.micro_batch_size, "seq_length": run.model.seq_length}
+            self._observe = RunObserver([engine.deepspeed], run.tempo_ledger, **sizes).step
 
     def train(self) -> str:
         """Run to --train-iters, or until a reason to stop; returns why it ended."""

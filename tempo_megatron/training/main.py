@@ -165,13 +165,12 @@ def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str |
 
     if not is_out_of_memory(error):
         return None
-    from tempo_megatron.training.job import make_order
+    from tempo_megatron.training.planning import read_run
 
+    padded_vocab_size, known = (None, run) if job is None else (job.vocabulary.padded_size, job.run)
     sentence = f"out of memory: {str(error).strip().splitlines()[0]}"
-    vocab_size = run.model.vocab_size if job is None else job.vocabulary.padded_size
-    order = None if vocab_size is None else make_order(run if job is None else job.run, vocab_size)
     seconds = {"seconds": _REMEDY_SECONDS} if run.world_size > 1 else {}
-    report_out_of_memory(error, order, run.save, **seconds)
+    report_out_of_memory(error, lambda: (read_run(known, padded_vocab_size), 0), run.save, **seconds)
     return sentence
 
 

@@ -1,4 +1,4 @@
-"""Plans the memory budget of a run before its model is built."""
+"""Reads a Run from the trainer's RunConfig, and plans its memory budget before its model is built."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tempo_megatron.memory.estimate.estimate import RankLayout
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
 from tempo_megatron.memory.live.aside import RunPlan, find_gpu, plan_beside
-from tempo_megatron.memory.plan.request import Question, read_written_recomputation
+from tempo_megatron.memory.plan.request import RECOMPUTED, Question
+from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.training.model import has_fused_softmax
 from tempo_megatron.training.run.run_config import RunConfig
@@ -31,7 +30,13 @@ def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunP
     found: list[RunPlan | str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            found = [plan_beside(_make_question(run, padded_vocab_size), run.memory_budget)]
+            question = Question(
+                run=read_run(run, padded_vocab_size),
+                gpu=find_gpu(torch.cuda.get_device_name() if run.on_gpu else None),
+                remedy=_REMEDY,
+                recompute=None if run.recompute_granularity else RECOMPUTED,
+            )
+            found = [plan_beside(question, run.memory_budget)]
         except ValueError as error:
             found = [f"memory budget: {error}"]
     dist.broadcast_object_list(found, src=0)
@@ -51,30 +56,31 @@ def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunP
     return dataclasses.replace(run, **changes), plan
 
 
-def _make_question(run: RunConfig, padded_vocab_size: int) -> Question:
-    written = read_written_recomputation(
-        run.recompute_granularity,
-        run.recompute_method,
-        run.recompute_num_layers,
-        run.recompute_modules,
-        run.model.num_layers,
-    )
-    return Question(
-        # The vocabulary as this run pads it.
-        shape=dataclasses.replace(run.model, vocab_size=padded_vocab_size, make_vocab_size_divisible_by=1),
-        layout=RankLayout(
-            tensor_parallel=run.tensor_model_parallel_size,
-            data_parallel=run.data_parallel_size,
-            sequence_parallel=run.sequence_parallel,
-            micro_batch_size=run.micro_batch_size,
-            num_micro_batches=run.num_micro_batches,
-            dtype=DTYPES[run.precision],
-            stock="local" if run.on_gpu else "cpu",
-            masked_softmax_fusion=run.masked_softmax_fusion and has_fused_softmax(),
-        ),
-        optimizer=OptimizerSettings.from_deepspeed(run.deepspeed),
-        gpu=find_gpu(torch.cuda.get_device_name() if run.on_gpu else None),
+def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:
+    """The run as the estimate knows it.
+
+    Args:
+        run: the trainer's.
+        padded_vocab_size: rows of its embedding; None, before the tokenizer is read, pads --vocab-size.
+
+    Raises ValueError for a recomputation that the estimate does not know.
+    """
+    model = run.model
+    if padded_vocab_size is not None:
+        model = dataclasses.replace(model, vocab_size=padded_vocab_size, make_vocab_size_divisible_by=1)
+    return Run(
+        model=model,
         tempo=run.tempo,
-        remedy=_REMEDY,
-        **written,
+        optimizer=OptimizerSettings.from_deepspeed(run.deepspeed),
+        tensor_parallel=run.tensor_model_parallel_size,
+        data_parallel=run.data_parallel_size,
+        sequence_parallel=run.sequence_parallel,
+        micro_batch_size=run.micro_batch_size,
+        num_micro_batches=run.num_micro_batches,
+        dtype=DTYPES[run.precision],
+        stock="local" if run.on_gpu else "cpu",
+        masked_softmax_fusion=run.masked_softmax_fusion and has_fused_softmax(),
+        **read_recomputation(
+            run.recompute_granularity, run.recompute_method, run.recompute_num_layers, run.recompute_modules
+        ),
     )

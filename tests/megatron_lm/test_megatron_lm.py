@@ -250,18 +250,19 @@ def test_out_of_memory_is_explained_for_the_model_that_the_run_builds() -> None:
     (found,) = run_megatron_ranks(_read_orders, 1, 1)
     assert found["none"] == "no GPTModel, BertModel or T5Model is built"
     bert = found["bert"]
-    assert (bert.shape.family, bert.shape.num_tokentypes, bert.shape.add_binary_head) == ("bert", 2, True)
-    assert bert.tempo.is_off and bert.layout.recompute == ("core_attn",)
+    assert (bert.model.family, bert.model.num_tokentypes, bert.model.add_binary_head) == ("bert", 2, True)
+    assert bert.tempo.is_off and bert.recompute == ("core_attn",)
     gpt = found["gpt"]
-    assert (gpt.shape.family, gpt.shape.window_size, gpt.shape.activation) == ("gpt", (4, 0), "geglu")
-    assert gpt.shape.vocab_size == VOCAB_SIZE and gpt.global_batch_size == 8 and gpt.layout.num_micro_batches == 4
-    assert gpt.layout.stock_attention == "fused" and not gpt.layout.masked_softmax_fusion
-    assert found["unfused"].layout.stock_attention == "unfused"
+    assert (gpt.model.family, gpt.model.window_size, gpt.model.activation) == ("gpt", (4, 0), "geglu")
+    assert gpt.model.vocab_size == VOCAB_SIZE and gpt.num_micro_batches == 4
+    assert gpt.stock_attention == "fused" and not gpt.masked_softmax_fusion
+    assert found["unfused"].stock_attention == "unfused"
     # What the layers were built with, and not what was asked for.
     assert gpt.tempo.norm == "recompute" and gpt.tempo.activation == "recompute"
     assert "gated quick_gelu" in found["quick geglu"]
     assert found["sgd"] == "the run has the optimizer sgd, and what is known is adam"
-    assert found["block"].startswith("the run recomputes by block with 1 layers, and what is known is each layer")
+    assert (found["block"].recompute, found["block"].recompute_num_layers) == (("full",), 1)
+    assert found["two together"].startswith("--recompute-method uniform recomputes 2 layers together, and the estimate")
     assert found["two shapes"] == "models of several shapes are built, and the estimate knows one"
 
 
@@ -274,13 +275,13 @@ def _read_orders() -> dict[str, Any]:
     from megatron.core.transformer.enums import AttnBackend
     from torch.nn import functional as F
 
-    from tempo_megatron.megatron_lm.run_reader import make_order
+    from tempo_megatron.megatron_lm.run_reader import read_built_run
 
     found: dict[str, Any] = {}
 
     def read(name: str, run: Any = RUN) -> None:
         try:
-            found[name] = make_order(run, 0)
+            found[name] = read_built_run(run)
         except ValueError as error:
             found[name] = str(error)
 
@@ -306,5 +307,8 @@ def _read_orders() -> dict[str, Any]:
     read_gpt("quick geglu", TempoConfig(), gated_linear_unit=True, activation_func=quick_gelu)
     gc.collect()
     block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
-    read_gpt("block", TempoConfig(), **block)
+    gpt = read_gpt("block", TempoConfig(), **block)
+    del gpt
+    gc.collect()
+    read_gpt("two together", TempoConfig(), **{**block, "recompute_method": "uniform", "recompute_num_layers": 2})
     return found

@@ -9,8 +9,8 @@ import pytest
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate import allocator as caching_allocator
 from tempo_megatron.memory.estimate.allocator import Block, CachingAllocator
-from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.estimate.estimate import estimate_ranks
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import make_shape
 
 MIB = 1 << 20
@@ -103,9 +103,14 @@ def test_without_rounding_the_allocator_has_the_estimates_peak(
     monkeypatch.setattr(caching_allocator, "ROUNDING_BYTES", 1)
     monkeypatch.setattr(caching_allocator, "SMALL_BYTES", 0)
     shape = make_shape(num_layers=7, hidden_size=256, num_attention_heads=4, seq_length=512, vocab_size=4000)
-    layout = RankLayout(micro_batch_size=2, num_micro_batches=1 if kind == "none" else 2)
-    settings = OptimizerSettings(kind=kind, reduce_bucket_elements=1 << 20)
-    (rank,) = estimate_ranks(shape, layout, tempo_config, optimizer=settings, simulates_allocator=True)
+    run = Run(
+        model=shape,
+        tempo=tempo_config,
+        optimizer=OptimizerSettings(kind=kind, reduce_bucket_elements=1 << 20),
+        micro_batch_size=2,
+        num_micro_batches=1 if kind == "none" else 2,
+    )
+    (rank,) = estimate_ranks(run, simulates_allocator=True)
     assert rank.rounded_bytes is not None and rank.reserved_bytes is not None
     # DeepSpeed's bucket is taken here to be there in forward too.
     bucket = 2 << 20 if kind == "deepspeed" else 0
@@ -116,4 +121,4 @@ def test_without_rounding_the_allocator_has_the_estimates_peak(
 def test_the_allocator_is_simulated_in_one_stage_of_a_gpu() -> None:
     shape = make_shape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=500)
     with pytest.raises(ValueError, match="--allocator is given with --pp 2 and --stock local, but .*; leave it out"):
-        estimate_ranks(shape, RankLayout(pipeline_parallel=2), OFF, simulates_allocator=True)
+        estimate_ranks(Run(model=shape, tempo=OFF, pipeline_parallel=2), simulates_allocator=True)

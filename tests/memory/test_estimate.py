@@ -16,11 +16,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.commands import estimate as estimate_command
-from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks, list_stage_layers
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings, count_model_states
+from tempo_megatron.memory.estimate.estimate import estimate_ranks
+from tempo_megatron.memory.estimate.model_states import count_model_states
 from tempo_megatron.memory.estimate.schedule import list_events
 from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes
-from tempo_megatron.memory.simulated.chunk import ChunkSettings, simulate_chunk
+from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.phases import LAYERS, compress
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
@@ -33,9 +34,8 @@ SMALL: dict[str, Any] = {
 
 
 def simulate(values: dict[str, Any], tempo_config: TempoConfig = OFF, **settings: Any) -> Any:
-    shape = make_shape(**values)
-    chosen = {"micro_batch_size": 1, "padded_vocab_size": 1024, "layers": tuple(range(shape.num_layers)), **settings}
-    return simulate_chunk(ChunkSettings(shape=shape, tempo_config=tempo_config, **chosen))
+    shape = make_shape(**{"vocab_size": 1024, **values})
+    return simulate_chunk(Run(model=shape, tempo=tempo_config, **settings), range(shape.num_layers))
 
 
 def keep_of_middle_layer(memory: Any) -> int:
@@ -69,7 +69,7 @@ def test_transformer_engines_layer_keeps_what_the_formula_says(
 ) -> None:
     sizes = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 512}
     memory = simulate(sizes, tempo_config, tensor_parallel=2, sequence_parallel=sequence_parallel,
-                      stock="transformer_engine", has_fused_attention=attention == "fused")  # fmt: skip
+                      stock="transformer_engine", stock_attention=attention)  # fmt: skip
     layer = LayerShape(
         seq_length=512, micro_batch_size=1, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16,
         num_query_groups=16, kv_channels=64, tensor_parallel=2, sequence_parallel=sequence_parallel,
@@ -130,10 +130,21 @@ def test_layers_that_stand_for_others_give_the_memory_of_all(family: str) -> Non
     assert compress("aaaabaa") == [(0, 1), (1, 2), (3, 1), (4, 1), (5, 1), (6, 1)]
 
 
+def test_layers_that_are_not_recomputed_stand_for_one_another_too() -> None:
+    """Of nine layers the first four are recomputed: one middle layer of each kind runs, for two and for three."""
+    run = Run(model=make_shape(**{**SMALL, "num_layers": 9}), tempo=OFF, recompute=("full",), recompute_num_layers=4)
+    kept = [phase.growth for phase in simulate_chunk(run, range(9)).forward if phase.part == LAYERS]
+    full, none = (
+        [phase.growth for phase in simulate_chunk(each, range(9)).forward if phase.part == LAYERS]
+        for each in (dataclasses.replace(run, recompute_num_layers=None), dataclasses.replace(run, recompute=()))
+    )
+    # A recomputed layer keeps its input, of which one that is not has a part of its own.
+    assert len(kept) == 9 and kept[1:4] == full[1:4] and kept[5:] == none[5:]
+
+
 def test_parameters_of_all_stages_are_those_of_the_model() -> None:
     shape = make_shape(**{"vocab_size": 50257, **read_shape_file("configs/model/gpt3_175b.json")})
-    layout = RankLayout(tensor_parallel=8, pipeline_parallel=8, sequence_parallel=True)
-    ranks = estimate_ranks(shape, layout, OFF)
+    ranks = estimate_ranks(Run(model=shape, tempo=OFF, tensor_parallel=8, pipeline_parallel=8, sequence_parallel=True))
     h, v = 12288, 51200  # 50,257 padded to a multiple of 128 * 8
     split = 96 * 12 * h * h // 8 + 96 * (3 * h + 4 * h) // 8 + v * h // 8
     whole = 96 * (4 * h + 2 * h) + 2048 * h + 2 * h
@@ -148,16 +159,17 @@ def test_parameters_of_all_stages_are_those_of_the_model() -> None:
 def test_stages_have_the_layers_that_megatron_gives_them(stages: int, first: int | None, last: int | None) -> None:
     num_layers = {(4, 1, None): 7, (4, 2, 4): 10, (3, 3, 3): 8}.get((stages, first, last), 8)
     shape = make_shape(**{**SMALL, "num_layers": num_layers})
-    layout = RankLayout(pipeline_parallel=stages, first_stage_layers=first, last_stage_layers=last)
+    tempo = TempoConfig(layers={f"{num_layers - 1}": {"norm": "recompute"}})
+    run = Run(model=shape, tempo=tempo, pipeline_parallel=stages, first_stage_layers=first, last_stage_layers=last)
     config = TransformerConfig(
         num_layers=num_layers, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=stages,
         pipeline_dtype=torch.float32, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
     )  # fmt: skip
-    layers = list_stage_layers(shape, layout)
+    layers = run.list_stage_layers()
     assert layers == [get_num_layers_to_build(config, pp_rank=stage) for stage in range(stages)]
     assert sum(layers) == num_layers
     layer = 12 * 64 * 64 + 13 * 64
-    ranks = estimate_ranks(shape, layout, TempoConfig(layers={f"{num_layers - 1}": {"norm": "recompute"}}))
+    ranks = estimate_ranks(run)
     embedding, positions = 512 * 64, 32 * 64
     others = [embedding + positions, *[0] * (stages - 2), embedding + 2 * 64]
     assert [rank.num_parameters for rank in ranks] == [n * layer + m for n, m in zip(layers, others, strict=True)]
@@ -204,7 +216,7 @@ def test_model_states_are_divided_as_their_owner_does() -> None:
 
 def test_a_t5_in_stages_is_refused() -> None:
     with pytest.raises(ValueError, match="--pp is 2, but the model is a T5.*; expected --pp 1"):
-        estimate_ranks(make_shape(**SMALL, family="t5"), RankLayout(pipeline_parallel=2), OFF)
+        estimate_ranks(Run(model=make_shape(**SMALL, family="t5"), tempo=OFF, pipeline_parallel=2))
 
 
 @pytest.mark.parametrize(

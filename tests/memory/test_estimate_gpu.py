@@ -10,8 +10,8 @@ import torch
 from distributed import run_ranks
 from peak_cases import AUTO, FAMILIES, FUSED_ONLY, OFF, RECOMPUTE, Step, make_step
 
-from tempo_megatron.memory.estimate.estimate import RankEstimate, RankLayout, estimate_ranks
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import ModelShape, make_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -83,15 +83,17 @@ def measure_on_gpu(step: Step) -> tuple[int, int]:
 
 
 def estimate(step: Step) -> RankEstimate:
-    layout = RankLayout(
+    run = Run(
+        model=step.shape,
+        tempo=step.tempo,
+        optimizer=OptimizerSettings(kind="none"),
         micro_batch_size=step.micro_batch_size,
         num_micro_batches=1,
         dtype=step.dtype,
         recompute=step.recompute,
         stock="local",
     )
-    settings = OptimizerSettings(kind="none")
-    (rank,) = estimate_ranks(step.shape, layout, step.tempo, optimizer=settings, simulates_allocator=True)
+    (rank,) = estimate_ranks(run, simulates_allocator=True)
     return rank
 
 

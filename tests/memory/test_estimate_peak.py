@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pkgutil
 from typing import Any
 
@@ -24,9 +25,10 @@ from peak_cases import (
 )
 
 from tempo_megatron import TempoConfig, use_cpu
-from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
+from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.simulated.chunk import ChunkSettings, simulate_chunk
+from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.storages import PeakBytes
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
@@ -55,6 +57,10 @@ ONE_PROCESS = [
     for family in ("gpt", "llama", "bert")
     for tempo in (OFF, AUTO)
     for recompute in (("full",), ("core_attn",))
+] + [
+    # --recompute-method block: of four layers the first one, and all but the last.
+    Step(family, False, tempo, recompute=("full",), num_full=num_full)
+    for family, tempo, num_full in (("gpt", OFF, 1), ("llama", AUTO, 3), ("t5", OFF, 1))
 ] + [
     Step("t5", False, tempo, dtype, recompute=recompute)
     for tempo, dtype, recompute in (
@@ -120,13 +126,11 @@ def test_a_second_micro_batch_in_flight_adds_no_second_global_memory_buffer(temp
                 in_flight.append(torch.autograd.graph.get_gradient_edge(ready.forward()))
                 levels.append(seen.count_alive())
             buffer = sum(t.nbytes for t in parallel_state.get_global_memory_buffer().buffer.values())
-    sizes: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_size": 2, "stock": "cpu"}
-    chunk = simulate_chunk(
-        ChunkSettings(shape=step.shape, layers=tuple(range(4)), tempo_config=tempo, padded_vocab_size=1024, **sizes)
-    )
+    run = Run(model=step.shape, tempo=tempo, tensor_parallel=2, sequence_parallel=True, micro_batch_size=2, stock="cpu")
+    chunk = simulate_chunk(run, range(4))
     assert abs(levels[2] - levels[1] - chunk.kept_bytes) <= SCALARS_BYTES
     assert abs(levels[0] - chunk.kept_bytes - buffer) <= SCALARS_BYTES and buffer == chunk.global_buffer_bytes > 0
-    first, *_, last = estimate_ranks(step.shape, RankLayout(pipeline_parallel=4, **sizes), tempo)
+    first, *_, last = estimate_ranks(dataclasses.replace(run, pipeline_parallel=4))
     assert first.parts["global memory buffer"] == last.parts["global memory buffer"] == buffer
 
 
@@ -156,7 +160,7 @@ def test_an_estimate_runs_no_more_operations_for_more_tokens_and_a_larger_vocabu
     for seq_length, vocab_size in ((256, 1000), (8192, 200_000)):
         counts.append(0)
         shape = make_shape(**{**TOKENS, "seq_length": seq_length, "vocab_size": vocab_size})
-        estimate_ranks(shape, RankLayout(micro_batch_size=4), AUTO)
+        estimate_ranks(Run(model=shape, tempo=AUTO, micro_batch_size=4))
     assert counts[1] < 1.5 * counts[0] < 2500
 
 

@@ -14,15 +14,21 @@ import torch
 from training_job import Data, make_data, run, successful
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
-from tempo_megatron.memory.live.out_of_memory import Order, find_requested, is_out_of_memory
+from tempo_megatron.memory.estimate.estimate import estimate_ranks
+from tempo_megatron.memory.live.out_of_memory import find_requested, is_out_of_memory
 from tempo_megatron.memory.live.remedies import explain, list_changes
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import make_shape
 
 SHAPE = make_shape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=256, vocab_size=1024)
-LAYOUT = RankLayout(micro_batch_size=4, stock="cpu", num_micro_batches=1)
-ORDER = Order(SHAPE, LAYOUT, TempoConfig.off(), OptimizerSettings(kind="deepspeed", zero_stage=0), 0, 4)
+RUN = Run(
+    model=SHAPE,
+    tempo=TempoConfig.off(),
+    optimizer=OptimizerSettings(kind="deepspeed", zero_stage=0),
+    micro_batch_size=4,
+    num_micro_batches=1,
+    stock="cpu",
+)
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is free."
 )
@@ -42,27 +48,34 @@ def test_both_kinds_of_lack_are_known_and_how_much_was_asked_for() -> None:
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
-def peak(layout: RankLayout, tempo: TempoConfig) -> int:
-    (rank,) = estimate_ranks(SHAPE, layout, tempo, optimizer=ORDER.optimizer)
-    return rank.peak_bytes
-
-
 def test_the_first_change_that_fits_is_named() -> None:
-    changes = list(list_changes(ORDER))
+    changes = list(list_changes(RUN))
     assert changes[0].text == "--use-tempo" and changes[-1].text.endswith("--micro-batch-size 1")
-    peaks = [peak(change.layout, change.tempo) for change in changes]
+    peaks = [estimate_ranks(change.run)[0].peak_bytes for change in changes]
     # A little less than what Tempo takes, so that it is not enough.
     for capacity in (peaks[0], peaks[0] - 1, min(peaks)):
         fitting = next(change for change, each in zip(changes, peaks, strict=True) if each <= capacity)
-        text = explain(dataclasses.replace(ORDER, capacity=capacity))
+        text = explain(RUN, capacity=capacity)
         assert f": {fitting.text}\n" in text
-    assert "nothing on this list fits" in explain(dataclasses.replace(ORDER, capacity=1000))
+    assert "nothing on this list fits" in explain(RUN, capacity=1000)
 
 
 def test_what_stood_is_named_by_operation() -> None:
-    text = explain(ORDER)
+    text = explain(RUN)
     for name in ("weights", "optimizer states", "layers", "kept by core_attention (s*s), 4 layers"):
         assert f" {name} " in text
+
+
+def test_layers_that_block_leaves_are_not_taken_as_recomputed() -> None:
+    """--recompute-granularity full --recompute-method block --recompute-num-layers 1."""
+    every = dataclasses.replace(RUN, recompute=("full",))
+    first = dataclasses.replace(every, recompute_num_layers=1)
+    peaks = [estimate_ranks(run)[0].peak_bytes for run in (every, first, RUN)]
+    assert peaks == sorted(peaks) and len(set(peaks)) == 3
+    text = explain(first)
+    assert " kept by core_attention (s*s), 3 layers" in text and " kept by checkpoint (layer input), 1 layers" in text
+    assert any("--recompute-method uniform" in change.text for change in list_changes(first))
+    assert not any("--recompute-method uniform" in change.text for change in list_changes(every))
 
 
 def fail_in_the_second_step(rank: int) -> None:

@@ -13,13 +13,13 @@ import torch
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.plan.batch import choose_trial, list_micro_batches, try_micro_batches
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import make_smallest_plan
 from tempo_megatron.memory.plan.request import Question, make_plan_request
 from tempo_megatron.memory.plan.verify import answer
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
 ROOT = Path(__file__).parents[2]
@@ -32,16 +32,17 @@ ONCE = TempoConfig(attention="flash", linear_fc1="off", linear_qkv="off")
 GIB = 2**30
 
 
+def make_bert(size: int, tempo: TempoConfig) -> Run:
+    return Run(model=BERT, tempo=tempo, optimizer=ADAM, micro_batch_size=size, dtype=torch.float32, stock="local")
+
+
 def ask_bert(size: int) -> Question:
-    layout = RankLayout(micro_batch_size=size, dtype=torch.float32, stock="local")
-    gpu = read_gpu("rtx4090")
-    return Question(shape=BERT, layout=layout, optimizer=ADAM, gpu=gpu, tempo=ONCE, recompute=frozenset())
+    return Question(run=make_bert(size, ONCE), gpu=read_gpu("rtx4090"), recompute=frozenset())
 
 
 @functools.cache
 def estimate_bert(size: int, tempo: TempoConfig) -> int:
-    layout = RankLayout(micro_batch_size=size, dtype=torch.float32, stock="local")
-    (rank,) = estimate_ranks(BERT, layout, tempo, optimizer=ADAM)
+    (rank,) = estimate_ranks(make_bert(size, tempo))
     return rank.peak_bytes
 
 
@@ -87,8 +88,8 @@ def test_micro_batches_are_divisors_or_grow() -> None:
 
 def make_small_question() -> Question:
     shape = make_shape(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=256, vocab_size=1000)
-    layout = RankLayout(pipeline_parallel=2, stock="transformer_engine")
-    return Question(shape=shape, layout=layout, optimizer=OptimizerSettings(), gpu=read_gpu("h100"))
+    run = Run(model=shape, tempo=TempoConfig(), pipeline_parallel=2, stock="transformer_engine")
+    return Question(run=run, gpu=read_gpu("h100"))
 
 
 def test_the_micro_batch_is_that_of_least_time_a_sample_of_all_that_fit() -> None:

@@ -12,6 +12,7 @@ import torch
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.plan import fixed as plan_fixed
+from tempo_megatron.memory.run import Run
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "model"
@@ -50,9 +51,9 @@ def test_without_fixed_memory_the_plan_fits_by_the_estimate_of_exactly_that_plan
     asked: list[tuple[str, tuple[str, ...]]] = []
     estimate_ranks = plan_fixed.estimate_ranks
 
-    def estimate(shape: Any, layout: Any, config: TempoConfig, **settings: Any) -> Any:
-        asked.append((config.describe(), layout.recompute))
-        return estimate_ranks(shape, layout, config, **settings)
+    def estimate(run: Run) -> Any:
+        asked.append((run.tempo.describe(), run.recompute))
+        return estimate_ranks(run)
 
     monkeypatch.setattr(plan_fixed, "estimate_ranks", estimate)
     file, model = tmp_path / "plan.json", MODELS / "gpt2_345m.json"

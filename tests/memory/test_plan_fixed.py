@@ -11,7 +11,7 @@ import pytest
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
-from tempo_megatron.memory.commands.plan import make_question, read_model
+from tempo_megatron.memory.commands.plan import read_question
 from tempo_megatron.memory.estimate.estimate import RankEstimate
 from tempo_megatron.memory.plan import fixed as plan_fixed
 from tempo_megatron.memory.plan.fixed import PlanEstimates
@@ -19,6 +19,7 @@ from tempo_megatron.memory.plan.formula import count_layer_bytes
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import PlanRequest, make_smallest_plan
 from tempo_megatron.memory.plan.request import make_layer, make_plan_request
+from tempo_megatron.memory.run import Run
 
 MODEL = Path(__file__).parents[2] / "configs" / "model" / "gpt2_345m.json"
 IN_PLACE = dataclasses.replace(
@@ -32,19 +33,18 @@ def read_request(monkeypatch: pytest.MonkeyPatch, full_rise: int) -> tuple[PlanR
     backward of a layer that is recomputed as a whole."""
     asked = []
 
-    def estimate(shape: Any, layout: Any, config: TempoConfig, **_: Any) -> tuple[RankEstimate, ...]:
-        asked.append(layout.recompute)
-        layer = dataclasses.replace(make_layer(shape, layout), recompute=frozenset(layout.recompute))
+    def estimate(run: Run) -> tuple[RankEstimate, ...]:
+        asked.append(run.recompute)
+        layer = dataclasses.replace(make_layer(run.model, run), recompute=frozenset(run.recompute))
         kept = 12 * count_layer_bytes(layer, IN_PLACE, stock="transformer_engine")
-        around = HEADS[config.loss] + (full_rise if layout.recompute else 0)
+        around = HEADS[run.tempo.loss] + (full_rise if run.recompute else 0)
         return tuple(RankEstimate(f"stage {n}", 1, "", {"layers": (2 - n) * kept + around}) for n in (0, 1))
 
     monkeypatch.setattr(plan_fixed, "estimate_ranks", estimate)
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
     args = parser.parse_args([f"--model={MODEL}", "--gpu=a100", "--gpu-memory=80GB", "--pp=2", "--micro-batch-size=8"])
-    args.dtype = "bf16"
-    request, estimates = make_plan_request(make_question(read_model(args), read_gpu("a100"), args))
+    request, estimates = make_plan_request(read_question(args, read_gpu("a100"))[0])
     assert estimates is not None
     return request, estimates, asked
 

@@ -11,8 +11,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from peak_cases import Step, measure_step
 
 from tempo_megatron import TempoConfig, use_cpu
-from tempo_megatron.memory.estimate.estimate import RankLayout
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.plan.fixed import PlanEstimates
 from tempo_megatron.memory.plan.gpu import read_gpu
@@ -20,6 +18,7 @@ from tempo_megatron.memory.plan.planner import Plan, PlanRequest, make_plan, mak
 from tempo_megatron.memory.plan.request import Question, make_plan_request
 from tempo_megatron.memory.plan.switches import list_switches
 from tempo_megatron.memory.plan.verify import make_verified_plan
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 
 # The 0-dim tensors of the loss, which may or may not be there still when the peak is.
@@ -30,14 +29,15 @@ NO_OPTIMIZER = OptimizerSettings(kind="none")
 def ask(step: Step, **layout: int) -> tuple[PlanRequest, PlanEstimates]:
     request, estimates = make_plan_request(
         Question(
-            shape=step.shape,
-            layout=RankLayout(
+            run=Run(
+                model=step.shape,
+                tempo=TempoConfig(),
+                optimizer=NO_OPTIMIZER,
                 micro_batch_size=step.micro_batch_size,
                 dtype=step.dtype,
                 stock="cpu",
                 **{"num_micro_batches": 1, **layout},
             ),
-            optimizer=NO_OPTIMIZER,
             gpu=read_gpu("h100"),
         )
     )

@@ -11,9 +11,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.kept.ledger import build_ledger_config
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.device import make_gelu_tables
 from tempo_megatron.memory.storages import PeakBytes, list_storages
 from tempo_megatron.models.build import build_model, choose_for_model
@@ -82,6 +82,7 @@ class Step:
         }
         words = [self.family, "weights" if self.is_wide else "tokens", tempo[self.tempo], str(self.dtype)[6:]]
         words += [f"tp{self.tp}{'sp' if self.sp else ''}", *self.recompute]
+        words += [] if self.num_full is None else [str(self.num_full)]
         return "-".join(words)
 
     @property
@@ -148,14 +149,18 @@ def measure_step(step: Step) -> int:
 
 def estimate_step(step: Step) -> int:
     """What the estimate says of it."""
-    layout = RankLayout(
+    run = Run(
+        model=step.shape,
+        tempo=step.tempo,
+        optimizer=OptimizerSettings(kind="none"),
         tensor_parallel=step.tp,
         sequence_parallel=step.sp,
         micro_batch_size=step.micro_batch_size,
         num_micro_batches=1,
         dtype=step.dtype,
         recompute=step.recompute,
+        recompute_num_layers=step.num_full,
         stock="cpu",
     )
-    (rank,) = estimate_ranks(step.shape, layout, step.tempo, optimizer=OptimizerSettings(kind="none"))
+    (rank,) = estimate_ranks(run)
     return rank.peak_bytes

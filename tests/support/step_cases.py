@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from peak_cases import AUTO, OFF, Step
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate.estimate import RankEstimate, RankLayout, estimate_ranks
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory import run as memory_run
+from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.kept.ledger import build_ledger_config
 from tempo_megatron.memory.simulated.device import make_gelu_tables
 from tempo_megatron.memory.storages import PeakBytes
@@ -137,12 +137,15 @@ def _measure(run: Run) -> int:
 
 def estimate_run(run: Run) -> RankEstimate:
     """What the estimate says of it."""
-    settings = dataclasses.replace(OptimizerSettings.from_deepspeed(run.config), foreach=run.foreach)
-    layout = RankLayout(
+    settings = dataclasses.replace(memory_run.OptimizerSettings.from_deepspeed(run.config), foreach=run.foreach)
+    asked = memory_run.Run(
+        model=run.step.shape,
+        tempo=run.tempo,
+        optimizer=settings,
         micro_batch_size=run.step.micro_batch_size,
         num_micro_batches=run.num_micro_batches,
         dtype=run.dtype,
         stock="cpu",
     )
-    (rank,) = estimate_ranks(run.step.shape, layout, run.tempo, optimizer=settings)
+    (rank,) = estimate_ranks(asked)
     return rank

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tempo_megatron.settings.operations import OPERATIONS
+from tempo_megatron.training.planning import read_run
 from tempo_megatron.training.run.arguments import parse_arguments
 from tempo_megatron.training.run.checks import check_run, check_weights_fit
 from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, read_deepspeed_config
@@ -50,6 +51,20 @@ def refusal(folder: Path, *extra: str, config: dict[str, Any] | str | None = Non
         prepared(folder, *extra, config=config, world_size=world_size)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "recompute_num_layers"), [(["block", "--recompute-num-layers", "1"], 1), (["uniform"], None)]
+)
+def test_the_estimate_takes_recomputation_as_megatron_does(
+    tmp_path: Path, method: list[str], recompute_num_layers: int | None
+) -> None:
+    run = prepared(tmp_path, "--recompute-granularity", "full", "--recompute-method", *method)
+    found = read_run(run, 512)
+    assert (found.recompute, found.recompute_num_layers) == (("full",), recompute_num_layers)
+    assert found.padded_vocab_size == 512
+    with pytest.raises(ValueError, match="uniform recomputes 2 layers together, and the estimate knows each layer"):
+        read_run(dataclasses.replace(run, recompute_method="uniform", recompute_num_layers=2), 512)
 
 
 def test_a_run_is_only_read_once_it_is_built(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 from training_job import Data, Run, make_data, run, successful
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.memory.estimate.estimate import RankLayout, estimate_ranks
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory import run as memory_run
+from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.words.memory_size import format_bytes
 
@@ -66,8 +66,11 @@ def estimate(tempo: TempoConfig, config: dict[str, Any], dtype: torch.dtype) -> 
     """The peak that the run's plan goes by."""
     sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 512}
     shape = make_shape(**sizes, attention_dropout=0.0, hidden_dropout=0.0)
-    layout = RankLayout(micro_batch_size=8, num_micro_batches=1, dtype=dtype, stock="cpu")
-    (rank,) = estimate_ranks(shape, layout, tempo, optimizer=OptimizerSettings.from_deepspeed(config))
+    optimizer = memory_run.OptimizerSettings.from_deepspeed(config)
+    described = memory_run.Run(
+        model=shape, tempo=tempo, optimizer=optimizer, micro_batch_size=8, num_micro_batches=1, dtype=dtype, stock="cpu"
+    )
+    (rank,) = estimate_ranks(described)
     return rank.peak_bytes
 
 

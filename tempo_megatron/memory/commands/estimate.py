@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import threading
@@ -11,18 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.memory.commands.deepspeed_arguments import (
-    read_deepspeed_optimizer,
-    take_batch_sizes,
-    take_precision,
-)
-from tempo_megatron.memory.commands.requested_shape import describe_stock, read_requested_shape, read_stock
-from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, RankLayout, describe_part, estimate_ranks
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
-from tempo_megatron.models.build import DTYPES
+from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
+from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
+from tempo_megatron.memory.run import OptimizerSettings
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.words.json_text import read_object
 from tempo_megatron.words.memory_size import format_bytes
 
 _WIDTH = 38
@@ -34,21 +28,18 @@ def run_estimate(args: argparse.Namespace) -> int:
 
     Raises ValueError for what cannot be estimated.
     """
-    block = read_object(args.deepspeed_config) if args.deepspeed_config else {}
-    take_precision(args, block if args.deepspeed_config else None)
-    take_batch_sizes(args, block)
-    shape, layout, optimizer = read_requested_shape(args), _read_layout(args), _read_optimizer(args, block)
-    tempo_config = tempo_config_from(args, block)
-    columns = {"stock": TempoConfig.off()} | ({} if tempo_config.is_off else {"Tempo": tempo_config})
+    config = take_deepspeed(args)
+    run = read_requested_run(args, tempo_config_from(args, config or {}), config)
+    stock = dataclasses.replace(run, tempo=TempoConfig.off())
     found = {}
-    for name, config in columns.items():
+    for name, each in {"stock": stock, **({} if run.tempo.is_off else {"Tempo": run})}.items():
         with _say_that_it_takes_time(f"estimating {name} ..."):
-            found[name] = estimate_ranks(shape, layout, config, optimizer=optimizer, simulates_allocator=args.allocator)
-    ranks = f"{layout.world_size:,} rank{'s' if layout.world_size > 1 else ''}"
+            found[name] = estimate_ranks(each, simulates_allocator=args.allocator)
+    ranks = f"{run.world_size:,} rank{'s' if run.world_size > 1 else ''}"
     print(
-        f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, TP {args.tp}"
+        f"{Path(args.model).stem}, {args.dtype}, s {run.model.seq_length}, b {args.micro_batch_size}, TP {args.tp}"
         f"{' + SP' if args.sequence_parallel else ''}, PP {args.pp}, DP {args.dp}: {ranks}, "
-        f"{_describe_optimizer(optimizer)}, stock modules: {describe_stock(layout)}"
+        f"{_describe_optimizer(run.optimizer)}, stock modules: {describe_stock(run)}"
         f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}"
     )
     print(format_estimates(found))
@@ -119,39 +110,6 @@ def _print_fit(name: str, ranks: Sequence[RankEstimate], memory: int) -> bool:
 def _count_needed(rank: RankEstimate) -> int:
     """What the allocator reserves, where that is known."""
     return rank.peak_bytes if rank.reserved_bytes is None else rank.reserved_bytes
-
-
-def _read_layout(args: argparse.Namespace) -> RankLayout:
-    return RankLayout(
-        tensor_parallel=args.tp,
-        pipeline_parallel=args.pp,
-        data_parallel=args.dp,
-        sequence_parallel=args.sequence_parallel,
-        layers_per_virtual_stage=args.num_layers_per_virtual_pipeline_stage,
-        first_stage_layers=args.decoder_first_pipeline_num_layers,
-        last_stage_layers=args.decoder_last_pipeline_num_layers,
-        micro_batch_size=args.micro_batch_size,
-        num_micro_batches=args.num_micro_batches,
-        dtype=DTYPES[args.dtype],
-        recompute=tuple(args.recompute),
-        **read_stock(args),
-    )
-
-
-def _read_optimizer(args: argparse.Namespace, block: dict[str, Any]) -> OptimizerSettings:
-    is_deepspeed = args.deepspeed_config is not None or args.zero is not None
-    kind = args.optimizer or ("deepspeed" if is_deepspeed else "megatron")
-    if kind == "megatron" and args.deepspeed_config is not None:
-        raise ValueError(
-            "--deepspeed_config is given with --optimizer megatron; that file's optimizer is DeepSpeed's: leave one out"
-        )
-    if kind != "deepspeed":
-        if args.zero is not None:
-            raise ValueError(f"--zero {args.zero} is given with --optimizer {kind}; ZeRO is DeepSpeed's: leave one out")
-        return OptimizerSettings(kind=kind, distributed=not args.no_distributed_optimizer)
-    if args.no_distributed_optimizer:
-        raise ValueError("--no-distributed-optimizer is Megatron's; give --zero 0 for DeepSpeed's")
-    return read_deepspeed_optimizer(block, args.zero)
 
 
 def _describe_optimizer(optimizer: OptimizerSettings) -> str:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.memory.commands.requested_shape import read_requested_shape
+from tempo_megatron.memory.commands.requested_run import read_requested_shape
 from tempo_megatron.memory.plan.gpu import Gpu, read_gpu
 from tempo_megatron.memory.plan.model_flops import (
     count_forward_flops,

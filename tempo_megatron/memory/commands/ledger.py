@@ -8,17 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron import cpu
-from tempo_megatron.memory.commands.requested_shape import read_requested_shape
-from tempo_megatron.memory.fake_tensors import simulate_layout
+from tempo_megatron.memory.commands.requested_run import read_requested_run
 from tempo_megatron.memory.kept.attribution import Row
-from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure_model
+from tempo_megatron.memory.kept.ledger import Ledger, measure_run
 from tempo_megatron.memory.kept.ledger_plot import Bar, make_panels, plot_panels
 from tempo_megatron.memory.kept.timeline import format_timeline
 from tempo_megatron.memory.kept.timeline_plot import plot_timeline
 from tempo_megatron.memory.simulated.step import simulate_step
-from tempo_megatron.models.build import DTYPES
-from tempo_megatron.models.shape import ModelShape, check_layout, pad_vocab_size
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.json_text import read_object
@@ -28,9 +24,8 @@ _WIDTH = 34
 
 def run_ledger(args: argparse.Namespace) -> int:
     """Measure stock and Tempo and print one table. Raises ValueError for what cannot be measured."""
-    tempo_config = _read_tempo_config(args)
-    shape = _read_shape(args)
-    stock, tempo = (measure_ledger(shape, config, args) for config in (TempoConfig.off(), tempo_config))
+    run = read_requested_run(args, _read_tempo_config(args))
+    stock, tempo = (measure_run(each) for each in (dataclasses.replace(run, tempo=TempoConfig.off()), run))
     title = (
         f"{Path(args.model).stem}, {args.dtype}, s {stock.seq_length}, b {stock.micro_batch_size}, "
         f"dropout {args.dropout:g}, {format_layout(args.tp, args.sequence_parallel)}"
@@ -44,16 +39,7 @@ def run_ledger(args: argparse.Namespace) -> int:
     if args.plot:
         _plot(stock, tempo, args.plot, title)
     if args.timeline:
-        timeline = simulate_step(
-            shape,
-            tempo_config,
-            title=title,
-            micro_batch_size=args.micro_batch_size,
-            tensor_parallel=args.tp,
-            sequence_parallel=args.sequence_parallel,
-            dtype=DTYPES[args.dtype],
-            recompute=tuple(args.recompute),
-        )
+        timeline = simulate_step(run, title=title)
         print(format_timeline(timeline))
         plot_timeline(timeline, args.timeline)
     if args.json:
@@ -76,29 +62,6 @@ def _plot(stock: Ledger, tempo: Ledger, png: str, title: str) -> None:
         for part in ("layer_rows", "outside_rows")
     )
     plot_panels(make_panels(layers, outside), png, title, stock.sbh_bytes)
-
-
-def measure_ledger(shape: ModelShape, tempo_config: TempoConfig, args: argparse.Namespace) -> Ledger:
-    """The ledger of one configuration on rank 0 of a simulate_layout tensor-parallel group, on the CPU.
-
-    `args` needs tp, sequence_parallel, recompute, dtype and micro_batch_size, as the command's arguments.
-    """
-    cpu.use_cpu()
-    with simulate_layout(args.tp):
-        config = build_ledger_config(
-            shape,
-            sequence_parallel=args.sequence_parallel,
-            dtype=DTYPES[args.dtype],
-            recompute=tuple(args.recompute),
-        )
-        assert shape.vocab_size is not None
-        return measure_model(
-            config,
-            tempo_config,
-            shape=shape,
-            vocab_size=pad_vocab_size(shape.vocab_size, shape.make_vocab_size_divisible_by, args.tp),
-            micro_batch_size=args.micro_batch_size,
-        )
 
 
 def format_table(stock: Ledger, tempo: Ledger) -> str:
@@ -155,12 +118,6 @@ def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
         if "tempo" not in block:
             raise ValueError(f'{args.deepspeed_config} has no "tempo" block; add one or leave --deepspeed_config out')
     return tempo_config_from(argparse.Namespace(**{**vars(args), "use_tempo": True}), block)
-
-
-def _read_shape(args: argparse.Namespace) -> ModelShape:
-    shape = read_requested_shape(args)
-    check_layout(shape, args.tp, args.sequence_parallel, option="--tp")
-    return shape
 
 
 def _list_figures(ledger: Ledger) -> dict[str, Any]:

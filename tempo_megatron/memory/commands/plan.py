@@ -5,32 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tempo_megatron.extras import check_installed
-from tempo_megatron.memory.commands.deepspeed_arguments import (
-    read_deepspeed_optimizer,
-    take_batch_sizes,
-    take_precision,
-)
 from tempo_megatron.memory.commands.ledger import format_layout
-from tempo_megatron.memory.commands.requested_shape import describe_stock, read_requested_shape, read_stock
-from tempo_megatron.memory.estimate.estimate import RankLayout
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.live.aside import find_gpu
 from tempo_megatron.memory.plan.batch import choose_trial, try_micro_batches
 from tempo_megatron.memory.plan.gpu import Gpu, read_gpu
 from tempo_megatron.memory.plan.planner import Plan, PlanRequest, StagePlan
 from tempo_megatron.memory.plan.request import Question
 from tempo_megatron.memory.plan.verify import answer
-from tempo_megatron.models.build import DTYPES
-from tempo_megatron.models.shape import ModelShape, check_layout
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.words.json_text import read_object
 from tempo_megatron.words.memory_size import format_bytes
 
 
@@ -43,12 +32,7 @@ def run_plan(args: argparse.Namespace) -> int:
     )
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
-    config = read_object(args.deepspeed_config) if args.deepspeed_config else None
-    take_precision(args, config)
-    samples_per_rank = _read_samples(args, config or {})
-    if samples_per_rank is not None and args.micro_batch_size != "auto":
-        args.num_micro_batches = samples_per_rank // args.micro_batch_size
-    question = make_question(read_model(args), gpu, args, config)
+    question, samples_per_rank = read_question(args, gpu)
     trials = []
     if args.micro_batch_size == "auto":
         trials = try_micro_batches(question, args.gpu_memory, samples_per_rank)
@@ -60,7 +44,7 @@ def run_plan(args: argparse.Namespace) -> int:
     print(f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {shape.micro_batch_size}, ", end="")
     print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {format_bytes(args.gpu_memory)} a GPU")
     print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates")
-    print(f"stock modules, where a value is off: {describe_stock(question.layout)}\n")
+    print(f"stock modules, where a value is off: {describe_stock(question.run)}\n")
     print(format_plan(request, plan))
     for each in trials:
         rate = args.dp / each.seconds_per_sample
@@ -84,54 +68,24 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_model(args: argparse.Namespace) -> ModelShape:
-    """The model of the arguments.
+def read_question(args: argparse.Namespace, gpu: Gpu) -> tuple[Question, int | None]:
+    """What the arguments ask, and the samples of a step on one data-parallel rank where they say so.
 
-    Raises ValueError where it is none, or does not lie on the GPUs so.
+    Raises ValueError where the model does not lie on the GPUs so, or the batch does not divide.
     """
-    shape = read_requested_shape(args)
-    check_layout(shape, args.tp, args.sequence_parallel, option="--tp")
-    return shape
-
-
-def make_question(
-    shape: ModelShape, gpu: Gpu, args: argparse.Namespace, config: Mapping[str, Any] | None = None
-) -> Question:
-    """What the arguments ask; `config` is the DeepSpeed JSON, whose precision and batch sizes `args` has already."""
-    optimizer = OptimizerSettings() if config is None else read_deepspeed_optimizer(config)
-    layout = RankLayout(
-        tensor_parallel=args.tp,
-        pipeline_parallel=args.pp,
-        data_parallel=args.dp,
-        sequence_parallel=args.sequence_parallel,
-        micro_batch_size=1 if args.micro_batch_size == "auto" else args.micro_batch_size,
-        num_micro_batches=args.num_micro_batches,
-        dtype=DTYPES[args.dtype],
-        **read_stock(args),
-    )
-    return Question(
-        shape=shape,
-        layout=layout,
-        optimizer=optimizer,
+    if args.global_batch_size is not None and args.num_micro_batches is not None:
+        raise ValueError("--global-batch-size and --num-micro-batches are both given; leave one of them out")
+    config = take_deepspeed(args)
+    samples = None if args.global_batch_size is None else args.global_batch_size // args.dp
+    if samples is not None and args.micro_batch_size != "auto":
+        args.num_micro_batches = samples // args.micro_batch_size
+    question = Question(
+        run=read_requested_run(args, TempoConfig(), config),
         gpu=gpu,
         recompute=frozenset(args.recompute_allowed),
         fixed_sizes=tuple(args.fixed_memory or ()),
     )
-
-
-def _read_samples(args: argparse.Namespace, config: Mapping[str, Any]) -> int | None:
-    """The samples of a step on one data-parallel rank, where --global-batch-size or the DeepSpeed JSON says so; the
-    micro batches follow.
-
-    Raises ValueError where they do not divide.
-    """
-    if args.global_batch_size is not None and args.num_micro_batches is not None:
-        raise ValueError("--global-batch-size and --num-micro-batches are both given; leave one of them out")
-    take_batch_sizes(args, config)
-    if args.global_batch_size is None:
-        return None
-    samples: int = args.global_batch_size // args.dp
-    return samples
+    return question, samples
 
 
 def format_plan(request: PlanRequest, plan: Plan) -> str:

@@ -20,79 +20,14 @@ P is the parameters of a rank, e the bytes of one, d the ranks that share optimi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from tempo_megatron.memory.run import BUCKET_ELEMENTS, OptimizerSettings
 from tempo_megatron.memory.simulated.phases import Moment
 
-OPTIMIZERS = ("none", "megatron", "deepspeed")
 _FLOAT32 = 4
 _MOMENTS = 2
-_BUCKET_ELEMENTS = 500_000_000
-_GATHERED_ELEMENTS = 1_000_000_000
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """Who steps, and how the states are divided.
-
-    Raises ValueError for a kind or a stage that does not exist.
-    """
-
-    kind: str = "megatron"
-    """One of OPTIMIZERS."""
-
-    distributed: bool = True
-    """Megatron's distributed optimizer."""
-
-    zero_stage: int = 1
-    """DeepSpeed's."""
-
-    reduce_bucket_elements: int = _BUCKET_ELEMENTS
-    overlaps: bool = False
-    """DeepSpeed's "overlap_comm"."""
-
-    max_gathered_elements: int = _GATHERED_ELEMENTS
-    """DeepSpeed's "stage3_max_live_parameters"."""
-
-    accumulates_in_float32: bool = False
-    """DeepSpeed's "grad_accum_dtype" of fp32."""
-
-    foreach: bool = False
-    """Whether Adam is torch's over lists of tensors, which makes as many square roots; else it is a fused one."""
-
-    offloads: bool = False
-    """Whether DeepSpeed keeps the optimizer's states off the device."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in OPTIMIZERS:
-            raise ValueError(f"the optimizer is {self.kind!r}; expected one of {', '.join(OPTIMIZERS)}")
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"ZeRO's stage is {self.zero_stage!r}; expected 0, 1, 2 or 3")
-
-    @classmethod
-    def from_deepspeed(cls, config: Mapping[str, Any]) -> OptimizerSettings:
-        """What a DeepSpeed JSON says; "auto" and what is missing are DeepSpeed's defaults, stage 0 among them."""
-        zero = config.get("zero_optimization", {})
-
-        def read(name: str, default: Any) -> Any:
-            value = zero.get(name, default)
-            return default if value == "auto" else value
-
-        stage = read("stage", 0)
-        adam = (config.get("optimizer") or {}).get("params", {})
-        return cls(
-            kind="deepspeed",
-            zero_stage=stage,
-            reduce_bucket_elements=int(read("reduce_bucket_size", _BUCKET_ELEMENTS)),
-            overlaps=bool(read("overlap_comm", stage == 3)),
-            max_gathered_elements=int(read("stage3_max_live_parameters", _GATHERED_ELEMENTS)),
-            accumulates_in_float32=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
-            foreach=bool(adam.get("torch_adam")) and adam.get("foreach") is not False,
-            offloads=(read("offload_optimizer", None) or {}).get("device", "none") != "none",
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -284,7 +219,7 @@ def _count_step(p: int, e: int, d: int, optimizer: OptimizerSettings, largest: i
 
 def _flatten(num_parameters: int, bytes_of_element: int) -> int:
     """A copy of all gradients, or of as many as DeepSpeed without ZeRO reduces at once."""
-    return min(num_parameters, _BUCKET_ELEMENTS) * bytes_of_element
+    return min(num_parameters, BUCKET_ELEMENTS) * bytes_of_element
 
 
 def _divide(num_bytes: int, parts: int) -> int:

@@ -18,9 +18,10 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron import cpu
-from tempo_megatron.memory.fake_tensors import use_fake_tensors
+from tempo_megatron.memory.fake_tensors import simulate_layout, use_fake_tensors
 from tempo_megatron.memory.kept.attribution import Row, attribute_all, sum_rows
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
+from tempo_megatron.memory.run import Run
 from tempo_megatron.models.build import build_model, build_transformer_config, choose_for_model, make_specs
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape
@@ -221,6 +222,25 @@ def convert_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
                 converted = torch.nn.Parameter(parameter.detach().to(dtype))
                 converted.__dict__.update(parameter.__dict__)
                 module._parameters[name] = converted
+
+
+def measure_run(run: Run) -> Ledger:
+    """The ledger of a run on rank 0 of a simulated tensor-parallel group, with Megatron's local modules on a CPU.
+
+    Raises ValueError as `measure_model`.
+    """
+    cpu.use_cpu()
+    with simulate_layout(run.tensor_parallel):
+        config = build_ledger_config(
+            run.model, sequence_parallel=run.sequence_parallel, dtype=run.dtype, recompute=run.recompute
+        )
+        return measure_model(
+            config,
+            run.tempo,
+            shape=run.model,
+            vocab_size=run.padded_vocab_size,
+            micro_batch_size=run.micro_batch_size,
+        )
 
 
 def measure_model(

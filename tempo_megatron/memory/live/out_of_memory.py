@@ -7,7 +7,6 @@ tensors, from the run's sizes alone.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import gc
 import json
 import os
@@ -16,6 +15,7 @@ import re
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,7 @@ import torch
 from tempo_megatron.words.memory_size import format_bytes
 
 if TYPE_CHECKING:  # so that whether memory ended is told in any process, whatever is installed there
-    from tempo_megatron.memory.estimate.estimate import RankLayout
-    from tempo_megatron.memory.estimate.model_states import OptimizerSettings
-    from tempo_megatron.models.shape import ModelShape
-    from tempo_megatron.settings.config import TempoConfig
+    from tempo_megatron.memory.run import Run
 
 _SECONDS = 300.0
 _TEXTS = (
@@ -40,22 +37,6 @@ _TEXTS = (
 )
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-@dataclasses.dataclass(frozen=True)
-class Order:
-    """A run, as the estimate knows it."""
-
-    shape: ModelShape
-    layout: RankLayout
-    tempo: TempoConfig
-    optimizer: OptimizerSettings
-    stage: int = 0
-    global_batch_size: int | None = None
-    requested: int | None = None
-    """Bytes that were not to be had."""
-    capacity: int | None = None
-    """Bytes that all tensors may take; None where nobody knows."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -80,19 +61,26 @@ def find_capacity() -> int | None:
 
 
 def report_out_of_memory(
-    error: BaseException, order: Order | None, folder: str | None = None, seconds: float = _SECONDS
+    error: BaseException, read_run: Callable[[], tuple[Run, int]], folder: str | None = None, seconds: float = _SECONDS
 ) -> None:
     """Print it on stderr, and write the traceback to a file.
 
     Args:
         error: is_out_of_memory.
-        order: the run; None where it is none that the estimate knows.
+        read_run: gives the run and this rank's pipeline stage, from 0; raises ValueError, or what Megatron raises where
+            nothing is initialized, for a run that the estimate does not know.
         folder: of the file (default: where the run was started).
         seconds: that the explanation may take.
     """
     rank = int(os.environ.get("RANK", "0"))
     file = Path(folder or ".").resolve() / f"out_of_memory.rank{rank}.txt"
     requested, capacity = find_requested(error), find_capacity()
+    found: tuple[Run, int] | None = None
+    reason: Exception | None = None
+    try:
+        found = read_run()
+    except (ValueError, AttributeError, AssertionError) as unknown:
+        reason = unknown
     lines = [f"error on rank {rank}: out of memory: {str(error).strip().splitlines()[0]}"]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         lines.append(
@@ -107,18 +95,19 @@ def report_out_of_memory(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
         lines.append(f"the traceback is in {file}")
-    except OSError as reason:
-        lines.append(f"the traceback cannot be written ({reason})")
+    except OSError as unwritten:
+        lines.append(f"the traceback cannot be written ({unwritten})")
     print("\n".join(lines), file=sys.stderr, flush=True)
-    if order is not None:
-        found = dataclasses.replace(order, requested=requested, capacity=capacity)
-        print(_explain_elsewhere(found, seconds), file=sys.stderr, flush=True)
+    if found is None:
+        print(f"what stood at the peak is not known: {reason}", file=sys.stderr, flush=True)
+    else:
+        print(_explain_elsewhere((*found, requested, capacity), seconds), file=sys.stderr, flush=True)
 
 
-def _explain_elsewhere(order: Order, seconds: float) -> str:
+def _explain_elsewhere(asked: tuple[Run, int, int | None, int | None], seconds: float) -> str:
     """`remedies.explain` in a process of its own, without a GPU and without this one's limit."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    text = base64.b64encode(pickle.dumps(order)).decode()
+    text = base64.b64encode(pickle.dumps(asked)).decode()
     try:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "tempo_megatron.memory.live.remedies"],

@@ -34,16 +34,6 @@ _ByLayer = dict[tuple[str, int], list[SavedStorage]]
 
 
 @dataclasses.dataclass(frozen=True)
-class RunSizes:
-    """What the modules do not say."""
-
-    seq_length: int
-    micro_batch_size: int
-    decoder_seq_length: int | None = None
-    """Of a T5, whose encoder has seq_length."""
-
-
-@dataclasses.dataclass(frozen=True)
 class LayersAlike:
     """Layers that keep the same, operation by operation."""
 
@@ -84,14 +74,18 @@ class RunLedger:
 
     Args:
         models: as the run has them, perhaps wrapped (DeepSpeed's engine, Megatron's DDP): the chunks of this rank.
-        sizes: of a micro batch.
+        micro_batch_size: b.
+        seq_length, decoder_seq_length: tokens of a sample; only a T5's decoder has a length of its own.
 
     Raises ValueError as GraphReader.
     """
 
-    def __init__(self, models: Sequence[Any], sizes: RunSizes) -> None:
+    def __init__(
+        self, models: Sequence[Any], micro_batch_size: int, seq_length: int, decoder_seq_length: int | None = None
+    ) -> None:
         self._models = [unwrap(model) for model in models]
-        self._sizes = sizes
+        self._micro_batch_size, self._seq_length = micro_batch_size, seq_length
+        self._lengths = {seq_length, decoder_seq_length or seq_length}
         self._saved: dict[int, list[SavedStorage]] = {}
         self._running = contextlib.ExitStack()
         self._reader: GraphReader | None = None
@@ -113,16 +107,15 @@ class RunLedger:
         self.standing.close()
         if not self._saved:
             return None
-        model, sizes = self._models[0], self._sizes
+        model, lengths = self._models[0], self._lengths
         config = model.config
-        lengths = {sizes.seq_length, sizes.decoder_seq_length or sizes.seq_length}
         activation = describe_activation(config)
         by_layer, rest = self._divide()
         stock, stock_unknown = self._find_stock(model, activation)
         return Measured(
             title=self.write_title(),
             stage=find_stage(),
-            sbh_bytes=sizes.seq_length * sizes.micro_batch_size * config.hidden_size,
+            sbh_bytes=self._seq_length * self._micro_batch_size * config.hidden_size,
             layers=tuple(_list_kinds(by_layer, lengths, activation)),
             outside=sum_rows(rest, lengths, activation),
             standing=self.standing.count(),
@@ -169,25 +162,25 @@ class RunLedger:
 
     def write_title(self) -> str:
         """Model, dtype, s, b and layout."""
-        model, sizes = self._models[0], self._sizes
+        model = self._models[0]
         config = model.config
         layout = f"TP {config.tensor_model_parallel_size}{' + SP' if config.sequence_parallel else ''}"
         return (
-            f"{describe_model(model)}, {str(config.params_dtype).removeprefix('torch.')}, s {sizes.seq_length}, "
-            f"b {sizes.micro_batch_size}, {layout}"
+            f"{describe_model(model)}, {str(config.params_dtype).removeprefix('torch.')}, s {self._seq_length}, "
+            f"b {self._micro_batch_size}, {layout}"
         )
 
     def _find_stock(self, model: Any, activation: str) -> tuple[tuple[tuple[str, int], ...], str]:
         """The rows of one stock layer by the formula; or none, and why."""
-        config, sizes = model.config, self._sizes
+        config = model.config
         if sum(hasattr(model, stack) for stack in STACKS) > 1:
             return (), "the model has two stacks of layers"
         rotary = getattr(model, "position_embedding_type", "") == "rope"
         try:
             shape = LayerShape.from_config(
                 config,
-                seq_length=sizes.seq_length,
-                micro_batch_size=sizes.micro_batch_size,
+                seq_length=self._seq_length,
+                micro_batch_size=self._micro_batch_size,
                 activation=activation,
                 rotary=rotary,
             )

@@ -12,7 +12,6 @@ from tempo_megatron.memory.kept.timeline_plot import plot_timeline
 from tempo_megatron.memory.live.run_ledger import (
     Measured,
     RunLedger,
-    RunSizes,
     describe_measured,
     find_stage,
     format_measured,
@@ -26,14 +25,14 @@ class RunObserver:
 
     Args:
         models: of this rank, perhaps wrapped.
-        sizes: of a micro batch.
         prefix: of the files: PREFIX.stageN.json and .png.
+        sizes: micro_batch_size, seq_length and of a T5 decoder_seq_length, as `RunLedger` takes them.
     """
 
-    def __init__(self, models: Sequence[Any], sizes: RunSizes, prefix: str) -> None:
+    def __init__(self, models: Sequence[Any], prefix: str, **sizes: Any) -> None:
         self._prefix = prefix
         self._num_steps = 0
-        self._ledger = RunLedger(models, sizes) if is_printer() else None
+        self._ledger = RunLedger(models, **sizes) if is_printer() else None
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

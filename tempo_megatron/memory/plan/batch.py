@@ -51,10 +51,10 @@ def try_micro_batches(question: Question, budget: int, samples_per_rank: int | N
     """
     found: list[Trial] = []
     for size in list_micro_batches(samples_per_rank):
-        number = question.layout.num_micro_batches if samples_per_rank is None else samples_per_rank // size
-        layout = dataclasses.replace(question.layout, micro_batch_size=size, num_micro_batches=number)
+        number = question.run.num_micro_batches if samples_per_rank is None else samples_per_rank // size
+        run = dataclasses.replace(question.run, micro_batch_size=size, num_micro_batches=number)
         try:
-            found.append(Trial(size, *answer(dataclasses.replace(question, layout=layout), budget)))
+            found.append(Trial(size, *answer(dataclasses.replace(question, run=run), budget)))
         except ValueError:
             if not found:
                 raise

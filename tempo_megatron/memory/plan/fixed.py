@@ -12,10 +12,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tempo_megatron.memory.estimate.estimate import RankEstimate, RankLayout, estimate_ranks
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
+from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes, count_stack_bytes
 from tempo_megatron.memory.plan.planner import FixedBytes, LayerChoice, Plan
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 
@@ -38,7 +38,7 @@ class PlanEstimates:
     def __init__(
         self,
         shape: ModelShape,
-        layout: RankLayout,
+        layout: Run,
         layer: LayerShape,
         values: Mapping[str, Sequence[str]],
         optimizer: OptimizerSettings,
@@ -113,8 +113,8 @@ class PlanEstimates:
         return self.estimate(dataclasses.replace(self._reference, loss=loss), recompute)
 
     def _estimate(self, config: TempoConfig, recompute: tuple[str, ...]) -> tuple[RankEstimate, ...]:
-        layout = dataclasses.replace(self._layout, recompute=recompute)
-        return estimate_ranks(self._shape, layout, config, optimizer=self._optimizer)
+        run = dataclasses.replace(self._layout, tempo=config, recompute=recompute, recompute_num_layers=None)
+        return estimate_ranks(run)
 
     def _count_kept(self, stage: int, recompute: tuple[str, ...]) -> int:
         """What the reference's layers keep of all micro batches in flight."""

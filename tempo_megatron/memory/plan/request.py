@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-from tempo_megatron.memory.estimate.estimate import RankLayout
-from tempo_megatron.memory.estimate.model_states import OptimizerSettings
 from tempo_megatron.memory.plan.fixed import PlanEstimates
 from tempo_megatron.memory.plan.formula import LayerShape
 from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.plan.planner import CountFixedBytes, FixedBytes, PlanRequest
+from tempo_megatron.memory.run import Run
 from tempo_megatron.models.build import build_transformer_config
 from tempo_megatron.models.shape import ModelShape, pad_vocab_size
-from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import CHOICES
 from tempo_megatron.slots.choose import find_refusal, refuse_written
+
+RECOMPUTED = frozenset(("core_attn", "mlp", "full"))
+"""All of Megatron's recomputation that the planner knows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
     """What is to be planned."""
 
-    shape: ModelShape
-    layout: RankLayout
-    """Without recomputation; its stock modules as the estimate knows them."""
-    optimizer: OptimizerSettings
+    run: Run
+    """What of its `tempo` is "auto" is planned, and any other value stays."""
     gpu: Gpu
-    tempo: TempoConfig = dataclasses.field(default_factory=TempoConfig)
-    """Its "auto" is planned, and any other value stays."""
-    recompute: frozenset[str] = frozenset(("core_attn", "mlp", "full"))
-    """What Megatron may recompute, or, where `is_written`, what it does."""
-    is_written: bool = False
-    num_full: int | None = None
-    """Of full recomputation: the first layers of each stage; None is any number."""
+    recompute: frozenset[str] | None = RECOMPUTED
+    """What Megatron may recompute; None is what the run says, no more and no less."""
     remedy: str = PlanRequest.remedy
     """What a user can do where nothing fits."""
     fixed_sizes: tuple[int, ...] = ()
@@ -47,9 +40,9 @@ def make_plan_request(question: Question) -> tuple[PlanRequest, PlanEstimates | 
     Raises ValueError where the planner does not know the model, the layout does not go with it, or it cannot have a
     written value.
     """
-    shape, layout = question.shape, question.layout
-    _check(question)
-    values = list_values(question)
+    shape, layout = question.run.model, question.run
+    _check(question.run)
+    values = list_values(question.run)
     layer = make_layer(shape, layout)
     # Of the formula's two stacks, the one that has the modules: those on a CPU keep no less than on a GPU.
     stock = "transformer_engine" if layout.stock == "transformer_engine" else "local"
@@ -58,7 +51,7 @@ def make_plan_request(question: Question) -> tuple[PlanRequest, PlanEstimates | 
         count_fixed_bytes = read_fixed_bytes(question.fixed_sizes, layout.pipeline_parallel)
     else:
         estimates = PlanEstimates(
-            shape, layout, layer, values, question.optimizer, stock=stock, stock_attention=layout.stock_attention
+            shape, layout, layer, values, layout.optimizer, stock=stock, stock_attention=layout.stock_attention
         )
         count_fixed_bytes = estimates.count_fixed_bytes
         values["loss"] = (estimates.choose_loss(values["loss"]),)
@@ -73,9 +66,9 @@ def make_plan_request(question: Question) -> tuple[PlanRequest, PlanEstimates | 
         gpu=question.gpu,
         count_fixed_bytes=count_fixed_bytes,
         values=values,
-        recompute=question.recompute,
-        keeps_recompute=question.is_written,
-        num_full=question.num_full,
+        recompute=frozenset(layout.recompute) if question.recompute is None else question.recompute,
+        keeps_recompute=question.recompute is None,
+        num_full=_count_full(layout) if question.recompute is None else None,
         is_causal=shape.family == "gpt",
         stock=stock,
         stock_attention=layout.stock_attention,
@@ -85,38 +78,16 @@ def make_plan_request(question: Question) -> tuple[PlanRequest, PlanEstimates | 
     return request, estimates
 
 
-def read_written_recomputation(
-    granularity: str | None,
-    method: str | None,
-    num_layers: int | None,
-    modules: Sequence[str] | None,
-    layers_of_stage: int,
-) -> dict[str, Any]:
-    """Fields of a Question for Megatron's recomputation as a user wrote it; none where nobody did.
-
-    Raises ValueError for what the planner does not know.
-    """
-    if granularity is None:
-        return {}
-    if granularity == "selective":
-        taken = frozenset(modules or ("core_attn",))
-        if unknown := sorted(taken - {"core_attn", "mlp"}):
-            raise ValueError(
-                f"--recompute-modules is {' '.join(unknown)}, and the planner knows core_attn and mlp; leave the "
-                "budget out or change the modules"
-            )
-        return {"recompute": taken, "is_written": True}
-    if method == "uniform" and num_layers != 1:
-        raise ValueError(
-            f"--recompute-method uniform has --recompute-num-layers {num_layers}, and the planner knows 1; leave the "
-            "budget out, or give 1 or --recompute-method block"
-        )
-    count = layers_of_stage if method == "uniform" or num_layers is None else min(num_layers, layers_of_stage)
-    return {"recompute": frozenset(("full",)), "is_written": True, "num_full": count}
+def _count_full(run: Run) -> int | None:
+    """How many layers of each stage a run recomputes as a whole; None where it recomputes none so."""
+    if "full" not in run.recompute:
+        return None
+    per_stage = run.model.num_layers // run.pipeline_parallel
+    return per_stage if run.recompute_num_layers is None else min(run.recompute_num_layers, per_stage)
 
 
-def _check(question: Question) -> None:
-    shape, tempo = question.shape, question.tempo
+def _check(run: Run) -> None:
+    shape, tempo = run.model, run.tempo
     if shape.family == "t5":
         raise ValueError("the planner does not support T5; give a GPT or a BERT")
     if shape.qk_layernorm:
@@ -130,16 +101,16 @@ def _check(question: Question) -> None:
         )
 
 
-def list_values(question: Question) -> dict[str, tuple[str, ...]]:
+def list_values(run: Run) -> dict[str, tuple[str, ...]]:
     """Operation -> the values that the model may have, stock first: of two that cost and keep the same it stays.
 
     Raises ValueError where it cannot have a written one.
     """
-    config = build_transformer_config(question.shape, dtype=question.layout.dtype)
-    refuse_written(config, question.tempo)
+    config = build_transformer_config(run.model, dtype=run.dtype)
+    refuse_written(config, run.tempo)
 
     def list_of(name: str, choices: Sequence[str]) -> tuple[str, ...]:
-        written = getattr(question.tempo, name)
+        written = getattr(run.tempo, name)
         if written != "auto":
             return (written,)
         ordered = sorted(choices, key=lambda value: value != "off")
@@ -148,7 +119,7 @@ def list_values(question: Question) -> dict[str, tuple[str, ...]]:
     return {name: list_of(name, choices) for name, choices in CHOICES.items()}
 
 
-def make_layer(shape: ModelShape, layout: RankLayout) -> LayerShape:
+def make_layer(shape: ModelShape, layout: Run) -> LayerShape:
     """One layer of the model on one rank, without recomputation."""
     return LayerShape(
         seq_length=shape.seq_length,

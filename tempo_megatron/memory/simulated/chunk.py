@@ -31,6 +31,7 @@ from tempo_megatron import cpu
 from tempo_megatron.memory.estimate.allocation_trace import Allocations, TracedBytes
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_fake_tensors
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.device import (
     LastingBuffer,
     make_gelu_tables,
@@ -42,7 +43,6 @@ from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, Chun
 from tempo_megatron.memory.storages import PeakBytes, list_storages
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
-from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.slots import dropout_rng
@@ -52,71 +52,65 @@ STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
 STACKS_OF_FAMILIES = {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChunkSettings:
-    """Everything on which the memory of a chunk depends."""
+def simulate_chunk(
+    run: Run, layers: range, *, pre_process: bool = True, post_process: bool = True, has_gradients: bool = False
+) -> ChunkMemory:
+    """Run one micro batch of a chunk forward and backward.
 
-    shape: ModelShape
-    """Of the whole model."""
-
-    layers: tuple[int, ...]
-    """The chunk's, counted from 0 over the whole model."""
-
-    tempo_config: TempoConfig
-    """Perhaps with "auto", and with values of single layers."""
-
-    padded_vocab_size: int
-    micro_batch_size: int
-    tensor_parallel: int = 1
-    sequence_parallel: bool = False
-    dtype: torch.dtype = torch.bfloat16
-    recompute: tuple[str, ...] = ()
-    """Nothing, "full", or any of "core_attn" and "mlp"."""
-
-    pre_process: bool = True
-    post_process: bool = True
-    stock: str = "local"
-    """Whose modules stock ones are: one of STACKS_OF_MODULES."""
-
-    has_fused_attention: bool = True
-    """Whether Transformer Engine's attention is fused."""
-
-    masked_softmax_fusion: bool = True
-    """Whether unfused attention on a GPU has the softmax kernel of Apex or Transformer Engine."""
-
-    has_gradients: bool = False
-    """Whether the gradients' memory is there before the micro batch; else backward makes it."""
-
-
-@functools.lru_cache(maxsize=256)
-def simulate_chunk(settings: ChunkSettings) -> ChunkMemory:
-    """Run one micro batch forward and backward.
-
-    Of a T5 `layers` are those of the encoder, and as many of the decoder.
+    Args:
+        run: its model is the whole one.
+        layers: the chunk's, counted from 0 over the whole model; of a T5 those of the encoder, and as many of the
+            decoder.
+        pre_process, post_process: whether the chunk has the embedding, and the loss head.
+        has_gradients: whether the gradients' memory is there before the micro batch; else backward makes it.
 
     Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
-    with _simulate(settings):
-        return _Run(settings).measure()
+    return _simulate_chunk(_cut(run, layers), pre_process, post_process, has_gradients)
 
 
-def trace_chunk(settings: ChunkSettings) -> Allocations:
-    """Every allocation of one micro batch, of which every layer runs; raises ValueError as `simulate_chunk`."""
-    with _simulate(settings):
-        return _Run(settings, longest_row=len(settings.layers)).trace()
+@functools.lru_cache(maxsize=256)
+def _simulate_chunk(run: Run, pre_process: bool, post_process: bool, has_gradients: bool) -> ChunkMemory:
+    with _simulate(run):
+        return _Chunk(run, pre_process, post_process, has_gradients).measure()
+
+
+def trace_chunk(run: Run, *, has_gradients: bool = False) -> Allocations:
+    """Every allocation of one micro batch of a run of one stage, of which every layer runs.
+
+    Raises ValueError as `simulate_chunk`.
+    """
+    with _simulate(run):
+        return _Chunk(run, True, True, has_gradients, longest_row=run.model.num_layers).trace()
+
+
+def _cut(run: Run, layers: range) -> Run:
+    """A run of the chunk alone, of one stage on one rank. Layers count from 0 in it, so that chunks alike are equal."""
+    return dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, num_layers=len(layers)),
+        tempo=run.tempo.for_layers(layers, STACKS_OF_FAMILIES[run.model.family]),
+        optimizer=OptimizerSettings(),
+        pipeline_parallel=1,
+        data_parallel=1,
+        layers_per_virtual_stage=None,
+        first_stage_layers=None,
+        last_stage_layers=None,
+        num_micro_batches=None,
+    )
 
 
 @contextlib.contextmanager
-def _simulate(settings: ChunkSettings) -> Iterator[None]:
-    if settings.stock not in STACKS_OF_MODULES:
-        raise ValueError(f"stock is {settings.stock!r}; expected one of {', '.join(STACKS_OF_MODULES)}")
+def _simulate(run: Run) -> Iterator[None]:
+    if run.stock not in STACKS_OF_MODULES:
+        raise ValueError(f"stock is {run.stock!r}; expected one of {', '.join(STACKS_OF_MODULES)}")
     cpu.use_cpu()
-    if settings.stock == "cpu":
+    if run.stock == "cpu":
         make_gelu_tables()
-    with simulate_layout(settings.tensor_parallel):
+    with simulate_layout(run.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
-        with use_fake_tensors(), on_device(settings.stock):
+        with use_fake_tensors(), on_device(run.stock):
             yield
 
 
@@ -130,41 +124,52 @@ def _fuse_attention(config: TempoConfig) -> TempoConfig:
     return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
 
 
-class _Run:
-    """One chunk, built of the layers that stand for all, and the phases of its micro batch."""
+class _Chunk:
+    """One chunk, built of the layers that stand for all, and the phases of its micro batch.
 
-    def __init__(self, settings: ChunkSettings, longest_row: int = 3) -> None:
-        self._settings = settings
-        shape = dataclasses.replace(settings.shape, num_layers=max(1, len(settings.layers)))
+    Args:
+        run: of one stage, which is the chunk.
+        pre_process, post_process, has_gradients: as `simulate_chunk` takes them.
+        longest_row: how many layers alike run; of more than that, three stand for all.
+    """
+
+    def __init__(
+        self, run: Run, pre_process: bool, post_process: bool, has_gradients: bool, longest_row: int = 3
+    ) -> None:
+        self._run, self._pre_process, self._post_process = run, pre_process, post_process
+        self._has_gradients = has_gradients
+        shape = run.model
         config = build_ledger_config(
-            settings.shape,
-            sequence_parallel=settings.sequence_parallel,
-            dtype=settings.dtype,
-            recompute=settings.recompute,
+            shape, sequence_parallel=run.sequence_parallel, dtype=run.dtype, recompute=run.recompute
         )
-        chosen = choose_for_model(settings.shape, config, settings.tempo_config).config
-        if settings.stock == "transformer_engine" and settings.has_fused_attention:
+        chosen = choose_for_model(shape, config, run.tempo).config
+        if run.stock == "transformer_engine" and run.stock_attention != "unfused":
             chosen = _fuse_attention(chosen)
         stacks = STACKS_OF_FAMILIES[shape.family]
-        kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in settings.layers]
-        rows = compress(kinds, longest_row)
+        layers = range(shape.num_layers)
+        kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in layers]
+        recomputed = [run.find_recomputed(layer) for layer in layers]
+        rows = compress(zip(kinds, recomputed, strict=True), longest_row)
         values = {
             f"{stack} {place}": {name: getattr(kinds[index][stack], name) for name in LAYER_OPERATIONS}
             for place, (index, _) in enumerate(rows)
             for stack in stacks
         }
+        if run.recompute_num_layers is not None:
+            num_recomputed = sum(recomputed[index] != () for index, _ in rows)
+            config = dataclasses.replace(config, recompute_method="block", recompute_num_layers=num_recomputed)
         self._tempo = dataclasses.replace(chosen, layers=values if chosen.layers else {})
         self._shape = dataclasses.replace(shape, num_layers=len(rows))
         self._model = build_model(
             self._shape,
             dataclasses.replace(config, num_layers=len(rows)),
             self._tempo,
-            settings.padded_vocab_size,
-            pre_process=settings.pre_process,
-            post_process=settings.post_process,
+            run.padded_vocab_size,
+            pre_process=pre_process,
+            post_process=post_process,
         ).train()
-        convert_parameters(self._model, settings.dtype)
-        if settings.stock != "cpu" and settings.masked_softmax_fusion and settings.dtype.itemsize == 2:
+        convert_parameters(self._model, run.dtype)
+        if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
             put_softmax_kernels(self._model)
         self._stacks = [getattr(self._model, stack) for stack in stacks]
         # (layer, how many it stands for) of one stack after the other; a layer's place is that in this list.
@@ -210,7 +215,7 @@ class _Run:
 
     def _follow(self, batch: dict[str, Any], count_with: type[_Counter]) -> _Counter:
         """Run the micro batch, whose phases are then in `_levels`."""
-        if self._settings.has_gradients:
+        if self._has_gradients:
             for parameter in self._model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
@@ -222,48 +227,46 @@ class _Run:
         with (
             mock.patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", self._buffer),
             self._seen,
-            replay_repeated_operations(self._seen, self._settings.stock),
+            replay_repeated_operations(self._seen, self._run.stock),
         ):
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
             self._run_micro_batch(batch)
         return seen
 
     def _run_micro_batch(self, batch: dict[str, Any]) -> None:
-        settings, model = self._settings, self._model
-        self._mark(EMBEDDING if settings.pre_process else LAYERS, None if settings.pre_process else 0)
+        run, model = self._run, self._model
+        self._mark(EMBEDDING if self._pre_process else LAYERS, None if self._pre_process else 0)
         hidden_size = (
-            settings.shape.seq_length // (settings.tensor_parallel if settings.sequence_parallel else 1),
-            settings.micro_batch_size,
-            settings.shape.hidden_size,
+            run.model.seq_length // (run.tensor_parallel if run.sequence_parallel else 1),
+            run.micro_batch_size,
+            run.model.hidden_size,
         )
-        if not settings.pre_process:
-            model.set_input_tensor(torch.empty(hidden_size, dtype=settings.dtype, requires_grad=True))
+        if not self._pre_process:
+            model.set_input_tensor(torch.empty(hidden_size, dtype=run.dtype, requires_grad=True))
         loss_mask = batch.pop("loss_mask")
-        takes_mask = settings.post_process and (settings.shape.family == "gpt" or self._tempo.loss == "fused")
+        takes_mask = self._post_process and (run.model.family == "gpt" or self._tempo.loss == "fused")
         output = model(**batch, **({"loss_mask": loss_mask} if takes_mask else {}))
         batch["loss_mask"] = loss_mask
-        if settings.post_process:
+        if self._post_process:
             output = output[0] if isinstance(output, tuple) else output
             output = (output.float() * loss_mask).sum() / loss_mask.sum()
         # As Megatron's schedule does, which sends the output on and frees it.
         edge, output = torch.autograd.graph.get_gradient_edge(output), None
         self._is_backward = True
-        self._mark(HEAD if settings.post_process else LAYERS, None if settings.post_process else len(self._layers) - 1)
-        gradient = None if settings.post_process else torch.empty(hidden_size, dtype=settings.dtype)
+        self._mark(HEAD if self._post_process else LAYERS, None if self._post_process else len(self._layers) - 1)
+        gradient = None if self._post_process else torch.empty(hidden_size, dtype=run.dtype)
         torch.autograd.backward([edge], None if gradient is None else [gradient])
         del edge, gradient
         self._close()
 
     def _make_batch(self) -> dict[str, Any]:
-        settings = self._settings
+        run = self._run
         gives_mask = any(
             self._tempo.for_layer(i, stack).attention == "off"
             for i in range(self._shape.num_layers)
             for stack in STACKS_OF_FAMILIES[self._shape.family]
         )
-        batch = make_inputs(
-            settings.shape, settings.padded_vocab_size, settings.micro_batch_size, causal_mask=gives_mask
-        )
+        batch = make_inputs(run.model, run.padded_vocab_size, run.micro_batch_size, causal_mask=gives_mask)
         (labels,) = batch.keys() & {"labels", "lm_labels"}
         # Some of its tensors may be one; those of a data set are not.
         batch = {name: value if value is None else value.clone() for name, value in batch.items()}
@@ -274,7 +277,7 @@ class _Run:
         """Begin a phase where a layer begins, forward and backward, where the head does, and at the first gradient."""
         for parameter in self._model.parameters():
             parameter.register_post_accumulate_grad_hook(self._note_gradient)
-        if self._settings.pre_process:
+        if self._pre_process:
             # A T5 embeds twice.
             embedding = self._model.embedding
             embedding.register_forward_pre_hook(lambda *_: self._mark(EMBEDDING, None), with_kwargs=True)
@@ -286,7 +289,7 @@ class _Run:
                     output[0] if isinstance(output, tuple) else output, LAYERS, place
                 )
             )
-        if self._settings.post_process:
+        if self._post_process:
             # The last stack's own end has the final norm.
             norm = self._stacks[-1].final_layernorm
             norm.register_forward_pre_hook(lambda *_: self._mark(HEAD, None))
@@ -327,7 +330,7 @@ class _Run:
             self._start = self._seen.begin_phase()
 
     def _count_gradients(self) -> int:
-        if self._settings.has_gradients:
+        if self._has_gradients:
             return 0
         found = [p.grad for p in self._model.parameters() if p.grad is not None]
         return sum(storage.nbytes() for storage in list_storages(found))

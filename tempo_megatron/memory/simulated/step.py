@@ -10,49 +10,38 @@ from tempo_megatron.memory.fake_tensors import simulate_layout, use_fake_tensors
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.kept.standing_bytes import WEIGHTS, find_storages
 from tempo_megatron.memory.kept.timeline import StepTimeline, Timeline
+from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.device import make_gelu_tables, on_device
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
-from tempo_megatron.models.shape import ModelShape, pad_vocab_size
-from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import STACKS
 from tempo_megatron.slots import dropout_rng
 
 
-def simulate_step(
-    shape: ModelShape,
-    tempo_config: TempoConfig,
-    *,
-    title: str,
-    micro_batch_size: int = 1,
-    tensor_parallel: int = 1,
-    sequence_parallel: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-    recompute: tuple[str, ...] = (),
-) -> Timeline:
+def simulate_step(run: Run, *, title: str) -> Timeline:
     """One micro batch of all layers on rank 0 of a tensor-parallel group, with Megatron's local modules as on a GPU.
 
     It ends with the last gradient: there is no optimizer. Raises ValueError where the model has no vocab_size.
     """
-    if shape.vocab_size is None:
-        raise ValueError("the model has no vocab_size; give --vocab-size")
+    shape, vocab_size = run.model, run.padded_vocab_size
     cpu.use_cpu()
     make_gelu_tables()
-    with simulate_layout(tensor_parallel):
+    with simulate_layout(run.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
-        config = build_ledger_config(shape, sequence_parallel=sequence_parallel, dtype=dtype, recompute=recompute)
-        chosen = choose_for_model(shape, config, tempo_config).config
-        vocab_size = pad_vocab_size(shape.vocab_size, shape.make_vocab_size_divisible_by, tensor_parallel)
+        config = build_ledger_config(
+            shape, sequence_parallel=run.sequence_parallel, dtype=run.dtype, recompute=run.recompute
+        )
+        chosen = choose_for_model(shape, config, run.tempo).config
         with use_fake_tensors(), on_device("local"):
             model = build_model(shape, config, chosen, vocab_size).train()
-            convert_parameters(model, dtype)
+            convert_parameters(model, run.dtype)
             gives_mask = any(
                 chosen.for_layer(layer, stack).attention == "off"
                 for layer in range(shape.num_layers)
                 for stack in STACKS
             )
-            batch = make_inputs(shape, vocab_size, micro_batch_size, causal_mask=gives_mask)
+            batch = make_inputs(shape, vocab_size, run.micro_batch_size, causal_mask=gives_mask)
             timeline = StepTimeline([model], {WEIGHTS: find_storages(model.parameters())})
             with timeline:
                 _run(model, batch, takes_mask=shape.family == "gpt" or chosen.loss == "fused")

@@ -1,0 +1,243 @@
+"""Reads what the commands ledger, estimate, plan, order and flops are asked about: a model, or a Run of it.
+
+`estimate` and `plan` read --deepspeed_config, too. Precision, ZeRO stage, batch sizes, the dtype of accumulated
+gradients, buckets and offload are the file's, as DeepSpeed reads them: a precision that it does not enable is fp32. An
+argument may say what the file leaves to "auto", and otherwise nothing else than the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.models.build import DTYPES
+from tempo_megatron.models.shape import ModelShape, check_layout, make_shape, read_shape_file
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.words.json_text import read_object
+
+_PRECISIONS = ("bf16", "fp16")
+_TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+# Argument, which not every command has -> field of a Run.
+_FIELDS = {
+    "tp": "tensor_parallel",
+    "pp": "pipeline_parallel",
+    "dp": "data_parallel",
+    "sequence_parallel": "sequence_parallel",
+    "num_layers_per_virtual_pipeline_stage": "layers_per_virtual_stage",
+    "decoder_first_pipeline_num_layers": "first_stage_layers",
+    "decoder_last_pipeline_num_layers": "last_stage_layers",
+    "micro_batch_size": "micro_batch_size",
+    "num_micro_batches": "num_micro_batches",
+}
+
+
+def read_requested_run(args: argparse.Namespace, tempo: TempoConfig, deepspeed: Mapping[str, Any] | None = None) -> Run:
+    """The run of a command's arguments, of which --micro-batch-size auto is 1.
+
+    Args:
+        args: of `ledger`, `estimate` or `plan`.
+        tempo: what Tempo's operations do in it.
+        deepspeed: the JSON of --deepspeed_config where it says what is trained; `take_deepspeed` has read it.
+
+    Raises ValueError where the model cannot lie so, or an argument does not go with another or with the JSON.
+    """
+    shape = read_requested_shape(args)
+    check_layout(shape, args.tp, args.sequence_parallel, option="--tp")
+    given = {field: getattr(args, name, None) for name, field in _FIELDS.items()}
+    return Run(
+        model=shape,
+        tempo=tempo,
+        optimizer=_read_optimizer(args, deepspeed),
+        dtype=DTYPES[args.dtype],
+        recompute=tuple(args.recompute),
+        **{field: value for field, value in given.items() if value not in (None, "auto")},
+        **(_read_stock(args) if hasattr(args, "stock") else {}),
+    )
+
+
+def read_requested_shape(args: argparse.Namespace) -> ModelShape:
+    """The model of --model, with the values that were typed in place of the file's.
+
+    --dropout is that of attention and of hidden states alike; None leaves both to the file.
+
+    Raises ValueError where the file is no model, or a value does not go with it.
+    """
+    if "full" in args.recompute and len(args.recompute) > 1:
+        raise ValueError("--recompute full already recomputes everything; give it alone")
+    values = {"vocab_size": 50257, **read_shape_file(args.model)}
+    dropout = {"attention_dropout": args.dropout, "hidden_dropout": args.dropout}
+    given = {"seq_length": args.seq_length, "vocab_size": args.vocab_size, **dropout}
+    values |= {name: value for name, value in given.items() if value is not None}
+    if values.get("max_position_embeddings", 0) < values.get("seq_length", 0):
+        values["max_position_embeddings"] = values["seq_length"]
+    return make_shape(**values)
+
+
+def _read_stock(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a Run that say what stock modules are.
+
+    Raises ValueError where --stock-attention or --no-masked-softmax-fusion speaks of modules that are not there.
+    """
+    stock = args.stock or ("local" if args.deepspeed_config else "transformer_engine")
+    if args.stock_attention is not None and stock != "transformer_engine":
+        raise ValueError(
+            f"--stock-attention {args.stock_attention} is Transformer Engine's, and the stock modules are {stock}, "
+            "whose attention is unfused; leave it out, or give --stock transformer_engine"
+        )
+    attention = args.stock_attention or "fused"
+    if args.no_masked_softmax_fusion and (stock == "cpu" or (stock == "transformer_engine" and attention != "unfused")):
+        raise ValueError(
+            f"--no-masked-softmax-fusion is given, and stock attention ({stock}) has no softmax kernel to leave out; "
+            "leave it out, or give --stock local or --stock-attention unfused"
+        )
+    return {
+        "stock": stock,
+        "stock_attention": attention,
+        "masked_softmax_fusion": not args.no_masked_softmax_fusion,
+    }
+
+
+def describe_stock(run: Run) -> str:
+    """For people: `Transformer Engine's, with fused attention`."""
+    if run.stock == "cpu":
+        return "Megatron's local ones on a CPU"
+    softmax = "unfused attention" + ("" if run.masked_softmax_fusion else " without a softmax kernel")
+    if run.stock == "local":
+        return f"Megatron's local ones, with {softmax}"
+    attention = {"fused": "fused attention", "flash": "FlashAttention 2", "unfused": softmax}[run.stock_attention]
+    return f"Transformer Engine's, with {attention}"
+
+
+def _read_optimizer(args: argparse.Namespace, deepspeed: Mapping[str, Any] | None) -> OptimizerSettings:
+    """Who holds gradients and states. Raises ValueError where arguments and JSON name different ones."""
+    zero = getattr(args, "zero", None)
+    asked, is_whole = getattr(args, "optimizer", None), getattr(args, "no_distributed_optimizer", False)
+    kind = asked or ("megatron" if deepspeed is None and zero is None else "deepspeed")
+    if kind == "megatron" and deepspeed is not None:
+        raise ValueError(
+            "--deepspeed_config is given with --optimizer megatron; that file's optimizer is DeepSpeed's: leave one out"
+        )
+    if kind != "deepspeed":
+        if zero is not None:
+            raise ValueError(f"--zero {zero} is given with --optimizer {kind}; ZeRO is DeepSpeed's: leave one out")
+        return OptimizerSettings(kind=kind, distributed=not is_whole)
+    if is_whole:
+        raise ValueError("--no-distributed-optimizer is Megatron's; give --zero 0 for DeepSpeed's")
+    return _read_deepspeed_optimizer(deepspeed or {}, zero)
+
+
+def take_deepspeed(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Fill `args` in with what --deepspeed_config says of precision and batch sizes.
+
+    Returns:
+        The JSON; None where there is none.
+
+    Raises ValueError where an argument says something else than the JSON.
+    """
+    config = read_object(args.deepspeed_config) if args.deepspeed_config else None
+    _take_precision(args, config)
+    _take_batch_sizes(args, config or {})
+    return config
+
+
+def _read_deepspeed_optimizer(config: Mapping[str, Any], zero_stage: int | None = None) -> OptimizerSettings:
+    """Who holds gradients and states. Raises ValueError where --zero says another stage, or for an offload of weights.
+
+    Args:
+        config: the JSON; empty where there is none.
+        zero_stage: --zero, where it is given.
+    """
+    zero = _read_block(config, "zero_optimization")
+    if (_read_block(zero, "offload_param")).get("device", "none") != "none":
+        raise ValueError(
+            'the DeepSpeed JSON has "offload_param", and the estimate does not know how much of weights that are '
+            "elsewhere is on the GPU at a time; leave it out"
+        )
+    stage = _agree("--zero", zero_stage, '"zero_optimization.stage"', zero.get("stage", 0) if config else None)
+    return OptimizerSettings.from_deepspeed({**config, "zero_optimization": {**zero, "stage": stage or 0}})
+
+
+def _take_precision(args: argparse.Namespace, config: Mapping[str, Any] | None) -> None:
+    """Fill `args.dtype` in: the JSON's precision, or bf16 where there is no JSON (None).
+
+    Raises ValueError where --dtype is another one.
+    """
+    if config is None:
+        args.dtype = args.dtype or "bf16"
+        return
+    enabled = {name: _read_block(config, name).get("enabled", False) for name in _PRECISIONS}
+    for name, value in enabled.items():
+        if not (isinstance(value, bool) or value == "auto"):
+            raise ValueError(f'"{name}.enabled" in the DeepSpeed JSON is {value!r}; expected true, false or "auto"')
+    chosen = [name for name, value in enabled.items() if value is True]
+    if len(chosen) == 2:
+        raise ValueError("the DeepSpeed JSON enables bf16 and fp16; enable one of them")
+    if not chosen and enabled.get(args.dtype) == "auto":
+        return
+    precision = chosen[0] if chosen else "fp32"
+    if args.dtype not in (None, precision):
+        raise ValueError(
+            f"--dtype is {args.dtype}, but the DeepSpeed JSON trains in {precision}, as "
+            f"{f'it enables {precision}' if chosen else 'it enables neither bf16 nor fp16'}; leave --dtype out, or "
+            "change the JSON"
+        )
+    args.dtype = precision
+
+
+def _take_batch_sizes(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    """Fill `args.micro_batch_size` (else 1) and `args.num_micro_batches` in with what the JSON has as numbers.
+
+    "gradient_accumulation_steps" are micro batches; "train_batch_size" becomes `args.global_batch_size` where there is
+    that, else micro batches too.
+
+    Raises ValueError where an argument is another number, or the numbers do not divide.
+    """
+    micro = _agree("--micro-batch-size", args.micro_batch_size, f'"{_MICRO}"', _read_number(config, _MICRO)) or 1
+    steps = _agree("--num-micro-batches", args.num_micro_batches, f'"{_STEPS}"', _read_number(config, _STEPS))
+    given = getattr(args, "global_batch_size", None)
+    total = _agree("--global-batch-size", given, f'"{_TOTAL}"', _read_number(config, _TOTAL))
+    args.micro_batch_size, args.num_micro_batches = micro, steps
+    if total is None:
+        return
+    per_round = args.dp * (steps or 1) * (1 if micro == "auto" else micro)
+    if total % per_round or (steps is not None and total != per_round):
+        name = "--global-batch-size" if given is not None else f'the DeepSpeed JSON\'s "{_TOTAL}"'
+        expected = "a multiple of" if steps is None else f"{steps} times"
+        raise ValueError(
+            f"{name} {total} is not {expected} --dp {args.dp} times a micro batch of "
+            f"{1 if micro == 'auto' else micro}; change one of them"
+        )
+    if hasattr(args, "global_batch_size"):
+        args.global_batch_size, args.num_micro_batches = total, None
+    else:
+        args.num_micro_batches = total // (args.dp * micro)
+
+
+def _agree(option: str, given: Any, key: str, configured: Any) -> Any:
+    if given is not None and configured is not None and given != configured:
+        raise ValueError(
+            f"{option} is {given}, but {key} in the DeepSpeed JSON is {configured}; leave {option} out, or change the "
+            "JSON"
+        )
+    return configured if given is None else given
+
+
+def _read_block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    block = config.get(key)
+    if block is None:
+        return {}
+    if not isinstance(block, Mapping):
+        raise ValueError(f'"{key}" in the DeepSpeed JSON is {block!r}; expected an object')
+    return block
+
+
+def _read_number(config: Mapping[str, Any], key: str) -> int | None:
+    """The JSON's number; None where it is absent or "auto"."""
+    value = config.get(key)
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f'"{key}" in the DeepSpeed JSON is {value!r}; expected a positive integer or "auto"')
+    return value

@@ -1,0 +1,230 @@
+"""Run: what is trained and how, as the estimate, the planner and the report after out-of-memory take it.
+
+Three readers make one: `tempo_megatron.training.planning` reads the trainer's RunConfig,
+`tempo_megatron.megatron_lm.run_reader` a run of Megatron-LM, and `tempo_megatron.memory.commands.requested_run` the
+arguments of a command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tempo_megatron.models.shape import ModelShape, check_layout, pad_vocab_size
+from tempo_megatron.settings.config import TempoConfig
+
+OPTIMIZERS = ("none", "megatron", "deepspeed")
+BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's "reduce_bucket_size" where nothing is said; without ZeRO it reduces as many gradients at once."""
+_GATHERED_ELEMENTS = 1_000_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """Whose optimizer makes the step, and how it divides gradients and states.
+
+    Raises ValueError for a kind or a stage that does not exist.
+    """
+
+    kind: str = "megatron"
+    """One of OPTIMIZERS."""
+
+    distributed: bool = True
+    """Megatron's distributed optimizer."""
+
+    zero_stage: int = 1
+    """DeepSpeed's."""
+
+    reduce_bucket_elements: int = BUCKET_ELEMENTS
+    overlaps: bool = False
+    """DeepSpeed's "overlap_comm"."""
+
+    max_gathered_elements: int = _GATHERED_ELEMENTS
+    """DeepSpeed's "stage3_max_live_parameters"."""
+
+    accumulates_in_float32: bool = False
+    """DeepSpeed's "grad_accum_dtype" of fp32."""
+
+    foreach: bool = False
+    """Whether Adam is torch's over lists of tensors, which makes as many square roots; else it is a fused one."""
+
+    offloads: bool = False
+    """Whether DeepSpeed keeps the optimizer's states off the device."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in OPTIMIZERS:
+            raise ValueError(f"the optimizer is {self.kind!r}; expected one of {', '.join(OPTIMIZERS)}")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"ZeRO's stage is {self.zero_stage!r}; expected 0, 1, 2 or 3")
+
+    @classmethod
+    def from_deepspeed(cls, config: Mapping[str, Any]) -> OptimizerSettings:
+        """What a DeepSpeed JSON says; "auto" and what is missing are DeepSpeed's defaults, stage 0 among them."""
+        zero = config.get("zero_optimization", {})
+
+        def read(name: str, default: Any) -> Any:
+            value = zero.get(name, default)
+            return default if value == "auto" else value
+
+        stage = read("stage", 0)
+        adam = (config.get("optimizer") or {}).get("params", {})
+        return cls(
+            kind="deepspeed",
+            zero_stage=stage,
+            reduce_bucket_elements=int(read("reduce_bucket_size", BUCKET_ELEMENTS)),
+            overlaps=bool(read("overlap_comm", stage == 3)),
+            max_gathered_elements=int(read("stage3_max_live_parameters", _GATHERED_ELEMENTS)),
+            accumulates_in_float32=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
+            foreach=bool(adam.get("torch_adam")) and adam.get("foreach") is not False,
+            offloads=(read("offload_optimizer", None) or {}).get("device", "none") != "none",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A model, how it lies over devices, and what a step of it is."""
+
+    model: ModelShape
+    tempo: TempoConfig
+    """Perhaps with "auto" and with values of single layers; `TempoConfig.off()` is stock."""
+
+    optimizer: OptimizerSettings = OptimizerSettings()
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    sequence_parallel: bool = False
+    layers_per_virtual_stage: int | None = None
+    """Megatron's --num-layers-per-virtual-pipeline-stage; None is 1F1B without interleaving."""
+
+    first_stage_layers: int | None = None
+    """Megatron's --decoder-first-pipeline-num-layers; None gives the first stage as many as those in the middle."""
+
+    last_stage_layers: int | None = None
+    """Megatron's --decoder-last-pipeline-num-layers."""
+
+    micro_batch_size: int = 1
+    num_micro_batches: int | None = None
+    """Of a step, per data-parallel rank; None is enough to fill the pipeline twice."""
+
+    dtype: torch.dtype = torch.bfloat16
+    recompute: tuple[str, ...] = ()
+    """Megatron's recomputation: nothing, ("full",), or any of "core_attn" and "mlp"."""
+
+    recompute_num_layers: int | None = None
+    """Of "full": the first so many layers of every chunk (--recompute-method block); None is all of them."""
+
+    stock: str = "local"
+    """Whose modules stock ones are: "local" (Megatron's, on a GPU), "transformer_engine", or "cpu"."""
+
+    stock_attention: str = "fused"
+    """Transformer Engine's: "fused" (cuDNN), "flash" (FlashAttention 2) or "unfused"."""
+
+    masked_softmax_fusion: bool = True
+    """Whether unfused attention on a GPU has Megatron's softmax kernel, for the 16-bit scores that the kernel takes."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding. Raises ValueError where the model has no vocab_size."""
+        if self.model.vocab_size is None:
+            raise ValueError("the model has no vocab_size; give --vocab-size")
+        return pad_vocab_size(self.model.vocab_size, self.model.make_vocab_size_divisible_by, self.tensor_parallel)
+
+    def find_recomputed(self, layer: int) -> tuple[str, ...]:
+        """What Megatron recomputes of a layer, counted from 0 in its chunk of a stage."""
+        number = self.recompute_num_layers
+        return () if number is not None and "full" in self.recompute and layer >= number else self.recompute
+
+    def list_stage_layers(self) -> list[int]:
+        """How many layers each stage has, as Megatron deals them out. Raises ValueError where it could not."""
+        stages, num_layers = self.pipeline_parallel, self.model.num_layers
+        given = {"first": self.first_stage_layers, "last": self.last_stage_layers}
+        options = " and ".join(
+            f"--decoder-{name}-pipeline-num-layers {n}" for name, n in given.items() if n is not None
+        )
+        if not options:
+            if num_layers % stages:
+                raise ValueError(f"{num_layers} layers are not a multiple of --pp {stages}; change one of them")
+            return [num_layers // stages] * stages
+        if stages == 1:
+            raise ValueError(f"{options} needs stages; expected --pp of at least 2; leave it out or raise that")
+        rest = num_layers - sum(n or 0 for n in given.values())
+        others = stages - sum(n is not None for n in given.values())
+        if rest < others or (rest % others if others else rest):
+            raise ValueError(
+                f"{options} leaves {rest} of {num_layers} layers for {others} other stages; expected "
+                f"{'a positive multiple of them' if others else 'none'}; change one of them"
+            )
+        per_stage = rest // others if others else 0
+        found = [per_stage] * stages
+        found[0] = per_stage if given["first"] is None else given["first"]
+        found[-1] = per_stage if given["last"] is None else given["last"]
+        return found
+
+    def list_chunks(self, stage: int) -> list[range]:
+        """The layers of each chunk of a stage, counted from 0 over the whole model; one chunk without interleaving.
+
+        Raises ValueError where the model cannot be cut so.
+        """
+        layers, stages = self.list_stage_layers(), self.pipeline_parallel
+        per_chunk = self.layers_per_virtual_stage
+        if per_chunk is None:
+            first = sum(layers[:stage])
+            return [range(first, first + layers[stage])]
+        if len(set(layers)) > 1:
+            raise ValueError(
+                f"--num-layers-per-virtual-pipeline-stage is {per_chunk} and stages have {min(layers)} to "
+                f"{max(layers)} layers; expected stages of equally many; leave one out"
+            )
+        if stages == 1 or layers[0] % per_chunk:
+            raise ValueError(
+                f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {layers[0]} layers "
+                "of one of at least 2 stages; change it or leave it out"
+            )
+        if (self.num_micro_batches or 0) % stages:
+            raise ValueError(
+                f"{self.num_micro_batches} micro batches are not a multiple of --pp {stages}, as interleaving needs"
+            )
+        firsts = range(stage * per_chunk, self.model.num_layers, stages * per_chunk)
+        return [range(first, first + per_chunk) for first in firsts]
+
+    def check(self) -> None:
+        """Raise ValueError where the model cannot lie over the devices so."""
+        check_layout(self.model, self.tensor_parallel, self.sequence_parallel, option="--tp")
+        _ = self.padded_vocab_size
+        if self.model.family == "t5" and self.pipeline_parallel > 1:
+            raise ValueError(
+                f"--pp is {self.pipeline_parallel}, but the model is a T5, whose encoder and decoder have stages of "
+                "their own, which the estimate does not know; expected --pp 1"
+            )
+        self.list_chunks(0)
+
+
+def read_recomputation(
+    granularity: str | None, method: str | None, num_layers: int | None, modules: Sequence[str] | None
+) -> dict[str, Any]:
+    """The fields of a Run for Megatron's arguments of these names.
+
+    Raises ValueError for what the estimate does not know.
+    """
+    if granularity is None:
+        return {}
+    if granularity == "selective":
+        taken = tuple(modules or ("core_attn",))
+        if unknown := sorted({*taken} - {"core_attn", "mlp"}):
+            raise ValueError(
+                f"--recompute-modules is {' '.join(unknown)}, and the estimate knows core_attn and mlp only"
+            )
+        return {"recompute": taken}
+    if method == "uniform" and num_layers != 1:
+        raise ValueError(
+            f"--recompute-method uniform recomputes {num_layers} layers together, and the estimate knows each layer by "
+            "itself: --recompute-num-layers 1, or --recompute-method block"
+        )
+    return {"recompute": ("full",), "recompute_num_layers": num_layers if method == "block" else None}
