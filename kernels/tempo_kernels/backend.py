@@ -1,4 +1,4 @@
-"""The file of a room that computes: kernel.py on a GPU; elsewhere cpu.py, or eager.py in a room without cpu.py."""
+"""Chooses which file of an operation's folder computes: kernel.py on a GPU, cpu.py (or eager.py) elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def choose_backend(x: Tensor, cpu: ModuleType) -> Any:
-    """The kernel.py beside `cpu` where x is on a GPU, else `cpu` itself. Only a tensor on a GPU imports triton."""
+    """Returns the kernel.py beside `cpu` if x is on a GPU, else `cpu` itself. Only a tensor on a GPU imports triton."""
     return _import_kernel(cpu.__package__) if x.is_cuda else cpu
 
 

@@ -1,10 +1,10 @@
-"""Plain torch functions compiled by Inductor for the CPU, where a C++ compiler is found and works.
+"""Compiles plain torch functions with Inductor for the CPU, where a C++ compiler is found and works.
 
-Compiled or not, a function is the same source. Compiling costs seconds in each process, and more the first time on a
-machine; therefore every caller says from which size on it pays. When the first tensor of such a size comes, one small
-function is compiled to find out whether compiling works at all. Only that shows that Python's headers are missing, that
-CXX names no compiler, or that the cache cannot be written. Where compiling does not work, one warning says so and plain
-torch runs block by block.
+A function has one source, compiled or not. Compiling costs seconds in each process, and more the first time on a
+machine, so each caller states the size from which it pays. The first tensor of such a size triggers a trial: a small
+function is compiled to find out whether compiling works at all. Nothing else reveals missing Python headers, a CXX that
+names no compiler, or a cache that cannot be written. Where the trial fails, one warning says so and plain torch runs
+block by block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# dynamic_threads: one compilation serves every number of threads. contract: a product and a sum are one instruction.
+# dynamic_threads: one compilation serves any number of threads. contract: allows fused multiply-add.
 _OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True, "cpp.enable_floating_point_contract_flag": "fast"}
 _SHOWN_CHARACTERS = 200
 _MAX_LANES = 64
@@ -32,12 +32,12 @@ _failure: str | None = None
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler that Inductor would use, or None."""
+    """Returns the C++ compiler that Inductor would use, or None."""
     return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
 
 
 def find_obstacle() -> str | None:
-    """Why nothing can be compiled here, in a few words; None where compiling a small function worked."""
+    """Returns why nothing can be compiled here, in a few words, or None if compiling a small function worked."""
     global _failure
     if _failure is None:
         _failure = _try_once()
@@ -63,7 +63,7 @@ def _add_one_if_compiled(x: Tensor) -> Tensor:
 
 
 def _describe(error: Exception) -> str:
-    """One line of the error's message, which may hold a command and the compiler's whole output."""
+    """Picks one line of the error's message, which may hold a command and the compiler's whole output."""
     error = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
     line = next((line for line in lines if "error: " in line), lines[0])
@@ -91,36 +91,35 @@ def _warn(obstacle: str) -> None:
 
 
 def pays_for(x: Tensor, min_elements: int, *sizes: int) -> bool:
-    """Whether it pays to run compiled functions of float32 arithmetic on x: compiling works, x is on the CPU, and x is
-    large enough to be worth the compiler's seconds. `sizes` is the shape in which x is handed over; a 1 in it would be
-    compiled in, so it must have none."""
+    """Whether it pays to run compiled float32 functions on x: compiling works, x is on the CPU, and x is large enough
+    to be worth the compiler's seconds. `sizes` is the shape in which x is passed. Dynamo compiles sizes of 1 in as
+    constants, so a shape with a 1 does not count."""
     is_large = x.numel() >= min_elements and all(size > 1 for size in sizes)
     return is_large and _is_real(x) and x.dtype != torch.float64 and _works()
 
 
 def _is_real(x: Tensor) -> bool:
-    """Whether x is an ordinary tensor on the CPU. A fake tensor has no numbers, and torch compiles every other subclass
-    anew."""
+    """Whether x is an ordinary tensor on the CPU. Fake tensors have no numbers, and torch compiles anew for each other
+    subclass."""
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"
 
 
 def split_columns(width: int, *tensors: Tensor) -> list[Tensor]:
-    """Contiguous tensors, whose last size is a multiple of width, with that split in two, for Compiled(has_lanes=True):
-    the last size is then a power of two that divides width, so that no loop ends within a vector register."""
+    """Splits the last dimension of contiguous tensors, a multiple of width, into [groups, lanes] for
+    Compiled(has_lanes=True). lanes is a power of two that divides width, so that no loop ends inside a register."""
     lanes = math.gcd(width, _MAX_LANES)
-    lanes //= 2 if lanes == width > 1 else 1  # one group of columns would be compiled in
+    lanes //= 2 if lanes == width > 1 else 1  # at least two groups: a size of 1 would be compiled in
     return [t.view(*t.shape[:-1], -1, lanes) for t in tensors]
 
 
 class Compiled:
-    """A function that runs compiled where its tensors are ordinary ones on the CPU and compiling works; else as it is.
+    """A function that runs compiled if its tensors are ordinary CPU tensors and compiling works, else as it is.
 
     Args:
-        function: takes tensors only, since numbers would be compiled in, and writes to none of them. No gradient goes
-            through it.
-        has_lanes: whether to compile the last size of the tensors in, which `split_columns` chose, and no other. Loops
-            over other sizes end with what does not fill a vector register, and where that begins is a division in
-            each of their rounds.
+        function: takes tensors only, because numbers would be compiled in, and writes to none of them. No gradient
+            flows through it.
+        has_lanes: whether to compile in the last size, which `split_columns` chose, and no other. A loop over a dynamic
+            size needs a scalar tail, and finds its start by a division in every iteration.
     """
 
     def __init__(self, function: Callable[..., Any], has_lanes: bool = False) -> None:
@@ -129,18 +128,18 @@ class Compiled:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """function(*tensors)."""
+        """Returns function(*tensors)."""
         if not all(_is_real(t) for t in tensors) or not _works():
             return self._function(*tensors)
-        # Detached, since whether a tensor is a leaf or needs a gradient would be compiled in too.
+        # Detached: Dynamo would compile in whether a tensor is a leaf or needs a gradient.
         tensors = tuple(t.detach() for t in tensors)
         try:
             if self._has_lanes:
                 for tensor in tensors:
                     torch._dynamo.mark_static(tensor, tensor.dim() - 1)
             if self._compiled is None:
-                # dynamic: one compilation serves every shape. Not fullgraph: torch compiles a function for a limited
-                # number of dtypes; with one more it then runs uncompiled instead of failing.
+                # dynamic: one compilation serves every shape. Not fullgraph: beyond torch's limit of recompilations,
+                # one per dtype here, the function then runs uncompiled instead of raising.
                 self._compiled = torch.compile(_copy(self._function), dynamic=True, options=_OPTIONS)
             return self._compiled(*tensors)
         except Exception as error:
@@ -157,13 +156,13 @@ def _note_failure(error: Exception) -> None:
 
 
 def _is_of_the_compiler(error: Exception) -> bool:
-    """Whether compiling failed (the disk is full since the trial, or the compiler gone), and not what was compiled."""
-    from torch._dynamo.exc import TorchDynamoException  # importing it takes seconds, which only those pay who compile
+    """Whether compiling failed, as on a full disk or without the compiler of the trial, not the function itself."""
+    from torch._dynamo.exc import TorchDynamoException  # here, because importing it takes seconds
 
     return isinstance(error, (TorchDynamoException, OSError))
 
 
 def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own: torch stops at eight compilations of one code object."""
+    """Copies a function with a code object of its own: torch stops after eight compilations of one code object."""
     code, scope = function.__code__.replace(), function.__globals__
     return types.FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)

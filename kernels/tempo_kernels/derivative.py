@@ -1,7 +1,7 @@
-"""A backward that raises an error when somebody differentiates it.
+"""Makes a backward raise an error when it is differentiated itself.
 
-torch's `once_differentiable` looks at the incoming gradients alone. Where they are constants, as in a gradient penalty,
-it returns the first derivative as a constant, whose gradient is then silently 0.
+torch's `once_differentiable` checks the incoming gradients only. Where they are constants, as in a gradient penalty, it
+returns the first derivative as a constant, whose gradient is then silently 0.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def first_derivative_only(
     """Decorates the backward of an autograd.Function whose derivative must not be differentiated again.
 
     Args:
-        operation: its name in the error, or a function of ctx that gives it.
-        switch: the name in TempoConfig of the switch that leaves the operation to stock Megatron, where there is one.
+        operation: the name in the error, or a function that returns it for a ctx.
+        switch: the name in TempoConfig of the switch that leaves the operation to stock Megatron, if there is one.
 
-    The derivative stays connected to the incoming gradients and to what was given to `save_for_backward`. A second
-    derivative is noticed only if that includes an input or the output. Under create_graph=False this costs nothing.
+    The derivative stays connected to the incoming gradients and to the tensors that `save_for_backward` got. These must
+    include an input or the output, or a second derivative goes unnoticed. It costs nothing under create_graph=False.
     """
 
     def decorate(backward: Backward) -> Backward:

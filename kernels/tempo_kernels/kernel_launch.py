@@ -1,17 +1,17 @@
-"""Launches of kernels at the price of reading their addresses.
+"""Launches Triton kernels with little work for the host: the choice of a compiled variant is remembered.
 
-Triton looks anew at every argument of every launch, to find the variant that it compiled for their types, alignments
-and numbers: tens of microseconds, which a short kernel does not hide. Of the same arguments it makes the same choice.
-A `Plan` holds what launches of equal shapes, dtypes and flags have in common. `launch` notes in it which variant Triton
-chose, under all else that Triton tells apart, and launches that variant itself when the same comes again:
+Triton inspects every argument of every launch to find the variant that it compiled for these types, alignments and
+numbers. This takes tens of microseconds, which a short kernel does not hide. Equal arguments lead to the same variant,
+so a `Plan` holds what launches of equal shapes, dtypes and flags share, and `launch` remembers in it which variant
+Triton chose. The key is everything else by which Triton tells variants apart:
 
 - of a tensor its dtype, its device, and its address modulo 16;
-- of a varying number nothing, since it is in the kernel's do_not_specialize and has 32 bits.
+- of a varying number nothing, because it is listed in the kernel's do_not_specialize and has 32 bits.
 
-Triton makes the first launch of each variant, every one with a wider number, every one while somebody has hooks on
-launches (profilers do), and all under its interpreter. What is given up is what it looks at again in later launches:
-its environment variables, the values of the kernel's global names, and whether the GPU can read an address, which the
-tensor's device says already.
+Triton itself makes the first launch of each variant, any launch with a wider number, any launch while launch hooks are
+set (profilers set them), and all launches under its interpreter. A remembered launch skips three checks of Triton: its
+environment variables, the values of the kernel's global names, and whether the GPU can read an address, which follows
+from the tensor's device.
 """
 
 from __future__ import annotations
@@ -26,54 +26,53 @@ import triton
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
-# Before Triton 3.4 the hooks lie elsewhere and the launcher takes other arguments: there Triton makes every launch.
+# Before Triton 3.4 the hooks lie elsewhere and the launcher takes other arguments, so Triton makes every launch.
 _KNOBS: Any = getattr(triton, "knobs", None)
 
 
 PlanT = TypeVar("PlanT")
 
 MULTIPROCESSORS = 132
-"""Of an H100, where there is no GPU to ask."""
+"""Those of an H100, assumed where there is no GPU to ask."""
 MAX_PLANS = 512
-"""Of one function that makes plans. Of ever new shapes those are forgotten that were not used for longest; Triton still
-knows what it compiled."""
+"""Plans kept per function that makes them; the least recently used go first. Triton still has what it compiled."""
 
 _caches: list[Any] = []
 _NO_GUARD = contextlib.nullcontext()
 
 
 def cache_plans(function: Callable[..., PlanT]) -> Callable[..., PlanT]:
-    """Decorates a function that makes plans of numbers, dtypes and flags: it is called once for each of them."""
+    """Decorates a function that makes a plan from numbers, dtypes and flags: equal arguments return the same plan."""
     cached = functools.lru_cache(maxsize=MAX_PLANS, typed=True)(function)
     _caches.append(cached)
     return cached
 
 
 def forget_plans() -> None:
-    """Has all plans made anew, as after a change of what they are made from beside their arguments."""
+    """Forgets all plans, for when something changed that plans depend on beside their arguments."""
     for cached in _caches:
         cached.cache_clear()
 
 
 @functools.cache
 def count_multiprocessors(device: torch.device) -> int:
-    """Those of a GPU."""
+    """Returns how many multiprocessors a GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
 
 
 def guard_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the tensor's GPU is the current one; it costs something only where another one is."""
+    """Makes the tensor's GPU the current one; costs nothing if it already is."""
     device = tensor.get_device()
     return _NO_GUARD if device < 0 or device == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 class Plan:
-    """What launches of one kernel with equal shapes, dtypes and flags have in common.
+    """The arguments that launches of one kernel with equal shapes, dtypes and flags share.
 
     Args:
         grid: the numbers of programs.
-        varying: the names of the numbers that each launch has of its own, all of them in do_not_specialize.
-        named: all other arguments behind the kernel's pointers, which are its first ones; and Triton's options.
+        varying: the names of the numbers that differ from launch to launch, all of them in do_not_specialize.
+        named: all other arguments behind the kernel's pointers, which come first, and Triton's options.
     """
 
     __slots__ = ("grid", "kernel", "named", "places", "values", "variants", "varying")
@@ -86,7 +85,7 @@ class Plan:
         self.places: list[int] = []
 
     def note(self, kernel: Any, num_tensors: int, key: Any, compiled: Any) -> None:
-        """Keeps the variant that Triton launched for `key`, and the arguments behind the pointers in their order."""
+        """Remembers the variant that Triton launched for `key`, and the arguments behind the pointers in order."""
         if self.kernel is not kernel:
             names = kernel.arg_names
             assert all(parameter.do_not_specialize for parameter in kernel.params if parameter.name in self.varying)
@@ -102,7 +101,7 @@ def launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], numbers: S
 
     Args:
         tensors: all of the kernel's pointers, in its order.
-        numbers: those that plan.varying names.
+        numbers: the values of plan.varying.
     """
     values: list[Any] = []
     key: list[Any] = []
@@ -125,7 +124,7 @@ def launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], numbers: S
             launch(kernel, plan, tensors, numbers)
         return
     values += plan.values
-    for place, number in zip(plan.places, numbers):  # noqa: B905 - it is asked for by name, and costs
+    for place, number in zip(plan.places, numbers):  # noqa: B905 - strict= costs time
         values[place] = number
     run, x, y, z, function, metadata = variant
     run(x, y, z, active.get_current_stream(device), function, metadata, None, None, None, *values)
@@ -143,7 +142,7 @@ def _launch_by_triton(
 
 
 def _has_hooks(kernel: Any) -> bool:
-    """Whether somebody wants to be called at every launch."""
+    """Whether a launch hook is set, which must see every launch."""
     runtime = _KNOBS.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -1,8 +1,8 @@
-"""Functions that torch.compile, fake tensors and autocast do not look into.
+"""Makes functions opaque: torch.compile, fake tensors and autocast do not look into them.
 
 In a compiled graph such a function is one node whose shapes are known beforehand. Nothing in it is traced: no size,
-number or key is compiled in, and no branch on data breaks the graph. Fake and meta tensors get the same shapes without
-any work. With ordinary tensors the function is called as it is, at no cost.
+number or key is compiled in, and no branch on data breaks the graph. Fake and meta tensors get results of the same
+shapes without any computation. With ordinary tensors the function is called directly, at no cost.
 
 Autocast does not reach inside: the dtype of the inputs is that of the products, in forward and in backward.
 """
@@ -23,7 +23,7 @@ _WORD = 1 << 32
 
 
 class Opaque:
-    """A function that the compiler does not look into; `opaque` makes it."""
+    """A function into which the compiler does not look; `opaque` makes it."""
 
     def __init__(self, schema: str, function: Function, shapes: Function) -> None:
         name, signature = schema.split("(", 1)
@@ -39,14 +39,14 @@ class Opaque:
         self._operator.register_fake(shapes)
 
     def call(self, first: Tensor, *others: Any, **more: Any) -> Sequence[Tensor]:
-        """The function itself, whatever `first` is. `more` may hold what an operator cannot take."""
+        """Calls the function itself, whatever `first` is. `more` may hold arguments that an operator cannot take."""
         if _is_autocast(first):
             with without_autocast(first.device.type):
                 return self._function(first, *others, **more)
         return self._function(first, *others, **more)
 
     def __call__(self, first: Tensor, *others: Any) -> Sequence[Tensor]:
-        """The function's results, as an operator's where `first` is traced."""
+        """Calls the function, as an operator if `first` is traced."""
         if is_traced(first):
             results: Sequence[Tensor] = self._operator(first, *others)
             return results
@@ -54,15 +54,13 @@ class Opaque:
 
 
 def _is_autocast(tensor: Tensor) -> bool:
-    # Checking all devices at once is ten times cheaper than checking this one.
+    # Asking about all devices first is ten times cheaper than asking about this one.
     return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(tensor.device.type)
 
 
 def call_untraced(function: Callable[..., ResultT], first: Tensor, *others: Any) -> ResultT:
-    """function(*others), as an opaque function runs it where nothing traces `first`.
-
-    Skips packing the arguments into operands of an operator.
-    """
+    """Returns function(*others), called as an opaque function is where nothing traces `first`, but without packing the
+    arguments into an operator's operands."""
     if _is_autocast(first):
         with without_autocast(first.device.type):
             return function(*others)
@@ -70,7 +68,7 @@ def call_untraced(function: Callable[..., ResultT], first: Tensor, *others: Any)
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether torch.compile traces this call, or the tensor has no numbers."""
+    """Whether torch.compile traces this call, or the tensor is fake or meta."""
     return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
@@ -85,26 +83,26 @@ def opaque(schema: str, shapes: Function) -> Callable[[Function], Opaque]:
 
 
 def separate(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors; under torch.compile, another object for each. It refuses an autograd.Function that is given the same
-    object twice, as in attention(x, x, x)."""
+    """Returns the tensors, under torch.compile as distinct objects: it refuses an autograd.Function that is given the
+    same object twice, as in attention(x, x, x)."""
     if not torch.compiler.is_compiling():
         return list(tensors)
     return [None if t is None else t.view_as(t) for t in tensors]
 
 
 def without_autocast(device_type: str) -> torch.autocast:
-    """A context in which no operation casts its inputs."""
+    """Returns a context in which no operation casts its inputs."""
     return torch.autocast(device_type, enabled=False)
 
 
 def split_key(key: int | Tensor | None) -> tuple[int, int]:
-    """The low and high 32 bits of a key, which may be signed: an operator's numbers have only 63 bits. (0, 0) for a
-    tensor, which the operator takes as a tensor."""
+    """Splits a key, signed or not, into its low and high 32 bits, because an operator's numbers have only 63 bits.
+    Returns (0, 0) for a tensor, which the operator takes separately."""
     if key is None or isinstance(key, Tensor):
         return 0, 0
     return key % _WORD, key // _WORD % _WORD
 
 
 def join_key(low: int, high: int) -> int:
-    """The key that has these words."""
+    """Returns the key that has these words."""
     return low | high << 32

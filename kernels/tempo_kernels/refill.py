@@ -1,7 +1,7 @@
-"""What an operation says of itself, so that `recompute.drop` can have its output made again.
+"""The protocol by which an operation tells `recompute.drop` how to make its output again.
 
-Torch counts how often a tensor was written to, also where no graph sees it, as under no_grad. An output that was
-written to is not what its operation would make.
+Torch counts the writes to a tensor, even those that no graph sees, as under no_grad. An output that was written to
+differs from what its operation would make, so `drop` refuses it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 class Refillable(Protocol):
-    """The grad_fn of an output that can be made again: an autograd.Function that keeps inputs only, whose forward calls
-    `allow_refill`."""
+    """The grad_fn of an output that can be made again: that of an autograd.Function which keeps inputs only and whose
+    forward calls `allow_refill`."""
 
     refill: Callable[[Any, Tensor], None]
     """refill(grad_fn, out) makes `out`, of the output's shape, strides and dtype, hold the output once more."""
@@ -27,7 +27,7 @@ class Refillable(Protocol):
 
 
 def allow_refill(ctx: Any, y: Tensor, refill: Callable[[Any, Tensor], None]) -> None:
-    """Let the grad_fn of an autograd.Function make its output y again; for the end of its forward.
+    """Lets the grad_fn of an autograd.Function make its output y again; called at the end of forward.
 
     Args:
         ctx: of the forward; becomes a `Refillable`.
@@ -37,17 +37,17 @@ def allow_refill(ctx: Any, y: Tensor, refill: Callable[[Any, Tensor], None]) -> 
 
 
 def find_version(y: Tensor) -> int | None:
-    """How often torch saw y written to; None where it does not count, and under a compiler, which cannot be asked."""
+    """Returns how often y was written to; None for an inference tensor and under a compiler, which do not count it."""
     return None if torch.compiler.is_compiling() or y.is_inference() else y._version
 
 
 def can_refill(y: Tensor) -> bool:
-    """Whether `drop` can drop y: `recompute` made it, or an operation with keep="input", and it has a graph."""
+    """Whether `drop` can drop y: it has a graph, and `recompute` or an operation with keep="input" made it."""
     return hasattr(y.grad_fn, "refill")
 
 
 def check_version(y: Tensor) -> None:
-    """Raises ValueError where y, which its grad_fn can make again, was written to since."""
+    """Raises ValueError if y, which its grad_fn can make again, was written to since."""
     producer = cast(Any, y.grad_fn)
     if producer.version not in (None, y._version):
         raise ValueError(

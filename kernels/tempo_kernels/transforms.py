@@ -1,7 +1,7 @@
-"""One sentence for what no operation has: vmap, the transforms of torch.func, forward-mode differentiation, DTensors.
+"""Refuses vmap, torch.func's transforms, forward-mode differentiation and DTensors, which no operation here supports.
 
-Torch refuses the first three of them in words about autograd.Function. The memory of a DTensor has no address: a kernel
-that is given one reads from address 0.
+Torch itself refuses the first three in words about autograd.Function. It does not refuse a DTensor, whose memory has no
+address: a kernel would read from address 0.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_
 
 
 def takes_plain_tensors(operation: Callable[P, ResultT]) -> Callable[P, ResultT]:
-    """Decorates a public operation: raises ValueError under vmap or a transform of torch.func, and where an argument
-    has a tangent or is a DTensor. Under torch.compile torch's own words stay."""
+    """Decorates a public operation to raise ValueError under vmap or a transform of torch.func, and if an argument has
+    a tangent or is a DTensor. Under torch.compile torch's own errors stay."""
     name = operation.__name__
 
     @functools.wraps(operation)
@@ -41,8 +41,8 @@ def takes_plain_tensors(operation: Callable[P, ResultT]) -> Callable[P, ResultT]
 
 
 def check_transforms(name: str, given: Iterable[Any]) -> None:
-    """Raises ValueError under vmap or a transform of torch.func, and where a tensor among `given` has a tangent; `name`
-    is the operation's."""
+    """Raises ValueError under vmap or a transform of torch.func, and if a tensor among `given` has a tangent; `name` is
+    the operation's."""
     if _transforms_are_active():
         raise ValueError(
             f"{name} was called under vmap or a transform of torch.func, such as grad or jvp, and it has none of them; "
@@ -56,8 +56,8 @@ def check_transforms(name: str, given: Iterable[Any]) -> None:
 
 
 def refuse_batched(name: str, grads: Iterable[Tensor | None], error: RuntimeError) -> None:
-    """Raises ValueError where a backward ended in `error` and its gradients are batched, which not every operation of
-    torch in it can be given. Where all can, the batched result is right."""
+    """Raises ValueError if a backward failed with `error` and its gradients are batched. Some operations of torch
+    inside a backward do not take batched gradients; where all do, the batched result is correct."""
     if any("Batched" in str(torch._C._dispatch_keys(grad)) for grad in grads if grad is not None):
         raise ValueError(
             f"the backward of {name} was given batched gradients (vmap, is_grads_batched, vectorize=True), which it "
@@ -70,7 +70,7 @@ def _has_tangent(value: Any) -> bool:
 
 
 def _refuse_dtensors(operation: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    # Importing it takes long; where there is a DTensor, somebody has.
+    # Not imported here, which takes long: if there is a DTensor, somebody has imported it.
     module = sys.modules.get("torch.distributed.tensor")
     for name, value in inspect.signature(operation).bind(*args, **kwargs).arguments.items():
         if module is not None and isinstance(value, module.DTensor):

@@ -1,5 +1,5 @@
-"""One line for any PyTorch model: `tempoize(model)` lets it keep less for backward. Needs torch only; knows models of
-transformers and adapters of peft where these are installed."""
+"""`tempoize(model)` makes any PyTorch model keep less for backward, in one line. It needs torch only, and knows models
+of transformers and adapters of peft where these are installed."""
 
 from tempo_torch.report import Entry, Report
 from tempo_torch.tempoize import CHOICES, read_step, report_on, restore, samples, set_step, tempoize

@@ -32,8 +32,8 @@ IN_PLACE: dict[str, Callable[..., Tensor]] = {
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "squared_relu": squared_relu,
 }
-"""What can keep its output, and the operation that does."""
-# Not elementwise, or with a derivative that torch finds from the output.
+"""The activations that can keep their output, and the operations that do."""
+# These are not elementwise, or torch differentiates them from their output already.
 _NO_ACTIVATIONS = (nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.ReLU, nn.Tanh, nn.Sigmoid)
 
 
@@ -60,7 +60,7 @@ class Activation(Replaced):
 
 
 def apply_activation(x: Tensor, function: str, keep: str) -> Tensor:
-    """The activation `function` of x [..., f]."""
+    """Applies the activation `function` to x [..., f]."""
     if function == "quick_gelu":
         return quick_gelu(x) if torch.compiler.is_compiling() else recompute(quick_gelu, x)
     return IN_PLACE[function](x) if keep == "output" else activate(x, None, function)

@@ -1,7 +1,7 @@
-"""Scaled-dot-product attention with dropout for models of transformers, by its registry of attention functions.
+"""Gives models of transformers attention with dropout, through their registry of attention functions.
 
-Without dropout stock keeps what ours keeps, and runs: q, k, v, the output and a logsumexp. With dropout torch keeps an
-s*s tensor on a CPU, and on a GPU draws from a generator, so that masks depend on who draws when.
+Without dropout stock attention runs, which keeps what ours keeps: q, k, v, the output and a logsumexp. With dropout
+torch keeps an s*s tensor on a CPU, and on a GPU draws from a generator, so that masks depend on all earlier draws.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _hidden_masks: Any = WeakIdKeyDictionary()
 
 @dataclasses.dataclass
 class AttentionPlace:
-    """What an attention module needs for its dropout.
+    """The state of an attention module that its dropout needs.
 
     Args:
         place: where it draws.
@@ -46,7 +46,7 @@ class AttentionPlace:
     why: str | None = None
 
     def find_first_head(self, module: Any, num_heads: int) -> int:
-        """The index over all processes of the first of this call's heads."""
+        """Returns the index of this call's first head over all processes."""
         total = num_heads if self.head_ranks == 1 else module.config.get_text_config().num_attention_heads
         if num_heads == total:
             return 0
@@ -58,7 +58,7 @@ class AttentionPlace:
         return self.head_rank * num_heads
 
     def refuse(self, module: Any, why: str) -> None:
-        """Note why stock serves a call; ValueError where it must not."""
+        """Notes why stock serves a call; raises ValueError if it must not."""
         if self.is_required:
             raise ValueError(
                 f'attention is "flash", but {type(module).__name__} {why}, which Tempo\'s attention with dropout does '
@@ -68,8 +68,8 @@ class AttentionPlace:
 
 
 def find_ranks(model: Any) -> dict[str, tuple[int, int]]:
-    """{"heads": ..., "samples": ...}: this process and the number of those that share the heads, and the samples, of a
-    model that transformers distributed by tensor parallelism; empty for any other."""
+    """Returns {"heads": (rank, size), "samples": (rank, size)}: this process among those that share the heads, and the
+    samples, of a model that transformers distributed by tensor parallelism; empty for any other model."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None or (getattr(model, "_tp_size", None) or 1) == 1:
         return {}
@@ -79,7 +79,7 @@ def find_ranks(model: Any) -> dict[str, tuple[int, int]]:
 
 
 def use_attention(model: Any) -> str | None:
-    """Give `model` Tempo's attention; the reason where that cannot be."""
+    """Gives `model` Tempo's attention; returns the reason if that is impossible."""
     config = getattr(model, "config", None)
     if not hasattr(model, "set_attn_implementation") or config is None:
         return "the model has no registry of attention functions, as models of transformers have"
@@ -99,7 +99,7 @@ def use_attention(model: Any) -> str | None:
 
 
 def give_back_attention(model: Any) -> None:
-    """Give `model`, none of whose modules asks the registry, the attention that it had."""
+    """Gives `model`, of which no module asks the registry, its former attention back."""
     model.set_attn_implementation("sdpa")
     for module in model.modules():
         if PLACE not in module.__dict__.get("tempo_attributes", ()):
@@ -109,11 +109,11 @@ def give_back_attention(model: Any) -> None:
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What transformers' sdpa_attention_forward returns: (out [b, s, a, d], None) of q, k, v [b, a or g, s, d].
+    """Returns what transformers' sdpa_attention_forward does: (out [b, s, a, d], None) for q, k, v [b, a or g, s, d].
 
-    With dropout, a mask by position. What keeps the next linear from keeping a second output is a promise.
-    Stock serves a call that changes the scores by more than a bool mask, and the report says so.
-    Raises ValueError for a module that was not given to tempoize, and for such a call with attention "flash".
+    Dropout draws its mask by position. The transposed output is a promise, so that the next linear does not keep it
+    beside the original. If a call changes the scores by more than a bool mask, stock serves it, and the report says so.
+    Raises ValueError for a module that was not given to tempoize, and for such a call with attention="flash".
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -152,7 +152,7 @@ def attend(
 
 
 def _find_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | None:
-    """What a call asks for that Tempo's attention with dropout does not do."""
+    """Names what a call asks for that Tempo's attention with dropout does not do; None if there is nothing."""
     if more.get("position_bias") is not None or (attention_mask is not None and attention_mask.dtype != torch.bool):
         return "adds a tensor to its scores"
     if more.get("softcap") is not None:
@@ -163,8 +163,8 @@ def _find_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | 
 
 
 def _hide(attention_mask: Tensor) -> Tensor:
-    """True where a key is hidden: one tensor for all layers, which are given the same mask, unless it was written to
-    between them."""
+    """Returns True where a key is hidden. All layers get the same mask, so they share one tensor, unless the mask was
+    written to between them."""
     if torch.compiler.is_compiling() or attention_mask.is_inference():  # neither counts what is written
         return ~attention_mask
     version, hidden = _hidden_masks.get(attention_mask, (None, None))
@@ -175,7 +175,7 @@ def _hide(attention_mask: Tensor) -> Tensor:
 
 
 def put_batch_first(out: Tensor) -> Tensor:
-    """out [s, b, ...] as [b, s, ...], contiguous, and made again from `out`, which attention keeps on a GPU."""
+    """Transposes out [s, b, ...] to a contiguous [b, s, ...], recomputed in backward from out, which a GPU keeps."""
     y = out.transpose(0, 1)
     if y.is_contiguous() or torch.compiler.is_compiling():
         return y.contiguous()

@@ -1,4 +1,4 @@
-"""nn.Dropout whose mask is a function of positions: it is drawn again in backward, and nothing is kept."""
+"""Replaces nn.Dropout by one whose mask is a function of positions: backward draws it again, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Draw = tuple[float, int | Tensor, int | Tensor]
 
 
 class RedrawnDropout(Replaced):
-    """Dropout of [samples, ...]: element (i, j) of the input, seen as [samples, elements of a sample], is dropped where
-    Philox says so of sample i and element j.
+    """Dropout of [samples, ...]: Philox decides by sample i and element j whether to drop element (i, j) of the input,
+    viewed as [samples, elements of a sample].
 
-    The first dimension is that of the samples, or a multiple of it, as of [samples * tokens, h]. Where it is neither,
-    the mask is one of the whole tensor, and differs in another batch.
+    The first dimension counts the samples, or a multiple of them, as in [samples * tokens, h]. If it is neither, the
+    mask belongs to the tensor as a whole and depends on the batch.
 
-    Keeps for backward: nothing. Where the input can be made again, and where `keeps_input` is set, the input, from
-    which the next linear makes the output again.
+    Keeps for backward: nothing. If the input can be recomputed or `keeps_input` is set, the input, from which the next
+    linear recomputes the output.
     """
 
     p: float
@@ -35,7 +35,7 @@ class RedrawnDropout(Replaced):
     keeps_input = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """y of x's shape and dtype; x itself in eval and for p 0."""
+        """Returns y of x's shape and dtype, or x itself in eval and for p = 0."""
         if not self.training or self.p == 0.0 or x.numel() == 0:
             return x
         if self.p == 1.0:
@@ -44,11 +44,11 @@ class RedrawnDropout(Replaced):
 
 
 def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) -> Tensor:
-    """Dropout of x [samples, ...] by the mask of `place`."""
+    """Drops elements of x [samples, ...] by the mask of `place`."""
     key, first_sample, num_samples = place.find(x.device)
     rows = num_samples if x.dim() > 0 and x.size(0) % num_samples == 0 else 1
     draw = (p, key, first_sample)
-    # A compiler decides itself what is kept.
+    # torch.compile decides itself what is kept.
     traced = torch.compiler.is_compiling()
     if traced or not torch.is_grad_enabled() or not x.requires_grad or not (keeps_input or can_be_made(x)):
         return _draw(x, draw, rows)
@@ -60,7 +60,7 @@ def apply_dropout(x: Tensor, p: float, place: Place, keeps_input: bool = False) 
 
 def _draw(x: Tensor, draw: Draw, rows: int) -> Tensor:
     p, key, first_sample = draw
-    # One row of each sample: the same elements, whatever their shape.
+    # One row per sample, so that the mask does not depend on the shape of a sample.
     y = bias_dropout_add(x.reshape(1, rows, -1), None, None, p=p, key=key, first_sample=first_sample)
     return y.view(x.shape)
 
@@ -72,7 +72,7 @@ class _Redrawn(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, draw: Draw, rows: int) -> Tensor:
         ctx.save_for_backward(x)
         ctx.draw, ctx.rows = draw, rows
-        # No view to autograd, which would refuse to change one in place.
+        # Not a view to autograd, which would refuse to change a view in place.
         y: Tensor = torch.ops.aten._unsafe_view(_draw(x, draw, rows), x.shape)
         allow_refill(ctx, y, _refill)
         return y
@@ -80,7 +80,7 @@ class _Redrawn(torch.autograd.Function):
     @staticmethod
     @first_derivative_only("dropout")
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None]:
-        # The mask and the scale of the gradient are those of x.
+        # The gradient takes the same mask and scale as x.
         return _draw(grad_y, ctx.draw, ctx.rows), None, None
 
 

@@ -1,7 +1,7 @@
-"""Models that call functions where others have modules: F.dropout, and a GELU written out in Python.
+"""Serves models that call functions where others have modules: F.dropout, or a GELU written out in Python.
 
-Their forward runs with the same code and other globals, in which these names lead to Tempo's functions. So do the
-functions of its module that it calls, and what its decorators wrap.
+Their forward runs with the same code but other globals, in which these names refer to Tempo's functions. The same goes
+for the functions of its Python module that forward calls, and for functions that its decorators wrap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RedirectsFunctions(Replaced):
     """"dropout", "activation" or both."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """Returns what the stock module returns."""
         _running.append((self.function_place, self.redirected))
         try:
             return redirect(self.stock_class)(self, *args, **kwargs)
@@ -41,7 +41,7 @@ class RedirectsFunctions(Replaced):
 
 
 def find_functions(stock: type[nn.Module]) -> list[str]:
-    """Which of "dropout" and "activation" a class's forward calls as functions, itself or through what it calls."""
+    """Lists which of "dropout" and "activation" a class's forward calls as functions, directly or indirectly."""
     if stock.__module__.startswith("torch."):
         return []
     functions = list(_follow(_find_forward(stock)))
@@ -59,8 +59,8 @@ def _calls_gelu(function: types.FunctionType) -> bool:
 
 
 def _find_callees(function: types.FunctionType) -> dict[str | int, types.FunctionType]:
-    """The functions that a function leads to, by their names in its module, and by their number in its closure, as of
-    what a decorator wraps. What is handed to transformers' registry of attention functions is not called here."""
+    """Finds the functions that a function calls: by name in its Python module, and by index in its closure, where a
+    decorator holds the function that it wraps. Functions for transformers' attention registry are not called here."""
     names = [name for name in function.__code__.co_names if not name.endswith("attention_forward")]
     found: dict[str | int, types.FunctionType] = {}
     for name in names:
@@ -75,7 +75,7 @@ def _find_callees(function: types.FunctionType) -> dict[str | int, types.Functio
 
 
 def _read(cell: types.CellType) -> tuple[Any, ...]:
-    """What a cell of a closure holds, if it holds anything."""
+    """Returns what a cell of a closure holds, if anything."""
     try:
         return (cell.cell_contents,)
     except ValueError:
@@ -83,7 +83,7 @@ def _read(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def _follow(function: Any, seen: set[types.FunctionType] | None = None) -> Iterator[types.FunctionType]:
-    """A function and all that it leads to, each once."""
+    """Yields a function and all functions that it calls, each once."""
     seen = set() if seen is None else seen
     if not isinstance(function, types.FunctionType) or function in seen:
         return
@@ -94,8 +94,8 @@ def _follow(function: Any, seen: set[types.FunctionType] | None = None) -> Itera
 
 
 def _find_forward(stock: type[nn.Module]) -> Any:
-    """The function of a class's forward; of the decorators, the one for checkpointing of transformers is put on again
-    by the class that is derived."""
+    """Returns the function of a class's forward, without transformers' decorator for checkpointing, which the derived
+    class applies again."""
     forward: Any = stock.forward
     if any(base.__name__ == "GradientCheckpointingLayer" for base in stock.__mro__):
         forward = getattr(forward, "__wrapped__", forward)
@@ -110,7 +110,7 @@ def _is_gelu(function: Any) -> bool:
     x = torch.linspace(-4, 4, 41, dtype=torch.float64, device="cpu")
     try:
         return bool(torch.allclose(function(x), F.gelu(x)))
-    except Exception:  # what another's function may raise is not ours to list
+    except Exception:  # a foreign function may raise anything
         return False
 
 
@@ -118,7 +118,7 @@ _redirected: dict[Any, Any] = {}
 
 
 def redirect(stock: type[nn.Module]) -> Any:
-    """The class's forward, with Tempo's functions for those that it and its callees name; made once."""
+    """Returns the class's forward with Tempo's functions in place of those that it and its callees name; made once."""
     if stock not in _redirected:
         _redirected[stock] = _redirect(_find_forward(stock))
     return _redirected[stock]

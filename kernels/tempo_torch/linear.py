@@ -1,4 +1,4 @@
-"""Linears that do not keep an input that can be made again."""
+"""Replaces linears by ones that do not keep an input that can be recomputed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tempo_torch.replace import Replaced
 
 
 class DropsInput(Replaced):
-    """nn.Linear, or Conv1D of transformers, that keeps a promise in place of an input that an activation, a norm, a
-    dropout or an attention of Tempo can make again, or that is the product of such a tensor and another, as in a gated
-    MLP; every other input it keeps as before."""
+    """nn.Linear, or transformers' Conv1D, that keeps a promise in place of an input that Tempo can recompute. Such an
+    input is the output of Tempo's activation, norm, dropout or attention, or a product of one and another tensor, as in
+    a gated MLP. Any other input it keeps as before."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the linear returns."""
-        # Not in forward: hooks, as of ZeRO-3, wrap the input that forward sees.
+        """Returns what the stock linear returns."""
+        # Not in forward, because hooks, such as those of ZeRO-3, wrap the input that forward sees.
         out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if args and not torch.compiler.is_compiling() and isinstance(out, Tensor):
             drop_input(args[0], out)
@@ -26,12 +26,12 @@ class DropsInput(Replaced):
 
 
 def can_be_made(x: Tensor) -> bool:
-    """Whether x, or what it is a view of, can be made again."""
+    """Whether x, or the tensor that it is a view of, can be recomputed."""
     return _find_source(x) is not None or _find_factors(x) is not None
 
 
 def drop_input(x: Any, out: Tensor) -> None:
-    """Let what made `out` of x keep a promise in place of x, where x, or what it is a view of, can be made again."""
+    """Makes the operation that computed `out` from x keep a promise in place of x, if `can_be_made(x)`."""
     if not isinstance(x, Tensor) or out.grad_fn is None:
         return
     if (source := _find_source(x)) is not None:
@@ -49,11 +49,11 @@ def _find_source(x: Tensor) -> Tensor | None:
 
 
 def _find_factors(x: Tensor) -> list[Tensor] | None:
-    """The factors of a product of which one can be made again, such as silu(gate) and up."""
+    """Returns the factors of a product of which one can be recomputed, such as silu(gate) and up."""
     if x.grad_fn is None or x.grad_fn.name() != "MulBackward0" or not torch.is_grad_enabled():
         return None
     factors = [kept for _, kept in find_saved_tensors(x.grad_fn) if isinstance(kept, Tensor)]
     same = [t for t in factors if (t.shape, t.dtype) == (x.shape, x.dtype)]
-    # A product that somebody wrote to is no product any more.
+    # A product that was written to since is not the product of its factors any more.
     is_product = x.is_contiguous() and x._version == 0
     return same if len(same) == 2 and any(map(can_refill, same)) and is_product else None

@@ -1,11 +1,11 @@
-"""Language models whose logits are made a chunk of tokens at a time, where only a cross entropy needs them.
+"""Makes a language model's logits one chunk of tokens at a time where only a cross entropy needs them.
 
-In a forward with labels in training, the head returns `DeferredLogits`: its input, and what the model did to the logits
-since. Their cross entropy, whoever calls it (a loss function of transformers, `nn.CrossEntropyLoss`, a `compute_loss`),
-makes the logits of a chunk of tokens at a time; whatever else reads them gets all of them. So the model's own code says
-what the loss is: which labels, how they are shifted, what is ignored and what is divided by.
+In a training forward with labels, the head returns `DeferredLogits`: its input, and the operations that the model
+applied to the logits since. A cross entropy of these, whoever calls it (a loss function of transformers,
+`nn.CrossEntropyLoss`, a `compute_loss`), makes the logits of one chunk of tokens at a time; any other reader gets all
+of them. So the model's own code still defines the loss: labels, their shift, what is ignored, and the divisor.
 
-The head is called when the loss or the logits are made, so that what gathers its weight (ZeRO-3, FSDP) sees that call.
+The head is called when the loss or the logits are made, so that ZeRO-3 and FSDP, which gather its weight, see the call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tempo_torch.replace import Replaced, change_class, give_class_back
 
 
 class _Request(NamedTuple):
-    """What a head is asked for in place of logits: the cross entropy of softcap tanh(z / softcap) / temperature."""
+    """A request for the cross entropy of softcap tanh(z / softcap) / temperature in place of the logits z."""
 
     labels: Tensor
     ignore_index: int
@@ -35,7 +35,7 @@ class _Request(NamedTuple):
 
 
 class LossHead(DropsInput):
-    """nn.Linear of [..., h]: the logits [..., v] or, of a request, the losses of the tokens, float32."""
+    """nn.Linear of [..., h] that returns logits [..., v] or, for a request, the tokens' losses in float32."""
 
     tempo_defers = False
     out_features: int
@@ -43,13 +43,13 @@ class LossHead(DropsInput):
     bias: Tensor | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Logits, or what makes them later."""
+        """Returns logits, or an object that makes them later."""
         if self.tempo_defers and len(args) == 1 and not kwargs and args[0].numel() > 0:
             return DeferredLogits(self, args[0])
         return super().__call__(*args, **kwargs)
 
     def forward(self, hidden: Tensor, request: _Request | None = None) -> Tensor:
-        """Logits or losses."""
+        """Returns logits or losses."""
         if request is None:
             return super().forward(hidden)  # type: ignore[misc,no-any-return]
         weight, bias = self.weight, self.bias
@@ -68,9 +68,9 @@ class LossHead(DropsInput):
 class DeferredLogits:
     """Logits that are computed when somebody reads them.
 
-    It has what a tensor has: an attribute, an operator or a function of torch that needs their values computes them,
-    once, with their graph. Numbers by which they are multiplied or divided, tanh, dtypes and shapes that keep the
-    vocabulary are noted only, and `F.cross_entropy` makes them a chunk of tokens at a time. `read()` gives a tensor.
+    It acts like a tensor: an attribute, an operator or a function of torch that needs values computes them once, with
+    their graph. Multiplication and division by a number, tanh, casts and views that keep the vocabulary are only noted,
+    and `F.cross_entropy` makes the logits one chunk of tokens at a time. `read()` returns a tensor.
 
     Keeps: the head's input, while it lives.
     Raises RuntimeError where they are read after the head's weight, or its input, was written to.
@@ -88,7 +88,7 @@ class DeferredLogits:
         self.shape = torch.Size((*hidden.shape[:-1], head.out_features))
 
     def read(self) -> Tensor:
-        """The logits."""
+        """Returns the logits."""
         found = self._read
         if found is None or (torch.is_grad_enabled() and not found.requires_grad):
             if self._versions is not None and self._versions != self._find_versions():
@@ -103,7 +103,7 @@ class DeferredLogits:
         return found
 
     def find_loss(self, labels: Tensor, ignore_index: int, reduction: str) -> Tensor | None:
-        """F.cross_entropy of the logits and these labels; None where they have to be read for it."""
+        """Returns F.cross_entropy of the logits and these labels; None if the logits have to be read for it."""
         if (scaling := _find_scaling(self._steps)) is None:
             return None
         losses = self._call_head(_Request(labels, ignore_index, *scaling))
@@ -116,7 +116,7 @@ class DeferredLogits:
     def _call_head(self, request: _Request | None) -> Tensor:
         now, device = torch.get_autocast_dtype(self.device.type), self.device.type
         args = (self._hidden,) if request is None else (self._hidden, request)
-        # Not the head's own call, which would defer.
+        # Not head(...), which would defer again.
         call = functools.partial(super(LossHead, self._head).__call__, *args)
         if self._autocast == (now if torch.is_autocast_enabled(device) else None):
             return call()  # type: ignore[no-any-return]
@@ -128,12 +128,12 @@ class DeferredLogits:
         return self._hidden._version, weight._version, id(weight)
 
     def _then(self, name: str, value: Any = None, **attributes: Any) -> DeferredLogits:
-        """These logits after one more step."""
+        """Returns these logits after one more noted operation."""
         made = object.__new__(DeferredLogits)
         made.__dict__.update({**self.__dict__, "_steps": (*self._steps, (name, value)), "_read": None, **attributes})
         return made
 
-    # What is noted.
+    # Operations that are noted.
 
     def __mul__(self, other: Any) -> Any:
         return self._then("multiply", other) if isinstance(other, int | float) else self.read() * other
@@ -144,15 +144,15 @@ class DeferredLogits:
         return self._then("divide", other) if isinstance(other, int | float) else self.read() / other
 
     def tanh(self) -> DeferredLogits:
-        """torch.tanh of them."""
+        """Notes torch.tanh."""
         return self._then("tanh")
 
     def float(self) -> DeferredLogits:
-        """In float32."""
+        """Notes a cast to float32."""
         return self._then("to", torch.float32, dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """In another dtype, or on the device where they are."""
+        """Notes a cast to another dtype, or a move to the device where they are."""
         (target,) = args if len(args) == 1 and not kwargs else (None,)
         if isinstance(target, torch.dtype) and target.is_floating_point:
             return self._then("to", target, dtype=target)
@@ -176,7 +176,7 @@ class DeferredLogits:
         """Themselves."""
         return self
 
-    # What they are.
+    # Properties that are known without values.
 
     requires_grad = True
 
@@ -197,11 +197,11 @@ class DeferredLogits:
         """The shape, or one size."""
         return self.shape if dim is None else self.shape[dim]
 
-    # What reads them.
+    # Operations that read them.
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_head":
-            raise AttributeError(name)  # what copies and pickles an object asks for
+            raise AttributeError(name)  # copy and pickle ask for these
         return getattr(self.read(), name)
 
     def __repr__(self) -> str:
@@ -251,7 +251,7 @@ _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 
 def _find_scaling(steps: tuple[tuple[str, Any], ...]) -> tuple[float | None, float] | None:
-    """(softcap, temperature) of logits after these steps; None where it is another function of them."""
+    """Returns (softcap, temperature) of logits after these steps; None if the steps are another function."""
     inner, outer, is_capped = 1.0, 1.0, False
     for name, value in steps:
         if name == "tanh":
@@ -277,7 +277,7 @@ def _find_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """F.cross_entropy of deferred logits [n, v]; None where they have to be read for it."""
+    """Returns F.cross_entropy of deferred logits [n, v]; None if they have to be read for it."""
     if not isinstance(input, DeferredLogits) or not isinstance(target, Tensor):
         return None
     is_plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
@@ -289,7 +289,7 @@ def _find_cross_entropy(
 
 
 class FusedLoss(Replaced):
-    """A language model of transformers. In training with labels its output has `DeferredLogits`."""
+    """A language model of transformers whose output in training with labels has `DeferredLogits`."""
 
     labels_place: int
     """The place of `labels` among the arguments of its forward."""
@@ -297,7 +297,7 @@ class FusedLoss(Replaced):
     get_output_embeddings: Callable[[], Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
+        """Returns the model's output."""
         head = self.get_output_embeddings()
         labels = args[self.labels_place] if len(args) > self.labels_place else kwargs.get("labels")
         if not (labels is not None and self.training and torch.is_grad_enabled() and isinstance(head, LossHead)):
@@ -318,7 +318,7 @@ def is_language_model(model: Any) -> bool:
 
 
 def use_fused_loss(model: Any) -> str | None:
-    """Give a language model the fused loss; the reason where that cannot be."""
+    """Gives a language model the fused loss; returns the reason if that is impossible."""
     head = model.get_output_embeddings()
     if not isinstance(head, LossHead):
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:

@@ -1,7 +1,7 @@
-"""nn.MultiheadAttention whose dropout mask is a function of positions, as in nn.TransformerEncoder and its kind.
+"""Replaces nn.MultiheadAttention, also in nn.TransformerEncoder, by one whose dropout mask is a function of positions.
 
-Without dropout, and in eval, stock runs, with its fast path. With dropout in training torch keeps s*s tensors on a CPU,
-and everywhere draws from a generator.
+Without dropout, and in eval, stock runs with its fast path. In training with dropout, torch keeps s*s tensors on a CPU
+and draws from a generator on any device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _read: Any = WeakIdKeyDictionary()
 
 
 class MultiheadAttention(Replaced):
-    """nn.MultiheadAttention with Tempo's attention, in training with dropout.
+    """nn.MultiheadAttention that uses Tempo's attention in training with dropout.
 
     Keeps for backward: its inputs, as stock does, q, k, v, the output of attention, and 4 bytes per query and head.
     """
@@ -64,10 +64,8 @@ class MultiheadAttention(Replaced):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, weights or None) as of stock. Float masks of 0 and -inf count as bool ones: stock's encoder makes them.
-
-        Raises ValueError for a call that Tempo's attention cannot serve, with attention "flash".
-        """
+        """Returns (out, weights or None) as stock does. Float masks of 0 and -inf, which stock's encoder makes, count
+        as bool ones. Raises ValueError with attention="flash" for a call that Tempo's attention cannot serve."""
         call = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if not self.tempo_place.was_called:
             self.tempo_place.was_called = True
@@ -80,7 +78,7 @@ class MultiheadAttention(Replaced):
         return self._attend(query, key, value, *found), None
 
     def _find_refusal(self, need_weights: bool) -> str | None:
-        """What any call like this asks for that Tempo's attention does not do."""
+        """Names what such a call asks for that Tempo's attention does not do; None if there is nothing."""
         if need_weights:
             return "returns its weights (need_weights=True)"
         if self.bias_k is not None:
@@ -94,7 +92,7 @@ class MultiheadAttention(Replaced):
     def _read_masks(
         self, query: Tensor, key: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
     ) -> tuple[bool, Hidden | None] | str:
-        """(whether attention is causal, what else is hidden); the reason where it is more than that."""
+        """Returns (whether attention is causal, what else is hidden), or the reason why the masks do more than hide."""
         num_queries, batch = self._measure(query)
         num_keys, _ = self._measure(key)
         if query.is_nested or key.is_nested or query.numel() == 0 or key.numel() == 0:
@@ -104,9 +102,9 @@ class MultiheadAttention(Replaced):
         shapes = (None, (num_queries, num_keys), (batch * self.num_heads, num_queries, num_keys))
         fits = (None if mask is None else tuple(mask.shape)) in shapes and not (is_causal and mask is None)
         if not fits or (padding is not None and padding.shape != (batch, num_keys)):
-            return "takes masks of shapes that do not fit"  # stock says how
+            return "takes masks of shapes that do not fit"  # stock's error says how
         if mask is not None and is_causal and padding is None:
-            # As stock has it, which then does not read the mask, and whose first query sees the first key only.
+            # As in stock, which does not read the mask then, and whose first query sees only the first key.
             if num_queries == num_keys:
                 return True, None
             mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).triu(1)
@@ -116,7 +114,7 @@ class MultiheadAttention(Replaced):
         return hidden if isinstance(hidden, str) else (False, hidden)
 
     def _measure(self, x: Tensor) -> tuple[int, int]:
-        """(length, batch) of an input."""
+        """Returns (length, batch) of an input."""
         if x.dim() == 2:
             return x.size(0), 1
         return (x.size(1), x.size(0)) if self.batch_first else (x.size(0), x.size(1))
@@ -137,14 +135,14 @@ class MultiheadAttention(Replaced):
             first_sample=number_rows(first_sample, num_samples, q.size(1)),
         )
         if blind is not None:
-            out = out.masked_fill(blind, 0.0)  # as stock has it; ours would attend to all
+            out = out.masked_fill(blind, 0.0)  # as in stock; ours would attend to all keys
         y = F.linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias)
         if query.dim() == 2:
             return y.squeeze(1)
         return y.transpose(0, 1) if self.batch_first else y
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """q, k, v by one product for each distinct input."""
+        """Computes q, k, v by one matrix product per distinct input."""
         width = self.embed_dim
         inputs: tuple[Tensor, ...] = (query, key, value)
         sizes: tuple[int, ...] = (width, width, width)
@@ -163,7 +161,7 @@ class MultiheadAttention(Replaced):
         return found
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """x [.., width] as [s, b, a, d]."""
+        """Returns x [.., width] as [s, b, a, d]."""
         heads: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim))
         if x.dim() == 2:
             return heads.unsqueeze(1)
@@ -171,13 +169,13 @@ class MultiheadAttention(Replaced):
 
 
 def _merge(mask: Tensor | None, padding: Tensor | None, batch: int, heads: int) -> Hidden | str:
-    """What a mask [sq, sk] or [b*a, sq, sk] and a padding mask [b, sk] hide; the reason where they do more.
+    """Returns what a mask [sq, sk] or [b*a, sq, sk] and a padding mask [b, sk] hide, or the reason why they do more.
 
-    One result for all layers, which are given the same masks, unless these were written to between them.
+    All layers get the same masks, so they share one result, unless the masks were written to between them.
     """
     first, second = (padding, None) if mask is None else (mask, padding)
     assert first is not None
-    # Neither a compiler nor inference mode counts what is written.
+    # Writes to tensors are counted neither by a compiler nor in inference mode.
     if torch.compiler.is_compiling() or any(t is not None and t.is_inference() for t in (first, second)):
         return _compute_hidden(mask, padding, batch, heads)
     given = (mask is None, first._version, None if second is None else second._version, batch, heads)
@@ -205,5 +203,5 @@ def _compute_hidden(mask: Tensor | None, padding: Tensor | None, batch: int, hea
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _adds(mask: Tensor) -> bool:
-    """Whether a float mask adds other numbers than 0 and -inf."""
+    """Whether a float mask adds numbers other than 0 and -inf."""
     return bool(((mask != 0) & (mask != float("-inf"))).any())

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, also those that models have written themselves, that keep their output or drop it."""
+"""Replaces LayerNorm and RMSNorm, also a model's own classes, by norms that keep their output or drop it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "norm_eps"
 
 
 class _Norm(Replaced):
-    """A norm of Tempo.
+    """A norm module of Tempo.
 
-    Keeps for backward: with keep "output" its output, which the next linear keeps anyway, and 4 bytes per row; with
-    "input" its input, and linears that are Tempo's drop the output. See `tempo_kernels.norm`.
+    Keeps for backward: with keep="output" its output, which the next linear keeps anyway, and 4 bytes per row; with
+    keep="input" its input, and Tempo's linears drop the output. See `tempo_kernels.norm`.
     """
 
     keep: str
@@ -32,7 +32,7 @@ class _Norm(Replaced):
         return self.compiled_keep if torch.compiler.is_compiling() else self.keep
 
     def _fits(self, x: Tensor) -> bool:
-        # Of two dtypes stock promotes, in ways that differ from class to class. nn.TransformerEncoder nests in eval.
+        # Stock serves mixed dtypes, which each class promotes in its own way, and nn.TransformerEncoder's nested ones.
         return not x.is_nested and x.dtype == self.weight.dtype and x.is_floating_point() and x.numel() > 0
 
 
@@ -44,7 +44,7 @@ class LayerNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         """y of the shape and dtype of the stock class."""
         if torch.is_autocast_enabled(x.device.type) and self.weight.dtype == torch.float32:
-            x = x.float()  # as autocast does for F.layer_norm
+            x = x.float()  # as autocast casts for F.layer_norm
         if not self._fits(x):
             return super().forward(x)  # type: ignore[misc,no-any-return]
         bias = getattr(self, "bias", None)  # some models' classes have none
@@ -60,13 +60,13 @@ class RMSNorm(_Norm):
         """y of the shape and dtype of the stock class."""
         if not self._fits(x):
             return super().forward(x)  # type: ignore[misc,no-any-return]
-        # nn.RMSNorm without eps takes that of the dtype that it computes in, float32 or wider.
+        # nn.RMSNorm without eps takes torch.finfo's of the dtype in which it computes, float32 or wider.
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.tempo_eps is None else self.tempo_eps
         return rms_norm(x, self.weight, eps, zero_centered=self.zero_centered, keep=self._choose_keep())
 
 
 def find_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str | None:
-    """Tempo's class for a norm and its attributes; the reason where there is none; None where it is no norm."""
+    """Returns Tempo's class for a norm and its attributes, the reason if there is none, or None if it is no norm."""
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         if len(module.normalized_shape) != 1:
             return "it normalises over several dimensions"
@@ -84,7 +84,8 @@ def find_norm(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str | N
 
 
 def _find_by_result(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | str:
-    """What a class computes is seen from a call with random numbers: models write the same norm in many ways."""
+    """Finds out what a class computes by calling it on random numbers, because models write the same norm in many
+    ways."""
     parameters = dict(module.named_parameters(recurse=False))
     if "weight" not in parameters or set(parameters) - {"weight", "bias"}:
         return "it has no weight, or parameters that Tempo's norms do not have"
@@ -94,14 +95,14 @@ def _find_by_result(module: nn.Module) -> tuple[type[_Norm], dict[str, Any]] | s
         return "its weight is no vector, or it has no eps"
     generator = torch.Generator().manual_seed(1)
     made = {name: torch.rand(shape, generator=generator, dtype=torch.float32) + 0.5 for name in parameters}
-    # Small enough for eps to count.
+    # Small enough for eps to matter.
     x = torch.randn(5, *shape, generator=generator, dtype=torch.float32) * eps**0.5 + eps**0.5
     twin = copy.copy(module)
     twin.__dict__["_parameters"] = {**module._parameters, **made}
     try:
         with torch.no_grad(), torch.device("cpu"):
             y = type(module).forward(twin, x)
-    except Exception as error:  # what another's class may raise is not ours to list
+    except Exception as error:  # a foreign class may raise anything
         return f"a call with one float32 tensor failed: {type(error).__name__}"
     if not isinstance(y, Tensor) or y.shape != x.shape:
         return "it does not return one tensor of its input's shape"

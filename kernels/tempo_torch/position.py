@@ -1,13 +1,13 @@
-"""Where a dropout mask is applied: which samples a forward sees, and which call of which module draws.
+"""Tracks where a dropout mask is applied: which samples a forward sees, and which call of which module draws.
 
-The mask at a place is a pure function of (seed, global sample, name of the module, how many times the forward called it
-before). Nothing is stored and no generator is advanced, so that a forward that is run again in backward, by whatever
-checkpointing, draws the same mask, and so does any number of processes.
+A mask is a pure function of (seed, global sample, name of the module, how many times the forward called it before).
+Nothing is stored and no generator advances. So any kind of checkpointing, which runs a forward again in backward, draws
+the same mask, and so does any number of processes.
 
-A forward of the model is a Pass. Where a backward runs a part of it again, the node of the graph that asks for it tells
-which forward it belongs to: autograd numbers nodes as they are made, and a pass knows its first and its last number. So
-several forwards may run before their backwards, whatever the model returns. Compiled code cannot ask: there a hook on
-the model's outputs brings the pass back.
+A forward of the model is a Pass. If a backward runs a part of it again, the graph node that asks for it tells which
+forward it belongs to: autograd numbers nodes as they are made, and a pass knows its first and last number. So several
+forwards may run before their backwards, whatever the model returns. Compiled code cannot ask for the node; there a hook
+on the model's outputs brings the pass back.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Pass:
         self.first_sample_tensor: Tensor | None = None
         self.counts: dict[str, int] = {}
         self.is_over = False
-        # The numbers of the nodes that autograd made meanwhile. A region that holds the whole forward, and runs it
-        # without a graph, has the node of the number before.
+        # The numbers of the nodes that autograd makes during the pass. A checkpointed region around the whole forward
+        # runs it without a graph, and the region's own node has the number before.
         self.first_node = _get_next_node() - 1
         self.last_node = self.first_node
-        # What `counts` was when a module was called with a tensor: (the module's number, the tensor's storage). The
-        # weak reference lets the memory go, and no other storage have its address.
+        # `counts` at a module's call with a tensor, by (the module's number, the tensor's storage). A weak reference
+        # frees the memory, but keeps another storage from getting the same address.
         self.entries: dict[tuple[int, int], tuple[StorageWeakRef, dict[str, int] | None]] = {}
         self.recalled: dict[str, int] | None = None
 
@@ -61,7 +61,7 @@ class Place:
         self.key_tensor = torch.tensor(_make_signed(derive_key(passes.seed, code, 0)), dtype=torch.int64)
 
     def find(self, device: torch.device) -> tuple[int | Tensor, int | Tensor, int]:
-        """(key, first sample, number of samples) of the mask that is drawn now, to be used once."""
+        """Returns (key, first sample, number of samples) of the mask that is drawn now, to be used once."""
         if torch.compiler.is_compiling():
             return self._find_traced(device)
         now = self.passes.find_current()
@@ -69,7 +69,7 @@ class Place:
         return derive_key(self.passes.seed, self.code, self._count_call(now)), number, now.num_samples
 
     def _count_call(self, now: Pass) -> int:
-        """How many times the forward called this place before."""
+        """Returns how many times the forward called this place before, and counts this call."""
         counts = now.counts
         if now.is_over and is_in_backward():
             if counts.get(self.name, 0) <= 1:
@@ -87,7 +87,7 @@ class Place:
         return call
 
     def _find_traced(self, device: torch.device) -> tuple[Tensor, Tensor, int]:
-        # Tensors: a number would be compiled in.
+        # Tensors, because numbers would be compiled in.
         call, now = self.calls, self.passes.current
         self.calls = call + 1
         if call < 0:
@@ -129,7 +129,7 @@ class Passes:
 
     @property
     def current(self) -> Pass:
-        """The forward that runs, or runs again in backward."""
+        """Returns the forward that runs, or runs again in backward."""
         if self._current is None:
             raise RuntimeError(
                 "a dropout was called before any forward of the model that was given to tempoize, so which samples it "
@@ -138,19 +138,19 @@ class Passes:
         return self._current
 
     def find_current(self) -> Pass:
-        """`current`; in backward the pass whose graph asks for a part of its forward."""
+        """Finds `current`: in backward, the pass whose graph asks for a part of its forward."""
         if is_in_backward() and (found := self._find_past()) is not None and found is not self._current:
             self._current, found.recalled = found, None
         return self.current
 
     def _find_past(self) -> Pass | None:
-        """The forward that made the node of the graph that runs now; None where a recomputation made it."""
+        """Finds the forward that made the graph node that runs now; None if a recomputation made it."""
         task = torch._C._current_graph_task_id()
         if self._task == -1:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if task != self._task:
-            # A reentrant region runs a backward of its own, whose nodes may have been numbered by another thread.
+            # Reentrant checkpointing runs a backward of its own, whose nodes another thread may have numbered.
             return None
         node = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else -1
@@ -168,7 +168,7 @@ class Passes:
         self._task = -1
 
     def add_place(self, name: str) -> Place:
-        """The place of the module with this name."""
+        """Makes the place of the module with this name."""
         code = zlib.crc32(name.encode())
         while any(place.code == code for place in self.places.values()):
             code = (code + 1) % 2**32
@@ -176,7 +176,7 @@ class Passes:
         return place
 
     def follow(self, model: nn.Module) -> None:
-        """Know of every forward of `model`, and which of its modules with places is called."""
+        """Hooks `model` to notice each of its forwards and each call of a module."""
         self.handles.append(model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True))
         self.handles.append(model.register_forward_hook(self._end, always_call=True))
         for number, (name, module) in enumerate(model.named_modules()):
@@ -185,7 +185,7 @@ class Passes:
                 self.handles.append(module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True))
 
     def leave(self) -> None:
-        """Know of no forwards any more."""
+        """Removes these hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -202,7 +202,7 @@ class Passes:
             self._next_sample = before
 
     def number_samples(self, now: Pass) -> int:
-        """The index of the first sample of a pass, found once, when it first draws."""
+        """Returns the index of a pass's first sample, found once, when it first draws."""
         if self._next_sample is not None:
             number = self._next_sample
             self._next_sample += now.num_samples
@@ -212,7 +212,7 @@ class Passes:
         return number
 
     def _count_step(self, num_samples: int) -> int:
-        """A number of which no other step and rank has those that follow."""
+        """Returns the first of num_samples numbers that no other step or rank uses."""
         rank, num_ranks = self._find_rank()
         if self.step_samples is None:
             self.step_samples = num_samples
@@ -220,7 +220,7 @@ class Passes:
         self.num_steps += 1
         if num_samples <= self.step_samples:
             return step * self.step_samples
-        # More than in the first step: they have numbers of their own, that the other ranks need not know of.
+        # More samples than in the first step get numbers of their own, of which other ranks need not know.
         return _FIRST_OVERSIZED + step * max(_MAX_OVERSIZED, num_samples)
 
     def _find_rank(self) -> tuple[int, int]:
@@ -240,13 +240,13 @@ class Passes:
             )
         self._depth += 1
         if self._depth > 1:
-            return  # a model that calls itself
+            return  # the model calls itself
         for place in self.places.values():
             place.calls = 0
         if not is_in_backward():
             self._task = -1
         elif (past := self._find_past() or self._current) is not None:
-            # A checkpointed region that holds the whole forward.
+            # A checkpointed region around the whole forward runs it again.
             self._current, past.is_over, past.counts = past, False, {}
             return
         self._current = now = Pass(_count_samples(args, kwargs))
@@ -283,7 +283,7 @@ class Passes:
                 tensor.register_hook(begin_backward)
 
     def enter(self, number: int, args: Any, kwargs: Any) -> None:
-        """Note, or in backward recall, the calls before a module's call with its first tensor."""
+        """Notes, or in backward recalls, how many calls came before a module's call, found by its first tensor."""
         if self._current is None or (self._knows_repeats and not self.has_repeats):
             return
         if (tensor := _find_tensor(args, kwargs)) is None:
@@ -297,7 +297,7 @@ class Passes:
         elif entry not in now.entries or found == now.counts:
             now.entries[entry] = StorageWeakRef(storage), dict(now.counts)
         else:
-            # The same tensor in two calls does not tell them apart.
+            # The same tensor in two calls cannot tell them apart.
             now.entries[entry] = StorageWeakRef(storage), None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -317,8 +317,8 @@ class _Entry:
 
 
 def number_rows(first_sample: int | Tensor, num_samples: int, num_rows: int) -> int | Tensor:
-    """A number for the first of the rows of a batch, of which several may belong to one sample: no other forward's rows
-    have those that follow."""
+    """Numbers the rows of a batch, of which several may belong to one sample. Returns the first of num_rows numbers
+    that no other forward's rows use."""
     rows_per_sample = -(-num_rows // num_samples)
     if rows_per_sample == 1:
         return first_sample
@@ -326,12 +326,12 @@ def number_rows(first_sample: int | Tensor, num_samples: int, num_rows: int) -> 
 
 
 def is_in_backward() -> bool:
-    """Whether this forward runs inside of a backward."""
+    """Whether this forward runs inside a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _get_next_node() -> int:
-    """The number that autograd gives the next node."""
+    """Returns the number that autograd will give the next node."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -339,7 +339,7 @@ def _derive(seed: int, code: int, call: int) -> int:
     return derive_key(seed, code, call)
 
 
-# What torch._dynamo.assume_constant_result does, whose import takes seconds.
+# This is torch._dynamo.assume_constant_result without its import, which takes seconds.
 _derive._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -348,7 +348,7 @@ def _make_signed(key: int) -> int:
 
 
 def _find_tensor(args: Any, kwargs: Any) -> Tensor | None:
-    """The first tensor of a call that has dimensions and is not empty."""
+    """Finds the first tensor of a call that has dimensions and is not empty."""
     for value in pytree.tree_leaves((args, kwargs)) if kwargs or len(args) != 1 else args:
         if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0:
             return value

@@ -1,9 +1,9 @@
-"""Finds out what a forward in training runs: a copy of the model without memory goes through one, and is watched.
+"""Finds out what a training forward runs, by running and watching a copy of the model on tensors without memory.
 
-What is seen is what ran, whatever modules are called and however a model reaches its functions: which modules were
-called, in which of them Tempo's operators ran, and in which an operator drew from torch's generator. The copy has fake
-tensors in the place of parameters and buffers, and no hooks, so that neither the model nor a random state changes; a
-model of 7e9 parameters takes about a second, and megabytes.
+It observes what really runs, however a model calls its modules and functions: which modules were called, in which of
+them Tempo's operators ran, and in which an operator drew from torch's generator. The copy has fake tensors in place of
+parameters and buffers, and no hooks, so that neither the model nor a random state changes. A model of 7e9 parameters
+takes about a second and some megabytes.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What one forward in training ran.
+    """What one training forward ran.
 
     Args:
-        inputs: the tensors that it was given, in words.
+        inputs: a description of its input tensors.
         called: the names of the modules that were called.
         operators: Tempo's operators that ran, by the module whose forward ran them.
         draws: functions that drew from torch's generator, by the module whose forward called them.
-        attention: the modules that asked transformers' registry for attention, and why stock served them; None where
-            Tempo's does.
+        attention: the modules that asked transformers' registry for attention, each with the reason why stock served
+            it, or None if Tempo did.
     """
 
     inputs: str
@@ -59,10 +59,10 @@ class Seen:
 
 
 def make_inputs(model: Any, has_loss: bool) -> Call | None:
-    """A call that a model of transformers accepts, from its configuration; None where that does not tell.
+    """Builds a call that a model of transformers accepts from its configuration; None if that does not say enough.
 
     Args:
-        has_loss: whether labels are to be given.
+        has_loss: whether the call has labels.
     """
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
@@ -92,11 +92,11 @@ def _make_floats(model: Any, *shape: int) -> Tensor:
 
 
 def probe(model: nn.Module, passes: Passes, call: Call) -> Seen | str:
-    """What model(*args, **kwargs) in training runs; the reason where that cannot be found out.
+    """Returns what model(*args, **kwargs) runs in training, or the reason why that cannot be found out.
 
     Args:
-        passes: of the model, which was given to tempoize.
-        call: (args, kwargs), of which only shapes and dtypes count.
+        passes: those of the model, which was given to tempoize.
+        call: (args, kwargs), of which only shapes and dtypes matter.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -104,11 +104,11 @@ def probe(model: nn.Module, passes: Passes, call: Call) -> Seen | str:
             twin, twin_passes, (args, kwargs) = _copy_without_memory(model, passes, call, mode)
             twin_passes.follow(twin)
             watch = _Watch(twin, model)
-            # A forward inside of a checkpointed region keeps for that region what is saved here, unless these hooks do.
+            # Inside a checkpointed region, these hooks keep the region's own from taking what is saved here.
             hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
             with mode, watch, _Names(watch), twin_passes.set_next(0), hooks, watch.follow():
                 twin(*args, **kwargs)
-    except Exception as error:  # what another's model raises without values is not ours to list
+    except Exception as error:  # a foreign model without values may raise anything
         return f"{type(error).__name__}: {error}".split("\n")[0][:200].rstrip(".")
     given = [*enumerate(call[0]), *call[1].items()]
     inputs = ", ".join(f"{name} {list(value.shape)}" for name, value in given if isinstance(value, Tensor))
@@ -135,18 +135,18 @@ def _copy_without_memory(
     if not model.training:
         twin.train()
     for module in twin.modules():
-        # A function in the place of a forward leads to the model's own module.
+        # A function that replaced a forward still refers to the original module.
         module.__dict__.pop("forward", None)
         if (place := module.__dict__.get(PLACE)) is not None:
-            place.is_required = False  # what stock would have to serve is seen, not refused
+            place.is_required = False  # calls that stock would serve are noted, not refused
         if hasattr(module, "gradient_checkpointing"):
             module.__dict__["gradient_checkpointing"] = False
     return twin, twin_passes, copied
 
 
 class _Watch(TorchDispatchMode):
-    """Notes operators by the module whose forward runs. Fake tensors have no values: a truth that is read is false, a
-    number 1, and one element of a mask is set."""
+    """Notes operators by the module whose forward runs. Where a model reads values, which fake tensors do not have, a
+    bool reads as False, a number as 1, and a mask has one element set."""
 
     def __init__(self, twin: nn.Module, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -160,7 +160,7 @@ class _Watch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Know which module runs. None of the model's own may: one that a closure leads to would count its calls."""
+        """Tracks which module runs, and refuses modules of the original model, whose places would count the calls."""
         thread = threading.get_ident()
 
         def enter(module: nn.Module, _: Any) -> None:
@@ -192,14 +192,14 @@ class _Watch(TorchDispatchMode):
             return int(args[0].dtype != torch.bool)
         if func is torch.ops.aten.nonzero.default:
             return args[0].new_zeros((1, args[0].dim()), dtype=torch.int64)
-        if func is torch.ops.aten._grouped_mm.default:  # whose fake one takes bfloat16 only
+        if func is torch.ops.aten._grouped_mm.default:  # its fake kernel takes bfloat16 only
             first, second, *others = args
             return func(first.bfloat16(), second.bfloat16(), *others, **kwargs).to(first.dtype)
         return func(*args, **kwargs)
 
 
 class _Names(TorchFunctionMode):
-    """Tells a watch the name of the function that was called."""
+    """Tells a watch which function was called."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class _Names(TorchFunctionMode):
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator that can draw does so with these arguments."""
+    """Whether an operator that can draw random numbers does so with these arguments."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "p"):
             value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -224,7 +224,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 @contextlib.contextmanager
 def _keep_random_states() -> Iterator[None]:
-    """What a model draws from Python's and numpy's generators inside, it does not draw. Fake tensors draw nothing."""
+    """Restores the states of Python's and numpy's generators afterwards. Fake tensors do not draw from torch's."""
     numpy: Any = sys.modules.get("numpy")
     state, others = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
@@ -238,7 +238,7 @@ def _keep_random_states() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_log() -> Iterator[None]:
-    """torch logs an operator that has no fake one, with its traceback; here it is the reason that `probe` returns."""
+    """Silences torch's log of an operator without a fake kernel, because `probe` returns that as its reason."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -249,8 +249,8 @@ def _without_log() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _run_eagerly() -> Iterator[None]:
-    """Functions that a model has compiled run as they are written."""
-    if "torch._dynamo" not in sys.modules:  # its import takes seconds
+    """Runs functions that a model has compiled without compiling them."""
+    if "torch._dynamo" not in sys.modules:  # not imported here, which takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):

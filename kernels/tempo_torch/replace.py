@@ -1,7 +1,6 @@
-"""A module becomes one of Tempo's by a change of its class: the object, its parameters, hooks and names stay.
+"""Turns a module into one of Tempo's by changing its class: the object, its parameters, hooks and names stay.
 
-Optimizers, tied weights, state-dict keys and `isinstance` tests (what is a norm is not decayed) therefore see no
-difference.
+So optimizers, tied weights, state-dict keys and `isinstance` tests (norms get no weight decay) see no difference.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from torch import nn
 
 
 class Replaced:
-    """What the classes of replaced modules have in common; they derive from it and from the stock class."""
+    """The base of the classes of replaced modules, which derive from it and from the stock class."""
 
     stock_class: type[nn.Module]
     mixin_class: type[Replaced]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class is made at run time, so that pickle does not find it by its name.
+        # The class is made at run time, so pickle cannot find it by name.
         return _make_empty, (self.mixin_class, self.stock_class), self.__dict__
 
 
 def change_class(module: nn.Module, mixin: type[Replaced], **attributes: Any) -> None:
-    """Make `module` an instance of `mixin` and of its own class, with these attributes."""
+    """Makes `module` an instance of `mixin` and of its own class, with these attributes."""
     module.__class__ = make_class(mixin, type(module))
     module.__dict__.update(attributes, tempo_attributes=tuple(attributes))
 
 
 def give_class_back(module: nn.Module) -> None:
-    """Make a replaced module what it was."""
+    """Makes a replaced module stock again."""
     if not isinstance(module, Replaced):
         return
     if type(module) is not make_class(module.mixin_class, module.stock_class):
@@ -48,10 +47,10 @@ _classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
 def make_class(mixin: type[Replaced], stock: type[nn.Module]) -> type[nn.Module]:
-    """The class of modules of class `stock` that `mixin` replaces."""
+    """Makes the class of modules of class `stock` that `mixin` replaces."""
     if (mixin, stock) in _classes:
         return _classes[mixin, stock]
-    # Its name is the stock one's, which configurations save and by which FSDP and others find layers to wrap.
+    # It keeps the stock name, which configurations save and by which FSDP and others find layers to wrap.
     members = {"stock_class": stock, "mixin_class": mixin, "__module__": stock.__module__, "__doc__": mixin.__doc__}
     if (forward := _show_signature(mixin, stock)) is not None:
         members["forward"] = forward
@@ -60,9 +59,9 @@ def make_class(mixin: type[Replaced], stock: type[nn.Module]) -> type[nn.Module]
 
 
 def _show_signature(mixin: type[Replaced], stock: type[nn.Module]) -> Any:
-    """A mixin's forward(*args, **kwargs) with the signature of the stock class's; None where it has one of its own.
+    """Gives a mixin's forward(*args, **kwargs) the stock forward's signature; None if it has a signature of its own.
 
-    The Trainer drops the columns of a data set that are no arguments of a model's forward.
+    The Trainer needs it: it drops the columns of a data set that are no arguments of a model's forward.
     """
     forward: Any = mixin.__dict__.get("forward")
     if forward is None or list(inspect.signature(forward).parameters) != ["self", "args", "kwargs"]:

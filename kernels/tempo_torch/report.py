@@ -1,4 +1,4 @@
-"""What `tempoize` replaced, what it left and why."""
+"""Reports what `tempoize` replaced, what it left, and why."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections import Counter
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One module.
+    """One module of the report.
 
     Args:
         name: its qualified name.
-        module: its class before.
+        module: its former class.
         operation: the argument of `tempoize` that decides about it.
-        now: what it does now; None where it was left.
-        why: the reason, where it was left.
+        now: what it does now; None if it was left.
+        why: the reason if it was left.
         stock_bytes, tempo_bytes: expected bytes per element of its input that it keeps beyond what the next linear
             keeps, for elements of 2 bytes on a GPU.
     """
@@ -35,7 +35,7 @@ class Report:
 
     Args:
         entries: the modules.
-        seen: which forward in training was watched, so that `entries` are what it ran; or why none was yet.
+        seen: which training forward was watched to confirm the entries, or why none was yet.
     """
 
     entries: tuple[Entry, ...]

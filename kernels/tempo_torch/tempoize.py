@@ -1,4 +1,4 @@
-"""tempoize: any PyTorch model, its modules replaced in place."""
+"""Defines `tempoize`, which replaces modules of any PyTorch model in place by ones that keep less for backward."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class _State:
-    """What a model that was given to `tempoize` holds.
+    """The state that `tempoize` attaches to a model.
 
     Args:
-        made: what was replaced, and what was left.
+        made: the entries of modules that were replaced or left.
         given: the arguments of tempoize.
     """
 
@@ -54,9 +54,9 @@ class _State:
         self._is_settled = False
 
     def watch(self, model: nn.Module, call: Call) -> None:
-        """Find out what model(*args, **kwargs) runs. Attention that no module asks for is the stock one again.
+        """Finds out what model(*args, **kwargs) runs. If no module asks for Tempo's attention, stock's comes back.
 
-        Raises ValueError where a value other than "auto" and "off" applies to nothing that runs.
+        Raises ValueError if a value other than "auto" and "off" applies to nothing that runs.
         """
         self.seen = probe(model, self.passes, call)
         modules = dict(model.named_modules())
@@ -71,7 +71,7 @@ class _State:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def watch_first(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """A hook before forwards: watch the first in training that is given other inputs than the one before."""
+        """Watches, as a hook before forwards, the first training forward whose inputs differ from the watched ones."""
         if self._is_settled or not model.training:
             return
         self._is_settled = True
@@ -79,7 +79,7 @@ class _State:
             self.watch(model, (args, kwargs))
 
     def report(self, model: nn.Module) -> Report:
-        """The report of what is known by now."""
+        """Builds the report of what is known by now."""
         if isinstance(self.seen, str):
             return Report(tuple(self.made), f"What a forward in training runs is not known yet: {self.seen}.")
         modules = dict(model.named_modules())
@@ -95,7 +95,7 @@ class _State:
 
 
 def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator[Entry]:
-    """The entries of what `made` says is replaced, as it was seen to run."""
+    """Yields an entry of `made` as it was seen to run."""
     operators = {operator for found in seen.operators.values() for operator in found}
     if made.now is None:
         yield made
@@ -117,7 +117,7 @@ def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator
     elif made.operation != "loss" and "forward" in modules[made.name].__dict__:
         yield dataclasses.replace(made, now=None, why="its forward was replaced on the object itself")
     elif isinstance(modules[made.name], RedirectsFunctions) and not seen.operators.get(made.name):
-        return  # its functions dropped nothing, and were given nothing that needs a gradient
+        return  # its functions dropped nothing and got nothing that needs a gradient
     elif made.operation == "norm" and not seen.operators.get(made.name):
         yield dataclasses.replace(made, now=None, why="stock ran: its input and its weight are of two dtypes")
     else:
@@ -125,12 +125,12 @@ def _confirm(made: Entry, seen: Seen, modules: dict[str, nn.Module]) -> Iterator
 
 
 def _is_multihead(module: nn.Module | None) -> bool:
-    """Whether a module is nn.MultiheadAttention of Tempo, which has an entry of its own."""
+    """Whether a module is Tempo's nn.MultiheadAttention, which has an entry of its own."""
     return isinstance(module, MultiheadAttention)
 
 
 def _find_of_registry(modules: dict[str, nn.Module], entries: list[Entry]) -> Entry | None:
-    """The entry of all attention that asks transformers' registry."""
+    """Finds the entry for all attention that asks transformers' registry."""
     found = (entry for entry in entries if entry.operation == "attention")
     return next((entry for entry in found if not _is_multihead(modules.get(entry.name))), None)
 
@@ -147,18 +147,18 @@ def tempoize(
     rank: int | None = None,
     num_ranks: int | None = None,
 ) -> Model:
-    """Replace modules of `model` by Tempo's, which keep less for backward; the same model, in place.
+    """Replaces modules of `model` in place by Tempo's, which keep less for backward, and returns the same model.
 
     Parameters stay the same objects under the same names: call it before or after an optimizer is made and weights are
-    loaded, but before FSDP, DDP, DeepSpeed or torch.compile wraps the model. Call it again, with the same arguments,
-    after modules were added, such as adapters of peft: it takes what is new. `restore` undoes it.
+    loaded, but before FSDP, DDP, DeepSpeed or torch.compile wraps the model. After adding modules, such as adapters of
+    peft, call it again with the same arguments: it replaces the new ones. `restore` undoes it.
 
     Args:
-        model: any module; its modules are replaced wherever they are. What transformers and peft add to torch's modules
-            is known where they are imported.
-        seed: of the dropout masks, equal on all ranks.
-        activation: "recompute" keeps an activation's input, and its output goes once a linear used it; "inplace" keeps
-            the output and, for GELU, a bit per element; "auto" is "recompute", which is right whatever follows.
+        model: any module; its modules are replaced wherever they are. Modules of transformers and peft are recognised
+            if these are imported.
+        seed: the seed of the dropout masks, equal on all ranks.
+        activation: "recompute" keeps an activation's input and frees its output once a linear has used it; "inplace"
+            keeps the output and, for GELU, a bit per element; "auto" is "recompute", which is right whatever follows.
         norm: "inplace" keeps a norm's output; "recompute" its input; "auto" is "inplace", and "recompute" where
             torch.compile compiles the model.
         dropout: "recompute" (and "auto") draws masks again by position; see `samples`.
@@ -166,14 +166,14 @@ def tempoize(
             nn.MultiheadAttention and in models of transformers on "sdpa".
         loss: "fused" (and "auto") makes the logits of a causal language model a chunk of tokens at a time.
         rank, num_ranks: this process among those that train on different samples. By default those of
-            torch.distributed, and of the mesh of a model that transformers distributed; needed where several processes
-            share their samples in other ways.
+            torch.distributed, and of the mesh of a model that transformers distributed; give them if processes share
+            samples in another way.
 
-    Each may be "off". Where an "auto" does not apply, modules stay, and `report_on` says why.
+    Each operation may be "off". If an "auto" does not apply, modules stay, and `report_on` says why.
 
     Keeps for backward: see `report_on(model)`.
-    Raises ValueError for an unknown value, for a model that was given to tempoize with other arguments, and where a
-        value other than "auto" and "off" has nothing to apply to.
+    Raises ValueError for an unknown value, for a model that was given to tempoize with other arguments, and if a value
+        other than "auto" and "off" has nothing to apply to.
     """
     choices = {"activation": activation, "norm": norm, "dropout": dropout, "attention": attention, "loss": loss}
     _check(model, seed, choices, rank, num_ranks)
@@ -202,13 +202,13 @@ def tempoize(
     if call is not None:
         state.watch(model, call)
     _check_applied(state.report(model), choices)
-    watch = model.register_forward_pre_hook(state.watch_first, with_kwargs=True)  # after what changes the inputs
+    watch = model.register_forward_pre_hook(state.watch_first, with_kwargs=True)  # behind hooks that change the inputs
     passes.handles.append(watch)
     return model
 
 
 def _take_before(model: nn.Module, given: tuple[Any, ...]) -> tuple[Passes, list[Entry]] | None:
-    """The passes and the entries of a model that was given to tempoize before, which it then was not any more."""
+    """Takes the passes and entries off a model that was given to tempoize before; None if it was not."""
     found = [(name, module) for name, module in model.named_modules() if _ATTRIBUTE in module.__dict__]
     if not found:
         return None
@@ -224,7 +224,7 @@ def _take_before(model: nn.Module, given: tuple[Any, ...]) -> tuple[Passes, list
     names = {each for each, _ in model.named_modules()}
     prefix = f"{name}." if name else ""
     moved = [dataclasses.replace(entry, name=f"{prefix}{entry.name}".rstrip(".")) for entry in state.made]
-    # What was left may have been replaced by another module since, and is looked at again.
+    # Modules that were left may have been exchanged since, so they are examined again.
     return state.passes, [entry for entry in moved if entry.name in names and _stays(entry)]
 
 
@@ -233,10 +233,10 @@ def _stays(entry: Entry) -> bool:
 
 
 def restore(model: Model) -> Model:
-    """Undo `tempoize`: the modules have their own classes again, the model its attention and its loss; in place.
+    """Undoes `tempoize` in place: modules get their own classes back, the model its attention and its loss.
 
     Parameters stay the same objects under the same names. Raises ValueError for a model that was not given to tempoize,
-    and where FSDP2 has changed the classes of modules since.
+    and if FSDP2 has changed the classes of modules since.
     """
     _find_state(model).passes.leave()
     for module in model.modules():
@@ -248,10 +248,10 @@ def restore(model: Model) -> Model:
 
 
 def report_on(model: nn.Module) -> Report:
-    """What tempoize replaced in `model`, what it left and why; ValueError for a model it was not given.
+    """Returns what tempoize replaced in `model`, what it left and why; raises ValueError for any other model.
 
-    It tells what a forward in training was seen to run. Of a model of transformers that is one on tensors without
-    memory, before the first step; of any other, and where the first step has other inputs, one of that step's sizes.
+    The report says what a training forward was seen to run, on tensors without memory. For a model of transformers this
+    happens before the first step. For any other, or if the first step has other inputs, it happens at that step.
     """
     for module in model.modules():
         if isinstance(state := module.__dict__.get(_ATTRIBUTE), _State):
@@ -261,30 +261,30 @@ def report_on(model: nn.Module) -> Report:
 
 @contextlib.contextmanager
 def samples(model: nn.Module, first_sample: int) -> Iterator[None]:
-    """Say which samples the forwards of `model` inside see, one batch after the other.
+    """Says which samples the forwards of `model` inside the context see, one batch after the other.
 
     Args:
-        model: one that was given to tempoize, also inside of what wraps it.
-        first_sample: index over the whole run, as if one device consumed all samples in order, of the first sample of
-            the first batch; in [0, 2**47). The samples of a batch are consecutive.
+        model: one that was given to tempoize, or a wrapper of it.
+        first_sample: index of the first batch's first sample over the whole run, as if one device consumed all samples
+            in order; in [0, 2**47). The samples of a batch are consecutive.
 
-    Without it, forwards in training are counted: as long as all batches of a run are of one size, the masks are those
-    of one process that sees the batches of all ranks one after another. `set_step` lets the count go on after a resume.
-    Raises ValueError for another index, or another model.
+    Without it, training forwards are counted: if all batches of a run have one size, the masks are those of a single
+    process that sees the batches of all ranks one after another. `set_step` continues the count after a resume.
+    Raises ValueError for another index or another model.
     """
     with _find_state(model).passes.set_next(first_sample):
         yield
 
 
 def set_step(model: nn.Module, num_forwards: int, num_samples: int | None = None) -> None:
-    """Let the count of forwards in training go on, as after a checkpoint is loaded.
+    """Continues the count of training forwards, as after loading a checkpoint.
 
     Args:
-        num_forwards: the forwards in training so far.
-        num_samples: in the first forward of the run, which is the distance of the forwards' numbers. By default those
-            of this model's first forward; needed where a run may go on with a smaller batch.
+        num_forwards: the training forwards so far.
+        num_samples: samples in the first forward of the run, by which later forwards are spaced. By default those of
+            this model's first forward; needed if the run may continue with a smaller batch.
 
-    `read_step` gives both, for a checkpoint.
+    `read_step` returns both, for a checkpoint.
     """
     if num_forwards < 0:
         raise ValueError(f"num_forwards is {num_forwards}; expected at least 0, the forwards in training so far")
@@ -297,7 +297,7 @@ def set_step(model: nn.Module, num_forwards: int, num_samples: int | None = None
 
 
 def read_step(model: nn.Module) -> tuple[int, int | None]:
-    """What `set_step` takes: (forwards in training so far, samples of the first of them, None before it)."""
+    """Returns the arguments of `set_step`: (training forwards so far, samples of the first one or None before it)."""
     passes = _find_state(model).passes
     return passes.num_steps, passes.step_samples
 
@@ -392,7 +392,7 @@ def _replace_dropout(name: str, module: nn.Module, choices: dict[str, str], pass
         return None
     if type(module) is not nn.Dropout or module.inplace:
         return Entry(name, kind, "dropout", None, "it writes in place, or is a class of its own")
-    # peft's, whose input other adapters of the same input, and without dropout this one, keep anyway.
+    # peft's dropout: other adapters of the same input, and without dropout this one, keep its input anyway.
     is_lora = ".lora_dropout." in f".{name}"
     change_class(module, RedrawnDropout, place=passes.add_place(name), keeps_input=is_lora)
     return Entry(name, kind, "dropout", "recompute", stock_bytes=3.0 if is_lora else 1.0)
@@ -409,7 +409,7 @@ def _replace_linear(name: str, module: nn.Module, choices: dict[str, str], _: Pa
 
 def _replace_multihead(name: str, module: nn.Module, choices: dict[str, str], passes: Passes) -> Entry | None:
     if choices["attention"] == "off" or type(module) is not nn.MultiheadAttention or not module.dropout:
-        return None  # stock without dropout keeps what ours keeps, and draws nothing
+        return None  # without dropout stock keeps what ours keeps and draws nothing
     place = AttentionPlace(passes.add_place(name), choices["attention"] == "flash")
     change_class(module, MultiheadAttention, **{PLACE: place})
     return Entry(name, "MultiheadAttention", "attention", "flash")
@@ -433,7 +433,7 @@ def _replace_functions(name: str, module: nn.Module, choices: dict[str, str], pa
     operations = [operation for operation in found if choices[operation] != "off"]
     if not operations:
         return None
-    redirect(type(module))  # a compiler finds it made
+    redirect(type(module))  # made here, so that a compiler need not make it
     place = passes.add_place(f"{name}.functional")
     change_class(module, RedirectsFunctions, redirected=frozenset(operations), function_place=place)
     is_dropout = operations[0] == "dropout"

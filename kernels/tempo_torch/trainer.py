@@ -1,4 +1,4 @@
-"""Tempo in the Trainer of transformers: Trainer(..., callbacks=[TempoCallback(seed=1)])."""
+"""Brings Tempo into the Trainer of transformers: Trainer(..., callbacks=[TempoCallback(seed=1)])."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tempo_torch.versions import OLDEST_VERSIONS, check_versions
 
 
 class TempoCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Gives the Trainer's model to tempoize before anything wraps it, and lets masks go on where a checkpoint ended.
+    """Gives the Trainer's model to tempoize before anything wraps it, and continues the masks after a checkpoint.
 
-    A model that was given to tempoize before stays as it is; so a `model_init` gives its models to tempoize itself.
+    A model that was given to tempoize before stays as it is. A `model_init` has to call tempoize itself.
 
     Args:
         choices: the arguments of `tempoize`; `seed` is the Trainer's own where it is not given.
@@ -25,7 +25,7 @@ class TempoCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._model: Any = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Before the Trainer wraps the model."""
+        """Calls tempoize, before the Trainer wraps the model."""
         check_versions(OLDEST_VERSIONS)
         if getattr(args, "use_liger_kernel", False):
             raise ValueError(
@@ -36,7 +36,7 @@ class TempoCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             tempoize(model, **{"seed": args.seed, **self._choices})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """After a checkpoint was loaded, if one was."""
+        """Continues the count of forwards, after a checkpoint was loaded, if any."""
         if not is_tempoized(model):
             raise ValueError(
                 "the Trainer has made its model anew, as with model_init, which TempoCallback does not see; expected a "
@@ -47,6 +47,6 @@ class TempoCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         set_step(model, *(saved.get("step") or (0, None)))
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer saves in its own state: the arguments, and the step of the masks."""
+        """Returns what the Trainer saves in its own state: the arguments, and the step of the masks."""
         step = None if self._model is None else read_step(self._model)
         return {"args": self._choices, "attributes": {}, "step": step}

@@ -1,4 +1,4 @@
-"""The checks of what attention is given; each raises ValueError with what was given, expected, and to do."""
+"""Checks the arguments of `attention`. Every error says what was given, what is expected and what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMS = ("flash", "softmax")
 
 
 def check_tensors(inputs: Inputs, causal: bool) -> None:
-    """Raises ValueError where q, k, v, mask and key_lengths do not fit one another."""
+    """Raises ValueError unless the shapes, dtypes and devices of q, k, v, mask and key_lengths agree."""
     q, k, v, mask, key_lengths = inputs
     q_shape, k_shape = q.shape, k.shape
     if len(q_shape) != 4 or len(k_shape) != 4 or v.dim() != 4:
@@ -47,7 +47,7 @@ def check_tensors(inputs: Inputs, causal: bool) -> None:
             f"key_lengths is {key_lengths.dtype} of shape {list(key_lengths.shape)} on {key_lengths.device}; expected "
             f"torch.int32 or torch.int64 of shape [{batch}] on {q.device}, as q; move it there"
         )
-    # To read numbers on a GPU would wait for it.
+    # Only on a CPU: reading numbers from a GPU would wait for it.
     if key_lengths is not None and key_lengths.device.type == "cpu" and not is_traced(key_lengths):
         outside = key_lengths[(key_lengths < 0) | (key_lengths > num_keys)]
         if outside.numel():
@@ -67,7 +67,7 @@ def _check_mask(mask: Tensor, shape: list[int]) -> None:
 
 
 def check_settings(q: Tensor, settings: Settings, form: str) -> None:
-    """Raises ValueError where the numbers are not in their range, or do not fit q."""
+    """Raises ValueError where a number is out of range or does not fit q."""
     if effective_probability(settings.dropout_p):
         first_sample = settings.first_sample if isinstance(settings.first_sample, int) else 0
         num_rows, num_samples, num_heads, _ = q.shape

@@ -1,11 +1,10 @@
-"""Attention as in eager.py, on a CPU in blocks of queries whose scores stay in the cache.
+"""Computes attention on a CPU in blocks of queries whose scores stay in the cache; eager.py is the specification.
 
-Without dropout it is torch's own flash attention, where that computes the same.
-
-After FlashAttention-2 (Dao, arXiv 2307.08691), with a whole row of keys per block of queries. Backward computes the
-scores again, or reads the probabilities that forward kept. Causal and windowed blocks end where their queries see no
-more keys. Scores carry a factor of log2(e) and powers are of 2: torch's exp takes 15 times as long where a score is
-minus infinity. The softmax form runs here on a GPU too.
+The algorithm is FlashAttention-2's (Dao, arXiv 2307.08691), but a block of queries takes all its keys at once, so that
+the softmax needs no running maximum. Backward computes the scores again, or reads the probabilities that forward kept.
+A causal or windowed block ends at the last key that its queries see. Scores are multiplied by log2(e) and exponentials
+are powers of two, because torch's exp takes 15 times as long where a score is minus infinity. Without dropout, torch's
+own flash attention runs where it computes the same (cpu_flash.py). The softmax form uses this file on a GPU too.
 """
 
 from __future__ import annotations
@@ -85,17 +84,17 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
 
 
 class _Gradients:
-    """Of q, k and v [n * a or n * g, s, d] of some samples, one block of queries after the other."""
+    """Sums the gradients of q, k and v [n * a or n * g, s, d] of some samples over the blocks of queries."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> None:
         self.q, self.k, self.v, self.grad_out = q, k, v, grad_out
         dtype = torch.promote_types(q.dtype, torch.float32)
         self.grad_q = torch.empty_like(q)
-        # Per query head; summed over the heads of a group at the end, as torch does, which is also more precise.
+        # One per query head. find_sums adds up the heads of a group at the end, as torch does, which is more precise.
         self.grad_k, self.grad_v = (torch.zeros(q.size(0), *t.shape[1:], dtype=dtype, device=t.device) for t in (k, v))
 
     def add_block(self, block: _Block, kept: Kept) -> None:
-        """The gradients that come from the block's queries."""
+        """Adds the gradients that come from the block's queries."""
         if block.num_keys == 0:
             self.grad_q[:, block.rows] = 0.0
             return
@@ -121,14 +120,14 @@ class _Gradients:
         block.accumulate(self.grad_k, grad_scores, q_block, settings.softmax_scale)
 
     def find_sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        """grad_q [n * a, sq, d], grad_k and grad_v [n * g, sk, d]."""
+        """Returns grad_q [n * a, sq, d], grad_k and grad_v [n * g, sk, d]."""
         grad_k, grad_v = (t.unflatten(0, (self.k.size(0), -1)).sum(1) for t in (self.grad_k, self.grad_v))
         return self.grad_q, grad_k, grad_v
 
 
 def _find_block(inputs: Inputs, settings: Settings) -> tuple[int, int]:
-    """Queries and samples a block: so few that its scores stay in the cache and causal blocks end early, but enough of
-    them for fast matrix products and for calls that are worth their overhead."""
+    """Returns how many queries and samples make a block: few enough that its scores stay in the cache and causal blocks
+    end early, many enough that matrix products are fast and calls are worth their overhead."""
     q, k = inputs.q, inputs.k
     elements = BLOCK_ELEMENTS if q.device.type == "cpu" else GPU_BLOCK_ELEMENTS
     elements_per_row = max(1, q.size(2) * k.size(0))
@@ -152,7 +151,7 @@ def _order_heads(t: Tensor, samples: slice) -> Tensor:
 
 
 class _Block:
-    """Some queries of every head of n samples, and the keys that they can see."""
+    """A block: some queries of every head of n samples, and the keys that these queries can see."""
 
     def __init__(self, samples: slice, rows: slice, inputs: Inputs, settings: Settings) -> None:
         q, k, _, mask, key_lengths = inputs
@@ -222,9 +221,10 @@ class _Block:
         return probabilities.div_(total.masked_fill_(total == 0.0, float("inf")))
 
     def _hide_outside_of_the_window(self, scores: Tensor) -> None:
-        """Minus infinity in scores [n * a, rows, keys]: a triangle at either end holds keys that some rows do not see.
+        """Writes minus infinity into scores [n * a, rows, keys] where the window hides a key.
 
-        0 is written first, since a hidden score may be NaN. Both steps together take a third of masked_fill_'s time.
+        Only the triangles at both ends hold such keys. 0 is written first because a hidden score may be NaN: adding
+        minus infinity would leave it NaN. Both steps together take a third of masked_fill_'s time.
         """
         num_rows, num_keys = scores.shape[1:]
         # A row sees the columns from its own number + first to + last.
@@ -245,7 +245,7 @@ class _Block:
         total[:, self.keys].add_(torch.bmm(weights, values), alpha=scale)
 
     def draw_keep_bits(self) -> Tensor:
-        """What dropout keeps, [n * g, a/g * rows, keys]."""
+        """Draws which probabilities dropout keeps, [n * g, a/g * rows, keys]."""
         settings = self.settings
         bits = keep_bits(
             int(settings.dropout_key or 0) % 2**64,

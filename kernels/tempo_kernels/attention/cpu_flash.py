@@ -1,4 +1,4 @@
-"""torch's flash attention for CPUs, which has no dropout and no window."""
+"""Calls torch's flash attention for CPUs, which has no dropout and no window."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
 
-# exp(score - logsumexp) is wrong by as much as a logsumexp's rounding, here 4e-6, which is little in 16 bits.
+# exp(score - logsumexp) inherits the logsumexp's rounding error, below this limit 4e-6: little beside 16 bits.
 LARGEST_LOGSUMEXP = 64.0
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -15,7 +15,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def can_run(inputs: Inputs, settings: Settings) -> bool:
-    """Whether it computes this: every key is seen, or those up to the query; no dropout, no given mask."""
+    """Whether torch computes this call: no dropout, no mask, and a query sees every key or those up to itself."""
     q, k, v, mask, key_lengths = inputs
     is_plain = q.device.type == "cpu" and settings.dropout_p == 0 and mask is None and key_lengths is None
     # Its causal mask starts at the first key.
@@ -30,12 +30,12 @@ def forward(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 def is_small(logsumexp: Tensor) -> bool:
-    """Whether nothing is lost to the rounding of a logsumexp; fake tensors, which have no numbers, are small."""
+    """Whether the rounding of these logsumexps costs nothing; fake tensors, which have no numbers, count as small."""
     return type(logsumexp) is not Tensor or bool(logsumexp.abs().amax() <= LARGEST_LOGSUMEXP)
 
 
 def can_run_backward(inputs: Inputs, settings: Settings) -> bool:
-    """Whether it computes the gradients as exactly as blocks do: in float32 they are three times as exact."""
+    """Whether torch's gradients are as exact as ours: in float32 the blocks of cpu.py are three times as exact."""
     return can_run(inputs, settings) and inputs.q.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -50,7 +50,7 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
 
 
 def _order_heads(inputs: Inputs) -> tuple[Tensor, ...]:
-    """q, k and v as [b, a, s, d]; each group once per head that reads it; d of stride 1, which torch takes it for."""
+    """q, k and v as [b, a, s, d], each group once per head that reads it; torch assumes that d has stride 1."""
     heads = inputs.q.size(2)
     ordered = ((t if t.stride(3) == 1 else t.contiguous()).permute(1, 2, 0, 3) for t in inputs[:3])
     return tuple(t if t.size(1) == heads else t.repeat_interleave(heads // t.size(1), dim=1) for t in ordered)

@@ -1,4 +1,4 @@
-"""Attention with dropout in plain torch, with all [b, a, sq, sk] scores at once: the specification.
+"""Specifies attention with dropout in plain torch, with all [b, a, sq, sk] scores at once.
 
     S = scale Q K^T,  P = exp(S - L),  L = logsumexp(S),  D = keep * P / (1 - p),  O = D V
     dV = D^T dO,  dP = keep * (dO V^T) / (1 - p),  dS = P * (dP - sum(P * dP)),  dQ = scale dS K,  dK = scale dS^T Q
@@ -30,7 +30,7 @@ def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None
     top = F.pad(scores, (0, 1), value=_LOWEST).amax(-1, keepdim=True)
     powers = (scores - top).exp()
     total = powers.sum(-1, keepdim=True)
-    # Infinite where there is nothing to normalise: it divides to 0, and backward finds probabilities of 0.
+    # A query without keys gets an infinite logsumexp: output and probabilities come out as 0, in backward too.
     total = total.masked_fill(total == 0.0, float("inf"))
     if probabilities_out is not None:
         probabilities_out.copy_(powers / total)
@@ -39,7 +39,7 @@ def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None
 
 
 def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """grad_q, grad_k, grad_v in the shapes of q, k, v. `kept.out` is not needed, since whole rows are here."""
+    """Returns grad_q, grad_k, grad_v in the shapes of q, k, v; whole rows are here, so `kept.out` is not needed."""
     q, k, v, mask, key_lengths = inputs
     heads_q, heads_k, heads_v, grad = (_order_heads(t, q.size(2), None) for t in (q, k, v, grad_out))
     if key_lengths is not None:
@@ -47,7 +47,7 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
     if kept.probabilities is None:
         assert kept.logsumexp is not None
         powers = (_find_scores(inputs, settings) - kept.logsumexp.unsqueeze(-1)).exp()
-        # Normalised again: where scores are around 1e8, the rounding of a logsumexp counts.
+        # Normalise again: for scores around 1e8 the rounding error of a logsumexp is not small.
         total = powers.sum(-1, keepdim=True)
         probabilities = powers / total.masked_fill(total == 0.0, float("inf"))
     else:

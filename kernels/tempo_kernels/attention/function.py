@@ -1,4 +1,4 @@
-"""attention: the choice of the backend, and the autograd.Function."""
+"""Defines `attention`: chooses the backend and holds the autograd.Function."""
 
 from __future__ import annotations
 
@@ -92,15 +92,15 @@ def find_backend(
     key_lengths: Tensor | None = None,
     form: str = "flash",
 ) -> str:
-    """What `attention` runs for these: "sdpa" (torch's flash attention), "triton" (our kernels) or "torch"."""
+    """Names the backend of this call: "sdpa" (torch's flash attention), "triton" (our kernels) or "torch"."""
     if not q.is_cuda or form == "softmax":
         return "torch"
     if dropout_p:
         return "triton"
     is_plain = mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
     is_plain &= causal or window_size != (-1, 0)
-    # torch aligns a causal mask to the first key. Its kernels return the output in the order of q's memory. Where q is
-    # dense, or of one sample, that is our order, and the next linear keeps the output without a copy.
+    # torch aligns a causal mask to the first key, and its kernels return the output in q's memory order. Where q is
+    # dense or has one sample, that is our order too, and the next linear keeps the output without a copy.
     fits = (not causal or q.size(0) == k.size(0)) and (q.size(1) == 1 or q.is_contiguous()) and q.numel() > 0
     fits &= q.dtype in (torch.float16, torch.bfloat16) and q.size(3) % 8 == 0 and q.size(3) <= 256
     if PREFERS_SDPA and is_plain and fits and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.is_available():
@@ -109,7 +109,7 @@ def find_backend(
 
 
 def describe(device_type: str, form: str = "flash") -> str:
-    """What `attention` runs on a "cuda" or "cpu" device, in words for a banner; `find_backend` says it of one call."""
+    """Describes the backend of a "cuda" or "cpu" device for a banner; `find_backend` names that of one call."""
     if device_type != "cuda" or form == "softmax":
         return "plain torch"
     if not PREFERS_SDPA:
@@ -140,12 +140,12 @@ def _make_empty_results(*operands: Any) -> list[Tensor]:
     _make_empty_results,
 )
 def _forward(*operands: Any) -> list[Tensor]:
-    """As `_compute`, from operands by the schema."""
+    """Calls `_compute` with an operator's flat operands."""
     return list(_compute(*_read_operands(operands)))
 
 
 def _compute(inputs: Inputs, settings: Settings, is_softmax: bool) -> tuple[Tensor, Tensor]:
-    """out, and the logsumexp, or with is_softmax the probabilities."""
+    """Returns out and the logsumexp, or with is_softmax out and the probabilities."""
     if not is_softmax:
         found: tuple[Tensor, Tensor] = choose_backend(inputs.q, cpu).forward(inputs, settings)
         return found
@@ -164,14 +164,14 @@ def _make_empty_gradients(*operands: Any) -> list[Tensor]:
     _make_empty_gradients,
 )
 def _backward(grad_out: Tensor, out: Tensor | None, kept: Tensor, *operands: Any) -> list[Tensor]:
-    """As `_differentiate`, from operands by the schema."""
+    """Calls `_differentiate` with an operator's flat operands."""
     return list(_differentiate(grad_out, out, kept, *_read_operands(operands)))
 
 
 def _differentiate(
     grad_out: Tensor, out: Tensor | None, kept: Tensor, inputs: Inputs, settings: Settings, is_softmax: bool
 ) -> tuple[Tensor, ...]:
-    """grad_q, grad_k and grad_v, from what forward kept."""
+    """Returns grad_q, grad_k and grad_v from what forward kept."""
     if is_softmax:
         return cpu.backward(grad_out, inputs, Kept(None, None, kept), settings)
     grads: tuple[Tensor, ...] = choose_backend(inputs.q, cpu).backward(grad_out, inputs, Kept(out, kept), settings)
@@ -202,7 +202,7 @@ class _Attention(torch.autograd.Function):
             out, kept = _forward(*inputs, *settings.operands, is_softmax)
         else:
             out, kept = call_untraced(_compute, q, inputs, settings, is_softmax)
-        # From the softmax, and in blocks on a CPU, whole rows are computed again: only the kernels and torch need out.
+        # The softmax form and the CPU's blocks compute whole rows again: only the kernels and torch's own need out.
         kept_out = out if not is_softmax and (q.is_cuda or cpu_flash.can_run_backward(inputs, settings)) else None
         ctx.save_for_backward(kept_out, kept, *inputs, *numbers)
         return out

@@ -1,10 +1,10 @@
-"""Attention on a GPU, in Triton; eager.py is the specification.
+"""Computes attention on a GPU in Triton: chooses tile sizes and launches the passes; eager.py is the specification.
 
 The algorithm is FlashAttention-2's (Dao, arXiv 2307.08691). Forward and the gradient of q walk over keys
-(kernel_rows.py); the gradients of k and v walk over queries (kernel_columns.py); where there are enough heads, one walk
-finds all three gradients (kernel_heads.py). kernel_tile.py holds what they do with one tile. Scores and masks live in
-registers only: backward computes the probabilities again from the logsumexp, and Philox draws the same bits again. This
-file launches the passes, by the plans of kernel_plan.py, and chooses the tile sizes.
+(kernel_rows.py). The gradients of k and v walk over queries (kernel_columns.py). With enough heads one walk finds all
+three gradients (kernel_heads.py). The passes share the code for one tile (kernel_tile.py) and take their launch
+arguments from kernel_plan.py. Scores and masks live in registers only: backward computes the probabilities again from
+the logsumexp, and Philox draws the same bits again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tempo_kernels.philox.kernel import key_words
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-MAX_ROW_ELEMENTS = 1 << 24  # offsets inside of a block of 128 rows are 32-bit numbers
+MAX_ROW_ELEMENTS = 1 << 24  # so that offsets inside a block of 128 rows fit into 32 bits
 
 # {architecture: {head_dim up to: (forward, grad_q, grad_kv)}} for 16-bit types. These are the largest tiles that do not
-# spill registers and fit into shared memory (163 KiB on sm_80, 227 KiB from sm_90 on). Which are fastest has not been
-# measured yet. TMA and warp specialisation are not used: triton 3.2 has no tensor descriptors in kernels, and tl.range
-# takes warp_specialize from 3.3 on only.
+# spill registers and fit into shared memory (163 KiB on sm_80, 227 KiB from sm_90 on). They are not tuned for speed.
+# TMA and warp specialisation are not used: triton 3.2 has no tensor descriptors in kernels, and tl.range takes
+# warp_specialize from 3.3 on only.
 SHAPES = {
     80: {
         64: (Shape(128, 64, 8, 2, False), Shape(128, 64, 8, 2, False), Shape(32, 128, 8, 2, False)),
@@ -50,7 +50,7 @@ SHAPES = {
         256: (Shape(128, 32, 8, 2, True), Shape(64, 32, 8, 2, True), Shape(32, 64, 8, 1, True)),
     },
 }
-# float32 does not use tensor cores, which would round its products.
+# float32 stays off the tensor cores, which would round its products to TF32.
 FLOAT32_SHAPES = {
     128: (Shape(32, 32, 8, 1, False),) * 3,
     256: (Shape(16, 32, 8, 1, False),) * 3,
@@ -63,14 +63,14 @@ MAX_SPLITS = 2  # each holds 4 bytes per number of q
 
 @functools.cache
 def find_architecture(device: torch.device) -> int:
-    """The key of SHAPES for a device."""
+    """Returns the key of SHAPES for a device."""
     # Consumer Blackwell (12) has neither sm_90's nor sm_100's matrix instructions.
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
     return {9: 90, 10: 100}.get(major, 80)
 
 
 def choose_shapes(q: Tensor) -> tuple[Shape, ...]:
-    """(forward, grad_q, grad_kv)"""
+    """Returns the shapes of the passes (forward, grad_q, grad_kv)."""
     return _find_shapes(None if q.dtype == torch.float32 else find_architecture(q.device), q.size(-1))
 
 
@@ -81,7 +81,7 @@ def _find_shapes(architecture: int | None, head_dim: int) -> tuple[Shape, ...]:
 
 
 def forward(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
-    """out [sq, b, a, d] and the logsumexp [b, a, sq] (float32) in units of the unscaled scores.
+    """Returns out [sq, b, a, d] and the logsumexp [b, a, sq] (float32) in units of the unscaled scores.
 
     The logsumexp is infinite where a query sees no key. Where every score is masked, it is relative to the masked
     score, and its last bit is 1.
@@ -100,9 +100,9 @@ def forward(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """grad_q, grad_k, grad_v in the shapes of q, k, v; the same bits every time on the same GPU.
+    """Returns grad_q, grad_k, grad_v in the shapes of q, k, v; the same bits every time on the same GPU.
 
-    While it runs it holds 8 bytes per query and head, and where choose_splits says so 4 or 8 bytes per number of q.
+    While it runs it holds 8 bytes per query and head, and with s splits (see choose_splits) 4 s bytes per element of q.
     """
     q = inputs.q
     grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs[:3])
@@ -119,10 +119,10 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
 
 
 def choose_splits(inputs: Inputs) -> int:
-    """How many programs share a key-value head in kernel_heads.py, or 0: two walks, each with a program for a block.
+    """Returns how many programs share a key-value head in kernel_heads.py, or 0 for two walks with a program per block.
 
-    By their instructions and products one walk takes about five eighths of the time of two. It is chosen where its few,
-    long programs keep seven tenths of the GPU busy.
+    One walk has about five eighths of the instructions and products of two, but few and long programs. It is chosen
+    where these keep at least seven tenths of the GPU busy.
     """
     q = inputs.q
     if q.dtype == torch.float32 or find_architecture(q.device) != 90:
@@ -144,12 +144,12 @@ def _choose_splits(head_dim: int, k_shape: torch.Size, multiprocessors: int) -> 
 
 
 def choose_shape_of_heads(head_dim: int) -> tuple[Shape, int]:
-    """The entry of SHAPES_OF_HEADS."""
+    """Returns the entry of SHAPES_OF_HEADS."""
     return next(entry for largest, entry in SHAPES_OF_HEADS.items() if head_dim <= largest)
 
 
 class _Call(NamedTuple):
-    """What the launches of a call take."""
+    """The arguments of a call's launches."""
 
     form: Form
     tensors: tuple[Tensor, ...]
@@ -157,7 +157,7 @@ class _Call(NamedTuple):
     optional: tuple[Tensor | None, ...]
     """mask, key_lengths, dropout_key and first_sample, where they are tensors."""
     drawn: tuple[int, ...]
-    """What DRAWN names."""
+    """The numbers that DRAWN names."""
 
 
 def _prepare(inputs: Inputs, settings: Settings, grad_out: Tensor | None = None) -> _Call:
@@ -215,7 +215,7 @@ def _walk_twice(grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> None:
 
 
 def _read(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], ...]]:
-    """The tensors as kernels can read them, and their strides."""
+    """Returns the tensors as kernels can read them (d contiguous, row strides within 32 bits), and their strides."""
     strides = tuple([t.stride() for t in tensors])
     for stride in strides:
         if stride[3] != 1 or stride[0] >= MAX_ROW_ELEMENTS:
@@ -235,6 +235,6 @@ def _check(q: Tensor) -> None:
         )
     if q.shape[0] and math.prod(q.shape[1:]) >= MAX_ROW_ELEMENTS:
         raise ValueError(
-            f"attention: q is {list(q.shape)}; expected fewer than {MAX_ROW_ELEMENTS} numbers per position; "
+            f"attention: q is {list(q.shape)}; expected fewer than {MAX_ROW_ELEMENTS} elements per position; "
             "split the micro batch"
         )

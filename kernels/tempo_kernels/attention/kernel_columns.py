@@ -1,8 +1,8 @@
-"""Attention in blocks of keys, in Triton: the gradients of k and v.
+"""Computes the gradients of attention's k and v in Triton, a block of keys per program.
 
 After FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 2). A program owns a block of keys of one key-value head and
 walks over the queries that see them, one head of its group after the other. It computes their probabilities again from
-the logsumexp and adds up P^T dO and dS^T Q in registers: in a fixed order and without atomics, so that the same inputs
+the logsumexp and sums P^T dO and dS^T Q in registers. The order is fixed and there are no atomics, so the same inputs
 give the same bits.
 """
 
@@ -36,13 +36,13 @@ def find_queries(
     start_key, num_queries, num_seen, first_offset, last_offset,
     LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """(first, full_start, full_stop, stop) of the queries that see this block of keys.
+    """Returns (first, full_start, full_stop, stop) of the queries that see this block of keys.
 
     In [full_start, full_stop) every query sees every key. first is a multiple of BLOCK_QUERIES.
     """
     last_key = tl.minimum(start_key + BLOCK_KEYS, num_seen) - 1
     first, full_start = 0, 0
-    # A last block that is not full needs no mask: queries that do not exist have probabilities of 0.
+    # A partial last block needs no mask: rows behind the last query have an infinite logsumexp, so probabilities of 0.
     stop, full_stop = num_queries, num_queries + BLOCK_QUERIES
     if LIMITS_RIGHT:
         first = tl.maximum(start_key - last_offset, 0) // BLOCK_QUERIES * BLOCK_QUERIES
@@ -70,11 +70,8 @@ def _grad_kv_kernel(
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEEPS_APART: tl.constexpr,
 ):  # fmt: skip
-    """Writes grad_k and grad_v [sk, b, g, d] of one block of keys. The blocks of one head are neighbours.
-
-    statistics are the other pass's, which wrote whole blocks of them: they are read without a mask, which would take
-    them 4 bytes at a time.
-    """
+    """Writes grad_k and grad_v [sk, b, g, d] of one block of keys. Programs of one head are neighbours and share its
+    queries in the L2 cache. The grad_q pass wrote whole blocks of statistics, as a masked load reads 4 bytes a time."""
     num_key_blocks, num_groups = tl.cdiv(num_keys, BLOCK_KEYS), num_heads // group_size
     start_key, index = tl.program_id(0) % num_key_blocks * BLOCK_KEYS, tl.program_id(0) // num_key_blocks
     sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
@@ -147,5 +144,5 @@ def _grad_kv_kernel(
 
 
 def launch_grad_kv(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:
-    """Launches the pass for grad_k and grad_v with the kernel's pointers and what DRAWN names."""
+    """Launches the pass for grad_k and grad_v with the kernel's pointers and the numbers that DRAWN names."""
     launch(_grad_kv_kernel, plan, tensors, drawn)

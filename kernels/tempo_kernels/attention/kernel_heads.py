@@ -1,9 +1,9 @@
-"""Attention's backward in one walk, in Triton: programs own whole heads, and compute scores and dropout once.
+"""Computes all three gradients of attention in one walk, in Triton: scores and dropout are computed once, not twice.
 
-FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 2) adds every block's part of the gradient of q to memory. Blocks of
-other programs would do so in another order each time. Here the blocks of keys of a head go to one program, one after
-the other, or to a few, each of which has sums of its own: the order is fixed, and the same inputs give the same bits.
-The sums are float32; a last launch adds them up. kernel.py says where there are enough heads for that.
+FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 2) has a program per block of keys, and all of them add their part of
+grad_q to memory, in another order each time. Here one program walks over all key blocks of a head, or a few programs
+("splits") with float32 sums of their own walk over a share each. A last launch adds up the splits. The order is fixed,
+so the same inputs give the same bits. `kernel.choose_splits` says where there are enough heads to fill a GPU this way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from tempo_kernels.philox.kernel import load_draw
 
 @triton.jit
 def _find_block(step, split, NUM_SPLITS: tl.constexpr):
-    """The block of keys of a step. The splits take turns in being first, so that a causal limit leaves them equal."""
+    """Returns the block of keys of a step. Splits take turns in being first: under a causal limit early blocks have
+    more queries, and taking turns shares them out evenly."""
     turn = split
     if NUM_SPLITS > 1:
         turn = tl.where(step % 2 == 0, split, NUM_SPLITS - 1 - split)
@@ -45,15 +46,15 @@ def _find_block(step, split, NUM_SPLITS: tl.constexpr):
 
 @triton.jit
 def _lay_out(tile, BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """The numbers of a tile [queries, dim] in the order in which sm_90's threads hold them after a product, four at a
-    time: a thread adds 16 bytes at once, and nothing moves between threads."""
+    """Flattens a tile [queries, dim] in the order in which sm_90's threads hold a product, four elements at a time: a
+    thread then adds 16 bytes at once, and nothing moves between threads."""
     tile = tl.reshape(tile, (BLOCK_QUERIES // 16, 2, 8, BLOCK_DIM // 8, 4, 2))
     return tl.reshape(tl.permute(tile, (3, 0, 2, 4, 1, 5)), (BLOCK_QUERIES * BLOCK_DIM,))
 
 
 @triton.jit
 def _lay_back(numbers, BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """The tile [queries, dim] of what _lay_out returned."""
+    """Returns the tile [queries, dim] that _lay_out flattened."""
     tile = tl.reshape(numbers, (BLOCK_DIM // 8, BLOCK_QUERIES // 16, 8, 4, 2, 2))
     return tl.reshape(tl.permute(tile, (1, 4, 2, 0, 3, 5)), (BLOCK_QUERIES, BLOCK_DIM))
 
@@ -65,7 +66,7 @@ def _prepare_kernel(
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics, as kernel_rows.py does, and zeros over the sums, of one block of queries."""
+    """Writes the statistics of one block of queries, as _grad_q_kernel describes them, and zeros into its sums."""
     num_blocks = tl.cdiv(num_queries, PADDING) * (PADDING // BLOCK_QUERIES)
     start_row, index = tl.program_id(0) % num_blocks * BLOCK_QUERIES, (tl.program_id(0) // num_blocks).to(tl.int64)
     sample, head = index // num_heads, index % num_heads
@@ -91,7 +92,7 @@ def _finish_kernel(
     sums_ptr, grad_q_ptr, num_queries, batch, num_heads, softmax_scale, keep_scale,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_QUERIES: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes grad_q [sq, b, a, d] of one block of queries."""
+    """Adds up the splits' sums of one block of queries and writes its grad_q [sq, b, a, d]."""
     num_blocks = tl.cdiv(num_queries, PADDING) * (PADDING // BLOCK_QUERIES)
     start_row, index = tl.program_id(0) % num_blocks * BLOCK_QUERIES, (tl.program_id(0) // num_blocks).to(tl.int64)
     num_rows = batch.to(tl.int64) * num_heads * num_blocks * BLOCK_QUERIES
@@ -119,8 +120,8 @@ def _grad_heads_kernel(
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, KEEPS_APART: tl.constexpr,
 ):  # fmt: skip
-    """Writes grad_k and grad_v [sk, b, g, d] of a key-value head's blocks of keys that are this split's, and adds its
-    queries' part of grad_q to sums [splits, b, a, sq up to a multiple of PADDING, BLOCK_DIM], which begin as zeros."""
+    """Writes grad_k and grad_v [sk, b, g, d] of this split's key blocks of one key-value head, and adds their parts of
+    grad_q to sums [splits, b, a, sq rounded up to a multiple of PADDING, BLOCK_DIM], which begin as zeros."""
     num_groups = num_heads // group_size
     split, index = tl.program_id(0) % NUM_SPLITS, tl.program_id(0) // NUM_SPLITS
     sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
@@ -185,6 +186,7 @@ def _grad_heads_kernel(
             )  # fmt: skip
             grad_scores = grad_scores.to(q.dtype)
             grad_q = tl.dot(grad_scores, k, input_precision="ieee")
+            # No other program adds to these sums. The atomic spares the registers that loading them would take.
             tl.atomic_add(
                 sums_ptr + (head * padded + start_row) * BLOCK_DIM + place,
                 _lay_out(grad_q, BLOCK_QUERIES, BLOCK_DIM),
@@ -215,7 +217,7 @@ _FINISHES = (
 
 
 class HeadPlans(NamedTuple):
-    """Of three launches: two for blocks of queries, and between them one for key-value heads."""
+    """The plans of three launches: two over blocks of queries, and between them one over key-value heads."""
 
     prepare: Plan
     walk: Plan
@@ -223,7 +225,7 @@ class HeadPlans(NamedTuple):
 
 
 def plan_heads(num_row_blocks: int, num_kv_heads: int, **numbers: Any) -> HeadPlans:
-    """How the three kernels are launched; the numbers have the kernels' names."""
+    """Plans the three launches; the numbers have the names of the kernels' arguments."""
     return HeadPlans(
         Plan((num_row_blocks,), **{name: numbers[name] for name in _PREPARES}),
         Plan((num_kv_heads * numbers["NUM_SPLITS"],), DRAWN, **numbers),
@@ -237,7 +239,7 @@ def launch_prepare(plan: Plan, tensors: Sequence[Tensor]) -> None:
 
 
 def launch_walk(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:
-    """Fills grad_k and grad_v, and adds to the sums, with the kernel's pointers and what DRAWN names."""
+    """Fills grad_k and grad_v and adds to the sums, with the kernel's pointers and the numbers that DRAWN names."""
     launch(_grad_heads_kernel, plan, tensors, drawn)
 
 

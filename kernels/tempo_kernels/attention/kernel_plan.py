@@ -1,4 +1,4 @@
-"""How attention's passes are launched: everything that depends on shapes, strides and settings, and on no number."""
+"""Plans the launches of attention's passes: all launch arguments that follow from shapes, strides and settings."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Strides = tuple[int, ...]
 
 
 class Shape(NamedTuple):
-    """How a pass is cut into programs."""
+    """The tile, warps and pipeline stages of a pass."""
 
     queries: int
     keys: int
     warps: int
     stages: int
-    # Whether a tile that every query sees whole jumps over the code that limits it. Before sm_90 the tensor cores' own
-    # layout has to be kept from one product to the next; the compiler loses it at the jump, at a higher price.
+    # Whether a tile in which every query sees every key jumps over the masking code. Before sm_90 a branch costs more
+    # than it saves: the compiler loses the tensor cores' layout there, which the next product needs.
     branches: bool
 
 
 class Form(NamedTuple):
-    """What the launches of a call depend on, apart from its tensors and the numbers that DRAWN names."""
+    """All that a call's launches depend on, apart from its tensors and the numbers that DRAWN names."""
 
     q_shape: torch.Size
     k_shape: torch.Size
@@ -50,7 +50,7 @@ class Form(NamedTuple):
 
 
 class WalkPlans(NamedTuple):
-    """Of backward in two walks."""
+    """The plans of backward in two walks."""
 
     statistics_shape: tuple[int, ...]
     grad_q: Plan
@@ -58,7 +58,7 @@ class WalkPlans(NamedTuple):
 
 
 class HeadsPlans(NamedTuple):
-    """Of backward in one walk."""
+    """The plans of backward in one walk."""
 
     statistics_shape: tuple[int, ...]
     sums_shape: tuple[int, ...]
@@ -67,14 +67,14 @@ class HeadsPlans(NamedTuple):
 
 @cache_plans
 def plan_forward(form: Form, shape: Shape) -> Plan:
-    """How `kernel_rows.launch_forward` launches."""
+    """Plans `kernel_rows.launch_forward`."""
     num_queries, batch, heads, _ = form.q_shape
     return Plan((-(-num_queries // shape.queries) * batch * heads,), DRAWN, **_list_numbers(form, shape))
 
 
 @cache_plans
 def plan_two_walks(form: Form, shape: Shape, kv_shape: Shape, keeps_apart: bool) -> WalkPlans:
-    """How `kernel_rows.launch_grad_q` and `kernel_columns.launch_grad_kv` launch."""
+    """Plans `kernel_rows.launch_grad_q` and `kernel_columns.launch_grad_kv`."""
     num_queries, batch, heads, _ = form.q_shape
     blocks, kv_blocks = -(-num_queries // shape.queries), -(-form.k_shape[0] // kv_shape.keys)
     scale = form.softmax_scale
@@ -88,7 +88,7 @@ def plan_two_walks(form: Form, shape: Shape, kv_shape: Shape, keeps_apart: bool)
 
 @cache_plans
 def plan_one_walk(form: Form, shape: Shape, splits: int) -> HeadsPlans:
-    """How kernel_heads.py launches."""
+    """Plans the three launches of kernel_heads.py."""
     num_queries, batch, heads, _ = form.q_shape
     padded, numbers = _pad(num_queries), _list_numbers(form, shape)
     numbers |= {"softmax_scale": form.softmax_scale, "NUM_SPLITS": splits, "KEEPS_APART": True}
@@ -100,13 +100,13 @@ def plan_one_walk(form: Form, shape: Shape, splits: int) -> HeadsPlans:
 
 
 def _pad(num_queries: int) -> int:
-    """The rows of the statistics."""
+    """Rounds up to the rows of the statistics."""
     multiple: int = PADDING.value
     return -(-num_queries // multiple) * multiple
 
 
 def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:
-    """The launch arguments that every pass has, neither tensors nor of one call."""
+    """Lists the launch arguments that all passes share: neither tensors nor numbers of a single call."""
     (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = form.q_shape, form.k_shape
     shapes = (form.q_shape, form.k_shape, form.k_shape, form.q_shape)
     steps = {
@@ -114,7 +114,8 @@ def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:
         for name, sizes, strides in zip("q k v grad".split(), shapes, form.strides, strict=False)
         for axis, size, stride in zip(("row", "sample", "head"), sizes[:3], strides[:3], strict=True)
     }
-    # In units of 8 elements, so that the compiler knows them for multiples.
+    # Strides are passed in units of 8 elements where they can be: as varying arguments they are not specialized, and
+    # the multiplication by UNIT is how the compiler learns that loads are aligned to 16 bytes.
     unit = 8 if all(step % 8 == 0 for step in steps.values()) else 1
     limits = Settings(form.causal, form.softmax_scale, form.dropout_p, None, None, 0, form.window_size)
     first, last = limits.find_window(num_queries, num_keys)

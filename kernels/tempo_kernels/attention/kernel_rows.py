@@ -1,10 +1,9 @@
-"""Attention in blocks of queries, in Triton: forward, and the gradient of q.
+"""Computes attention's forward and the gradient of q in Triton, a block of queries per program.
 
 After FlashAttention-2 (Dao, arXiv 2307.08691, algorithms 1 and 2). A program owns a block of queries of one head and
 walks over the keys that they see. Forward is an online softmax: it keeps each row's running maximum and running sum,
-rescales the output when the maximum grows, and divides once, at the end. The gradient of q is one more walk, over
-probabilities computed again from the logsumexp. Scores are limited only in blocks that some queries do not see whole;
-the longest blocks start first, so that no multiprocessor is left with one at the end.
+rescales the output when the maximum grows, and divides once, at the end. The gradient of q takes one more walk, over
+probabilities computed again from the logsumexp. Only blocks of keys that some of the queries do not see are masked.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ from tempo_kernels.philox.kernel import load_draw
 
 @triton.jit
 def _find_place(num_queries, num_heads, group_size, BLOCK_QUERIES: tl.constexpr):
-    """(first query, sample, query head, key-value head) of this program. The blocks of one head are neighbours. The
-    last ones go first: under a causal limit they are the longest."""
+    """Returns (first query, sample, query head, key-value head) of this program. The blocks of one head are neighbours
+    and share its keys in the L2 cache. The last block of queries goes first: under a causal limit it takes longest, and
+    would keep one multiprocessor busy after all others are done if it started late."""
     num_blocks = tl.cdiv(num_queries, BLOCK_QUERIES)
     block, index = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
     head = index % num_heads
@@ -52,7 +52,7 @@ def _find_keys(
     start_row, num_queries, num_seen, first_offset, last_offset,
     LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """(first, full_start, full_stop, stop) of the keys that this block of queries sees.
+    """Returns (first, full_start, full_stop, stop) of the keys that this block of queries sees.
 
     In [full_start, full_stop) every query sees every key. first is a multiple of BLOCK_KEYS.
     """
@@ -80,7 +80,7 @@ def _forward_kernel(
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Writes out [sq, b, a, d], and the logsumexp [b, a, sq] in units of the unscaled scores, of a block of queries."""
+    """Writes out [sq, b, a, d] and the logsumexp [b, a, sq], in units of the unscaled scores, of a block of queries."""
     start_row, sample, head, kv_head = _find_place(num_queries, num_heads, group_size, BLOCK_QUERIES)
     num_seen = count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS)
     first, full_start, full_stop, stop = _find_keys(
@@ -113,10 +113,10 @@ def _forward_kernel(
         is_edge = (start_key < full_start) | (start_key + BLOCK_KEYS > full_stop)
         scores = hide_unseen(scores, first_key, last_key, start_key, is_edge, LIMITS_LEFT, BRANCHES, BLOCK_KEYS, False)
         new_top = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen nothing yet must not subtract minus infinity from itself.
+        # A row that has seen no key yet would subtract minus infinity from itself, which gives NaN.
         finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         if HAS_MASK or PRECISE:
-            # This rounds the difference, not the scores. Between masked scores it is 0, as in the other passes.
+            # Subtract before scaling: masked scores are huge and would round, while their difference is exactly 0.
             probabilities = tl.exp2((scores - finite_top[:, None]) * scale)
         else:
             probabilities = tl.exp2(scores * scale - (finite_top * scale)[:, None])
@@ -134,8 +134,8 @@ def _forward_kernel(
     total = tl.where(sees_nothing, 1.0, total)
     logsumexp = top + tl.log2(total) / scale
     if HAS_MASK:
-        # Added to a masked score, the sum's logarithm would lose its digits. Where a masked score is the top, the
-        # logsumexp is therefore relative to it, and the last bit says so.
+        # A masked score is so large that adding the logarithm of the sum to it would lose the logarithm's digits. Where
+        # the top is a masked score, we therefore store the logsumexp relative to it, and mark that in the last bit.
         hides_all = top == masked_score
         bits = tl.where(hides_all, tl.log2(total) / scale, logsumexp).to(tl.int32, bitcast=True)
         logsumexp = ((bits & ~1) | hides_all.to(tl.int32)).to(tl.float32, bitcast=True)
@@ -162,14 +162,14 @@ def _grad_q_kernel(
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Writes grad_q of one block of queries, and its part of the statistics that the other pass reads.
+    """Writes grad_q of one block of queries, and its part of the statistics that the pass for k and v reads.
 
-    These are [2, b, a, sq up to a multiple of PADDING]: the logsumexp, infinite behind the last query, and delta, a
-    row's sum of out * grad_out, divided by dropout's scale.
+    statistics [2, b, a, sq rounded up to a multiple of PADDING] hold the logsumexp, infinite behind the last query, and
+    delta, the row's sum of out * grad_out divided by dropout's scale.
 
-    PRECISE walks over the keys once more. It divides the probabilities by their sum (norm is its inverse), and sums
-    delta from the terms that delta is subtracted from: in float32 the roundings of logsumexp and out are the largest
-    errors.
+    In float32 the roundings of logsumexp and out are the largest errors. PRECISE avoids both by a further walk over the
+    keys: it divides the probabilities by their sum (norm is its inverse) and sums delta from the same terms from which
+    delta is subtracted later.
     """
     start_row, sample, head, kv_head = _find_place(num_queries, num_heads, group_size, BLOCK_QUERIES)
     num_seen = count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS)
@@ -245,10 +245,10 @@ def _grad_q_kernel(
 
 
 def launch_forward(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:
-    """Launches the forward pass with the kernel's pointers and what DRAWN names."""
+    """Launches the forward pass with the kernel's pointers and the numbers that DRAWN names."""
     launch(_forward_kernel, plan, tensors, drawn)
 
 
 def launch_grad_q(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:
-    """Launches the pass for grad_q and delta with the kernel's pointers and what DRAWN names."""
+    """Launches the pass for grad_q and delta with the kernel's pointers and the numbers that DRAWN names."""
     launch(_grad_q_kernel, plan, tensors, drawn)

@@ -1,17 +1,17 @@
-"""What the kernels of attention do with one tile of scores. A tile is [queries, keys] where a program owns queries, and
-[keys, queries] (KEYS_FIRST) where it owns keys.
+"""Device functions that attention's kernels share: loads, masks, dropout and softmax of one tile of scores.
 
-Recomputed probabilities are exp(scores - logsumexp), and the scores' gradient is P * (dP - delta): equations of
-FlashAttention-2 (Dao, arXiv 2307.08691, algorithms 1 and 2). Exponentials are powers of two, which the GPU has an
-instruction for; scale therefore holds log2(e).
+A tile is [queries, keys] where a program owns queries, and [keys, queries] (KEYS_FIRST) where it owns keys. Recomputed
+probabilities are P = exp(scores - logsumexp), and the gradient of the scores is P * (dP - delta), as in
+FlashAttention-2 (Dao, arXiv 2307.08691, algorithms 1 and 2). Exponentials are powers of two, for which the GPU has an
+instruction; scale therefore includes log2(e).
 
-Keys are not in order within a tile; attention knows no order of keys. Tensor cores give a thread the columns 2 t,
-2 t + 1, 8 + 2 t, 8 + 2 t + 1, ... of rows r and r + 8, where t is the thread's number modulo 4. One call of Philox
-serves eight neighbouring keys of one query. Rows of K and V are loaded in such an order that a thread's columns are
-neighbouring keys: the thread draws what it needs once, and nothing moves between threads. In the keys' own order the
-mask of a tile of 128 x 64 took 24 more stores to shared memory, 24 more loads from it and five more barriers. With
-KEYS_FIRST a thread has only two or four keys of a query. There r and r + 8 are neighbours: a thread needs one word of
-each call, and these words move.
+Keys are permuted within a tile, so that dropout moves nothing between threads; attention does not depend on the order
+of keys. Tensor cores give a thread the columns 2 t, 2 t + 1, 8 + 2 t, 8 + 2 t + 1, ... of rows r and r + 8, where t is
+the thread's number modulo 4. One call of Philox serves eight neighbouring keys of one query. Rows of K and V are loaded
+in such an order that a thread's columns are neighbouring keys, so that it draws for itself alone. In the keys' own
+order the mask of a tile of 128 x 64 took 24 more stores to shared memory, 24 more loads and five more barriers. With
+KEYS_FIRST a thread has only two or four keys of a query. There r and r + 8 are neighbouring keys: a thread needs one
+word of each call, and these words do move.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import triton.language as tl
 
 from tempo_kernels.philox.kernel import philox4x32
 
-# triton 3.3 cannot compile the joins of a transposed tile. With it, every key makes a call of Philox of its own.
+# triton 3.3 cannot compile the joins of a transposed tile. There each key makes its own call of Philox.
 JOINS_TRANSPOSED = tl.constexpr(not triton.__version__.startswith("3.3."))
 
-# Every block of queries divides it.
+# Rows of the statistics are rounded up to this: every BLOCK_QUERIES divides it, so that no load needs a mask.
 PADDING = tl.constexpr(128)
 
-# Arguments that change from call to call or from layer to layer. No value of theirs compiles a kernel anew.
+# Arguments that change from call to call or from layer to layer: do_not_specialize keeps Triton from compiling a kernel
+# anew for a value that is 1 or divisible by 16.
 VARYING = [f"{name}_{axis}" for name in ("q", "k", "v", "grad") for axis in ("row", "sample", "head")]
 VARYING += ["mask_sample", "mask_head", "mask_row", "mask_column"]
 VARYING += ["num_queries", "num_keys", "batch", "num_heads", "group_size", "first_offset", "last_offset"]
@@ -38,7 +39,7 @@ VARYING += [*DRAWN, "limit"]
 
 @triton.jit
 def order_keys(BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """For each place in the tile, the key that is there."""
+    """Returns the key at each place of the permuted tile; the module's docstring says why it is permuted."""
     index = tl.arange(0, BLOCK_KEYS)
     if KEYS_FIRST:
         key = (index & ~15) | ((index & 7) << 1) | (index >> 3 & 1)
@@ -49,7 +50,7 @@ def order_keys(BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def reorder_keys(tile, KEYS_FIRST: tl.constexpr):
-    """From a tile whose keys are in their own order, the tile in the order of order_keys."""
+    """Permutes a tile whose keys are in their own order to that of order_keys."""
     num_rows: tl.constexpr = tile.shape[0]
     num_columns: tl.constexpr = tile.shape[1]
     if KEYS_FIRST:
@@ -61,13 +62,13 @@ def reorder_keys(tile, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def expand_queries(x, KEYS_FIRST: tl.constexpr):
-    """x [queries] in the shape that broadcasts over a tile."""
+    """Gives x [queries] the shape that broadcasts over a tile."""
     return x[None, :] if KEYS_FIRST else x[:, None]
 
 
 @triton.jit
 def expand_keys(x, KEYS_FIRST: tl.constexpr):
-    """x [keys] in the shape that broadcasts over a tile."""
+    """Gives x [keys] the shape that broadcasts over a tile."""
     return x[:, None] if KEYS_FIRST else x[None, :]
 
 
@@ -75,10 +76,8 @@ def expand_keys(x, KEYS_FIRST: tl.constexpr):
 def draw_drops(
     row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr
 ):
-    """Where dropout drops, int1, for queries row [m]; head and sample (int64) are scalars.
-
-    The bits are those of drop_mask in philox/kernel.py.
-    """
+    """Returns where dropout drops, int1, for queries row [m]; head and sample (int64) are scalars. These are the bits
+    of drop_mask in philox/kernel.py."""
     group = start_key // 8 + tl.arange(0, BLOCK_KEYS // 8)
     word0, word1, word2, word3 = philox4x32(
         group[None, :].to(tl.uint32),
@@ -90,13 +89,13 @@ def draw_drops(
     )
     limit = limit.to(tl.uint32)
     if KEYS_FIRST:
-        # [m, keys / 8, 2, 2], [first or second pair][word of the pair]. The compiler draws each of four joined tensors
-        # once and moves it, as a transposed tile needs it.
+        # [m, keys / 8, 2, 2]: pair, word of the pair. A transposed tile needs words of other threads, and of joined
+        # tensors the compiler draws each once and then moves it.
         words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
         drops = tl.join((words & 0xFFFF) < limit, words < (limit << 16))
     else:
-        # [m, keys / 8, 4, 2], [word][half of it]: the compiler computes each element where it is used, and nothing
-        # moves. Of joined tensors Triton 3.6 would take a layout before sm_90 whose products move probabilities.
+        # [m, keys / 8, 4, 2]: word, half of the word. Selected by index, not joined, each element is computed by the
+        # thread that uses it. For joins Triton 3.6 chooses, before sm_90, a layout whose products move probabilities.
         index, half = tl.arange(0, 4)[None, None, :], tl.arange(0, 2)[None, None, None, :]
         first = word0.to(tl.uint64) | (word1.to(tl.uint64) << 32)
         second = word2.to(tl.uint64) | (word3.to(tl.uint64) << 32)
@@ -111,7 +110,7 @@ def draw_drops(
 
 @triton.jit
 def draw_drops_key_by_key(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS: tl.constexpr):
-    """As draw_drops with KEYS_FIRST, at eight times its price."""
+    """Returns the same bits as draw_drops with KEYS_FIRST, by a call of Philox per key instead of one for eight."""
     key = (start_key + order_keys(BLOCK_KEYS, True))[:, None]
     word0, word1, word2, word3 = philox4x32(
         (key // 8).to(tl.uint32),
@@ -128,7 +127,8 @@ def draw_drops_key_by_key(row, start_key, head, sample, key_low, key_high, limit
 
 @triton.jit
 def load_rows(ptr, start, row, stride, num_rows, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Rows start + row [m] of a matrix [num_rows, HEAD_DIM], as [m, BLOCK_DIM] with zeros outside of the matrix."""
+    """Loads rows start + row [m] of a matrix [num_rows, HEAD_DIM] as [m, BLOCK_DIM], with zeros outside of the matrix.
+    Only the offset of `start` needs 64 bits; kernel.MAX_ROW_ELEMENTS keeps those within a block in 32."""
     dim = tl.arange(0, BLOCK_DIM)
     inside = (start + row < num_rows)[:, None]
     if HEAD_DIM < BLOCK_DIM:
@@ -139,7 +139,7 @@ def load_rows(ptr, start, row, stride, num_rows, HEAD_DIM: tl.constexpr, BLOCK_D
 
 @triton.jit
 def store_rows(ptr, start, row, stride, num_rows, value, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Writes value [m, BLOCK_DIM] where load_rows reads."""
+    """Stores value [m, BLOCK_DIM] where load_rows reads."""
     dim = tl.arange(0, BLOCK_DIM)
     pointers = ptr + start * stride.to(tl.int64) + (row.to(tl.int64)[:, None] * stride + dim[None, :])
     inside = (start + row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -151,7 +151,7 @@ def load_mask(
     ptr, row, start_key, stride_query, stride_key, num_queries, num_keys,
     BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Whether the caller's mask hides, int1, for queries row [m]."""
+    """Loads whether the caller's mask hides each key, int1, for queries row [m]."""
     key = start_key + tl.arange(0, BLOCK_KEYS)
     pointers = ptr + expand_queries(row.to(tl.int64) * stride_query, KEYS_FIRST)
     pointers += expand_keys(key.to(tl.int64) * stride_key, KEYS_FIRST)
@@ -161,7 +161,7 @@ def load_mask(
 
 @triton.jit
 def count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS: tl.constexpr):
-    """How many keys the sample has."""
+    """Returns how many keys the sample has, clamped to those that exist."""
     num_seen = num_keys
     if HAS_LENGTHS:
         num_seen = tl.minimum(tl.maximum(tl.load(lengths_ptr + sample), 0), num_keys).to(tl.int32)
@@ -170,8 +170,8 @@ def count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS: tl.constexpr):
 
 @triton.jit
 def find_seen_keys(row, first_offset, last_offset, num_seen, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr):
-    """(first, last) key that queries row [m] see of the num_seen keys: row + first_offset and row + last_offset, where
-    they are limited."""
+    """Returns the (first, last) key that queries row [m] see of num_seen keys: row + first_offset to row + last_offset,
+    where the side is limited."""
     first_key, last_key = row * 0, row * 0 + (num_seen - 1)
     if LIMITS_LEFT:
         first_key = row + first_offset
@@ -185,10 +185,8 @@ def hide_unseen(
     scores, first_key, last_key, start_key, is_edge,
     LIMITS_LEFT: tl.constexpr, BRANCHES: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """scores with minus infinity where a query does not see the key; first_key and last_key are find_seen_keys's.
-
-    BRANCHES jumps over the work where the tile is no edge: every query sees every key of it.
-    """
+    """Returns scores with minus infinity where a query does not see the key; first_key and last_key are those of
+    find_seen_keys. With BRANCHES, tiles in which every query sees every key skip the work."""
     if BRANCHES:
         if is_edge:
             scores = _hide(scores, first_key, last_key, start_key, LIMITS_LEFT, BLOCK_KEYS, KEYS_FIRST)
@@ -211,7 +209,7 @@ def _hide(
 
 @triton.jit
 def multiply(queries, keys, KEYS_FIRST: tl.constexpr):
-    """The tile of products of queries [m, d] and keys [n, d], exact where they are float32."""
+    """Multiplies queries [m, d] and keys [n, d] to a tile; float32 products are exact, not TF32."""
     if KEYS_FIRST:
         products = tl.dot(keys, tl.trans(queries), input_precision="ieee")
     else:
@@ -224,9 +222,9 @@ IS_COMPILED = tl.constexpr(isinstance(multiply, triton.JITFunction))  # Triton's
 
 @triton.jit
 def keep_apart(sums):
-    """The same sums, of which the compiler does not know it. On sm_90 a product is added to its sums while others run;
-    where ptxas sees the sums of a loop move between registers at its end, it makes every product wait for the last
-    (its warning C7515). Of probabilities it keeps LLVM from dropping them in pairs of 16 bits, at twice the price."""
+    """Returns the sums unchanged, but hides from the compiler that it does. On sm_90 wgmma adds a product to its sums
+    asynchronously. Where ptxas sees a loop's sums move between registers at its end, it serializes all products
+    (warning C7515). Applied to probabilities, it keeps LLVM from masking pairs of 16 bits, at twice the cost."""
     if IS_COMPILED:
         sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], dtype=tl.float32, is_pure=True, pack=1)
     return sums
@@ -234,8 +232,8 @@ def keep_apart(sums):
 
 @triton.jit
 def compute_anew(number):
-    """The same 32-bit number, of which the compiler does not know it. A loop that passes a number on to its next turn
-    by this computes anew what follows from it; else it would be kept in registers that are needed for the tile."""
+    """Returns the 32-bit number unchanged, but hides from the compiler that it does. A loop that passes a stride on to
+    its next iteration this way computes offsets anew, where they would else occupy registers that the tile needs."""
     if IS_COMPILED:
         number = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=True, pack=1)
     return number
@@ -248,7 +246,7 @@ def find_probabilities(
     LIMITS_LEFT: tl.constexpr, HAS_MASK: tl.constexpr, PRECISE: tl.constexpr, BRANCHES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """(probabilities before dropout in float32, int1 where the caller's mask hides), by exp(scores - logsumexp)."""
+    """Computes exp(scores - logsumexp): probabilities before dropout in float32, and int1 where the mask hides."""
     scores = multiply(q, k, KEYS_FIRST)
     hides = False
     if HAS_MASK:
@@ -256,7 +254,7 @@ def find_probabilities(
             mask_ptr, row, start_key, mask_row, mask_column, num_queries, num_keys, BLOCK_KEYS, KEYS_FIRST
         )
         scores = tl.where(hides, masked_score, scores)
-        # The last bit says that the logsumexp is relative to the masked score; the end of the forward kernel says why.
+        # A last bit of 1 marks a logsumexp that is relative to the masked score; the end of _forward_kernel says why.
         origin = tl.where((logsumexp.to(tl.int32, bitcast=True) & 1) == 1, masked_score, 0.0)
         scores -= expand_queries(origin, KEYS_FIRST)
     scores = hide_unseen(scores, first_key, last_key, start_key, is_edge, LIMITS_LEFT, BRANCHES, BLOCK_KEYS, KEYS_FIRST)
@@ -272,8 +270,8 @@ def find_score_gradients(
     probabilities, hides, v, grad_out, delta, row, start_key, head, sample, key_low, key_high, limit,
     HAS_MASK: tl.constexpr, DRAWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """(probabilities after dropout, gradient of the scaled scores) in float32, both without dropout's scale, by which
-    delta is divided."""
+    """Returns probabilities after dropout and the gradient of the scaled scores, in float32. Both lack the factor of
+    dropout's scale 1 / (1 - p), by which delta is divided too: the kernels multiply their finished sums by it once."""
     grad_probabilities = multiply(grad_out, v, KEYS_FIRST)
     kept = probabilities
     if DRAWS:
@@ -283,7 +281,7 @@ def find_score_gradients(
             drops = draw_drops_key_by_key(row, start_key, head, sample, key_low, key_high, limit, BLOCK_KEYS)
         kept = tl.where(drops, 0.0, probabilities)
     if DRAWS and v.dtype != tl.float32:
-        # One selection less; what it rounds more is far below what the products of 16 bits round.
+        # D * dP - P * delta needs no second selection. Its extra rounding is far below that of 16-bit products.
         grad_scores = kept * grad_probabilities - probabilities * expand_queries(delta, KEYS_FIRST)
     else:
         if DRAWS:

@@ -1,4 +1,4 @@
-"""What attention is given: Inputs are tensors, Settings numbers; how they pass through an operator; what is Kept."""
+"""Holds attention's arguments: Inputs are its tensors, Settings its numbers, Kept what backward gets of forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPERANDS = (
 
 
 class Inputs(NamedTuple):
-    """The tensors, of the shapes and dtypes that `attention` says."""
+    """The tensors, with the shapes and dtypes that `attention` documents."""
 
     q: Tensor
     k: Tensor
@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What backward gets of forward's results: the logsumexp, or in the softmax form the probabilities."""
+    """Forward's results that backward needs: the logsumexp, or in the softmax form the probabilities."""
 
     out: Tensor | None
     logsumexp: Tensor | None
@@ -50,7 +50,7 @@ class Settings:
 
     @property
     def operands(self) -> tuple[Any, ...]:
-        """What an operator takes in their place, by the schema OPERANDS."""
+        """Returns the flat operands of an operator, in the order of the schema OPERANDS."""
         numbers, (key, first_sample) = self.split()
         window = None if self.window_size is None else list(self.window_size)
         draw = (*split_key(numbers.dropout_key), key, numbers.first_sample or 0, first_sample, self.first_head)
@@ -58,14 +58,14 @@ class Settings:
 
     @classmethod
     def of(cls, *operands: Any) -> Settings:
-        """The settings that `operands` gave."""
+        """Builds the settings from what `operands` returned."""
         causal, scale, p, low, high, key, number, first_sample, first_head, window = operands
         key = join_key(low, high) if key is None else key
         first_sample = number if first_sample is None else first_sample
         return cls(causal, scale, p, key, first_sample, first_head, None if window is None else tuple(window))
 
     def split(self) -> tuple[Settings, list[Tensor | None]]:
-        """The settings without their tensors, and the tensors: autograd keeps those and notices a change of them."""
+        """Returns the settings without their tensors, and the tensors, which autograd keeps and checks for changes."""
         numbers = (self.dropout_key, self.first_sample)
         if not (isinstance(numbers[0], Tensor) or isinstance(numbers[1], Tensor)):
             return self, [None, None]
@@ -74,7 +74,7 @@ class Settings:
         return dataclasses.replace(self, dropout_key=key, first_sample=first_sample), tensors
 
     def join(self, key: Tensor | None, first_sample: Tensor | None) -> Settings:
-        """The whole settings again, from what `split` returned."""
+        """Puts the tensors that `split` took out back in."""
         if key is None and first_sample is None:
             return self
         return dataclasses.replace(
@@ -85,7 +85,7 @@ class Settings:
 
     @property
     def keep_scale(self) -> float:
-        """What survivors of dropout are multiplied with."""
+        """1 / (1 - p): the factor of the probabilities that survive dropout."""
         return 1.0 / (1.0 - effective_probability(self.dropout_p))
 
     def find_window(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:

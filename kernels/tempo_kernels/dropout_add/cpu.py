@@ -1,7 +1,7 @@
-"""residual + dropout(x + bias) of eager.py, fast on a CPU, where the cost is passes over memory.
+"""Computes residual + dropout(x + bias) on a CPU, where the cost is passes over memory; eager.py is the specification.
 
-Work goes block by block of rows, so that what is between an input and an output stays in the cache. philox compiles the
-words; a float32 output is its own memory to compute in.
+Work goes by blocks of rows, so that intermediate results stay in the cache. A float32 output serves as its own buffer.
+The random words come from philox, which compiles them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from tempo_kernels.dropout_add.draw import Draw
 from tempo_kernels.philox import drop_, effective_probability, keep_bits
 
-BLOCK_ELEMENTS = 1 << 19  # a call of Philox has to be worth its overhead
+BLOCK_ELEMENTS = 1 << 19  # large enough that a call of Philox is worth its overhead
 
 
 def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw) -> Tensor:
@@ -38,7 +38,7 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw)
         elif residual.dtype == block.dtype:
             torch.add(residual[rows], block, alpha=scale, out=out[rows])
         else:
-            # torch takes longer to add two dtypes into a third tensor than into the wider one of the two.
+            # Adding two dtypes is faster in torch when the result goes into the wider of the two tensors.
             out[rows] = block.mul_(scale).add_(residual[rows])
     return out
 
@@ -67,9 +67,9 @@ def backward(
 
 
 def _blocks(out: Tensor, draw: Draw) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Consecutive blocks of rows: where, memory [rows, b, h] to compute in, and what dropout keeps (None: all).
+    """Yields consecutive blocks of rows: the slice, a buffer [rows, b, h], and what dropout keeps (None: all).
 
-    The memory is that of out's rows themselves where its dtype is the one to compute in.
+    If out has the dtype to compute in, the buffer is out's own rows.
     """
     num_rows, batch, num_columns = out.shape
     step = max(1, BLOCK_ELEMENTS // max(1, batch * num_columns))

@@ -1,4 +1,4 @@
-"""What a dropout mask is drawn from, as numbers or as device data, and the checks of what it is applied to."""
+"""Holds the numbers or device data from which a dropout mask is drawn, and checks the tensors that it is applied to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Draw(NamedTuple):
     first_row: int
 
     def check(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-        """Raises ValueError where the tensors do not fit one another, or the draw does not fit them."""
+        """Raises ValueError unless the tensors fit one another and the draw fits them."""
         shape = x.shape
         if len(shape) != 3 or not x.is_floating_point():
             raise ValueError(
@@ -64,7 +64,7 @@ class Draw(NamedTuple):
     def from_operands(
         cls, p: float, low: int, high: int, key: Tensor | None, number: int, first_sample: Tensor | None, first_row: int
     ) -> Draw:
-        """The draw that `operands` gave."""
+        """Builds the draw from what `operands` returned."""
         return cls(
             p,
             join_key(low, high) if key is None else key,
@@ -74,12 +74,12 @@ class Draw(NamedTuple):
 
     @property
     def operands(self) -> tuple[Any, ...]:
-        """What an operator takes in its place, by the schema OPERANDS."""
+        """Returns the flat operands of an operator, in the order of the schema OPERANDS."""
         numbers, (key, first_sample) = self.split()
         return self.p, *split_key(numbers.key), key, numbers.first_sample, first_sample, self.first_row
 
     def split(self) -> tuple[Draw, list[Tensor | None]]:
-        """The draw without its tensors, and the tensors, which autograd is to keep: it notices when one is changed."""
+        """Returns the draw without its tensors, and the tensors, which autograd keeps and checks for changes."""
         if isinstance(self.key, int) and isinstance(self.first_sample, int):
             return self, [None, None]
         tensors = [number if isinstance(number, Tensor) else None for number in (self.key, self.first_sample)]
@@ -87,7 +87,7 @@ class Draw(NamedTuple):
         return Draw(self.p, key, first_sample, self.first_row), tensors
 
     def join(self, key: Tensor | None, first_sample: Tensor | None) -> Draw:
-        """The whole draw from what `split` made of it."""
+        """Puts the tensors that `split` took out back in."""
         if key is None and first_sample is None:
             return self
         return Draw(

@@ -1,9 +1,9 @@
-"""residual + dropout(x + bias) in plain torch: the specification.
+"""Specifies residual + dropout(x + bias) in plain torch.
 
     out = residual + keep * (x + bias) * scale       grad_x = keep * grad_out * scale,  grad_bias = sum of grad_x
 
-keep is 0 or 1, drawn by position (see tempo_kernels.philox), and scale is 1 / (1 - p), of the p that 16 bits realise.
-Arithmetic is float32 (float64 for float64 inputs) with one rounding at the end.
+keep is 0 or 1, drawn by position (see tempo_kernels.philox). scale is 1 / (1 - p), where p is the probability rounded
+to 16 bits. Arithmetic is float32 (float64 for float64 inputs) with one rounding at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tempo_kernels.philox import drop_mask, effective_probability
 
 
 def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw) -> Tensor:
-    """out [s, b, h], contiguous."""
+    """Returns out [s, b, h], contiguous."""
     total = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
     out = _drop(total if bias is None else total + bias, draw)
     return (out if residual is None else residual + out).to(x.dtype)
@@ -25,14 +25,14 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw)
 def backward(
     grad_out: Tensor, draw: Draw, has_grad_bias: bool, sum_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """grad_x [s, b, h], contiguous, and its sum over s and b, [h] of sum_dtype; None for the one it is computed in,
-    float32 or float64."""
+    """Returns grad_x [s, b, h], contiguous, and its sum over s and b, [h], in sum_dtype; sum_dtype None is the dtype of
+    the arithmetic."""
     grad_x = _drop(grad_out.contiguous().to(torch.promote_types(grad_out.dtype, torch.float32)), draw)
     return grad_x.to(grad_out.dtype), grad_x.sum((0, 1)).to(sum_dtype or grad_x.dtype) if has_grad_bias else None
 
 
 def _drop(x: Tensor, draw: Draw) -> Tensor:
-    """x * scale where dropout keeps, 0 where it drops, even NaN."""
+    """Returns x * scale where dropout keeps and 0 where it drops, even if x is NaN there."""
     if draw.p == 0:
         return x
     row, sample = (torch.arange(n, dtype=torch.int64, device=x.device) for n in x.shape[:2])

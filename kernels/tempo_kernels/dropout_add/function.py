@@ -1,4 +1,4 @@
-"""bias_dropout_add: the backend and the autograd.Function."""
+"""Defines `bias_dropout_add`: chooses the backend and holds the autograd.Function."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bias_dropout_add(
     first_sample: int | Tensor = 0,
     first_row: int = 0,
 ) -> Tensor:
-    """residual + dropout(x + bias), with a mask that depends on positions only and is redrawn in backward.
+    """Computes residual + dropout(x + bias), with a mask that depends on positions only and is redrawn in backward.
 
     Args:
         x: [s, b, h], floating point, any strides.
@@ -38,13 +38,13 @@ def bias_dropout_add(
         first_row: global index of x[0] in the sequence (not 0 on a sequence-parallel rank).
 
     key and first_sample may each be a 0-dim int64 tensor on x's device (the key's 64 bits as a signed number). On a GPU
-    only the kernels read it, in forward and again in backward: a CUDA graph draws anew at each replay from what the
-    memory then holds, which must not change between a forward and its backward.
+    only the kernels read it, in forward and again in backward. So a replayed CUDA graph draws a new mask from whatever
+    the tensor holds at that time; it must not change between a forward and its backward.
 
     Returns:
         [s, b, h] of x's dtype, new memory. x and residual stay as they are.
 
-    Keeps for backward: nothing but four numbers, of which those that are tensors stay tensors (8 bytes each).
+    Keeps for backward: four numbers; key and first_sample stay tensors if they are (8 bytes each).
     Error: one rounding of the float32 result (stock rounds after each of three steps).
     Raises: ValueError for shapes, dtypes, devices or a probability that do not fit; RuntimeError on a second
         derivative, and where key or first_sample was written to between forward and backward.
@@ -73,7 +73,7 @@ def _allocate_gradients(grad_out: Tensor, bias_dtype: torch.dtype | None, *_: An
     f"bias_dropout_add_backward(Tensor grad_out, ScalarType? bias_dtype, {OPERANDS}) -> Tensor[]", _allocate_gradients
 )
 def _backward(grad_out: Tensor, bias_dtype: torch.dtype | None, *operands: Any) -> list[Tensor]:
-    """grad_x and, where a dtype says that it is asked for, grad_bias."""
+    """Returns grad_x and, if bias_dtype is given, grad_bias in that dtype."""
     grads = _differentiate(grad_out, Draw.from_operands(*operands), bias_dtype)
     return [grad for grad in grads if grad is not None]
 

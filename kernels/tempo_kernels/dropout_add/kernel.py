@@ -1,10 +1,10 @@
-"""residual + dropout(x + bias) in Triton; eager.py is the specification.
+"""Computes residual + dropout(x + bias) in Triton; eager.py is the specification.
 
-Tensors are read as [s * b, h] in tiles of a few rows by a strip of columns. The mask is drawn where it is needed, in
-forward and again in backward, by Philox4x32 (Salmon et al., SC 2011), whose counter is the element's position: nothing
-is stored, and no tiling changes a mask. One call gives 8 x 16 bits, and a thread holds eight neighbours of a row, so
-that it draws what it needs, once, beside loads of 16 bytes. The bias gradient is summed over rows in two stages of
-fixed order: in registers over a program's tiles, then over the programs as pointwise/kernel_sums.py says.
+Tensors are read as [s * b, h] in tiles of a few rows by a strip of columns. Forward and backward both draw the mask by
+Philox4x32 (Salmon et al., SC 2011), whose counter is the element's position: nothing is stored, and the mask does not
+depend on the tiling. One call gives 8 x 16 bits, and a thread holds eight neighbours of a row, 16 bytes of a 16-bit
+type: it draws exactly the bits that it needs. The bias gradient is summed over rows in two stages of fixed order: in
+registers over a program's tiles, then over the programs (pointwise/kernel_sums.py).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ BACKWARD_PROGRAMS = 5
 """That share a multiprocessor: of 96 registers a thread."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
-# Numbers that change from call to call; no value of theirs, or of the other arguments, compiles a kernel anew.
+# The numbers that change from call to call. No value of these or of the other arguments compiles a kernel anew.
 DRAWN = ("key_low", "key_high", "first_sample", "first_row")
 VARYING = ("key_ptr", "first_sample_ptr", *DRAWN, "limit", "inverse", "shift")
 
 
 @triton.jit
 def _place_tile(block_row, block_column, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """Rows [m], columns [n] and int64 offsets [m, n] of one tile."""
+    """Returns rows [m], columns [n] and int64 offsets [m, n] of one tile."""
     row = block_row * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     return row, column, row.to(tl.int64)[:, None] * num_columns + column[None, :]
@@ -55,7 +55,7 @@ def _drop_tile(
     row, block_column, batch, inverse, shift, first_sample, first_row, limit, key_low, key_high,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The mask of one tile: row r of [s * b, h] is row r // b of sample r % b; find_inverse says what inverse is."""
+    """Draws the mask of one tile. Row r of [s * b, h] is row r // b of sample r % b; find_inverse explains inverse."""
     group = block_column * (BLOCK_COLUMNS // 8) + tl.arange(0, BLOCK_COLUMNS // 8)
     position = (row.to(tl.uint32).to(tl.uint64) * inverse.to(tl.uint32) >> shift).to(tl.int32)
     sample = first_sample + (row - position * batch)
@@ -103,7 +103,7 @@ def _backward_kernel(
     UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     HAS_GRAD_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program computes tiles_per_program tiles that lie below one another, and their sum over rows."""
+    """One program computes tiles_per_program tiles below one another, and their sum over rows."""
     num_columns = column_units * UNIT
     num_strips = tl.cdiv(num_columns, BLOCK_COLUMNS)
     chunk, block_column = tl.program_id(0) // num_strips, tl.program_id(0) % num_strips
@@ -163,10 +163,7 @@ def _plan_forward(
 def backward(
     grad_out: Tensor, draw: Draw, has_grad_bias: bool, sum_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """As in eager.py.
-
-    The sum over rows has two stages, each in a fixed order: the same bits every time on the same GPU.
-    """
+    """As in eager.py; the order of the sum over rows is fixed, so the same GPU gives the same bits every time."""
     _check(grad_out)
     grad_x = torch.empty_like(grad_out, memory_format=torch.contiguous_format)
     num_columns, sum_dtype = grad_out.size(-1), sum_dtype or torch.float32
@@ -206,8 +203,8 @@ class _Tile(NamedTuple):
 
 
 def _plan_tiles(shape: torch.Size, item_size: int, sums_rows: bool = False) -> _Tile:
-    """The widest strip of 256 to 1024 columns that divides h, of STRIP_COLUMNS where rows are summed, and as many rows
-    as fill TILE_BYTES."""
+    """Chooses the widest strip of 256 to 1024 columns that divides h, or STRIP_COLUMNS where rows are summed, and as
+    many rows as fill TILE_BYTES."""
     num_columns = shape[-1]
     columns = STRIP_COLUMNS if sums_rows else max(256, min(1024, num_columns & -num_columns))
     rows = TILE_BYTES // (columns * item_size)
@@ -215,7 +212,7 @@ def _plan_tiles(shape: torch.Size, item_size: int, sums_rows: bool = False) -> _
 
 
 def _list_arguments(shape: torch.Size, tile: _Tile, p: float, loads_key: bool, loads_sample: bool) -> dict[str, Any]:
-    """The launch arguments of both kernels; h in units of 8, so that the compiler knows it for a multiple."""
+    """Lists the launch arguments of both kernels; h in units of 8 tells the compiler that rows are aligned."""
     num_columns = shape[-1]
     unit = 1 if num_columns % 8 else 8
     inverse, shift = find_inverse(shape[1])
@@ -238,14 +235,14 @@ def _list_arguments(shape: torch.Size, tile: _Tile, p: float, loads_key: bool, l
 
 
 def find_inverse(divisor: int) -> tuple[int, int]:
-    """(inverse, shift) such that n // divisor is n * inverse >> shift for every n of 31 bits: a third of a division's
-    instructions (Granlund and Montgomery, PLDI 1994). inverse has 32 bits, the highest of them set."""
+    """Returns (inverse, shift) such that n // divisor == n * inverse >> shift for every n of 31 bits: a third of a
+    division's instructions (Granlund and Montgomery, PLDI 1994). inverse has 32 bits with the highest set."""
     shift = 31 + (divisor - 1).bit_length()
     return -(-(1 << shift) // divisor), shift
 
 
 def _list_drawn(draw: Draw) -> tuple[Sequence[Tensor | None], tuple[int, ...]]:
-    """What a mask is drawn from: key and first sample where they are tensors, and the numbers that DRAWN names."""
+    """Returns key and first sample where they are tensors (else None), and the numbers that DRAWN names."""
     numbers, tensors = draw.split()
     return tensors, (*key_words(int(numbers.key)), int(numbers.first_sample), draw.first_row)
 

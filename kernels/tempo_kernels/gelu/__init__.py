@@ -1,4 +1,4 @@
-"""GELU that keeps its output, which the next linear keeps anyway, and one bit per element instead of its input."""
+"""GELU that keeps its output, which the next linear keeps anyway, and one bit per element, instead of its input."""
 
 from tempo_kernels.gelu.function import gelu
 

@@ -1,8 +1,8 @@
-"""GELU's derivative from its output as in eager.py, fast on a CPU, where the cost is passes over memory.
+"""Computes GELU's gradient from its output on a CPU, where the cost is passes over memory; eager.py specifies it.
 
-Backward walks over chunks that stay in the processor's cache, in buffers allocated once per call. It reads the
-derivative of a 16-bit y, which has 65,536 values, from a table that the formula filled. Tensors of COMPILED_ELEMENTS
-and more take one compiled pass instead.
+Backward walks over chunks that stay in the processor's cache, in buffers allocated once per call. A 16-bit y has 65,536
+values, so its derivative is looked up in a table that the formula filled. Tensors of COMPILED_ELEMENTS and more take
+one compiled pass instead.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def backward(
 
 
 def _differentiate_compiled(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str) -> Tensor:
-    # 16 bits, as Inductor reads a vector of int8 by way of the stack, which takes longer than all the arithmetic; and
-    # float16 beside float16, as it warns where that meets bfloat16.
+    # Signs of 16 bits: Inductor loads vectors of int8 through the stack, which takes longer than all the arithmetic.
+    # float16 goes with float16 because Inductor warns where float16 meets bfloat16.
     dtype = torch.float16 if y.dtype == torch.float16 else torch.bfloat16
     sign = _load_signs(dtype).index_select(0, bits.int()).view(dtype)[: y.numel()]
     grad_x: Tensor = _compile_gradient(approximate)(grad_y.reshape(-1), y.view(-1), sign)
@@ -46,18 +46,18 @@ def _differentiate_compiled(grad_y: Tensor, y: Tensor, bits: Tensor, approximate
 
 @functools.cache
 def _load_signs(dtype: torch.dtype) -> Tensor:
-    """[256]: for every byte of bits, eight numbers of a 16-bit dtype, 1 where a bit is set, -1 where it is not. The
-    eight are one complex128: torch gathers single elements in a third of the time that rows of eight take."""
+    """Returns [256]: for every byte of bits, eight 16-bit numbers, 1 where a bit is set and -1 where it is not. The
+    eight are packed into one complex128: torch gathers elements in a third of the time of rows of eight."""
     words = torch.tensor(_SIGNS, dtype=torch.int64, device="cpu")
     return words.view(torch.int8).to(dtype).view(torch.complex128)
 
 
 @functools.cache
 def _compile_gradient(approximate: str) -> Compiled:
-    """grad_y, y, sign [n] -> grad_y GELU'(x(y)) of y's dtype."""
+    """Compiles (grad_y, y, sign [n]) -> grad_y GELU'(x(y)) in y's dtype."""
 
-    # Else its numbers are compiled as arguments, and read for every element. Called on use only, since it imports the
-    # compiler.
+    # Otherwise the formula's numbers become arguments of the graph and are read for every element. This runs on first
+    # use only, because it imports the compiler.
     load: Callable[[], Inverse] = torch.compiler.assume_constant_result(lambda: INVERSES[approximate])
 
     def gradient(grad_y: Tensor, y: Tensor, sign: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _differentiate_in_chunks(grad_y: Tensor, y: Tensor, bits: Tensor, approximat
 
 
 def _evaluate_slope(y: Tensor, sign: Tensor, inverse: Inverse, buffers: Tensor) -> Tensor:
-    """GELU'(x(y)) in float32 by the formula of inverse.py; sign is 1 right of the minimum, -1 left of it."""
+    """Evaluates GELU'(x(y)) in float32 by the formula of inverse.py; sign is 1 right of the minimum, -1 left of it."""
     root, numerator, denominator = buffers
     torch.sub(y, inverse.y_min, out=root)  # exact near the minimum, where it matters
     numerator.copy_(sign)  # a product of two dtypes would make a buffer for it
@@ -110,14 +110,14 @@ def _evaluate_polynomial(coefficients: tuple[float, ...], x: Tensor, out: Tensor
 
 
 def _look_up(y: Tensor, page: Tensor, approximate: str, buffers: Tensor) -> Tensor:
-    """GELU'(x(y)) of a 16-bit y; page is 3 right of the minimum and 1 left of it."""
+    """Looks up GELU'(x(y)) of a 16-bit y; page is 3 right of the minimum and 1 left of it."""
     table = _load_table(y.dtype, approximate)
     index = buffers[0].view(torch.int32).copy_(y.view(torch.int16)).add_(page, alpha=32768)
     return torch.index_select(table, 0, index, out=buffers[1])
 
 
 def _load_table(dtype: torch.dtype, approximate: str) -> Tensor:
-    """[131072] float32: GELU' of every value of a 16-bit dtype in the order of its int16 pattern, left branch first."""
+    """Returns [131072] float32: GELU' of every value of a 16-bit dtype by its int16 pattern, left branch first."""
     if (dtype, approximate) not in _tables:
         pattern = torch.arange(-32768, 32768, dtype=torch.int32, device="cpu").to(torch.int16)
         y, sign = pattern.view(dtype).float(), torch.tensor([[-1], [1]], dtype=torch.int8, device="cpu")
@@ -131,7 +131,7 @@ def _load_table(dtype: torch.dtype, approximate: str) -> Tensor:
 
 
 def _list_words(left: int, right: int) -> list[int]:
-    """For every byte of bits, eight int8 in a 64-bit word: right where a bit is set, left where it is not."""
+    """Lists, for every byte of bits, eight int8 in a 64-bit word: `right` for a set bit, `left` for an unset one."""
     rows = ([right if byte >> place & 1 else left for place in range(7, -1, -1)] for byte in range(256))
     return [int.from_bytes(bytes(value & 255 for value in row), sys.byteorder, signed=True) for row in rows]
 

@@ -1,4 +1,4 @@
-"""GELU' from GELU's output and one bit per element, in plain torch: the specification.
+"""Specifies GELU's gradient from its output and one bit per element, in plain torch.
 
     y = GELU(x + bias),  bit = x + bias >= x_min        grad_x = grad_y GELU'(x(y)), by the formula of inverse.py
 
@@ -17,7 +17,7 @@ from tempo_kernels.pointwise import sum_rows, unpack_bits
 def backward(
     grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """grad_x = grad_y GELU'(x(y)), contiguous, and its sum over all dimensions but the last in float32 [f]."""
+    """Returns grad_x = grad_y GELU'(x(y)), contiguous, and its sum over all dimensions but the last in float32 [f]."""
     is_right = unpack_bits(bits, y.shape)
     if y.dtype == torch.float64:
         slope = derivative_float64(y, is_right, approximate)

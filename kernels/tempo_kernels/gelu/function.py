@@ -1,4 +1,4 @@
-"""gelu: checks, the backend, and the autograd.Function that keeps the output."""
+"""Defines `gelu`: checks its arguments, chooses the backend and holds the autograd.Function that keeps the output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ACTIVATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 @takes_plain_tensors
 def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, keep: str = "output") -> Tensor:
-    """GELU of x + bias.
+    """Computes GELU of x + bias.
 
     Args:
         x: [..., f], float32, bfloat16, float16 or float64 (on a GPU not float64), any strides.
@@ -35,11 +35,11 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none", *, ke
 
     Keeps for backward: with keep="output" y itself (one storage with what the next linear keeps, hence free) and one
         bit per element; with keep="input" x and bias.
-    Error: with keep="output", next to the minimum that of an exact inverse, which misses GELU' by up to 5.1e-5
-        (float32), 7.1e-3 (float16) and 1.6e-2 (bfloat16) if y is correctly rounded; elsewhere 2.8e-5, on a GPU 4.0e-4
-        (float16) and 1.4e-3 (bfloat16). On a CPU a float32 y has torch's bits, off by some units in the last place; by
-        d, next to the minimum, costs up to sqrt(0.87 d), on the CPUs tried at most 3.0e-4. With keep="input", at most
-        twice torch's own plus one ulp of the largest gradient.
+    Error: with keep="output", near the minimum of GELU, where y hardly determines x, GELU' has the error of an exact
+        inverse of a correctly rounded y: up to 5.1e-5 (float32), 7.1e-3 (float16) and 1.6e-2 (bfloat16). Elsewhere it
+        is 2.8e-5, on a GPU 4.0e-4 (float16) and 1.4e-3 (bfloat16). On a CPU a float32 y has torch's bits, off by some
+        units in the last place; near the minimum an error d of y adds up to sqrt(0.87 d), at most 3.0e-4 on the CPUs
+        tried. With keep="input" the error is at most twice torch's own plus one ulp of the largest gradient.
     Raises: ValueError for a dtype, shape, form or keep that does not fit; RuntimeError on a second derivative.
     """
     if approximate not in _ACTIVATIONS:
@@ -60,7 +60,7 @@ def _shape_output_and_bits(x: Tensor, bias: Tensor | None, approximate: str) -> 
 
 @opaque("gelu(Tensor x, Tensor? bias, str approximate) -> Tensor[]", _shape_output_and_bits)
 def _forward(x: Tensor, bias: Tensor | None, approximate: str) -> list[Tensor]:
-    """y and the bits x + bias >= x_min."""
+    """Returns y and the bits x + bias >= x_min."""
     return forward_with_bits(x, bias, _ACTIVATIONS[approximate], INVERSES[approximate].x_min)
 
 
@@ -69,7 +69,7 @@ def _forward(x: Tensor, bias: Tensor | None, approximate: str) -> list[Tensor]:
     shape_gradients,
 )
 def _backward(grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str, has_grad_bias: bool) -> list[Tensor]:
-    """grad_x and, where asked for, grad_bias."""
+    """Returns grad_x and, with has_grad_bias, grad_bias."""
     return list_gradients(*choose_backend(y, cpu).backward(grad_y, y, bits, approximate, has_grad_bias))
 
 

@@ -1,4 +1,4 @@
-"""GELU'(x) from y = GELU(x) and one bit: formula, coefficients, measured error, and the program that fits them.
+"""Derives GELU'(x) from y = GELU(x) and one bit: formula, coefficients, measured error, and the program that fits them.
 
 GELU falls from 0 to its minimum at x_min and then rises, so y and the bit x >= x_min determine x. At the minimum GELU'
 is a square root of y, but it is smooth in the signed root
@@ -9,13 +9,14 @@ in which both branches are one analytic function. It is 0 at s = 0 (the minimum)
 
     GELU'(x(y)) = s (s + root_zero) P(s) / Q(s)        for y up to Y_MAX, constant beyond,
 
-with one pair of polynomials for both branches. A quotient follows the logarithmic singularity of the left tail, which
-a polynomial does not: of degree 14, on that branch alone, it is off by 1e-4. For a 16-bit y, whose rounding moves GELU'
-by up to 7e-3 and 1.6e-2, kernels take shorter ones, off by up to 4.0e-4 and 1.4e-3. `python -m
+with one pair of polynomials for both branches. A quotient follows the logarithmic singularity of the left tail; a
+polynomial of degree 14, on that branch alone, is still off by 1e-4. Rounding y to float16 or bfloat16 moves GELU' by up
+to 7e-3 or 1.6e-2, so for these the kernels use shorter polynomials, off by up to 4.0e-4 and 1.4e-3. `python -m
 tempo_kernels.gelu.inverse` refits P and Q and prints them with their error.
 
-Carried in the lowest mantissa bit of negative outputs, the bit would be free but GELU' off by 1.9 (float32) and 1.6
-(bfloat16) times what an exact inverse is, and by 1.5 and 1.2 with any decoder: benchmarks/gelu_branch_bit.py.
+Why not hide the bit in the lowest mantissa bit of negative outputs, where it would be free? The changed y makes GELU'
+1.9 (float32) and 1.6 (bfloat16) times as wrong as an exact inverse, and still 1.5 and 1.2 times with the best possible
+decoder (benchmarks/gelu_branch_bit.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Y_MAX = 5.0
 
 @dataclass(frozen=True)
 class Inverse:
-    """What one form of GELU needs. y_min, root_zero, P and Q are float32 values, written with 9 digits."""
+    """The constants of one form of GELU. y_min, root_zero, P and Q are float32 values, written with 9 digits."""
 
     x_min: float
     y_min: float
@@ -125,18 +126,18 @@ SHORT_INVERSES = {
 
 
 def gelu_float64(x: Tensor, approximate: str) -> Tensor:
-    """GELU(x) in float64, with small relative error in the left tail too."""
+    """Computes GELU(x) in float64, with small relative error in the left tail too."""
     return x * _evaluate_gate(x, approximate)[0]
 
 
 def gelu_derivative_float64(x: Tensor, approximate: str) -> Tensor:
-    """GELU'(x) in float64."""
+    """Computes GELU'(x) in float64."""
     gate, slope = _evaluate_gate(x, approximate)
     return gate + x * slope
 
 
 def _evaluate_gate(x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    """GELU(x) / x and its derivative."""
+    """Returns GELU(x) / x and its derivative."""
     if approximate == "none":
         return torch.special.ndtr(x), torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
     scale = 2 * math.sqrt(2 / math.pi)
@@ -145,7 +146,7 @@ def _evaluate_gate(x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
 
 
 def evaluate(inverse: Inverse, s: Tensor) -> Tensor:
-    """The formula, in the dtype of s."""
+    """Evaluates the formula in the dtype of s."""
     p, q = torch.zeros_like(s), torch.zeros_like(s)
     for coefficient in inverse.numerator:
         p = p * s + coefficient
@@ -155,7 +156,7 @@ def evaluate(inverse: Inverse, s: Tensor) -> Tensor:
 
 
 def derivative_float64(y: Tensor, is_right: Tensor, approximate: str) -> Tensor:
-    """GELU'(x(y)) by bisection in float64: exact away from the minimum. is_right is the bit x >= x_min."""
+    """Finds GELU'(x(y)) by bisection in float64: exact away from the minimum. is_right is the bit x >= x_min."""
     x_min = torch.full_like(y, INVERSES[approximate].x_min)
     y_inside = y.clamp(max=40.0)  # GELU is the identity to float64 from here on, and 0 left of -40
     low = torch.where(is_right, x_min, -40.0)
@@ -171,13 +172,14 @@ def fit(approximate: str, numerator_degree: int = 7, denominator_degree: int = 9
     """Fits P and Q so that the largest weighted error is smallest, by iteratively reweighted linear least squares."""
     x_min, minimum = _find_minimum(approximate)
     root_zero = math.sqrt(-minimum)
-    # Chebyshev points of [-9, 5], but those where y - minimum has lost its digits: the function is smooth there.
+    # Chebyshev points of [-9, 5], except where y - minimum has lost its digits; the function is smooth there anyway.
     x = -2 - 7 * torch.cos(torch.linspace(0, math.pi, 3000, dtype=torch.float64))
     x = x[(x - x_min).abs() > 0.01]
     y, target = gelu_float64(x, approximate), gelu_derivative_float64(x, approximate)
     s = torch.sign(x - x_min) * torch.sqrt(y - minimum)
     factor = s * torch.where(s < 0, -y / (root_zero - s), s + root_zero)
-    # Most inputs lie in the middle, and at the minimum the rounding of y costs enough already. Beyond the end is 1.
+    # The middle counts more: most inputs lie there, and around the minimum the rounding of y already costs accuracy.
+    # The end counts most, because the derivative is set to the constant 1 beyond it.
     weight = 1 + 3 * torch.exp(-((x / 1.5) ** 2))
     target[-1], weight[-1] = 1.0, 50.0
 
@@ -212,7 +214,7 @@ def fit(approximate: str, numerator_degree: int = 7, denominator_degree: int = 9
 
 
 def _find_minimum(approximate: str) -> tuple[float, float]:
-    """x_min and GELU(x_min)."""
+    """Returns x_min and GELU(x_min)."""
     low, high = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-0.5], dtype=torch.float64)
     for _ in range(60):
         middle = 0.5 * (low + high)
@@ -225,7 +227,7 @@ def _round_to_float32(value: float) -> float:
 
 
 def main() -> None:
-    """Prints P and Q of INVERSES and SHORT_INVERSES from a fresh fit, and what else an Inverse has."""
+    """Prints INVERSES and SHORT_INVERSES with P and Q from a fresh fit."""
     for approximate in ("none", "tanh"):
         for degrees in ((7, 9), *SHORT_DEGREES.values()):
             inverse = fit(approximate, *degrees)

@@ -1,9 +1,9 @@
-"""GELU' from GELU's output and one bit per element in Triton; eager.py is the specification.
+"""Computes GELU's gradient from its output and one bit per element in Triton; eager.py is the specification.
 
 Backward reads y and the bit of the branch, eight bits to a byte, and evaluates GELU'(x(y)) by the rational function of
-inverse.py: the idea of Tempo (Andoorveedu et al., NeurIPS 2022), with one quotient in the signed root of y - minimum in
-place of piecewise polynomials. The bit goes into the sign of the root without a comparison or a branch. Forward, which
-writes y and the bits, is pointwise/kernel.py's.
+inverse.py. The idea is Tempo's (Andoorveedu et al., NeurIPS 2022); one quotient in the signed root of y - minimum takes
+the place of its piecewise polynomials. The bit becomes the sign of the root without a comparison or a branch. Forward,
+which writes y and the bits, is in pointwise/kernel.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _backward_kernel(
     Y_MIN: tl.constexpr, Y_MIN_LOW: tl.constexpr, ROOT_ZERO: tl.constexpr, TOP: tl.constexpr,
     NUMERATOR: tl.constexpr, DENOMINATOR: tl.constexpr,
 ):  # fmt: skip
-    """One program: a chunk of tiles_per_program tiles, which lie below one another, and the sum over their rows."""
+    """One program computes tiles_per_program tiles below one another, and their sum over rows."""
     chunk, strip, total = tiles.start_chunk(row_groups, BLOCK_ROWS, BLOCK_GROUPS)
     for row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
         first, groups, elements, has_group, inside = tiles.place_tile(
@@ -47,10 +47,7 @@ def _backward_kernel(
 def backward(
     grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """grad_x = grad_y GELU'(x(y)), contiguous, and its sum over all dimensions but the last, [f] of its dtype.
-
-    The sum has two stages, each in a fixed order: the same bits every time on every GPU.
-    """
+    """As in eager.py, but the sum is in grad_x's dtype; its order is fixed, so every GPU gives the same bits."""
     plan = _plan_backward(*tiles.describe(y), y.device, approximate, has_grad_bias)
     return tiles.launch_backward(_backward_kernel, plan, (grad_y.contiguous(), y, bits), y, has_grad_bias)
 

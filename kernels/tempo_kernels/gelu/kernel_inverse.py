@@ -1,4 +1,4 @@
-"""GELU's derivative from its output and one bit, inside the kernels: the formula of inverse.py."""
+"""Evaluates GELU's derivative from its output and one bit inside kernels, by the formula of inverse.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tempo_kernels.pointwise.kernel_activations import invert
 
 @cache
 def list_coefficients(approximate: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The meta-parameters of find_slope, for a y of `dtype`."""
+    """Lists the meta-parameters of find_slope for a y of `dtype`."""
     inverse = INVERSES[approximate] if dtype == torch.float32 else SHORT_INVERSES[approximate, dtype]
     return {
         "Y_MIN": inverse.y_min,
-        # No 16-bit y is so near to the minimum that its digits beyond float32 mattered.
+        # No 16-bit y is so close to the minimum that digits of y_min beyond float32 would matter.
         "Y_MIN_LOW": inverse.y_min_low if dtype == torch.float32 else 0.0,
         "ROOT_ZERO": inverse.root_zero,
         "TOP": Y_MAX - inverse.y_min,
@@ -30,7 +30,7 @@ def list_coefficients(approximate: str, dtype: torch.dtype) -> dict[str, Any]:
 
 @triton.jit
 def _evaluate(s, COEFFICIENTS: tl.constexpr):
-    """The polynomial with these coefficients, highest power first."""
+    """Evaluates the polynomial with these coefficients, highest power first, by Horner's scheme."""
     value = COEFFICIENTS[0] * s + COEFFICIENTS[1]
     for index in tl.static_range(2, len(COEFFICIENTS)):
         value = value * s + COEFFICIENTS[index]
@@ -43,7 +43,7 @@ def find_slope(
     Y_MIN: tl.constexpr, Y_MIN_LOW: tl.constexpr, ROOT_ZERO: tl.constexpr, TOP: tl.constexpr,
     NUMERATOR: tl.constexpr, DENOMINATOR: tl.constexpr,
 ):  # fmt: skip
-    """GELU'(x(y)) by the formula of inverse.py; the sign bit of is_left, an int32, is set left of the minimum."""
+    """Evaluates GELU'(x(y)) by the formula of inverse.py; the sign bit of is_left, an int32, is set left of x_min."""
     # NaN stays NaN.
     square = tl.maximum(y - Y_MIN, Y_MIN_LOW, propagate_nan=tl.PropagateNan.ALL)
     square = tl.minimum(square, TOP, propagate_nan=tl.PropagateNan.ALL) - Y_MIN_LOW

@@ -1,4 +1,4 @@
-"""Gated linear units: the product of one half of x and an activation of the other, differentiated from x."""
+"""Gated linear units: one half of x times an activation of the other half, differentiated from x."""
 
 from tempo_kernels.glu.function import geglu, glu, reglu, swiglu
 

@@ -1,7 +1,7 @@
-"""activation(gate) * up of eager.py, fast on a CPU, where the cost is passes over memory.
+"""Computes activation(gate) * up on a CPU, where the cost is passes over memory; eager.py is the specification.
 
-Work goes block by block of rows whose float32 copies stay in the cache. From COMPILED_ELEMENTS on, each direction is
-one pass that Inductor compiled.
+Work goes by blocks of rows whose float32 copies stay in the cache. From COMPILED_ELEMENTS on, forward and backward are
+one compiled pass each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None 
 def backward(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As in eager.py; compiled, grad_bias is the sum of the rounded grad_x."""
+    """As in eager.py, except that the compiled pass sums the rounded grad_x to grad_bias."""
     if _pays_to_compile(x):
         rows_grad_y = grad_y.contiguous().view(-1, grad_y.size(-1))
         operands = (*split_columns(grad_y.size(-1), rows_grad_y), *_split(x), *_split(_default_bias(x, bias)))
@@ -57,12 +57,12 @@ def backward(
 
 
 def _differentiate(grad_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """grad_gate and grad_up."""
+    """Returns grad_gate and grad_up."""
     return ACTIVATIONS[activation].grad_x(grad_y * up, gate), grad_y * ACTIVATIONS[activation].value(gate)
 
 
 def _add_in_blocks(x: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, x + bias of these rows [rows, 2f]) for consecutive blocks."""
+    """Yields (slice of rows, x + bias of these rows [rows, 2f]) for consecutive blocks."""
     width = x.size(-1)
     if x.numel() == 0:
         return
@@ -80,12 +80,12 @@ def _pays_to_compile(x: Tensor) -> bool:
 
 
 def _default_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    # -0 is what changes nothing, not even -0.
+    # Adding -0 leaves every number as it is; adding 0 would turn -0 into 0.
     return torch.full(x.shape[-1:], -0.0, dtype=x.dtype) if bias is None else bias.contiguous()
 
 
 def _split(x: Tensor) -> list[Tensor]:
-    """[x as [n, 2, groups, lanes], gate then up]; n is not there for a bias."""
+    """Returns [x] viewed as [n, 2, groups, lanes], gate then up; a bias has no n."""
     rows = x.contiguous().view(*[-1] * (x.dim() > 1), 2, x.size(-1) // 2)
     return split_columns(x.size(-1) // 2, rows)
 
@@ -103,7 +103,7 @@ def _compile_forward(activation: str) -> Compiled:
 def _compile_backward(activation: str) -> Compiled:
     def backward(grad_y: Tensor, x: Tensor, bias: Tensor) -> Tensor:
         gate, up = (x.float() + bias).unbind(1)
-        # Rounded before they are joined: Inductor does not vectorise it the other way.
+        # Round before joining: Inductor does not vectorise the opposite order.
         halves = _differentiate(grad_y.float(), gate, up, activation)
         return torch.stack([half.to(x.dtype) for half in halves], 1)
 

@@ -1,4 +1,4 @@
-"""activation(gate) * up in plain torch: the specification.
+"""Specifies activation(gate) * up in plain torch.
 
     gate, up = halves of x + bias       y = activation(gate) up
     grad_gate = grad_y up activation'(gate),  grad_up = grad_y activation(gate)
@@ -15,7 +15,7 @@ from tempo_kernels.pointwise import ACTIVATIONS
 
 
 def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
-    """y [..., f], contiguous, for x [..., 2f]; activation is "silu", "gelu", "gelu_tanh" or "relu"."""
+    """Returns y [..., f], contiguous, for x [..., 2f]; activation is "silu", "gelu", "gelu_tanh" or "relu"."""
     gate, up = _split_sum(x, bias)
     y = (ACTIVATIONS[activation].value(gate) * up).to(x.dtype)
     return y if out is None else out.copy_(y)
@@ -24,18 +24,18 @@ def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None 
 def backward(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """grad_x [..., 2f], contiguous, and its sum over all dimensions but the last in float32 [2f]."""
+    """Returns grad_x [..., 2f], contiguous, and its sum over all dimensions but the last in float32 [2f]."""
     gate, up = _split_sum(x, bias)
     grad_y = grad_y.to(gate.dtype)
     grad_gate = ACTIVATIONS[activation].grad_x(grad_y * up, gate)
     grad_x = torch.cat([grad_gate, grad_y * ACTIVATIONS[activation].value(gate)], dim=-1)
-    # A dimension more, since no dimensions at all would mean every one.
+    # unsqueeze: sum over an empty tuple of dimensions would sum over all of them.
     grad_bias = grad_x.unsqueeze(0).sum(tuple(range(x.dim()))) if has_grad_bias else None
     return grad_x.to(x.dtype), grad_bias
 
 
 def _split_sum(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both halves of x + bias in the dtype of computation."""
+    """Returns both halves of x + bias in the dtype of the arithmetic."""
     total = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
     gate, up = (total if bias is None else total + bias).chunk(2, -1)
     return gate.contiguous(), up.contiguous()

@@ -1,4 +1,4 @@
-"""glu, and swiglu, geglu and reglu by their names: checks, and the operation that keeps its input."""
+"""Defines `glu`, and `swiglu`, `geglu` and `reglu` by their names: they check their arguments and keep their input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tempo_kernels.transforms import takes_plain_tensors
 
 @takes_plain_tensors
 def glu(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """activation(gate) * up, of the halves of x + bias (Shazeer, "GLU Variants Improve Transformer", 2020).
+    """Computes activation(gate) * up of the halves of x + bias (Shazeer, "GLU Variants Improve Transformer", 2020).
 
     Args:
         x: [..., 2f], gate then up, float32, bfloat16, float16 or float64 (on a GPU not float64), any strides.
@@ -38,7 +38,7 @@ def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @takes_plain_tensors
 def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """gelu(gate) * up, erf ("none") or "tanh" form. See `glu` for all else."""
+    """Computes gelu(gate) * up, in the erf ("none") or "tanh" form. See `glu` for all else."""
     if approximate not in ("none", "tanh"):
         raise ValueError(f'geglu: approximate is {approximate!r}; expected "none" (erf) or "tanh"')
     return _glu("geglu", x, bias, "gelu" if approximate == "none" else "gelu_tanh")
@@ -46,7 +46,7 @@ def geglu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> T
 
 @takes_plain_tensors
 def reglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """relu(gate) * up. See `glu` for all else."""
+    """Computes relu(gate) * up. See `glu` for all else."""
     return _glu("reglu", x, bias, "relu")
 
 

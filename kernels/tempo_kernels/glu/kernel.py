@@ -1,9 +1,9 @@
-"""Gated linear units (Shazeer, "GLU Variants Improve Transformer", 2020) in Triton; eager.py is the specification.
+"""Computes gated linear units (Shazeer, "GLU Variants Improve Transformer", 2020) in Triton; eager.py specifies them.
 
-A tile is a few rows by a strip of columns of y. Gates and ups lie f columns apart in x. One program reads both, so that
-x is read once, y or grad_x is written once, and nothing else is. A thread holds eight neighbours of each, 16 bytes of a
-16-bit type. Backward computes the activation and its derivative from the gate together, since they share their
-exponential, and sums grad_x over rows in two stages of fixed order, as pointwise/kernel_sums.py says.
+A tile is a few rows by a strip of columns of y. Gates and ups lie f columns apart in x; one program reads both, so that
+x is read once and y or grad_x is written once. A thread holds eight neighbours of each, 16 bytes of a 16-bit type.
+Backward computes the activation and its derivative together, because they share their exponential, and sums grad_x over
+rows in two stages of fixed order (pointwise/kernel_sums.py).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _place_tile(
     block_row, block_column, num_rows, half_units,
     UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's rows [m] and columns [n], and whether y has such elements [m, n]. Rows are counted from the tile's first
-    one, so that 32 bits are enough."""
+    """Returns a tile's rows [m], columns [n] and whether y has such elements [m, n]. Rows count from the tile's first
+    one, so that 32 bits suffice."""
     row = tl.arange(0, BLOCK_ROWS)
     column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     rows_left = tl.minimum(num_rows - block_row * BLOCK_ROWS, BLOCK_ROWS).to(tl.int32)
@@ -49,7 +49,7 @@ def _place_tile(
 
 @triton.jit
 def _load_gate_and_up(x_ptr, bias_ptr, elements, column, inside, half, HAS_BIAS: tl.constexpr):
-    """Gates and ups [m, n] in float32, with their biases."""
+    """Loads gates and ups [m, n] in float32 and adds their biases."""
     gate = tl.load(x_ptr + elements, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + half + elements, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
@@ -65,7 +65,7 @@ def _forward_kernel(
     UNIT: tl.constexpr, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile."""
+    """One program computes one tile."""
     half = half_units * UNIT
     num_strips = tl.cdiv(half, BLOCK_COLUMNS)
     block_row, block_column = (tl.program_id(0) // num_strips).to(tl.int64), tl.program_id(0) % num_strips
@@ -84,7 +84,7 @@ def _backward_kernel(
     UNIT: tl.constexpr, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_GRAD_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tiles_per_program tiles below one another, and their sums over rows."""
+    """One program computes tiles_per_program tiles below one another, and their sums over rows."""
     half = half_units * UNIT
     num_strips = tl.cdiv(half, BLOCK_COLUMNS)
     chunk, block_column = (tl.program_id(0) // num_strips).to(tl.int64), tl.program_id(0) % num_strips
@@ -111,7 +111,7 @@ def _backward_kernel(
     if HAS_GRAD_BIAS:
         column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         num_chunks = tl.num_programs(0) // num_strips
-        # The halves of a row of partial count as two rows.
+        # A row of partial holds the sums of gates, then those of ups. Each half is stored as a row of its own.
         store_sums(partial_ptr, tl.sum(gate_total, axis=0), 2 * chunk, column, half)
         store_sums(partial_ptr + half, tl.sum(up_total, axis=0), 2 * chunk, column, half)
         if is_last(counters_ptr + block_column, num_chunks):
@@ -120,7 +120,7 @@ def _backward_kernel(
 
 
 def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
-    """y [..., f], contiguous, for x [..., 2f]."""
+    """As in eager.py."""
     check_dtype("glu", x)
     y = torch.empty(*x.shape[:-1], x.size(-1) // 2, dtype=x.dtype, device=x.device) if out is None else out
     if x.numel() == 0:
@@ -140,10 +140,7 @@ def _plan_forward(numel: int, num_columns: int, dtype: torch.dtype, has_bias: bo
 def backward(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """grad_x [..., 2f], contiguous, and its sum over all dimensions but the last, [2f] of its dtype.
-
-    The sum has two stages, each in a fixed order: the same bits every time on every GPU.
-    """
+    """As in eager.py, but the sum is in grad_x's dtype; its order is fixed, so every GPU gives the same bits."""
     check_dtype("glu", x)
     grad_x = allocate_like(x)
     if x.numel() == 0:
@@ -179,8 +176,8 @@ class _Tiling(NamedTuple):
 
 
 def _plan_tiles(numel: int, num_columns: int, tile_elements: int, sums_rows: bool = False) -> _Tiling:
-    """The widest strip of 256 to 1024 columns that divides f, of STRIP_COLUMNS where rows are summed, or all of f, and
-    as many rows as fill tile_elements."""
+    """Chooses the widest strip of 256 to 1024 columns that divides f, or STRIP_COLUMNS where rows are summed, or all of
+    f, and as many rows as fill tile_elements."""
     half, num_rows = num_columns // 2, numel // num_columns
     columns = max(256, min(1024, half & -half)) if half > 128 else max(8, triton.next_power_of_2(half))
     columns = min(columns, STRIP_COLUMNS) if sums_rows else columns
@@ -191,7 +188,7 @@ def _plan_tiles(numel: int, num_columns: int, tile_elements: int, sums_rows: boo
 def _list_arguments(
     numel: int, num_columns: int, dtype: torch.dtype, has_bias: bool, activation: str, tiling: _Tiling
 ) -> dict[str, Any]:
-    """The launch arguments that both kernels share; f in units of 8, so that the compiler knows it for a multiple."""
+    """Lists the launch arguments that both kernels share; f in units of 8 tells the compiler that rows are aligned."""
     half = num_columns // 2
     unit = 1 if half % 8 else 8
     return {

@@ -1,5 +1,5 @@
-"""The head: a vocabulary-parallel linear, and the cross entropy or the log-probabilities and entropies of its logits,
-with the logits of a few tokens at a time."""
+"""The loss head: a vocabulary-parallel linear and the cross entropy, or log-probabilities and entropies, of its logits.
+Only the logits of one chunk of tokens exist at a time."""
 
 from tempo_kernels.linear_cross_entropy.function import linear_cross_entropy, linear_log_prob
 

@@ -1,4 +1,4 @@
-"""The checks of what linear_cross_entropy and linear_log_prob are given, and the size of their chunks."""
+"""Checks the arguments of linear_cross_entropy and linear_log_prob, and chooses the size of their chunks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from tempo_kernels.linear_cross_entropy.settings import Settings
 from tempo_kernels.linear_cross_entropy.shards import Shards
 
-# The bytes of a chunk's logits, where there are several. Each chunk reads and writes the weight's gradient once, so it
-# must not be small. 28 MiB are 144 tokens of GPT-2's vocabulary in float32. On a CPU they are about as fast as 256
-# tokens; 64 are a tenth slower.
+# The bytes of a chunk's logits, if there are several chunks. Each chunk reads and writes the weight's gradient once, so
+# it must not be small. 28 MiB hold 144 tokens of GPT-2's vocabulary in float32: on a CPU about as fast as 256 tokens,
+# while 64 are a tenth slower.
 CHUNK_BYTES = {"cpu": 28 << 20, "cuda": 512 << 20}
 
 
 def check_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, token_weights: Tensor | None, shards: Shards
 ) -> None:
-    """Raises ValueError where the tensors do not fit one another."""
+    """Raises ValueError unless the tensors' shapes and dtypes agree."""
     if hidden.dim() != 3 or not hidden.is_floating_point():
         raise ValueError(
             f"hidden is {hidden.dtype} of shape {list(hidden.shape)}; expected a floating-point [s, b, h] tensor"
@@ -68,9 +68,9 @@ def make_settings(
     *,
     sums_weight: bool,
 ) -> Settings:
-    """The settings of these numbers; ValueError where they do not fit.
+    """Builds the settings from numbers; raises ValueError where they do not fit.
 
-    sums_weight: whether several chunks need memory for the sum of their gradients of weight.
+    sums_weight: whether several chunks need memory to sum their gradients of weight.
     """
     num_rows = weight.size(0) * shards.size
     if vocab_size is not None and not 1 <= vocab_size <= num_rows:
@@ -104,7 +104,7 @@ def make_settings(
 
 
 def check_scaling(temperature: Any, softcap: Any) -> None:
-    """Raises ValueError where logits cannot be scaled by these."""
+    """Raises ValueError unless logits can be scaled by these."""
     if isinstance(temperature, Tensor) or not 0.0 < temperature < math.inf:
         found = f"a tensor of shape {list(temperature.shape)}" if isinstance(temperature, Tensor) else temperature
         raise ValueError(
@@ -115,7 +115,7 @@ def check_scaling(temperature: Any, softcap: Any) -> None:
 
 
 def check_main_grad(weight: Tensor) -> bool:
-    """Whether weight gets a gradient; ValueError where it does and has no main_grad to take it."""
+    """Whether weight gets a gradient; raises ValueError if it does and has no main_grad to add it to."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return False
     main_grad = getattr(weight, "main_grad", None)
@@ -130,10 +130,10 @@ def check_main_grad(weight: Tensor) -> bool:
 def _find_chunk_rows(
     chunk_tokens: int | None, hidden: Tensor, weight: Tensor, shards: Shards, sums_weight: bool
 ) -> int:
-    """Rows of hidden per chunk: chunk_tokens / num_segments, and by default as many as need least memory.
+    """Returns the rows of hidden per chunk: chunk_tokens / num_segments, by default the number that needs least memory.
 
-    Of 16 bits several chunks sum their gradients of weight in float32, which is copied to 16 bits in the end; one chunk
-    needs no sum. With few tokens the logits of all of them are less than that sum.
+    Several chunks sum a 16-bit weight's gradient in float32 and round it at the end; a single chunk needs no such sum.
+    With few tokens the logits of all of them take less memory than the sum.
     """
     if chunk_tokens is not None:
         if chunk_tokens < 1:
@@ -142,7 +142,7 @@ def _find_chunk_rows(
     num_rows, element_bytes = hidden.size(0) * hidden.size(1), weight.element_size()
     logit_bytes, chunk_bytes = weight.size(0) * element_bytes, CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]
     if sums_weight:
-        # Under sequence parallelism a chunk's tokens are gathered too, and the gradients of all of them made.
+        # Under sequence parallelism a chunk also holds the gathered tokens of all ranks and their gradients.
         token_bytes = logit_bytes + (2 * hidden.size(2) * element_bytes if shards.num_segments > 1 else 0)
         sum_bytes = torch.promote_types(weight.dtype, torch.float32).itemsize * weight.numel()
         copy_bytes = element_bytes * weight.numel()

@@ -1,7 +1,7 @@
-"""The head chunk by chunk of tokens: products, statistics over the shards, and gradients.
+"""Runs the loss head one chunk of tokens at a time: products, statistics over the shards, and gradients.
 
-A chunk's logits are one matrix product. The backend (cpu.py or kernel.py) computes their statistics, or writes their
-gradient over them; two more products turn that into the gradients of the hidden states and of the weight.
+A chunk's logits are one matrix product. The backend (cpu.py or kernel.py) computes their statistics, or overwrites them
+with their gradient. Two more products turn this gradient into those of the hidden states and of the weight.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tempo_kernels.linear_cross_entropy.settings import Rows, Settings
 from tempo_kernels.linear_cross_entropy.shards import take
 
 ROW_BLOCK_BYTES = 1 << 25
-# How many columns of the vocabulary a CPU's product takes at once, for the result of few tokens to stay in the cache.
+# Columns of the vocabulary per product on a CPU: few enough that the result of a few tokens stays in the cache.
 CPU_BLOCK_COLUMNS = 1024
 _HAS_WIDE_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 class Head(NamedTuple):
-    """The tensors: hidden [m, h] of this rank, weight [v/p, h], bias [v/p] or None, labels [t, m]."""
+    """The tensors of the head: hidden [m, h] of this rank, weight [v/p, h], bias [v/p] or None, labels [t, m]."""
 
     hidden: Tensor
     weight: Tensor
@@ -30,7 +30,7 @@ class Head(NamedTuple):
     labels: Tensor
 
     def make_logits(self, settings: Settings) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Per chunk: the slice of rows, their tokens [n, h], and logits [n, v/p] in memory that all chunks share."""
+        """Yields per chunk the slice of rows, their tokens [n, h], and logits [n, v/p] in a shared buffer."""
         memory = None
         for rows, tokens in settings.shards.gather(self.hidden, settings.chunk_rows):
             if memory is None:
@@ -47,14 +47,14 @@ class Head(NamedTuple):
             yield rows, tokens, logits
 
     def find_targets(self, rows: slice, settings: Settings) -> tuple[Tensor, Tensor]:
-        """The labels [n] of a chunk, and the same as columns of this shard."""
+        """Returns the labels [n] of a chunk, and the same labels as columns of this shard."""
         labels = take(self.labels, rows, 1).reshape(-1)
         return labels, labels - settings.vocab_start if settings.vocab_start else labels
 
 
 def forward(head: Head, settings: Settings, backend: Any) -> tuple[Tensor, Tensor]:
-    """losses and, where asked for, entropies [1 or 2, t, m], and what backward needs of each token [2 or 3, t, m]: top,
-    total and expected over all shards. The shards exchange their statistics once."""
+    """Returns losses and, if asked for, entropies [1 or 2, t, m], and for backward each token's top, total and expected
+    over all shards [2 or 3, t, m]. The shards exchange their statistics once."""
     num_tokens, num_columns = head.labels.size(1), head.weight.size(0)
     shares = settings.find_shares(num_columns)
     shape = shares.num_statistics, *head.labels.shape
@@ -81,8 +81,8 @@ def backward(
     settings: Settings,
     backend: Any,
 ) -> Gradients:
-    """Gradients of hidden, weight and bias from those of the losses and, where there is one, of the entropies [t, m];
-    each chunk's logits are made again."""
+    """Returns the gradients of hidden, weight and bias from those of the losses and, if not None, of the entropies
+    [t, m]. It computes each chunk's logits again."""
     gradients = Gradients(head, has_grads, total, settings)
     for rows, tokens, logits in head.make_logits(settings):
         labels, columns = head.find_targets(rows, settings)
@@ -96,7 +96,7 @@ def backward(
 def forward_with_gradients(
     token_weights: Tensor, head: Head, has_grads: tuple[bool, ...], settings: Settings, backend: Any
 ) -> tuple[Tensor, Gradients]:
-    """losses [t, m] and the gradients of sum(token_weights * losses); the shards exchange statistics in every chunk."""
+    """Returns losses [t, m] and the gradients of sum(token_weights * losses); shards exchange statistics per chunk."""
     num_columns = head.weight.size(0)
     shares = settings.find_shares(num_columns)
     losses = torch.empty_like(token_weights)
@@ -113,7 +113,7 @@ def forward_with_gradients(
 
 
 class _Statistics(NamedTuple):
-    """Of each token over the whole vocabulary, [...] each, in eager.py's words."""
+    """The statistics of each token over the whole vocabulary, [...] each, named as in eager.py."""
 
     top: Tensor
     total: Tensor
@@ -125,7 +125,7 @@ class _Statistics(NamedTuple):
 
 
 def _find_whole(found: Tensor, num_columns: int, settings: Settings) -> _Statistics:
-    """The statistics over all shards, which exchange theirs, from this shard's [3 to 5, ...]."""
+    """Exchanges the shards' statistics [3 to 5, ...] and joins them to those of the whole vocabulary."""
     if settings.shards.size > 1:
         return _join(settings.shards.exchange(found), num_columns, settings)
     top, total, target, *more = found.unbind(0)
@@ -133,7 +133,7 @@ def _find_whole(found: Tensor, num_columns: int, settings: Settings) -> _Statist
 
 
 def _join(found: Tensor, num_columns: int, settings: Settings) -> _Statistics:
-    """The statistics over all shards, from every shard's [p, 3 to 5, ...]."""
+    """Joins every shard's statistics [p, 3 to 5, ...] to those of the whole vocabulary."""
     tops, totals, targets = found[:, 0], found[:, 1], found[:, 2]
     top = tops.amax(0)
     shifts = tops - top
@@ -150,7 +150,7 @@ def _join(found: Tensor, num_columns: int, settings: Settings) -> _Statistics:
 
 
 def _find_results(found: _Statistics, labels: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """What `forward` returns."""
+    """Computes the results of `forward` from the statistics."""
     top, total, target, others, weighted = found
     log_total, of_target = total.log(), target - top
     if others:
@@ -169,7 +169,7 @@ def _find_results(found: _Statistics, labels: Tensor, settings: Settings) -> tup
 
 
 class _Chunk(NamedTuple):
-    """Logits [n, v/p], and the labels [n] of their tokens as columns of this shard and as they are."""
+    """A chunk's logits [n, v/p], and its tokens' labels [n] as columns of this shard and as they are."""
 
     logits: Tensor
     columns: Tensor
@@ -179,7 +179,7 @@ class _Chunk(NamedTuple):
 def _write_gradient(
     chunk: _Chunk, grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, settings: Settings, backend: Any
 ) -> None:
-    """Writes the gradient over the logits, from those [n] of the losses and of the entropies."""
+    """Overwrites the logits with their gradient, from the gradients [n] of the losses and of the entropies."""
     top, total, *expected = kept.unbind(0)
     is_ignored = chunk.labels == settings.ignore_index
     grad = _weigh(grad, is_ignored, settings)
@@ -188,7 +188,7 @@ def _write_gradient(
         scale *= 1.0 + 2.0 * settings.z_loss * (top + total.log())
     if grad_entropy is not None:
         grad_entropy = _weigh(grad_entropy, is_ignored, settings)
-        # 0 where the gradient is, whatever the total of such a row may be.
+        # A gradient of 0 stays 0, even where the row's total is 0, infinite or NaN.
         slope = (-grad_entropy / total).masked_fill(grad_entropy == 0, 0.0)
         scale = scale - slope * expected[0]
     rows = Rows(chunk.columns, top, scale, grad, slope)
@@ -196,20 +196,20 @@ def _write_gradient(
 
 
 def _weigh(grad: Tensor, is_ignored: Tensor, settings: Settings) -> Tensor:
-    """The gradient of the scaled logits' results, 0 for ignored tokens, from that of the results."""
+    """Returns the gradient of the results divided by the temperature, with 0 for ignored tokens."""
     grad = grad.masked_fill(is_ignored, 0.0)
     return grad / settings.temperature if settings.temperature != 1.0 else grad
 
 
 class Gradients:
-    """The gradients of hidden [m, h] in its dtype, of weight as `settings.find_weight_dtype` says, and of bias in
-    float32; None where there is none.
+    """Sums over chunks the gradients of hidden [m, h] in its dtype, of weight in the dtype of
+    `settings.find_weight_dtype`, and of bias in float32; None for those that are not asked for.
 
     Args:
         head: the tensors whose gradients these are.
         has_grads: whether hidden, weight and bias get a gradient.
-        total: the memory to add the weight's gradient to; None for new memory.
-        settings: of the ranks whose parts are summed.
+        total: the tensor to which the weight's gradient is added; None for a new one.
+        settings: names the ranks whose parts are summed.
     """
 
     def __init__(self, head: Head, has_grads: tuple[bool, ...], total: Tensor | None, settings: Settings) -> None:
@@ -225,7 +225,7 @@ class Gradients:
         self.bias = head.weight.new_zeros(head.weight.size(0), dtype=compute_dtype) if has_grads[2] else None
 
     def add(self, rows: slice, tokens: Tensor, grad_logits: Tensor) -> None:
-        """Adds the part of one chunk. The ranks may still be summing it when this returns."""
+        """Adds the part of one chunk. The reduction over the ranks may still run when this returns."""
         if self.hidden is not None:
             self._add_hidden(take(self.hidden, rows), grad_logits)
         if self.weight is not None:
@@ -241,11 +241,11 @@ class Gradients:
                 self._works.append((self._shards.reduce(out), out))
             return
         part = torch.mm(grad_logits, self._head_weight)
-        self._wait()  # for the chunk before, so that at most two parts are alive
+        self._wait()  # for the previous chunk's reduction, so that at most two parts are alive
         self._works.append((self._shards.reduce_scatter(part, out), part))
 
     def finish(self) -> Gradients:
-        """These, after the ranks have summed everything."""
+        """Waits for the ranks' sums and returns self."""
         self._wait()
         if self.weight is not None and self._weight_is_empty:
             self.weight.zero_()  # there are no tokens
@@ -257,7 +257,7 @@ class Gradients:
 
 
 def _accumulate(total: Tensor, grad_logits: Tensor, tokens: Tensor, is_empty: bool) -> None:
-    """total [v/p, h] = or, where it is not empty, += grad_logits^T tokens."""
+    """Adds grad_logits^T tokens to total [v/p, h], or writes it there if total is empty."""
     beta = 0 if is_empty else 1
     if total.dtype == grad_logits.dtype:
         torch.addmm(total, grad_logits.t(), tokens, beta=beta, out=total)
@@ -265,16 +265,16 @@ def _accumulate(total: Tensor, grad_logits: Tensor, tokens: Tensor, is_empty: bo
     if _multiplies_into(total):
         torch.addmm(total, grad_logits.t(), tokens, out_dtype=total.dtype, beta=beta, out=total)
         return
-    # The product of 16-bit matrices is rounded to 16 bits once per chunk, but the sum over chunks is not rounded.
+    # A product of 16-bit matrices is rounded to 16 bits, once per chunk; the sum over chunks stays in float32.
     step = max(1, ROW_BLOCK_BYTES // (total.size(1) * tokens.element_size()))
     for start in range(0, total.size(0), step):
         block = slice(start, start + step)
         part = total[block]
-        # Nothing keeps the product alive while the next one is made.
+        # Written in one expression, so that no name keeps the product alive while the next one is made.
         (part.copy_ if is_empty else part.add_)(grad_logits[:, block].t() @ tokens)
 
 
 def _multiplies_into(total: Tensor) -> bool:
-    """Whether torch adds a product of 16-bit matrices to a float32 `total` with no rounding between: from about 2.8 on,
-    and on a GPU."""
+    """Whether torch can add a product of 16-bit matrices to a float32 `total` without rounding it first: on a GPU, from
+    about torch 2.8 on."""
     return total.is_cuda and total.dtype == torch.float32 and _HAS_WIDE_PRODUCT

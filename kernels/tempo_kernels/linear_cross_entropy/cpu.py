@@ -1,6 +1,7 @@
-"""Cross entropy of one chunk of logits as in eager.py, on a CPU in blocks of rows that stay in the cache.
+"""Computes the cross entropy of one chunk of logits on a CPU in blocks of rows; eager.py is the specification.
 
-Plain logits take no temporary tensors here; scaled ones and the entropy are eager.py's, block by block.
+A block stays in the cache. Plain logits take no temporary tensors; for scaled logits and the entropy eager.py itself
+runs block by block.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
 
 
 def _find_zeros(grad: Tensor) -> Tensor:
-    """The numbers of the rows whose gradient is 0; none of a fake tensor, which has no numbers."""
+    """Returns the indices of rows whose gradient is 0, or none for a fake tensor, which has no numbers."""
     is_zero = grad == 0
     if isinstance(grad, FakeTensor):
         return is_zero.new_empty(0, dtype=torch.int64)
@@ -71,7 +72,7 @@ def _find_zeros(grad: Tensor) -> Tensor:
 
 
 def _cut_into_blocks(logits: Tensor, compute_dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of rows, and memory to compute in for each."""
+    """Yields slices of rows, each with a buffer."""
     num_rows, num_columns = logits.shape
     step = min(num_rows, max(1, BLOCK_ELEMENTS // num_columns))
     memory = torch.empty(step, num_columns, dtype=compute_dtype, device=logits.device)

@@ -1,9 +1,8 @@
-"""Cross entropy and entropy of one chunk of logits in plain torch: the specification.
+"""Specifies the cross entropy and the entropy of one chunk of logits in plain torch.
 
-A token has logits z, of which the softmax takes
-    l = softcap tanh(z / softcap) / temperature,  or z / temperature without a softcap
-over the K real columns of the vocabulary and the target y. Label smoothing a is Megatron's: 1 - a
-on the target and a / (K - 1) on every other column.
+A token has logits z over the vocabulary, of which K columns are real, and a target y. The softmax takes
+    l = softcap tanh(z / softcap) / temperature,  or z / temperature without a softcap.
+Label smoothing a is Megatron's: 1 - a on the target and a / (K - 1) on every other real column.
     top = max l,  total = sum exp(l - top),  logsumexp = top + log total
     loss = log total - target_share (l_y - top) - other_share sum_real (l - top) + z logsumexp**2
     other_share = a / (K - 1),  target_share = 1 - K other_share
@@ -11,9 +10,9 @@ on the target and a / (K - 1) on every other column.
     weighted = sum exp(l - top) (l - top),  expected = weighted / total,  entropy = log total - expected
     grad_l -= grad_entropy exp(l - top) / total (l - top - expected)
     grad_z = grad_l (1 - tanh(z / softcap)**2) / temperature
-The entropy is that of the softmax, and never negative: total is at least 1, and no part of weighted is positive.
+The entropy is that of the softmax. It is never negative: total is at least 1, and no part of weighted is positive.
 l holds the columns of one shard of the vocabulary. Columns that pad the vocabulary take no part in the smoothing. They
-are in the softmax, as in Megatron, unless they are excluded: then they are -inf, and so is a target among them.
+take part in the softmax, as in Megatron, unless they are excluded: then they are -inf, even if one is the target.
 Arithmetic is float32 (float64 for float64 logits).
 """
 
@@ -26,10 +25,10 @@ from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 
 def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
-    """[3 to 5, n] of logits z [n, v]: top, total and the target's l; with an other share sum_real (l - top); for the
-    entropy weighted.
+    """Returns the statistics [3 to 5, n] of logits z [n, v]: top, total and the target's l, with an other share also
+    sum_real (l - top), for the entropy also weighted.
 
-    columns [n] are the targets as columns of this shard: outside of it their logit is -inf.
+    columns [n] are the targets as columns of this shard; a target on another shard has a logit of -inf here.
     """
     logits, _ = scale_logits(logits, shares)
     top = logits.amax(-1)
@@ -46,9 +45,9 @@ def find_statistics(logits: Tensor, columns: Tensor, shares: Shares) -> Tensor:
 
 
 def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
-    """Writes grad_z over logits z [n, v]; a row whose gradients are 0 becomes 0 whatever it holds.
+    """Overwrites logits z [n, v] with grad_z; a row whose gradients are 0 becomes 0, even if it holds NaN.
 
-    rows.grad, rows.scale and rows.slope are divided by the temperature already.
+    rows.grad, rows.scale and rows.slope are already divided by the temperature.
     """
     scaled, slope_of_cap = scale_logits(logits, shares)
     grad, above = rows.grad.unsqueeze(1), scaled - rows.top.unsqueeze(1)
@@ -69,7 +68,7 @@ def write_gradient_(logits: Tensor, rows: Rows, shares: Shares) -> None:
 
 
 def scale_logits(logits: Tensor, shares: Shares) -> tuple[Tensor, Tensor | None]:
-    """l of logits z in float32 or float64, and where they are capped the derivative of the cap."""
+    """Returns l of logits z in float32 or float64, and the derivative of the cap, or None without one."""
     values, slope_of_cap = logits.to(torch.promote_types(logits.dtype, torch.float32)), None
     if shares.softcap:
         bent = (values / shares.softcap).tanh()
@@ -83,10 +82,10 @@ def scale_logits(logits: Tensor, shares: Shares) -> tuple[Tensor, Tensor | None]
 
 
 def make_finite(values: Tensor) -> Tensor:
-    """0 in place of -inf, which times 0, or less -inf, would give NaN."""
+    """Replaces -inf by 0, because -inf * 0 and -inf - -inf are NaN."""
     return values.masked_fill(values == float("-inf"), 0.0)
 
 
 def locate_columns(columns: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Columns of this shard [n, 1], and whether they are the targets [n]: a target on another shard has none here."""
+    """Returns columns [n, 1] clamped to this shard, to index with, and whether the target [n] lies on this shard."""
     return columns.clamp(0, num_columns - 1).unsqueeze(1), (columns >= 0) & (columns < num_columns)

@@ -1,4 +1,4 @@
-"""linear_cross_entropy and linear_log_prob: their autograd.Functions."""
+"""Defines `linear_cross_entropy` and `linear_log_prob` and holds their autograd.Functions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def linear_cross_entropy(
     token_weights: Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
 ) -> Any:
-    """Cross entropy of hidden weight^T + bias, with the logits of one chunk of tokens alive at a time.
+    """Computes the cross entropy of hidden weight^T + bias with the logits of one chunk of tokens alive at a time.
 
     Args:
         hidden: [s, b, h], floating point, any strides; with sequence_parallel this rank's [s/p, b, h].
@@ -57,9 +57,10 @@ def linear_cross_entropy(
         vocab_start: index of this rank's first row: its rank in the group times v/p.
         group: the ranks that share the vocabulary, each with v/p rows; None for one.
         sequence_parallel: hidden is split over the group too: gathered, and its gradient scattered, chunk by chunk.
-        chunk_tokens: tokens per chunk, at least one of each rank (default: as many as fill checks.CHUNK_BYTES; of 16
-            bits all, where their logits are less than what several chunks sum their gradients in).
-        token_weights: [b, s]; the gradients are then made in forward, chunk by chunk, and no logits twice.
+        chunk_tokens: tokens per chunk, at least one of each rank. By default their logits fill checks.CHUNK_BYTES; with
+            a 16-bit weight one chunk takes all tokens if their logits are smaller than the float32 sum of the weight's
+            gradient that several chunks would need.
+        token_weights: [b, s]. Forward then computes the gradients too, chunk by chunk, and no logits are made twice.
         gradient_accumulation_fusion: weight's gradient is added to `weight.main_grad`, as Megatron's linears do.
 
     Returns:
@@ -69,14 +70,14 @@ def linear_cross_entropy(
     Under autocast nothing is cast: the inputs' dtype is that of the products, in forward and in backward.
 
     Keeps for backward: hidden, weight and bias (which exist anyway), labels, and 8 bytes per token. With token_weights
-        instead of hidden its gradient, and the weight's, of several chunks in float32; backward scales both in place,
-        once.
-    Costs: a fourth matrix product beside three, since backward makes the logits again. With token_weights it does not,
-        but the ranks of a group then wait for one another once per chunk instead of once.
+        it keeps the gradients of hidden and weight instead of hidden, the latter in float32 if there are several
+        chunks; backward scales both in place, once.
+    Costs: four matrix products instead of three, because backward makes the logits again. With token_weights there are
+        three, but the ranks of a group wait for one another once per chunk instead of once.
     Error: at most twice that of the unfused torch computation in the same dtype plus one ulp of the largest value; in
-        float32, of few tokens or columns, where torch's own error may happen to be next to 0, plus up to 8 ulp.
+        float32 with few tokens or columns, where torch's own error may happen to be near 0, plus up to 8 ulp.
         NaN or infinity in hidden makes the loss of that token NaN, and of no other. A label that is neither in the
-        vocabulary nor ignored gives an infinite loss: to check labels would wait for the device.
+        vocabulary nor ignored gives an infinite loss, because checking labels would wait for the device.
     Raises: ValueError for shapes, dtypes and numbers that do not fit; RuntimeError on a second derivative, and with
         token_weights on a second backward.
     """
@@ -111,11 +112,11 @@ def linear_log_prob(
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
 ) -> Any:
-    """The log-probabilities of labels under softmax(l), and its entropy, where z = hidden weight^T + bias and
+    """Computes the log-probabilities of labels under softmax(l), and its entropy, where z = hidden weight^T + bias and
     l = softcap tanh(z / softcap) / temperature, with the logits of one chunk of tokens alive at a time.
 
-    The cap comes first: it belongs to the model, as in Gemma 2, and what samples from a model divides its logits by the
-    temperature, as vLLM does. Without a softcap l = z / temperature, as in verl and NeMo-RL.
+    The cap comes first because it belongs to the model, as in Gemma 2, while the temperature belongs to the sampler,
+    which divides the model's logits by it, as vLLM does. Without a softcap l = z / temperature, as in verl and NeMo-RL.
 
     Args:
         hidden, weight, bias, vocab_start, group, sequence_parallel, chunk_tokens, gradient_accumulation_fusion: as
@@ -135,11 +136,11 @@ def linear_log_prob(
     Under autocast nothing is cast. Under torch.no_grad() nothing is kept.
 
     Keeps for backward: hidden, weight and bias (which exist anyway), labels, and 8 bytes per token; 12 for the entropy.
-    Costs: a fourth matrix product beside three, since backward makes the logits again.
+    Costs: four matrix products instead of three, because backward makes the logits again.
     Error: at most twice that of the unfused torch computation in the same dtype plus one ulp of the largest value.
         NaN or infinity in hidden makes the results of that token NaN, and of no other. A logit of -inf has probability
-        0 and no part in the entropy. A label that is neither in the vocabulary nor ignored has log-probability -inf: to
-        check labels would wait for the device.
+        0 and no part in the entropy. A label that is neither in the vocabulary nor ignored has log-probability -inf,
+        because checking labels would wait for the device.
     Raises: ValueError for shapes, dtypes and numbers that do not fit; RuntimeError on a second derivative.
     """
     shards = Shards(group if group is not None and group.size() > 1 else None, sequence_parallel)
@@ -154,7 +155,7 @@ def linear_log_prob(
 
 
 def _sums_weight(weight: Tensor, takes_main_grad: bool) -> bool:
-    """Whether several chunks need memory for the sum of their gradients of weight, main_grad not being that memory."""
+    """Whether several chunks need memory to sum their gradients of weight, because main_grad cannot hold the sum."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return False
     sum_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -162,12 +163,12 @@ def _sums_weight(weight: Tensor, takes_main_grad: bool) -> bool:
 
 
 def _shape_losses(losses: Tensor, labels: Tensor) -> Tensor:
-    """[b, s] in memory of its own, as labels, of losses in the order of hidden's rows."""
+    """Brings losses from the order of hidden's rows to [b, s], as labels, in memory of its own."""
     return losses.view(labels.size(1), labels.size(0)).t().clone(memory_format=torch.contiguous_format)
 
 
 def _spread(found: Sequence[Tensor], has_grads: Sequence[bool]) -> Iterator[Tensor | None]:
-    """The gradients in their places, None where there is none."""
+    """Yields the gradients in the places of has_grads, and None in the others."""
     remaining = iter(found)
     return (next(remaining) if has_grad else None for has_grad in has_grads)
 
@@ -175,7 +176,7 @@ def _spread(found: Sequence[Tensor], has_grads: Sequence[bool]) -> Iterator[Tens
 def _find_results(
     ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings, fused: bool
 ) -> Tensor:
-    """The forward of both functions: losses, and entropies where they are asked for, [1 or 2, t, m]."""
+    """Runs the forward of both functions: losses and, if asked for, entropies, [1 or 2, t, m]."""
     results, kept = find_losses(hidden, weight, bias, labels, *list_operands(settings))
     ctx.save_for_backward(hidden, weight, bias, labels, kept)
     ctx.settings, ctx.parameter = settings, weight if fused else None
@@ -183,7 +184,7 @@ def _find_results(
 
 
 def _differentiate(ctx: Any, grad_losses: Tensor, grad_entropies: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """The backward of both functions."""
+    """Runs the backward of both functions."""
     hidden, weight, bias, labels, kept = ctx.saved_tensors
     grad, grad_entropy = (
         None if t is None else order_rows(t, ctx.settings).to(kept.dtype) for t in (grad_losses, grad_entropies)
@@ -240,8 +241,8 @@ class _LinearLogProb(torch.autograd.Function):
 
 
 class _Link(torch.autograd.Function):
-    """An empty tensor behind the inputs in the graph: a function that keeps none of its inputs saves it, so that a
-    second derivative is noticed."""
+    """Returns an empty tensor that depends on the inputs. A function that keeps none of its inputs saves this tensor,
+    so that a second derivative is noticed (derivative.py)."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:
@@ -267,7 +268,7 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         has_grads = ctx.needs_input_grad[:3]
         rows = order_rows(token_weights, settings).to(torch.promote_types(hidden.dtype, torch.float32))
-        # With weights as small as 1 / (s b), a float16 gradient of the logits would underflow.
+        # Token weights as small as 1 / (s b) would make a float16 gradient of the logits underflow.
         unit = rows.abs().amax() if rows.numel() else rows.new_ones(())
         unit = torch.where(unit > 0, unit, 1.0)
         operands = (rows / unit, hidden, weight, bias, labels, *has_grads, *list_operands(settings))
@@ -308,7 +309,7 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _scale_(t: Tensor, factor: Tensor) -> Tensor:
-    """t *= factor, which is float32. On a GPU torch would round it to the 16 bits of t first."""
+    """Multiplies t by a float32 factor in place. On a GPU torch's own `*=` would round the factor to t's 16 bits."""
     if t.dtype == factor.dtype or not t.is_cuda or torch.compiler.is_compiling():
         return t.mul_(factor)
     for block in t.view(-1).split(_SCALED_ELEMENTS):
@@ -317,8 +318,8 @@ def _scale_(t: Tensor, factor: Tensor) -> Tensor:
 
 
 def _make_stand_in(weight: Any) -> Tensor | None:
-    """What autograd gets in place of the gradient that is in main_grad already, as from Megatron's linears. For
-    Megatron's DistributedDataParallel it is a tensor that only makes the hooks run."""
+    """Returns what autograd gets in place of the gradient that is already in main_grad, as from Megatron's linears: for
+    Megatron's DistributedDataParallel a tensor that only makes its hooks run, else None."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -1,15 +1,15 @@
-"""Cross entropy and entropy of one chunk of logits in Triton; eager.py is the specification.
+"""Computes the cross entropy and the entropy of one chunk of logits in Triton; eager.py is the specification.
 
 A row's statistics take one read: the online softmax (Milakov and Gimelshein, arXiv 1805.02867) keeps a running maximum
-and the sum scaled to it. Every group of eight columns, 16 bytes of a 16-bit type in one access, has a maximum and sums
-of its own, which are joined at the end: no strip costs a reduction over threads. The gradient takes one read and one
-write, over the logits themselves, so that a chunk needs no second memory. Arithmetic is float32.
+and the sum scaled to it. A thread reads groups of eight columns, 16 bytes of a 16-bit type. Each group has a maximum
+and sums of its own, which are joined at the end, so that no strip costs a reduction over threads. The gradient takes
+one read and one write, in place of the logits, so that a chunk needs no second buffer. Arithmetic is float32.
 
-exp(x - top) is exp2((x - top) log2(e)). exp2(x log2(e) - top log2(e)) would be an instruction less, but of logits about
-1000 off by 6e-5 of itself, and wrong beyond 2e38, where top log2(e) overflows.
+exp(x - top) is computed as exp2((x - top) log2(e)). exp2(x log2(e) - top log2(e)) would save an instruction, but its
+relative error is 6e-5 for logits around 1000, and beyond 2e38 top log2(e) overflows.
 
-The cap, the temperature, the exclusion of padding and the entropy are compiled in only where they are asked for; their
-numbers compile nothing anew.
+The cap, the temperature, the exclusion of padding and the entropy are compiled in only where they are asked for. Their
+values do not compile a kernel anew.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK = 4096
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
-# Arguments that change from chunk to chunk. No value of theirs compiles a kernel anew.
+# Arguments that change from chunk to chunk. Their values do not compile a kernel anew.
 VARYING = ("columns_ptr", "found_ptr", "num_rows", "top_ptr", "scale_ptr", "grad_ptr", "slope_ptr")
 
 
 @triton.jit
 def _tanh(x):
-    """To 3 units in the last place: a polynomial near 0, where the exponential would lose digits."""
-    size = tl.where(tl.abs(x) > 15.0, 15.0, tl.abs(x))  # where it is 1; NaN stays
+    """Computes tanh to 3 units in the last place; near 0 by a polynomial, as the exponential loses digits there."""
+    size = tl.where(tl.abs(x) > 15.0, 15.0, tl.abs(x))  # tanh(15) rounds to 1; NaN stays NaN
     square = size * size
     near = 0.02096818803 - 0.006053698563 * square
     near = ((near * square - 0.05384498929) * square + 0.1333273279) * square - 0.3333332861
@@ -47,13 +47,13 @@ def _tanh(x):
 
 @triton.jit
 def _scale(values, softcap, temperature, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
-    """Logits as the softmax takes them, and the derivative of the cap."""
+    """Returns l, the scaled logits that the softmax takes, and the derivative of the cap."""
     slope_of_cap = 1.0
     if HAS_CAP:
         bent = _tanh(values / softcap)
         values, slope_of_cap = bent * softcap, 1.0 - bent * bent
     if HAS_TEMPERATURE:
-        # Rounded to the nearest: an error here is one of the logarithm of the probability.
+        # div_rn rounds to nearest; the default's error would go straight into the logarithm of the probability.
         values = tl.div_rn(values, tl.zeros_like(values) + temperature)
     return values, slope_of_cap
 
@@ -63,8 +63,8 @@ def _load_strip(
     row_ptr, start, num_columns, num_real, softcap, temperature,
     HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, EXCLUDES_PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Columns [m, 8] from start on, whether they exist, their scaled values in float32, -inf where they are in no
-    softmax, and the derivative of the cap."""
+    """Returns columns [m, 8] from start on, whether they exist, their scaled values in float32 (-inf where the softmax
+    excludes them), and the derivative of the cap."""
     column = start + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     inside = column < num_columns
     values = tl.load(row_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
@@ -78,20 +78,20 @@ def _load_strip(
 
 @triton.jit
 def _exp(x):
-    """exp(x), 0 for -inf and where it is below 2**-126."""
+    """Computes exp(x), with 0 for -inf and for results below 2**-126."""
     return tl.exp2(1.442695041 * x)
 
 
 @triton.jit
 def _make_finite(top):
-    """The maximum, or 0 for -inf: subtracting -inf from itself would give NaN."""
+    """Returns the maximum, or 0 for -inf, because -inf - -inf is NaN."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
 def _move_origin(weighted, total, top, new_top, factor):
-    """The sums of exp(x - top) (x - top) for another top: what was above the former one is above the new one by a
-    shift. All of them are negative, and 0 where the shift, which may be -inf, leaves nothing of exp(x - top)."""
+    """Rebases sums of exp(x - top) (x - top) to another top: every x - top changes by the shift top - new_top. The sums
+    are never positive, and 0 where exp(x - top) vanishes; the shift may be -inf."""
     shift = (_make_finite(top) - _make_finite(new_top))[:, None]
     return (weighted + total * tl.where(factor > 0.0, shift, 0.0)) * factor
 
@@ -112,7 +112,7 @@ def _statistics_kernel(
     if HAS_ENTROPY:
         weighted = tl.zeros((BLOCK // 8, 8), dtype=tl.float32)
     if HAS_OTHERS:
-        # Differences to the first logit: their sum loses no digits to what all logits have in common.
+        # Sum differences to the first logit, so that an offset common to all logits costs no digits.
         origin, _ = _scale(tl.load(row_ptr).to(tl.float32), softcap, temperature, HAS_CAP, HAS_TEMPERATURE)
         sums = tl.zeros((BLOCK // 8, 8), dtype=tl.float32)
     for start in range(0, num_columns, BLOCK):
@@ -224,7 +224,7 @@ def _plan_gradient(num_rows: int, num_columns: int, shares: Shares, has_slope: b
 
 
 def _list_arguments(num_columns: int, shares: Shares) -> dict[str, Any]:
-    """The launch arguments of both kernels. v is in units of 8 where it can be: the compiler then knows a multiple."""
+    """Lists the launch arguments of both kernels; v in units of 8 tells the compiler that rows are aligned."""
     unit = 1 if num_columns % 8 else 8
     return {
         "column_units": num_columns // unit,

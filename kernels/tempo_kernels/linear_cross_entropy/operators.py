@@ -1,4 +1,4 @@
-"""The chunked loss head as operators, which torch.compile, fake tensors and autocast do not look into.
+"""Wraps the chunked loss head in operators, into which torch.compile, fake tensors and autocast do not look.
 
 An operator takes flat operands: tensors, flags, then the numbers of a Settings one by one, and a group by its name.
 """
@@ -27,7 +27,7 @@ _SETTINGS = (
 
 
 def list_operands(settings: Settings) -> tuple[Any, ...]:
-    """What an operator takes in their place, by the schema _SETTINGS."""
+    """Flattens settings to an operator's operands, in the order of the schema _SETTINGS."""
     shards = settings.shards
     return (
         "" if shards.group is None else shards.group.group_name,
@@ -46,10 +46,10 @@ def list_operands(settings: Settings) -> tuple[Any, ...]:
 
 
 def _read_settings(group: str, sequence_parallel: bool, *numbers: Any) -> Settings:
-    """The settings that `list_operands` gave."""
+    """Builds the settings from what `list_operands` returned."""
     found = None
     if group:
-        # Not at the top: a torch built without torch.distributed has no such module, and no groups.
+        # Imported here, because a torch built without torch.distributed has no such module and no groups.
         from torch._C._distributed_c10d import _resolve_process_group
 
         found = _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
@@ -66,7 +66,7 @@ def _read_problem(
     has_grad_bias: bool,
     *settings: Any,
 ) -> tuple[Head, tuple[bool, bool, bool], Settings]:
-    """The tensors, which of them get a gradient, and the settings, from operands by _HEAD, _HAS_GRADS and _SETTINGS."""
+    """Returns the tensors, which of them get a gradient, and the settings, from operands by the three schemas."""
     found = _read_settings(*settings)
     return _make_head(hidden, weight, bias, labels, found), (has_grad_hidden, has_grad_weight, has_grad_bias), found
 
@@ -77,7 +77,7 @@ def _make_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tens
 
 
 def order_rows(t: Tensor, settings: Settings) -> Tensor:
-    """[t, s/t * b] of t [b, s]: the order of hidden's rows."""
+    """Brings t [b, s] into the order of hidden's rows, [segments, s/segments * b]."""
     segments = settings.shards.num_segments
     return t.t().reshape(segments, t.numel() // segments)
 
@@ -95,7 +95,7 @@ def _make_empty_losses(
 def find_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """[1, t, m] losses, or [2, t, m] losses and entropies, and what backward needs of each token, one number more."""
+    """Returns losses [1, t, m] or losses and entropies [2, t, m], and the statistics for backward, [2 or 3, t, m]."""
     found = _read_settings(*settings)
     return chunks.forward(_make_head(hidden, weight, bias, labels, found), found, choose_backend(hidden, cpu))
 
@@ -118,11 +118,11 @@ def _make_empty_gradients(grad: Tensor, grad_entropy: Tensor | None, kept: Tenso
 def find_gradients(
     grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, *operands: Any, total: Tensor | None = None
 ) -> list[Tensor]:
-    """The gradients that are asked for, of hidden [m, h], of weight (`Settings.find_weight_dtype`), and of bias in
-    float32.
+    """Returns the gradients that are asked for: of hidden [m, h], of weight in `Settings.find_weight_dtype`, and of
+    bias in float32.
 
-    grad [t, m] is that of the losses, grad_entropy that of the entropies. The weight's is added to `total` where that
-    is given; it is no operand: only `find_gradients.call` takes it.
+    grad [t, m] is the gradient of the losses, grad_entropy that of the entropies. The weight's gradient is added to
+    `total` if that is given. An operator cannot take it; only `find_gradients.call` does.
     """
     head, has_grads, settings = _read_problem(*operands)
     grads = grad, grad_entropy
@@ -138,7 +138,7 @@ def _make_empty_losses_and_gradients(token_weights: Tensor, *operands: Any) -> l
     _make_empty_losses_and_gradients,
 )
 def find_losses_and_gradients(token_weights: Tensor, *operands: Any) -> list[Tensor]:
-    """losses [t, m], and the gradients of sum(token_weights * losses) as in `find_gradients`."""
+    """Returns losses [t, m] and the gradients of sum(token_weights * losses) as in `find_gradients`."""
     head, has_grads, settings = _read_problem(*operands)
     backend = choose_backend(head.hidden, cpu)
     losses, gradients = chunks.forward_with_gradients(token_weights, head, has_grads, settings, backend)

@@ -1,4 +1,4 @@
-"""The numbers of the head: Settings of the whole vocabulary, Shares of one shard's columns."""
+"""Holds the numbers of the loss head: Settings for the whole vocabulary, Shares for one shard's columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tempo_kernels.linear_cross_entropy.shards import Shards
 
 
 class Shares(NamedTuple):
-    """What becomes of one shard's columns, and how the target distribution is spread over them, as in eager.py."""
+    """How one shard's columns are scaled and excluded, and how the target distribution is spread over them."""
 
     target: float
     other: float
@@ -31,12 +31,12 @@ class Shares(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the softmax is that of all logits as they are."""
+        """Whether the softmax takes all logits unscaled."""
         return self[3:] == (False, 0.0, 1.0, False)
 
 
 class Rows(NamedTuple):
-    """What the gradient needs of each row of a chunk, [n] each."""
+    """The numbers [n] that the gradient needs of each row of a chunk."""
 
     columns: Tensor
     """The targets as columns of this shard; outside of it where the target is on another one."""
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is not a tensor."""
+    """The arguments of the head that are not tensors."""
 
     shards: Shards
     vocab_size: int
@@ -75,12 +75,12 @@ class Settings(NamedTuple):
         return 1.0 - self.vocab_size * self.other_share
 
     def find_weight_dtype(self, dtype: torch.dtype, num_rows: int) -> torch.dtype:
-        """The dtype in which the gradient of a weight of `dtype` is made, from num_rows of hidden: its own where one
-        chunk has them all, so that there is nothing to sum, else at least float32."""
+        """Returns the dtype for the gradient of a weight of `dtype`: its own if one chunk holds all num_rows of hidden,
+        so that there is nothing to sum, else at least float32."""
         return dtype if num_rows <= self.chunk_rows else torch.promote_types(dtype, torch.float32)
 
     def find_shares(self, num_columns: int) -> Shares:
-        """The shares of this rank's shard, which has num_columns columns."""
+        """Returns the shares of this rank's shard of num_columns columns."""
         return Shares(
             self.target_share,
             self.other_share,
@@ -92,5 +92,5 @@ class Settings(NamedTuple):
         )
 
     def count_real(self, rank: int, num_columns: int) -> int:
-        """How many columns of a shard are real."""
+        """Counts the columns of a shard that are not padding."""
         return min(max(self.vocab_size - rank * num_columns, 0), num_columns)

@@ -1,4 +1,4 @@
-"""The ranks that hold the vocabulary's shards: who holds what, and what they tell one another."""
+"""Describes the ranks that hold the vocabulary's shards, and runs their collectives."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def take(t: Tensor, block: slice, dim: int = 0) -> Tensor:
-    """The part of t from block.start to block.stop along a dimension; t itself where that is all of it, since a view
-    costs the host about as much as a launch."""
+    """Returns t from block.start to block.stop along a dimension, or t itself if that is all of it: a view costs the
+    host about as much as a launch."""
     size = t.size(dim)
     if block.start == 0 and block.stop >= size:
         return t
@@ -21,8 +21,8 @@ def take(t: Tensor, block: slice, dim: int = 0) -> Tensor:
 class Shards(NamedTuple):
     """A tensor-parallel group, or one rank that holds the whole vocabulary.
 
-    Tokens are [t, m]. m is how many hidden states this rank has; t is the group's size under sequence parallelism, and
-    1 without it, where each rank has all hidden states. A chunk is k rows [k, h] of this rank, and t * k tokens of all.
+    Tokens are [t, m]: m is how many hidden states this rank has, and t is the group's size under sequence parallelism,
+    or 1 without it, where each rank has all hidden states. A chunk has k rows [k, h] of each rank, t * k tokens in all.
     """
 
     group: Any
@@ -38,14 +38,12 @@ class Shards(NamedTuple):
 
     @property
     def num_segments(self) -> int:
-        """t."""
+        """Returns t."""
         return self.size if self.sequence_parallel else 1
 
     def gather(self, hidden: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
-        """Chunk by chunk of hidden [m, h]: the slice of rows, and their tokens [t * k, h] from every rank.
-
-        The next chunk is gathered while the caller works on this one.
-        """
+        """Yields per chunk of hidden [m, h] the slice of rows and their tokens [t * k, h] from every rank. The next
+        chunk is gathered while the caller works on this one."""
         starts = range(0, hidden.size(0), chunk_rows)
         chunks = [slice(start, min(start + chunk_rows, hidden.size(0))) for start in starts]
         if self.num_segments == 1:
@@ -64,7 +62,7 @@ class Shards(NamedTuple):
         return tokens, dist.all_gather_into_tensor(tokens, part, group=self.group, async_op=True)
 
     def reduce_scatter(self, part: Tensor, out: Tensor) -> Any:
-        """Starts to write this rank's rows of the sum of all ranks' part [t * k, h] into out [k, h]."""
+        """Starts a reduce-scatter: sums all ranks' `part` [t * k, h] and writes this rank's rows into out [k, h]."""
         return dist.reduce_scatter_tensor(out, part, group=self.group, async_op=True)
 
     def reduce(self, part: Tensor) -> Any:
@@ -72,7 +70,7 @@ class Shards(NamedTuple):
         return dist.all_reduce(part, group=self.group, async_op=True)
 
     def exchange(self, found: Tensor) -> Tensor:
-        """Every rank's found, stacked to [p, ...], for each rank to reduce in the same order."""
+        """Gathers every rank's `found` as [p, ...], so that all ranks reduce it in the same order."""
         found_by_all = found.new_empty(self.size, *found.shape)
         dist.all_gather_into_tensor(found_by_all.view(-1), found.contiguous().view(-1), group=self.group)
         return found_by_all

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm that keep their output, which the next linear keeps anyway, or their input, to be exact."""
+"""LayerNorm and RMSNorm that keep either their output, which the next linear keeps anyway, or, for exactness, x."""
 
 from tempo_kernels.norm.function import layer_norm, rms_norm
 

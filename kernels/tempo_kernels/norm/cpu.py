@@ -1,8 +1,8 @@
-"""The norms of eager.py, fast on a CPU, where the cost is passes over memory and calls of torch.
+"""Computes the norms on a CPU, where the cost is passes over memory and calls of torch; eager.py is the specification.
 
-torch's own LayerNorm does what it can: its forward, and its backward wherever x or the normalised x is at hand in at
-least float32, for it adds the sums of 16-bit gradients up in 16 bits. What goes block by block of rows keeps its
-float32 copies in the cache. Other tensors that are worth it take cpu_compiled.py, whose passes are fewer.
+Forward is torch's own LayerNorm. So is backward wherever x or the normalised x exists in at least float32; torch sums
+16-bit gradients in 16 bits, so it cannot take those. The rest goes by blocks of rows, whose float32 copies stay in the
+cache, or, for tensors that are large enough, through the compiled passes of cpu_compiled.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def forward_from_input(x: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
 
 
 def refill(out: Tensor, x: Tensor, norm: Norm, statistics: Statistics) -> None:
-    """As in eager.py; forward finds the statistics again, in the pass that it makes anyway."""
+    """As in eager.py; it computes the statistics again, which costs no further pass."""
     rows, affine = view_rows(x), norm.compute_affine(x.dtype)
     # A block may be too small for what forward was large enough for.
     is_compiled = not norm.subtracts_mean and cpu_compiled.pays_for(rows)
@@ -92,11 +92,11 @@ def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Stati
 
 
 def _forward(rows: Tensor, affine: Tensor, norm: Norm) -> tuple[Tensor, Statistics]:
-    """y [n, h] of the rows' dtype, and their statistics [n] in that of affine."""
+    """Returns y [n, h] in the rows' dtype, and their statistics [n] in that of affine."""
     if norm.subtracts_mean:
         gamma, beta = affine.unbind()
         y, mean, rstd = torch.native_layer_norm(rows, rows.shape[1:], gamma, beta, norm.eps)
-        # Real statistics have this dtype already; those of fake 16-bit tensors have, by an error of torch, 16 bits.
+        # Real statistics have this dtype already. Torch's fake kernel wrongly gives 16-bit ones for 16-bit tensors.
         return y, Statistics(rstd.view(-1).to(affine.dtype), mean.view(-1).to(affine.dtype))
     if cpu_compiled.pays_for(rows):
         return cpu_compiled.rms_norm(rows, affine[0], norm.eps)
@@ -111,13 +111,13 @@ def _forward(rows: Tensor, affine: Tensor, norm: Norm) -> tuple[Tensor, Statisti
 
 
 def _shape_output(rows: Tensor, x: Tensor) -> Tensor:
-    """The rows in x's shape, and no view to autograd, which would refuse to change one in place."""
+    """Gives the rows x's shape, but not as a view to autograd, which would refuse to change a view in place."""
     y: Tensor = torch.ops.aten._unsafe_view(rows, x.shape)
     return y
 
 
 def _normalize(x: Tensor, statistics: Statistics) -> Tensor:
-    """xhat of these rows and any columns."""
+    """Computes xhat of these rows and any columns."""
     rstd, mean = statistics
     centred = x.to(rstd.dtype) if mean is None else x - mean.unsqueeze(-1)
     return centred * rstd.unsqueeze(-1)
@@ -131,16 +131,16 @@ def _differentiate(
     subtracts_mean: bool,
     x_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """As backward; recover_xhat gives the xhat of a block of rows."""
+    """Differentiates like backward; recover_xhat gives the xhat of a block of rows."""
     grad_rows, rstd = view_rows(grad_y), rstd.unsqueeze(-1)
-    # What needs no float32 copies is quicker in larger blocks.
+    # Without float32 copies, larger blocks are faster.
     blocks = _blocks(grad_rows, 4 if subtracts_mean and grad_y.dtype == affine.dtype else 1)
 
     def differentiate(block: slice) -> tuple[Tensor, Tensor]:
-        """grad_x without the factor rstd, and the sums."""
+        """Returns grad_x without the factor rstd, and the sums."""
         xhat, grad = recover_xhat(block), grad_rows[block].to(affine.dtype)
         if subtracts_mean:
-            # Normalised rows have mean 0 and standard deviation 1.
+            # torch differentiates a LayerNorm of xhat itself, whose rows have mean 0 and standard deviation 1.
             one = torch.ones_like(rstd[block])
             return _differentiate_layer_norm(grad, xhat, torch.zeros_like(one), one, affine)
         product = grad * xhat
@@ -162,13 +162,13 @@ def _differentiate(
 def _differentiate_layer_norm(
     grad_y: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, affine: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """grad_x, and the sums [2, h], all in one dtype; by torch."""
+    """Lets torch compute grad_x and the sums [2, h], all in one dtype."""
     operands = (grad_y, x, affine.shape[1:], mean, rstd, *affine.unbind())
     grad_x, *sums = torch.ops.aten.native_layer_norm_backward(*operands, [True, True, True])
     return grad_x, torch.stack(sums)
 
 
 def _blocks(rows: Tensor, factor: int = 1) -> list[slice]:
-    """Slices of whole rows whose float32 copies stay in the cache, or of `factor` times as many."""
+    """Lists slices of whole rows whose float32 copies stay in the cache, or of `factor` times as many rows."""
     step = max(1, factor * BLOCK_ELEMENTS // max(1, rows.size(-1)))
     return [slice(start, min(start + step, rows.size(0))) for start in range(0, rows.size(0), step)]

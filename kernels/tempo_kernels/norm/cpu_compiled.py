@@ -1,4 +1,4 @@
-"""The norms over large tensors on a CPU in passes that Inductor compiled."""
+"""Computes the norms of large tensors on a CPU in passes that Inductor compiles."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _GROUP = 16
 
 
 def pays_for(rows: Tensor) -> bool:
-    """Whether rows [n, h] are many enough."""
+    """Whether rows [n, h] are large enough to compile forward for."""
     return compiled.pays_for(rows, MIN_ELEMENTS, *rows.shape)
 
 
 def pays_for_backward(rows: Tensor) -> bool:
-    """Whether rows [n, h] are many enough, in whole groups, and more than one of these."""
+    """Whether rows [n, h] are large enough to compile backward for, and n is a multiple of at least two groups."""
     return rows.size(0) % _GROUP == 0 and pays_for(rows) and rows.size(0) > _GROUP
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Statistics]:
-    """y [n, h] of x's dtype, and rstd [n] in float32."""
-    # Strides would be compiled in.
+    """Returns y [n, h] in x's dtype, and rstd [n] in float32."""
+    # contiguous: Dynamo would compile strides in.
     operands = (*_split(x.contiguous(), gamma), torch.tensor([eps], dtype=torch.float32, device=x.device))
     y, rstd = _rms_norm(*operands)
     return y.view(x.shape), Statistics(rstd, None)
 
 
 def layer_norm_backward(grad_y: Tensor, y: Tensor, affine: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """grad_x [n, h] of grad_y's dtype, and the sums [2, h] in float32."""
+    """Returns grad_x [n, h] in grad_y's dtype, and the sums [2, h] in float32."""
     gamma, beta = affine
     grad_y, y, gamma, beta, factor = _split(grad_y.contiguous(), y.contiguous(), gamma, beta, gamma.reciprocal())
     return _join(*_layer_norm_backward(grad_y, y, beta, factor, rstd.view(-1, 1, 1), gamma))
@@ -51,7 +51,7 @@ def layer_norm_backward_from_input(
 
 
 def rms_norm_backward(grad_y: Tensor, y: Tensor, affine: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """As layer_norm_backward; the sum [1, h]."""
+    """As layer_norm_backward, with one sum [1, h]."""
     grad_y, y, gamma, factor = _split(grad_y.contiguous(), y.contiguous(), affine[0], affine[0].reciprocal())
     return _join(*_rms_norm_backward(grad_y, y, factor, rstd.view(-1, 1, 1), gamma))
 
@@ -64,12 +64,12 @@ def rms_norm_backward_from_input(grad_y: Tensor, x: Tensor, rstd: Tensor, gamma:
 
 
 def _split(*tensors: Tensor) -> list[Tensor]:
-    """[..., h] -> [..., groups, lanes]."""
+    """Views [..., h] as [..., groups, lanes]."""
     return split_columns(tensors[0].size(-1), *tensors)
 
 
 def _join(grad_x: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, h], and the sum of sums [groups of rows, k, h] over the groups."""
+    """Returns grad_x as [n, h], and sums [groups of rows, k, h] added up over the groups."""
     return grad_x.flatten(1), sums.sum(0).flatten(1)
 
 
@@ -81,7 +81,7 @@ def _normalize_rms(x: Tensor, gamma: Tensor, eps: Tensor) -> tuple[Tensor, Tenso
 def _differentiate_layer_norm(
     grad_y: Tensor, values: Tensor, shift: Tensor, factor: Tensor, rstd: Tensor, gamma: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """xhat is (values - shift) * factor, from the output as from the input."""
+    """Differentiates with xhat = (values - shift) * factor, where values are the output or the input."""
     grad, xhat = grad_y.float(), (values.float() - shift) * factor
     scaled = grad * gamma
     slope = (scaled * xhat).mean((-2, -1), keepdim=True)
@@ -92,7 +92,7 @@ def _differentiate_layer_norm(
 def _differentiate_rms_norm(
     grad_y: Tensor, values: Tensor, factor: Tensor, rstd: Tensor, gamma: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """xhat is values * factor."""
+    """Differentiates with xhat = values * factor."""
     grad, xhat = grad_y.float(), values.float() * factor
     scaled = grad * gamma
     grad_x = scaled - xhat * (scaled * xhat).mean((-2, -1), keepdim=True)
@@ -104,7 +104,7 @@ def _sum_groups(t: Tensor) -> Tensor:
 
 
 _rms_norm = Compiled(_normalize_rms, has_lanes=True)
-# Two of each, since torch compiles one for a limited number of dtypes and shapes.
+# Separate objects for output and input: torch compiles each for a limited number of dtypes and shapes.
 _layer_norm_backward, _layer_norm_backward_from_input = (
     Compiled(_differentiate_layer_norm, has_lanes=True) for _ in range(2)
 )

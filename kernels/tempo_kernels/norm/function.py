@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm: checks and the autograd.Functions."""
+"""Defines `layer_norm` and `rms_norm`: checks their arguments and holds the autograd.Functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layer_norm(
     zero_centered: bool = False,
     keep: str = "output",
 ) -> Tensor:
-    """LayerNorm over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias.
+    """Computes LayerNorm over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias.
 
     Args:
         x: [..., h], floating point, any strides.
@@ -41,37 +41,35 @@ def layer_norm(
         keep: "output" or "input".
 
     Returns:
-        y [..., h], contiguous, of x's dtype; of weight's where x is float32 and weight has 16 bits, as for a residual
-        in float32 (Megatron's `--fp32-residual-connection`): x is normalised in float32 and rounded once, to the dtype
-        of the linear that follows, as Apex's FastLayerNorm does. The gradient of x is float32 then.
+        y [..., h], contiguous, in x's dtype. With a float32 x and a 16-bit weight, as for Megatron's
+        `--fp32-residual-connection`, y has weight's dtype: x is normalised in float32 and rounded once, to the dtype
+        of the linear that follows, as in Apex's FastLayerNorm. The gradient of x is float32 then.
 
     Keeps for backward: with keep="output" y itself (one storage with what the next linear keeps, hence free), rstd
-        (4 bytes per row), the gamma and beta of this call (8 bytes per channel, however many rows; RMSNorm 4) and, for
-        channels where weight is too small beside bias for y to carry the normalised x, that one column of it (y's
-        dtype; on a GPU also where a small change of the parameters would make it so, and an eighth more, in multiples
-        of eight). With keep="input" x, rstd and the mean (4 bytes per row each); weight and bias are parameters.
-    Error: with keep="input" at most twice torch's own in the same dtype, its sums in float32, plus one ulp of the
-        largest exact value, for any weight and bias. With keep="output" the gradients are those of the normalised x
-        that y, rounded to its dtype, carries: off by up to half an ulp of y divided by weight. That meets the same
-        bound unless the gradient of y follows y or the bound is finer than 16 bits: not where the exact gradient of x
-        cancels (RMSNorm with a gradient proportional to y), not for the gradient of a float32 weight beside a 16-bit
-        x (0.2 to 1 % of its maximum) nor of a float32 x beside a 16-bit weight (as exact as that of a 16-bit x, and not
-        more), not for rows whose variance is far below eps, of one channel, or with channels far above all others.
-        For these keep="input", Megatron's "recompute".
-        On a CPU y is torch's own LayerNorm, which takes the mean off after the scale: where abs(mean) / std of a row is
-        large, y / weight is off by up to 5e-7 of it, in torch's F.layer_norm as here, and with keep="output" the
-        normalised x is too.
+        (4 bytes per row), and gamma and beta of this call (8 bytes per channel; RMSNorm 4). A channel is lost if weight
+        is too small beside bias for y to carry the normalised x (lost_channels.py); that column of it is kept in y's
+        dtype. A GPU also keeps channels that would be lost after a small change of the parameters, and an eighth
+        more, in multiples of eight. With keep="input" x, rstd and the mean (4 bytes per row each).
+    Error: with keep="input" at most twice torch's own in the same dtype, with sums in float32, plus one ulp of the
+        largest exact value, for any weight and bias. With keep="output" the normalised x is recovered from y rounded to
+        its dtype, so it is off by up to half an ulp of y divided by weight. This meets the same bound except
+        - where the exact gradient of x cancels (RMSNorm with a gradient proportional to y);
+        - for the gradient of a float32 weight beside a 16-bit x (off by 0.2 to 1 % of its maximum), and of a float32 x
+          beside a 16-bit weight (only as exact as that of a 16-bit x);
+        - for rows of one channel, of a variance far below eps, or with channels far above all others.
+        For these use keep="input", which Megatron's "recompute" is.
+        On a CPU y is torch's own LayerNorm, which subtracts the mean after the scale: y / weight is off by up to 5e-7
+        of abs(mean) / std of the row, and with keep="output" so is the normalised x.
         If weight or bias changes between forward and backward, keep="output" differentiates at their old values.
-    Raises: ValueError for shapes or dtypes that do not fit; RuntimeError on a second derivative; on a GPU with
-        keep="output" RuntimeError where a CUDA graph is captured before the first ordinary call, and at the end of a
-        backward pass if parameters changed unseen by torch (`.data`, fused optimizers) so much at once that more
-        channels were lost than there was room for: the gradients that miss them are NaN, also in a graph's replays.
-        A graph of torch.compile has room for none.
+    Raises: ValueError for shapes or dtypes that do not fit; RuntimeError on a second derivative. On a GPU with
+        keep="output" RuntimeError also where a CUDA graph is captured before the first ordinary call, and at the end
+        of a backward pass if parameters changed unseen by torch (`.data`, fused optimizers) and more channels were
+        lost than there was room for. Their gradients are NaN, also in a graph's replays. Compiled graphs have no room.
     On a GPU with keep="output" the host waits for the GPU in the first forward after parameters changed, once for all
-        norms, and at the end of each backward pass, for what was queued before the pass began.
+        norms, and at the end of each backward pass, for the work that was queued before the pass began.
     """
     _check(x, weight, bias, keep)
-    # That a mean is subtracted and that there is a bias is one thing to the kernels; h zeros are nothing beside x.
+    # Backends have two forms only, LayerNorm with a bias and RMSNorm without. h zeros cost nothing beside x.
     bias = torch.zeros_like(weight, requires_grad=False) if bias is None else bias
     return _apply(x, weight, bias, eps, zero_centered, True, keep)
 
@@ -80,7 +78,7 @@ def layer_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-5, *, zero_centered: bool = False, keep: str = "output"
 ) -> Tensor:
-    """RMSNorm over the last dimension: x / sqrt(mean(x**2) + eps) * weight. See `layer_norm` for all else."""
+    """Computes RMSNorm over the last dimension: x / sqrt(mean(x**2) + eps) * weight. See `layer_norm` for all else."""
     _check(x, weight, None, keep)
     return _apply(x, weight, None, eps, zero_centered, False, keep)
 
@@ -92,8 +90,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, keep: str) -> None:
         raise ValueError(f"x is {x.dtype} of shape {list(x.shape)}; expected a floating-point [..., h] tensor; cast it")
     fits = weight.dtype == x.dtype and weight.shape == x.shape[-1:]
     if fits and (bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape)):
-        return  # as nearly always, at a price that a launch does not hide
-    # As of a float32 residual: y has the 16 bits of the linear that follows.
+        return  # the common case: the checks below cost more than a launch hides
+    # A float32 residual: y gets the 16-bit dtype of the linear that follows.
     has_wide_x = x.dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
     allowed = (weight.dtype,) if has_wide_x else (x.dtype, torch.float32)
     shape = x.shape[-1:]
@@ -116,7 +114,7 @@ def _apply(
     if keep == "input":
         y: Tensor = _FromInput.apply(x, weight, bias, form)
     else:
-        # What forward sees of its inputs does not tell whether gradients are on.
+        # Inside forward gradients are always off, so the caller's state is read here.
         needs_grad = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
@@ -125,7 +123,7 @@ def _apply(
 
 
 def _allocate_output(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """y and rstd without their numbers."""
+    """Allocates y and rstd."""
     y = torch.empty(x.shape, dtype=choose_output_dtype(x.dtype, norm.weight.dtype), device=x.device)
     dtype = torch.promote_types(x.dtype, torch.float32)
     return y, torch.empty(math.prod(x.shape[:-1]), dtype=dtype, device=x.device)
@@ -135,14 +133,14 @@ def _allocate_kept(x: Tensor, *operands: Any) -> list[Tensor]:
     norm = Norm(*operands[:5])
     y, rstd = _allocate_output(x, norm)
     affine = rstd.new_empty(1 if norm.bias is None else 2, x.size(-1))
-    # No channel counts as lost where there are no numbers.
+    # Fake tensors have no numbers, so no channel counts as lost.
     lost = rstd.new_empty(0, dtype=torch.int32 if x.is_cuda else torch.int64)
     return [y, rstd, affine, lost, y.new_empty(rstd.numel(), 0)]
 
 
 @opaque(f"norm(Tensor x, {OPERANDS}, bool needs_grad, bool keeps_lost) -> Tensor[]", _allocate_kept)
 def _forward(x: Tensor, *operands: Any) -> list[Tensor]:
-    """y and the tensors of its Kept."""
+    """Returns y and the tensors of its Kept."""
     y, kept = choose_backend(x, cpu).forward(x, Norm(*operands[:5]), *operands[5:])
     return [y, *kept]
 
@@ -158,7 +156,7 @@ def _allocate_gradients(grad_y: Tensor, y: Tensor, *kept: Any) -> list[Tensor]:
     _allocate_gradients,
 )
 def _backward(grad_y: Tensor, y: Tensor, *kept: Any) -> list[Tensor]:
-    """grad_x, and grad_gamma and perhaps grad_beta in one tensor of sums_dtype."""
+    """Returns grad_x, and grad_gamma and perhaps grad_beta in one tensor of sums_dtype."""
     return [*choose_backend(y, cpu).backward(grad_y, y, Kept(*kept[:4]), *kept[4:])]
 
 
@@ -170,7 +168,7 @@ def _allocate_statistics(x: Tensor, *operands: Any) -> list[Tensor]:
 
 @opaque(f"norm_from_input(Tensor x, {OPERANDS}) -> Tensor[]", _allocate_statistics)
 def _forward_from_input(x: Tensor, *operands: Any) -> list[Tensor]:
-    """y, rstd and, where it is subtracted, the mean."""
+    """Returns y, rstd and, for a LayerNorm, the mean."""
     y, statistics = choose_backend(x, cpu).forward_from_input(x, Norm(*operands))
     return [y, *(found for found in statistics if found is not None)]
 
@@ -186,7 +184,7 @@ def _allocate_gradients_from_input(grad_y: Tensor, x: Tensor, *operands: Any) ->
     _allocate_gradients_from_input,
 )
 def _backward_from_input(grad_y: Tensor, x: Tensor, *operands: Any) -> list[Tensor]:
-    """As _backward, from what the other form keeps; in one tensor of the norm's sums_dtype."""
+    """As _backward, from what keep="input" keeps; the sums are in the norm's sums_dtype."""
     norm, statistics = Norm(*operands[:5]), Statistics(*operands[5:])
     return [*choose_backend(x, cpu).backward_from_input(grad_y, x, norm, statistics)]
 
@@ -198,7 +196,7 @@ class _FromOutput(torch.autograd.Function):
     ) -> Tensor:
         norm = Norm(weight, bias, *form)
         if is_traced(x):
-            # How many channels are lost is data: a compiled graph, whose shapes must be known before, has no room.
+            # How many channels are lost depends on data, but a compiled graph needs static shapes: no room.
             y, *kept = _forward(x, *norm, needs_grad, False)
         else:
             y, kept = call_untraced(choose_backend(x, cpu).forward, x, x, norm, needs_grad)
@@ -257,7 +255,7 @@ def _parameter_dtypes(norm: Norm) -> tuple[torch.dtype, torch.dtype | None]:
 
 
 def _cast_needed(ctx: Any, grad_x: Tensor, sums: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, weight and bias that somebody asked for; an RMSNorm has no bias."""
+    """Casts the gradients of x, weight and bias that are needed; an RMSNorm has no bias."""
     has_grad_x, has_grad_weight, has_grad_bias, *_ = ctx.needs_input_grad
     weight_dtype, bias_dtype = ctx.parameter_dtypes
     parts = sums.unbind(0)

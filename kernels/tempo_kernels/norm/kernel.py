@@ -1,8 +1,8 @@
-"""LayerNorm and RMSNorm on a GPU, in Triton; eager.py is the specification.
+"""Computes LayerNorm and RMSNorm on a GPU in Triton: chooses kernels and launches them; eager.py is the specification.
 
 Rows up to FORWARD_ROW_BYTES and BACKWARD_ROW_BYTES stay in the registers of a program (kernel_whole_rows.py); longer
-ones are read more than once (kernel_long_rows.py). Kernels have the code that keeps lost channels only where channels
-may be lost: it takes registers. reserve.py says when the host waits for the GPU, and why.
+ones are read more than once (kernel_long_rows.py). The code that keeps lost channels takes registers, so it is compiled
+in only where channels may be lost. reserve.py says when the host waits for the GPU, and why.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NONE_LOST = (None, None, None)
 def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = True) -> tuple[Tensor, Kept]:
     """As in eager.py; `lost` holds each channel's slot, as kernel_lost_channels.py describes it.
 
-    Without keeps_lost there is no room for lost channels; the backward of one that was needed raises.
+    Without keeps_lost there is no room for lost channels; if there are any, backward raises.
     """
     y, rstd = _allocate(x, norm)
     if x.numel() == 0:
@@ -46,13 +46,10 @@ def forward(x: Tensor, norm: Norm, needs_grad: bool = True, keeps_lost: bool = T
 def backward(
     grad_y: Tensor, y: Tensor, kept: Kept, subtracts_mean: bool, x_dtype: torch.dtype, sums_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As in eager.py.
-
-    The sums over rows have two stages, each in a fixed order: the same bits every time on the same GPU.
-    """
+    """As in eager.py; the order of the sums over rows is fixed, so the same GPU gives the same bits every time."""
     with guard_device(y):
         check_after_backward(y.device)
-    # The memory of affine begins with gamma, which is all of it that the kernels look for there.
+    # Kernels take gamma by its pointer, and affine begins with gamma.
     affine = kept.affine
     norm = Norm(affine, affine[1] if affine.size(0) == 2 else None, 0.0, subtracts_mean, zero_centered=False)
     return _differentiate(grad_y, y, norm, (x_dtype, sums_dtype), (kept.rstd, None), kept[2:])
@@ -79,7 +76,7 @@ def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Stati
 
 
 def _allocate(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Memory for y and rstd; raises ValueError for a dtype that the kernels do not compute."""
+    """Allocates y and rstd; raises ValueError for a dtype that the kernels do not compute."""
     if x.dtype not in DTYPES:
         raise ValueError(f"norm: x is {x.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it")
     dtype = choose_output_dtype(x.dtype, norm.weight.dtype)
@@ -89,7 +86,7 @@ def _allocate(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
 
 
 def _allocate_columns(num_rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for lost channels [rows, capacity]; of no columns, as nearly always, the same tensor every time."""
+    """Allocates lost_xhat [rows, capacity]; for the usual capacity of 0 it returns the same empty tensor every time."""
     if not capacity:
         return _hold_no_columns(num_rows, dtype, device)
     return torch.empty(num_rows, capacity, dtype=dtype, device=device)
@@ -97,7 +94,7 @@ def _allocate_columns(num_rows: int, capacity: int, dtype: torch.dtype, device: 
 
 @cache_plans
 def _hold_no_columns(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # training may follow an inference, and keeps it for backward
+    with torch.inference_mode(False):  # training keeps this tensor for backward, too
         return torch.empty(num_rows, 0, dtype=dtype, device=device)
 
 
@@ -110,7 +107,7 @@ def _launch_forward(
     from_input: bool = False,
     refills: bool = False,
 ) -> None:
-    """Fills y and what is kept: rstd, mean, affine, slots, lost_xhat and counts, None where the form has no such."""
+    """Fills y and what is kept: rstd, mean, affine, slots, lost_xhat and counts, None for those the form lacks."""
     weight, bias, eps, subtracts_mean, zero_centered = norm
     form = (capacity, from_input, bias is not None, eps, subtracts_mean, zero_centered, refills)
     rows, plan = _plan_forward(x.shape, x.dtype, y.dtype, *form)
@@ -131,7 +128,7 @@ def _plan_forward(
     zero_centered: bool,
     refills: bool,
 ) -> tuple[ModuleType, Plan]:
-    """The kernels for rows of x of this shape, and how to launch them; dtype is y's."""
+    """Chooses the kernels for rows of this shape and plans their launch; dtype is y's."""
     rows = _choose_rows(shape[-1] * x_dtype.itemsize, capacity > 0, FORWARD_ROW_BYTES)
     form = _list_arguments(shape, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
     return rows, rows.plan_forward(shape[-1], eps=eps, REFILLS=refills, **form)
@@ -145,8 +142,7 @@ def _differentiate(
     statistics: tuple[Tensor, Tensor | None],
     lost: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """grad_x and the sums, of these dtypes, from `source`, which is x, or y where there are slots and columns of lost
-    channels."""
+    """Returns grad_x and the sums in these dtypes. `source` is y if `lost` (slots and columns) is given, else x."""
     grad_x = torch.empty_like(source, dtype=dtypes[0])
     sums_shape = (1 if norm.bias is None else 2, source.size(-1))
     if source.numel() == 0:
@@ -173,15 +169,14 @@ def _plan_backward(
     subtracts_mean: bool,
     zero_centered: bool,
 ) -> tuple[ModuleType, Any]:
-    """As _plan_forward; x_dtype is grad_x's and dtype that of what it is computed from."""
+    """Plans backward; x_dtype is grad_x's dtype and dtype that of the source."""
     rows = _choose_rows(shape[-1] * x_dtype.itemsize, capacity > 0, BACKWARD_ROW_BYTES)
     form = _list_arguments(shape, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
     return rows, rows.plan_backward(shape[-1], device, **form)
 
 
 def _choose_rows(row_bytes: int, has_lost: bool, limit: int) -> ModuleType:
-    """The kernels for rows of the widest dtype: a program's registers hold `limit` bytes of a row, or half of that
-    where channels are lost."""
+    """Chooses kernels by the bytes of a row: a program's registers hold `limit`, or half of it with lost channels."""
     return long_rows if row_bytes * (2 if has_lost else 1) > limit else whole_rows
 
 
@@ -194,7 +189,7 @@ def _list_arguments(
     subtracts_mean: bool,
     zero_centered: bool,
 ) -> dict[str, Any]:
-    """The launch arguments of every kernel; h in units of 8, so that the compiler knows it for a multiple."""
+    """Lists the launch arguments of every kernel; h in units of 8 tells the compiler that rows are aligned."""
     hidden_size = shape[-1]
     unit = 1 if hidden_size % 8 else 8
     return {

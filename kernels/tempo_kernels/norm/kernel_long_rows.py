@@ -1,12 +1,11 @@
-"""LayerNorm and RMSNorm of rows that are too long for the registers of one program: read more than once, in blocks of
-columns. The mathematics, its sources and the arguments are those of kernel_whole_rows.py.
+"""Computes norms of rows too long for the registers of one program: rows are read more than once, in blocks of columns.
 
-1. Forward has one program for each row, which reads it three times: for the mean, for the variance of what is left
-   after it, and to write y. The second and third reads come from the L2 cache, where a row of this length stays.
-2. Backward reads each row twice: for the sums of g xhat and of g over the row, then for grad_x.
-3. A program of it sees a whole row and so cannot add up columns in registers. _sums_kernel does, in strips of columns:
-   a third read of y (or x) and grad_y, cheaper than atomics and in a fixed order. A last launch adds up what its
-   programs found.
+The mathematics, its sources and the arguments are those of kernel_whole_rows.py.
+1. In forward a program owns a row and reads it three times: for the mean, for the variance around it, and to write y.
+   The second and third reads come from the L2 cache, where a row of this length stays.
+2. In backward a program owns a row and reads it twice: for the sums of g xhat and of g over the row, then for grad_x.
+3. Such a program cannot sum over rows in registers. _sums_kernel does, in strips of columns: a third read of y (or x)
+   and grad_y, which is cheaper than atomics and has a fixed order. A last launch adds up its programs' sums.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ def _forward_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, REFILLS: tl.constexpr, COUNTS: tl.constexpr,
     SMALLEST: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program reads one row three times; where REFILLS, once, and takes the mean and rstd of before."""
+    """One program reads one row three times, or with REFILLS once, taking mean and rstd from the first forward."""
     num_columns = column_units * UNIT
     if COUNTS:  # noqa: SIM102
-        # The first program does this alone, and has no row: it starts with the others, where the last would end later.
+        # The first program does only this and has no row. As the last one it would start, and so end, after all others.
         if tl.program_id(0) == 0:
             find_channels(
                 weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, 0,
@@ -90,7 +89,7 @@ def _forward_kernel(
 
 @triton.jit
 def _recover_xhat(source, gamma, beta, mean, rstd, FROM_INPUT: tl.constexpr, HAS_LOST: tl.constexpr):
-    """xhat [m, n] from x or from y, NaN in the lost channels; gamma and beta are poisoned."""
+    """Recovers xhat [m, n] from x or y, as NaN in the lost channels, where gamma or beta is NaN (poison_lost)."""
     if FROM_INPUT:
         xhat = (source - mean[:, None]) * rstd[:, None]
     else:
@@ -105,7 +104,7 @@ def _load_block(
     HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr,
     SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    """g = gamma * grad_y and xhat, [1, n] each, of some columns of the row that begins at `start`."""
+    """Returns g = gamma * grad_y and xhat, [1, n] each, for some columns of the row that begins at `start`."""
     inside = column < num_columns
     gamma, beta = load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS, ZERO_CENTERED)
     if not FROM_INPUT:
@@ -168,7 +167,7 @@ def _sums_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program adds up tiles_per_program tiles that lie below one another in one strip of columns."""
+    """One program sums tiles_per_program tiles below one another in one strip of columns."""
     num_columns = column_units * UNIT
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = column < num_columns
@@ -205,20 +204,20 @@ class BackwardPlan(NamedTuple):
 
 
 def plan_forward(hidden_size: int, **arguments: Any) -> Plan:
-    """How `launch_forward` launches; the arguments are the kernel's."""
+    """Plans `launch_forward`; the arguments are the kernel's."""
     counts = not (arguments["HAS_LOST"] or arguments["FROM_INPUT"])
     return Plan((arguments["num_rows"] + counts,), COUNTS=counts, **arguments, **OPTIONS)
 
 
 def launch_forward(plan: Plan, tensors: tuple[Tensor | None, ...]) -> None:
-    """Fills y and rstd, and what the form keeps besides; the tensors are the kernel's."""
+    """Fills y, rstd and whatever else the form keeps; the tensors are the kernel's pointers."""
     launch(_forward_kernel, plan, tensors)
 
 
 def plan_backward(hidden_size: int, device: torch.device, **arguments: Any) -> BackwardPlan:
-    """How `launch_backward` launches; the arguments are the kernels'."""
+    """Plans `launch_backward`; the arguments are the kernels'."""
     num_rows = arguments["num_rows"]
-    # The slots of lost channels take the registers of as many elements.
+    # Slots of lost channels take as many registers as elements do, so blocks are half as wide with them.
     block = OPTIONS["BLOCK_COLUMNS"] // (2 if arguments["HAS_LOST"] else 1)
     num_strips = -(-hidden_size // SUMS_OPTIONS["BLOCK_COLUMNS"])
     num_tiles = -(-num_rows // SUMS_OPTIONS["BLOCK_ROWS"])

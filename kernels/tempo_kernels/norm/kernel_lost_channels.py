@@ -1,14 +1,14 @@
-"""The channels that y cannot carry, on the GPU: which they are, how their xhat is kept and how it is found again.
+"""Finds, keeps and restores on the GPU the channels that a norm's output cannot carry; lost_channels.py defines them.
 
 Backward from the output needs xhat = (y - beta) / gamma, which y does not carry where gamma is small beside beta.
-1. Every forward decides on the device which channels are lost, by the rule of lost_channels.py. The host cannot: it
-   would have to wait for the parameters. One program finds them in two passes over gamma and beta.
+1. Every forward decides on the device which channels are lost; the host would have to wait for the parameters. One
+   program finds them in two passes over gamma and beta.
 2. slots (int32 [h]) gives each lost channel a column of lost_xhat [rows, capacity] (y's dtype), in the order of the
-   channels, by a running sum. A slot is -1 where y carries the channel. capacity is the host's part, see reserve.py.
-3. affine (float32 [2, h], or [1, h] without a bias) is the gamma and beta of that forward, for its backward: the
+   channels, by a running sum. A slot is -1 if y carries the channel. The host chooses capacity, see reserve.py.
+3. affine (float32 [2, h], or [1, h] without a bias) holds gamma and beta of that forward for its backward, because the
    parameters may have changed by then. Backward finds the lost channels in affine by the same rule.
-4. Backward starts with NaN in every lost channel, and a column that was kept takes its place. A channel that was lost
-   beyond the capacity so has NaN gradients, and no wrong ones.
+4. Backward starts with NaN in every lost channel, and a kept column takes its place. A channel that was lost beyond the
+   capacity therefore has NaN gradients instead of wrong ones.
 5. counts (int32 [2]) tells the host afterwards how many candidates there are, and how many channels had no column.
 """
 
@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {"BLOCK_COLUMNS": 4096, "num_warps": 8, "enable_fp_fus
 
 
 class LostChannels(NamedTuple):
-    """What a forward launches with; see above."""
+    """The arguments of a forward's launch; the module's docstring explains them."""
 
     slots: Tensor
     capacity: int
@@ -47,8 +47,8 @@ class LostChannels(NamedTuple):
 
 @triton.jit
 def is_lost(gamma, beta, SMALLEST: tl.constexpr):
-    """Whether a rounded y does not carry xhat; a channel whose gamma is NaN counts as lost, and one whose gamma is so
-    large that `invert` gives 0."""
+    """Whether a rounded y does not carry xhat. A channel also counts as lost if gamma is NaN, or so large that `invert`
+    gives 0."""
     return ~((gamma > SMALLEST) & (gamma <= LARGEST)) | (beta > MAX_OFFSET * gamma)
 
 
@@ -58,7 +58,7 @@ def find_channels(
     HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_LOST: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fills affine, counts and, where HAS_LOST, slots in the order of the channels. Exactly one program calls it.
+    """Fills affine, counts and, with HAS_LOST, slots in the order of the channels. Exactly one program must call it.
 
     A channel is a candidate if it would be lost once gamma and beta each moved by `drift` in the wrong direction.
     """
@@ -90,11 +90,11 @@ def find_channels(
 
 @triton.jit
 def poison_lost(gamma, beta, HAS_LOST: tl.constexpr, SMALLEST: tl.constexpr):
-    """gamma and beta with NaN in the lost channels: in beta where columns were kept, otherwise in gamma.
+    """Returns gamma and beta with NaN in the lost channels: in beta with HAS_LOST, otherwise in gamma.
 
-    A NaN in beta makes y - beta NaN, and all that follows from it, until a column that was kept takes its place; a
-    kernel recognises the lost channels by `beta != beta`. A NaN in gamma makes xhat and the gradients NaN at once.
-    Flags beside gamma and beta would take registers that backward does not have.
+    A NaN in beta makes y - beta and all that follows NaN until a kept column takes its place; kernels recognise lost
+    channels by `beta != beta`. A NaN in gamma makes xhat and the gradients NaN for good. Separate flags would take
+    registers that backward does not have.
     """
     lost = is_lost(tl.abs(gamma), tl.abs(beta), SMALLEST)
     if HAS_LOST:
@@ -106,7 +106,7 @@ def poison_lost(gamma, beta, HAS_LOST: tl.constexpr, SMALLEST: tl.constexpr):
 
 @triton.jit
 def choose_divisor(gamma, beta, HAS_LOST: tl.constexpr):
-    """The number that divides y - beta for xhat: gamma, but 1 in the lost channels, whose xhat itself was kept."""
+    """Returns the divisor of y - beta: gamma, but 1 in the lost channels, whose xhat itself was kept."""
     if HAS_LOST:
         gamma = tl.where(beta == beta, gamma, 1.0)
     return gamma
@@ -114,7 +114,7 @@ def choose_divisor(gamma, beta, HAS_LOST: tl.constexpr):
 
 @triton.jit
 def store_lost(slots_ptr, lost_xhat_ptr, row, column, inside, xhat, num_rows, capacity):
-    """Keeps the lost channels of xhat [m, n]; row [m] is int64."""
+    """Stores the lost channels of xhat [m, n]; row [m] is int64."""
     slot = tl.load(slots_ptr + column, mask=inside, other=-1)[None, :]
     kept = (row < num_rows)[:, None] & (slot >= 0)
     tl.store(lost_xhat_ptr + row[:, None] * capacity + slot, xhat.to(lost_xhat_ptr.dtype.element_ty), mask=kept)
@@ -122,7 +122,7 @@ def store_lost(slots_ptr, lost_xhat_ptr, row, column, inside, xhat, num_rows, ca
 
 @triton.jit
 def restore_lost(xhat, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity):
-    """xhat [m, n] with the lost channels from what was kept; row [m] is int64."""
+    """Returns xhat [m, n] with its lost channels replaced by the kept ones; row [m] is int64."""
     slot = tl.load(slots_ptr + column, mask=inside, other=-1)[None, :]
     kept = (row < num_rows)[:, None] & (slot >= 0)
     lost = tl.load(lost_xhat_ptr + row[:, None] * capacity + slot, mask=kept, other=0.0)
@@ -134,7 +134,7 @@ def _slots_kernel(
     weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, capacity,
     HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, SMALLEST: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A single program: the slots of all channels."""
+    """A single program finds the slots of all channels."""
     find_channels(
         weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, capacity,
         HAS_BIAS, ZERO_CENTERED, True, SMALLEST, BLOCK_COLUMNS,
@@ -142,10 +142,10 @@ def _slots_kernel(
 
 
 def prepare_lost_channels(norm: Norm, y: Tensor, needs_grad: bool, keeps_lost: bool = True) -> LostChannels:
-    """What a forward needs to keep the channels that y cannot carry; see reserve.py for when it waits for the GPU.
+    """Prepares a forward to keep the channels that y cannot carry; see reserve.py for when it waits for the GPU.
 
-    Where the capacity is 0, as with every common initialisation, nothing is launched: a program of the forward kernel
-    has to call find_channels then, for affine and the counts.
+    With a capacity of 0, as after every common initialisation, it launches nothing, and a program of the forward kernel
+    has to call find_channels for affine and the counts.
     """
     weight, bias = norm.weight, norm.bias
     reserve = find_reserve(weight, bias, y.dtype, norm.zero_centered, needs_grad)

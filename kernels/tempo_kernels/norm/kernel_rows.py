@@ -1,4 +1,4 @@
-"""What the norms' kernels share: how parameters are read, and the sums over rows."""
+"""Device functions and launches that the norms' kernels share: reading parameters, and sums over rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUMS_ROWS = 128
 
 @triton.jit
 def load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """gamma and beta in float32; 1 and 0 outside."""
+    """Loads gamma and beta in float32, with 1 and 0 outside."""
     if ZERO_CENTERED:
         gamma = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + 1.0
     else:
@@ -29,7 +29,7 @@ def load_parameters(weight_ptr, bias_ptr, column, inside, HAS_BIAS: tl.constexpr
 
 @triton.jit
 def place_tile(tile, column, inside, num_rows, num_columns, BLOCK_ROWS: tl.constexpr):
-    """Of one tile of whole rows or of a strip: row [m] and offset [m, n] in int64, and the mask [m, n]."""
+    """Returns row [m] and offset [m, n] in int64 and the mask [m, n] of a tile of whole rows or of a strip."""
     row = tile * tl.full((1,), BLOCK_ROWS, tl.int64) + tl.arange(0, BLOCK_ROWS)
     offset = row[:, None] * num_columns + column[None, :]
     return row, offset, (row < num_rows)[:, None] & inside[None, :]
@@ -37,8 +37,8 @@ def place_tile(tile, column, inside, num_rows, num_columns, BLOCK_ROWS: tl.const
 
 @triton.jit
 def store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, HAS_BIAS: tl.constexpr):
-    """Adds grad_gamma [m, n] up over its rows, and stores the sum in this program's row of partial
-    [1, programs, h]; likewise grad_beta where there is a bias, in partial [2, programs, h]."""
+    """Sums grad_gamma [m, n] over its rows into this program's row of partial [1, programs, h], or with a bias
+    grad_gamma and grad_beta into partial [2, programs, h]."""
     partial = partial_ptr + tl.program_id(0).to(tl.int64) * num_columns + column
     tl.store(partial, tl.sum(grad_gamma, axis=0), mask=inside)
     if HAS_BIAS:
@@ -52,7 +52,7 @@ def _add_up_kernel(
     num_chunks, column_units,
     UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program adds up the rows of partial [2 or 1, num_chunks, h] in one strip of columns of one sum."""
+    """One program adds up the rows of partial [1 or 2, num_chunks, h] in one strip of columns of one sum."""
     num_columns, sum_index = column_units * UNIT, tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     partial, out = partial_ptr + sum_index * num_chunks * num_columns, sums_ptr + sum_index * num_columns
@@ -60,7 +60,7 @@ def _add_up_kernel(
 
 
 def plan_sums(num_sums: int, num_chunks: int, num_columns: int) -> Plan:
-    """How `launch_sums` launches."""
+    """Plans `launch_sums`."""
     unit = 1 if num_columns % 8 else 8
     return Plan(
         (-(-num_columns // SUMS_COLUMNS), num_sums),
@@ -75,5 +75,5 @@ def plan_sums(num_sums: int, num_chunks: int, num_columns: int) -> Plan:
 
 
 def launch_sums(plan: Plan, partial: Tensor, sums: Tensor) -> None:
-    """Fills sums [2 or 1, h] with those over the rows of partial [2 or 1, programs, h], rounded once."""
+    """Adds up the rows of partial [1 or 2, programs, h] into sums [1 or 2, h], rounded once."""
     launch(_add_up_kernel, plan, (partial, sums))

@@ -1,15 +1,15 @@
-"""LayerNorm and RMSNorm of rows that stay in the registers of one program: one read of each input, one write of each
-output. The same kernels serve both forms: FROM_INPUT keeps mean and rstd, otherwise rstd and the lost channels.
+"""Computes norms of rows that stay in the registers of one program: one read of each input, one write of each output.
 
+The same kernels serve both forms: with FROM_INPUT they keep mean and rstd, otherwise rstd and the lost channels.
 The mathematics is that of eager.py: LayerNorm (Ba et al., 2016), RMSNorm (Zhang and Sennrich, 2019), and the backward
 from the output after In-Place Activated BatchNorm (Rota Bulo et al., CVPR 2018) and Tempo (Andoorveedu et al., 2022).
 1. A program walks over tiles of whole rows below one another; tl.range loads the next one while it computes.
-2. A variance is the mean of squares of what is left after the mean: two passes, but over registers, and exact where
-   the mean is large beside the deviation, as E[x^2] - E[x]^2 is not.
-3. Backward needs two sums of each row, of g xhat and of g, and two sums of each column, for gamma and beta. The
-   latter stay in registers until a program is through with its tiles: one row of `partial` for each program. A launch
-   behind this one adds those up and rounds once; the order is fixed, where atomics would give other bits every time.
-4. From y, backward computes with gamma xhat = y - beta and divides by gamma late, where fewer registers are alive.
+2. The variance is the mean of (x - mean)^2: two passes, but over registers, and exact even where the mean is large
+   beside the deviation, unlike E[x^2] - E[x]^2.
+3. Backward needs two sums per row, of g xhat and of g, and two sums per column, for gamma and beta. A program sums its
+   columns in registers over all its tiles and then writes them to its row of `partial`. A second launch adds up these
+   rows and rounds once. The order is fixed; atomics would give other bits every time.
+4. From y, backward computes with gamma xhat = y - beta and divides by gamma late, where fewer registers are live.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tempo_kernels.pointwise.kernel_activations import invert
 
 FORWARD_PROGRAMS = 2048
 BACKWARD_WARPS = 16
-"""Of backward's 128 registers a thread, so many warps fit into a multiprocessor."""
+"""How many warps of backward fit into a multiprocessor, at 128 registers a thread."""
 STAGES = tl.constexpr(2)
 COUNTED_COLUMNS = tl.constexpr(4096)
 
@@ -47,10 +47,10 @@ def _forward_kernel(
     HAS_LOST: tl.constexpr, FROM_INPUT: tl.constexpr, REFILLS: tl.constexpr, COUNTS: tl.constexpr,
     SMALLEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program computes tiles_per_program tiles of whole rows; where REFILLS, from the mean and rstd of before."""
+    """One program computes tiles_per_program tiles of whole rows; with REFILLS mean and rstd are given."""
     num_columns = column_units * UNIT
     if COUNTS:  # noqa: SIM102
-        # The first program does this alone: it starts with the others, where the last one would end after them.
+        # The first program does only this. As the last one it would start, and so end, after all others.
         if tl.program_id(0) == 0:
             find_channels(
                 weight_ptr, bias_ptr, affine_ptr, slots_ptr, counts_ptr, num_columns, 0,
@@ -87,7 +87,7 @@ def _forward_kernel(
 
 @triton.jit
 def _divide_by_gamma(scaled, gamma, beta, FROM_INPUT: tl.constexpr, HAS_LOST: tl.constexpr):
-    """xhat from gamma * xhat [m, n], as y gives it; x gives xhat itself. NaN stays NaN."""
+    """Divides gamma * xhat [m, n], which comes from y, by gamma; from x it is xhat already. NaN stays NaN."""
     quotient = scaled
     if not FROM_INPUT:
         quotient = scaled / choose_divisor(gamma, beta, HAS_LOST)[None, :]
@@ -126,7 +126,7 @@ def _backward_kernel(
                 scaled -= tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)[:, None]
             scaled *= rstd[:, None]
         else:
-            # gamma * xhat; dividing by gamma late holds fewer numbers per channel in registers.
+            # This is gamma * xhat. Dividing by gamma late holds fewer numbers per channel in registers.
             scaled = source - beta[None, :]
         if HAS_LOST:
             scaled = restore_lost(scaled, slots_ptr, lost_xhat_ptr, row, column, inside, num_rows, capacity)
@@ -145,8 +145,8 @@ def _backward_kernel(
         if FROM_INPUT:
             along = scaled * along_xhat[:, None]
         else:
-            # scaled / (gamma / along_xhat): one rounding more than xhat along_xhat, but no number that stays the same
-            # from tile to tile, which the compiler would keep in registers that are not there.
+            # scaled / (gamma / along_xhat) has one rounding more than xhat along_xhat. But 1 / gamma would be the same
+            # for all tiles, and the compiler would keep it in registers that are not there.
             inverse = tl.where(along_xhat == 0.0, float("inf"), 1.0 / tl.where(along_xhat == 0.0, 1.0, along_xhat))
             along = scaled * invert(choose_divisor(gamma, beta, HAS_LOST)[None, :] * inverse[:, None])
         grad_x = (grad - along) * rstd[:, None]
@@ -177,7 +177,7 @@ def launch_forward(plan: Plan, tensors: tuple[Tensor | None, ...]) -> None:
 def plan_backward(hidden_size: int, device: torch.device, **arguments: Any) -> BackwardPlan:
     """How `launch_backward` launches; the arguments are the kernel's."""
     has_lost = arguments["HAS_LOST"]
-    # As many as run at once.
+    # As many programs as run at once: each has a row of partial, so fewer are better.
     max_programs = count_multiprocessors(device) * (BACKWARD_WARPS // _count_warps(hidden_size, has_lost))
     num_programs, tiles = _plan_tiles(arguments["num_rows"], hidden_size, has_lost, max_programs)
     shape = (1 + arguments["HAS_BIAS"], num_programs, hidden_size)
@@ -192,7 +192,7 @@ def launch_backward(plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad
 
 
 def _plan_tiles(num_rows: int, hidden_size: int, has_lost: bool, max_programs: int) -> tuple[int, dict[str, Any]]:
-    """Programs and their meta-parameters: 16 elements a thread, 8 where it has lost channels to find too."""
+    """Returns the number of programs and their meta-parameters: 16 elements a thread, 8 with lost channels."""
     columns = triton.next_power_of_2(hidden_size)
     rows = max(1, 2048 // columns)
     num_tiles = -(-num_rows // rows)

@@ -1,4 +1,4 @@
-"""What the norms' backends pass around: a norm with its parameters, and what each form keeps for backward."""
+"""Holds what the norms' backends exchange: a norm with its parameters, and what each form keeps for backward."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Norm(NamedTuple):
 
     @property
     def sums_dtype(self) -> torch.dtype:
-        """What the gradients of weight and bias are rounded to together: the wider one's dtype."""
+        """The dtype to which the gradients of weight and bias are rounded together: the wider of the two."""
         weight, bias = self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
         return bias if bias.itemsize > weight.itemsize else weight
 
     def compute_affine(self, x_dtype: torch.dtype) -> Tensor:
-        """gamma and, where there is a bias, beta: [2 or 1, h] in the dtype that a norm of x_dtype computes in."""
+        """Returns gamma and, if there is a bias, beta, [1 or 2, h] in the dtype of a norm's arithmetic on x_dtype."""
         gamma = compute_gamma(self.weight, x_dtype, self.zero_centered)
         return torch.stack([gamma] if self.bias is None else [gamma, self.bias.to(gamma.dtype)])
 
 
 class Kept(NamedTuple):
-    """What keep="output" keeps beside y; `lost` and `lost_xhat` are the backend's own."""
+    """What keep="output" keeps beside y; each backend has its own form of `lost` and `lost_xhat`."""
 
     rstd: Tensor
     """[rows], of the dtype that the norm computes in."""
@@ -53,16 +53,16 @@ class Statistics(NamedTuple):
 
 
 def compute_gamma(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
-    """gamma, of weight's shape, in the dtype that a norm of `dtype` computes in; weight itself where that is gamma."""
+    """Returns gamma, of weight's shape, in the dtype of a norm's arithmetic on `dtype`; maybe weight itself."""
     gamma = weight.to(torch.promote_types(dtype, torch.float32))
     return gamma + 1.0 if zero_centered else gamma
 
 
 def choose_output_dtype(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtype:
-    """x's dtype; beside a float32 x, as of a float32 residual, weight's, which is that of the linear that follows."""
+    """Returns x's dtype, or for a float32 x (a float32 residual) weight's, which the linear that follows has."""
     return weight_dtype if x_dtype == torch.float32 else x_dtype
 
 
 def view_rows(x: Tensor) -> Tensor:
-    """x as [rows, h]; a view where x is contiguous."""
+    """Returns x as [rows, h], a view if x is contiguous."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.size(-1))

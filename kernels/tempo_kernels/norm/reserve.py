@@ -1,17 +1,17 @@
 """Chooses on the host how many lost channels a norm has room for, usually without waiting for the GPU.
 
-A forward needs a number of columns before it launches anything: its capacity. Two sources keep it right.
+A forward must allocate columns for lost channels before it launches anything; their number is its capacity. The host
+learns it in two ways.
 
-What the host can see. torch counts what is written into a parameter. Where a parameter changed since its channels were
-counted, as after an optimizer's step, `load_state_dict` or pruning, the next forward that needs gradients counts the
-channels of every norm that changed, in one batch, and waits for that one result.
+Changes that torch sees: torch counts writes to a parameter. If a parameter changed since its channels were counted, as
+after an optimizer's step, `load_state_dict` or pruning, the next forward that needs gradients counts the channels of
+all norms that changed, in one batch, and waits for that one result.
 
-What the host cannot see: writes by `.data`, by fused optimizers and by collectives. Every forward decides on the device
-which channels are lost and counts them, and the candidates: channels that a small move of the parameters would lose.
-The first norm of a backward pass starts to copy these counts to the host, and at the end of that pass the host reads
-them. It waits for the copy alone, which the GPU made at the beginning of the pass. The next forward has room for all
-candidates. Where more channels were lost than there was room for, the backward pass raises, and its kernels have
-written NaN wherever something was missing.
+Changes that torch does not see: writes by `.data`, by fused optimizers and by collectives. Every forward counts on the
+device its lost channels and the candidates, which a small move of the parameters would lose. The first norm of a
+backward pass starts to copy these counts to the host, and the host reads them at the end of the pass. It waits for the
+copy alone, which the GPU made at the beginning of the pass. The next forward has room for all candidates. If more
+channels were lost than there was room for, the backward pass raises, and its kernels have written NaN for them.
 
 The capacity depends on the parameters alone and never on timing.
 """
@@ -35,8 +35,8 @@ MAX_MOVES = 2
 
 _numbers = itertools.count(1)
 _reserves: dict[Hashable, Reserve] = {}
-# Of each device, the reserves whose counts a forward wrote and nobody copied yet, and how often the host had counted
-# by itself until then.
+# For each device the reserves whose counts a forward wrote and nobody has copied yet, each with the number of times
+# that the host had counted its channels by then.
 _written: defaultdict[torch.device, dict[Reserve, int]] = defaultdict(dict)
 _copies: defaultdict[torch.device, list[_Copy]] = defaultdict(list)
 
@@ -44,12 +44,12 @@ _copies: defaultdict[torch.device, list[_Copy]] = defaultdict(list)
 def find_reserve(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, zero_centered: bool, needs_grad: bool
 ) -> Reserve:
-    """The reserve of one norm, up to date for a forward to come; where no gradient is needed it may be out of date.
+    """Returns the reserve of one norm, brought up to date if the next forward needs gradients.
 
-    It belongs to the tensor objects weight and bias (or what they are views of) and goes when they do. A weight that
-    is a new tensor in every call is counted, and waited for, in every call.
+    It lives as long as the tensor objects weight and bias (or the tensors that they are views of). A weight that is a
+    new tensor in every call is counted, and waited for, in every call.
 
-    Raises: RuntimeError if the channels were never counted and a CUDA graph is captured.
+    Raises: RuntimeError if the channels were never counted and a CUDA graph is being captured.
     """
     device = weight.device
     key = (_identify(weight), bias if bias is None else _identify(bias), dtype, zero_centered, device)
@@ -71,10 +71,10 @@ def find_reserve(
 
 
 def check_after_backward(device: torch.device) -> None:
-    """Has the counts of all forwards so far read at the end of the backward pass that is running, if one is.
+    """Schedules reading the counts of all forwards so far at the end of the running backward pass, if one runs.
 
-    The backward of each norm calls it, and only the first of a pass finds something to copy, unless the pass also runs
-    forwards again. Nothing is read while a CUDA graph is captured: only NaN tells of channels lost in its replays.
+    The backward of each norm calls it. Only the first of a pass finds something to copy, unless the pass also runs
+    forwards again. Nothing is read while a CUDA graph is captured: channels lost in its replays show as NaN only.
 
     Raises, at the end of that pass: RuntimeError where a forward had too little room.
     """
@@ -91,7 +91,7 @@ def check_after_backward(device: torch.device) -> None:
 
 
 class Reserve:
-    """What the host knows of one norm: `capacity`; and `counts`, where the device tells it more; see kernel.py."""
+    """What the host knows of one norm: its `capacity`, and `counts`, which forwards write on the device."""
 
     def __init__(
         self, parameters: Sequence[Tensor], dtype: torch.dtype, zero_centered: bool, forget: Callable[[object], None]
@@ -102,12 +102,12 @@ class Reserve:
         self.dtype, self.zero_centered = dtype, zero_centered
         self.capacity = self.times_counted = self.moves = 0
         self.stamp: tuple[Hashable, ...] | None = None
-        with torch.inference_mode(False):  # training may follow an inference, and writes here in place
+        with torch.inference_mode(False):  # made in inference mode, it could not be written in training
             self.counts, self.unread_counts = torch.zeros(2, 2, dtype=torch.int32, device=self.device)
             self.no_slots = torch.empty(0, dtype=torch.int32, device=self.device)
 
     def is_stale(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether the parameters may have changed, as far as the host sees, since their channels were counted."""
+        """Whether the host sees that the parameters may have changed since their channels were counted."""
         stamp = _take_stamp(parameters)
         if stamp == self.stamp:
             return False
@@ -119,7 +119,7 @@ class Reserve:
         return True
 
     def find_parameters(self) -> list[Tensor] | None:
-        """weight and, where there is one, bias; None where one of them has no memory at present."""
+        """Returns weight and, if there is one, bias; None if one of them has no memory at present."""
         found = [place.find_tensor() for place in self.places]
         there = [tensor for tensor in found if tensor is not None and tensor.device == self.device]
         return there if len(there) == len(found) else None
@@ -137,7 +137,7 @@ class _Copy(NamedTuple):
 
 
 class _Place:
-    """Where a parameter is found again, without keeping it alive."""
+    """Finds a parameter again without keeping it alive."""
 
     def __init__(self, tensor: Tensor, forget: Callable[[object], None]) -> None:
         self.owner = weakref.ref(_find_owner(tensor), forget)
@@ -145,7 +145,7 @@ class _Place:
         self.view = None if tensor._base is None else (tensor.stride(), tensor.storage_offset())
 
     def find_tensor(self) -> Tensor | None:
-        """The parameter; None where its memory is gone or lent to something else, as between two uses under FSDP."""
+        """Returns the parameter; None if its memory is gone or in other use, as between two uses under FSDP."""
         owner = self.owner()
         if owner is None or owner.dtype != self.dtype or (self.view is None and owner.shape != self.shape):
             return None
@@ -157,7 +157,7 @@ class _Place:
 
 
 def choose_capacity(candidates: int, hidden_size: int) -> int:
-    """Columns for so many candidates: an eighth more, in multiples of eight, so that allocations seldom change."""
+    """Returns the columns for so many candidates: an eighth more, in multiples of eight, so that it seldom changes."""
     return -(-min(candidates + candidates // 8, hidden_size) // 8) * 8
 
 
@@ -188,13 +188,13 @@ def _count(first: Reserve, parameters: Sequence[Tensor]) -> None:
 
 
 def _read_copies(device: torch.device) -> None:
-    """Makes room for what the forwards counted; raises RuntimeError where one of them had too little."""
+    """Makes room for what the forwards counted; raises RuntimeError if one of them had too little."""
     copies, _copies[device] = _copies[device], []
     overflows = []
     for copy in copies:
         counts = _wait_for(copy.counts, copy.copied)
         for (reserve, times_counted), (candidates, beyond) in zip(copy.written.items(), counts, strict=True):
-            if reserve.times_counted == times_counted:  # else the host has counted newer parameters meanwhile
+            if reserve.times_counted == times_counted:  # else the host counted newer parameters meanwhile
                 reserve.set_capacity(candidates)
             if beyond:
                 reserve.counts[1:].zero_()
@@ -211,7 +211,7 @@ def _read_copies(device: torch.device) -> None:
 
 
 def _wait_for(counts: Tensor, copied: torch.cuda.Event | None = None) -> list[Any]:
-    """The numbers in counts, once `copied` has happened. Nowhere else does a norm wait for the GPU."""
+    """Waits for `copied` and returns the numbers in counts. Nowhere else does a norm wait for the GPU."""
     if copied is not None:
         copied.synchronize()
     return counts.tolist()
@@ -224,7 +224,7 @@ def _forget(key: Hashable, _: object) -> None:
 
 
 def _take_stamp(parameters: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """Of each parameter, how often torch saw it change, and its address."""
+    """Returns, for each parameter, how often torch saw it change, and its address."""
     stamp: list[Hashable] = []
     for t in parameters:
         stamp += (0 if t.is_inference() else t._version, t.data_ptr())
@@ -240,7 +240,8 @@ def _find_owner(tensor: Tensor) -> Tensor:
 
 
 def _identify(tensor: Tensor) -> Hashable:
-    """A view is made anew for each call where parameters lie in one flat buffer; the place that it shows is not."""
+    """Returns a key of the tensor's place. Where parameters lie in one flat buffer, every call makes new view objects,
+    but their place in the buffer stays."""
     base = tensor._base
     if base is None:
         return id(tensor)

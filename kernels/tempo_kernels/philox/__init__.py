@@ -1,4 +1,4 @@
-"""Philox4x32: random bits as a pure function of a key and a position, after Salmon et al., SC 2011 (Random123)."""
+"""Philox4x32 (Salmon et al., SC 2011): computes random bits as a pure function of a key and a position."""
 
 from tempo_kernels.philox.eager import (
     check_place,

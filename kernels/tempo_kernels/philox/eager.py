@@ -1,11 +1,11 @@
-"""Philox4x32 in plain torch, and the dropout mask that is read from it: the specification.
+"""Specifies Philox4x32, and the dropout mask that is read from it, in plain torch.
 
 Layout of the counter, 4 x 32 bits: [column // 8, row, head + 2**16 * (sample >> 32), sample & 0xffffffff].
 One call gives 4 words = 8 lanes of 16 bits; lane `column % 8`, low half of a word first, belongs to the column.
-An element is dropped where its 16 bits are below round(p * 2**16).
+An element is dropped if its 16 bits are below round(p * 2**16).
 
-Compiled, the words cost a fortieth: on a CPU that is the difference between a dropout that is slower than torch's own
-and one that is faster. The bits are the same, so the switch, after DRAWS_BEFORE_COMPILING calls, changes no result.
+On a CPU, compiled words take a fortieth of the time, which makes dropout faster than torch's own instead of slower.
+They have the same bits, so switching to them after DRAWS_BEFORE_COMPILING calls changes no result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox4x32(counter: Words, key: int, rounds: int = ROUNDS) -> Words:
-    """Four random 32-bit words.
+    """Computes four random 32-bit words.
 
     Args:
         counter: four ints or int64 tensors in [0, 2**32) that broadcast against each other.
@@ -53,8 +53,8 @@ def philox4x32(counter: Words, key: int, rounds: int = ROUNDS) -> Words:
 
 def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, rounds: int) -> Words:
     for _ in range(rounds):
-        # The product wraps around in int64, but its bits are those of the unsigned one, and the masks drop the sign.
-        # Tensors that do not depend on every coordinate stay small for the first rounds by broadcasting.
+        # The int64 product wraps around, but it has the bits of the unsigned product, and the masks drop the sign.
+        # Broadcasting keeps tensors that do not depend on every coordinate small during the first rounds.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1 = ((p1 >> 32) ^ (c1 ^ k0)) & _WORD, p1 & _WORD
         c2, c3 = ((p0 >> 32) ^ (c3 ^ k1)) & _WORD, p0 & _WORD
@@ -63,7 +63,7 @@ def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, rounds: int) -
 
 
 def derive_key(seed: int, *path: int) -> int:
-    """A 64-bit key for the place `path` under a 64-bit seed.
+    """Derives the 64-bit key of the place `path` from a 64-bit seed.
 
     Args:
         seed: any integer; its low 64 bits count.
@@ -74,8 +74,8 @@ def derive_key(seed: int, *path: int) -> int:
     if len(path) > 3 or any(not 0 <= step <= _WORD for step in path):
         raise ValueError(f"path is {path}; expected at most three numbers in [0, 2**32)")
     c0, c1, c2 = (*path, *[0] * (3 - len(path)))
-    # The last word is one that no element's counter of a real run reaches, should seed and key ever coincide. It tells
-    # paths of different lengths apart; that of two numbers is 2**32 - 1, as in every mask drawn so far.
+    # The last word tells paths of different lengths apart. No element's counter reaches it in a real run, in case seed
+    # and key ever coincide. It is 2**32 - 1 for two numbers, which must stay so that released masks stay the same.
     last = _WORD - (len(path) - 2) % 4
     low, high, *_ = philox4x32((c0, c1, c2, last), seed % 2**64, rounds=10)
     key: int = low | high << 32
@@ -83,14 +83,14 @@ def derive_key(seed: int, *path: int) -> int:
 
 
 def threshold(p: float) -> int:
-    """The 16-bit number below which an element is dropped. Raises ValueError unless 0 <= p < 1."""
+    """Returns the 16-bit number below which an element is dropped. Raises ValueError unless 0 <= p < 1."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability is {p}; it must be in [0, 1)")
     return min(round(p * 65536), 65535)
 
 
 def effective_probability(p: float) -> float:
-    """The probability that 16 bits realise: abs(effective - p) <= 2**-16. Survivors are scaled by 1 / (1 - this)."""
+    """Rounds p to the probability that 16 bits realise, within 2**-16. Survivors are scaled by 1 / (1 - this)."""
     return threshold(p) / 65536
 
 
@@ -104,9 +104,9 @@ def check_place(
     first_row: int = 0,
     num_rows: int = 1,
 ) -> None:
-    """Raise ValueError where a mask reaches beyond the indices that the counter tells apart, or a key beyond 64 bits.
+    """Raises ValueError if an index exceeds its bits of the counter, or the key exceeds 64 bits.
 
-    Beyond them lie the masks of other places: head 2**16 of sample 0 would be head 0 of sample 2**32.
+    An index that is too large would share the mask of another place: head 2**16 of sample 0 is head 0 of sample 2**32.
     """
     for name, first, count, limit in (
         ("sample", first_sample, num_samples, SAMPLES),
@@ -118,7 +118,7 @@ def check_place(
                 f"a dropout mask is asked for {name} {first} to {first + count - 1}; expected 0 to {limit - 1}, "
                 "as beyond lie the masks of other places; give global indices in that range"
             )
-    # A compiled graph is made for any key, and torch has no numbers of more bits there.
+    # A compiled graph serves any key, and its numbers cannot have more bits.
     if isinstance(key, int) and not torch.compiler.is_compiling() and not -(1 << 63) <= key < 1 << 64:
         raise ValueError(
             f"the key of a dropout mask is {key}; expected 64 bits, signed or not, as derive_key gives; longer keys "
@@ -127,7 +127,7 @@ def check_place(
 
 
 def drop_mask(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, num_columns: int) -> Tensor:
-    """True where dropout drops.
+    """Returns True where dropout drops.
 
     Args:
         key: 64 bits, one per seed, layer and site.
@@ -139,13 +139,14 @@ def drop_mask(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, 
     Returns:
         bool [..., num_columns].
 
-    Raises ValueError for a probability or, on a CPU, an index outside of its range; a device is not waited for.
+    Raises ValueError for a probability or, on a CPU, an index outside of its range. Indices on a GPU are not checked,
+    because that would wait for it.
     """
     return keep_bits(key, p, sample=sample, head=head, row=row, num_columns=num_columns) == 0
 
 
 def keep_bits(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, num_columns: int) -> Tensor:
-    """int32 [..., num_columns]: 0 where dropout drops, all bits set where it keeps, for `drop_`; see `drop_mask`."""
+    """Returns int32 [..., num_columns] for `drop_`: 0 where dropout drops, all bits set elsewhere; see `drop_mask`."""
     global _drawn
     k0, k1, limit = key & _WORD, key >> 32, threshold(p)
     _check_indices(sample, head, row)
@@ -154,25 +155,25 @@ def keep_bits(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, 
     group = torch.arange(-(-num_columns // LANES), dtype=torch.int64, device=row.device)
     c1, c2, c3 = (c.reshape(-1).contiguous() for c in (c1, c2, c3))
     _drawn += group.numel() * c1.numel()
-    # Sizes of 1 would be compiled in, each combination anew; Inductor of torch 2.13 even gets one of them wrong.
+    # Sizes of 1 would be compiled in, each combination anew, and torch 2.13's Inductor gets one of these wrong.
     if _drawn < DRAWS_BEFORE_COMPILING or min(group.numel(), c1.numel()) < 2:
         bits = _keep_bits(group, c1, c2, c3, k0, k1, limit)
     else:
         numbers = (torch.tensor(number, dtype=torch.int64, device=row.device) for number in (k0, k1, limit))
         bits = _compiled_keep_bits(group, c1, c2, c3, *numbers)
-    # As memory orders the halves of 64 bits wherever torch runs: the lower half first.
+    # View each int64 as two int32: torch runs on little-endian machines only, so the lower half comes first.
     return bits.view(*shape, group.numel() * LANES // 2).view(torch.int32)[..., :num_columns]
 
 
 def foresee(num_repeats: int) -> None:
-    """Say that what this process has drawn so far will be drawn `num_repeats` times again, as after the first step of a
-    run: where compiling pays for itself by the end, it begins now. No mask changes."""
+    """Announces that all draws so far will be repeated `num_repeats` times, as after the first step of a run. If
+    compiling pays for itself by the end of the run, it begins now. No mask changes."""
     global _drawn
     _drawn += num_repeats * _drawn
 
 
 def _check_indices(sample: Tensor, head: Tensor, row: Tensor) -> None:
-    # Numbers that are at hand: not on a device, which would be waited for, nor a tracer's, which have no values.
+    # Check only numbers that are available: reading a GPU's would wait for it, and a tracer's have no values.
     is_known = row.device.type == "cpu" and type(row) is Tensor and not torch.compiler.is_compiling()
     if not is_known or 0 in (sample.numel(), head.numel(), row.numel()):
         return
@@ -189,9 +190,9 @@ def _check_indices(sample: Tensor, head: Tensor, row: Tensor) -> None:
 
 
 def drop_(x: Tensor, bits: Tensor) -> Tensor:
-    """Writes 0 over the dropped elements of x (float32 or float64), NaN and infinities too; returns x.
+    """Overwrites the dropped elements of x (float32 or float64), NaN and infinities too, with 0; returns x.
 
-    The same as masked_fill_ with a bool mask, but on a CPU at a fortieth of its time.
+    It does what masked_fill_ does with a bool mask, by a bitwise "and": on a CPU in a fortieth of the time.
     """
     integers = torch.int64 if x.dtype == torch.float64 else torch.int32
     x.view(integers).bitwise_and_(bits.to(integers))
@@ -199,10 +200,10 @@ def drop_(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def _keep_bits(group: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Any, k1: Any, limit: Tensor | int) -> Tensor:
-    """int64 [n, groups, 4] for the rows at c1, c2, c3 [n]: 32 bits for each of two columns, the lower for the first.
+    """Returns int64 [n, groups, 4] for the rows at c1, c2, c3 [n]: 32 bits for each of two columns, low half first.
 
-    It is 64 bits wide from end to end and puts the words side by side at the end: so Inductor vectorises all of it, in
-    half the time.
+    All arithmetic is 64 bits wide, and the words are joined only at the end: then Inductor vectorises all of it, which
+    halves the time.
     """
     words = torch.stack(_rounds(group, c1.unsqueeze(-1), c2.unsqueeze(-1), c3.unsqueeze(-1), k0, k1, ROUNDS))
     first, second = ((words & 0xFFFF) - limit) >> 63, ((words >> 16) - limit) >> 63

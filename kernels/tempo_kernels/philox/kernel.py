@@ -1,8 +1,8 @@
-"""Philox4x32 and the dropout mask in Triton: device functions for the kernels of other rooms.
+"""Draws Philox4x32 and dropout masks in Triton: device functions for the kernels of other folders.
 
 Philox4x32 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) maps a counter and a key to four
-words by rounds of two 32 x 32 -> 64 bit products. The counter is an element's position (eager.py has its layout): a
-mask is a function of positions and can be drawn anywhere, any number of times. A word serves two columns of 16 bits.
+words by rounds of two 32 x 32 -> 64 bit products. The counter is an element's position (eager.py has its layout), so
+any program can draw any part of a mask, any number of times. A word serves two columns, 16 bits each.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ LANES = tl.constexpr(eager.LANES)
 
 
 def key_words(key: int) -> tuple[int, int]:
-    """The key's two halves as signed 32-bit numbers: launch arguments whose type does not depend on their value, so
-    that, listed in do_not_specialize, no key compiles a kernel anew."""
+    """Splits a key into two signed 32-bit numbers. As launch arguments they have the same type for every key, so that,
+    listed in do_not_specialize, no key compiles a kernel anew."""
     low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
     return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
 @triton.jit
 def philox4x32(c0, c1, c2, c3, key_low, key_high, NUM_ROUNDS: tl.constexpr = ROUNDS):
-    """Four random words; the counter's words are uint32 and broadcast, the key's halves are 32-bit scalars."""
+    """Computes four random words. The counter's words are uint32 and broadcast; the key's halves are 32-bit scalars."""
     k0 = key_low.to(tl.uint32, bitcast=True)
     k1 = key_high.to(tl.uint32, bitcast=True)
     for _ in tl.static_range(NUM_ROUNDS):
-        # A 64-bit product is one instruction for both halves; umulhi beside a 32-bit product is two.
+        # A 64-bit product gives both halves by one instruction; umulhi and a 32-bit product would take two.
         product0 = c0.to(tl.uint64) * 0xD2511F53
         product1 = c2.to(tl.uint64) * 0xCD9E8D57
         c0, c1 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0, product1.to(tl.uint32)
@@ -43,7 +43,7 @@ def philox4x32(c0, c1, c2, c3, key_low, key_high, NUM_ROUNDS: tl.constexpr = ROU
 def load_draw(
     key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr
 ):
-    """(key_low, key_high, first_sample), from memory where they are device data."""
+    """Returns (key_low, key_high, first_sample), loaded from memory where they are device data."""
     if LOADS_KEY:
         key = tl.load(key_ptr)
         key_low, key_high = key.to(tl.int32), (key >> 32).to(tl.int32)
@@ -55,10 +55,10 @@ def load_draw(
 
 @triton.jit
 def drop_mask(group, row, head, sample, key_low, key_high, limit):
-    """True where dropout drops, for the eight columns of every group.
+    """Returns True where dropout drops, for the eight columns of every group.
 
     group is the column divided by eight, [1, n]; row, head and sample (int64) broadcast to [m, 1]; limit is
-    eager.threshold(p). Returns int1 [m, 8 * n]. A thread holds eight neighbours, without moving data between threads.
+    eager.threshold(p). Returns int1 [m, 8 * n]. A thread holds eight neighbours, so no data moves between threads.
     """
     word0, word1, word2, word3 = philox4x32(
         group.to(tl.uint32),
@@ -68,9 +68,9 @@ def drop_mask(group, row, head, sample, key_low, key_high, limit):
         key_low,
         key_high,
     )
-    # [m, n, 2, 2], [first or second pair][word of the pair]
+    # [m, n, 2, 2]: pair, word of the pair
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
     limit = limit.to(tl.uint32)
-    # Shifts and comparisons run on different pipes, "and" and comparisons on the same.
+    # The low half is shifted, not masked: shifts run on another pipe than comparisons, "and" runs on the same.
     dropped = tl.join((words << 16) < (limit << 16), words < (limit << 16))
     return tl.reshape(dropped, (word0.shape[0], word0.shape[1] * LANES))

@@ -1,5 +1,5 @@
-"""Activations of x + bias that keep their input, and what operations with an activation share: its formulas, in torch
-here and for Triton in kernel_activations.py, its bits, sums over rows, tiles."""
+"""Activations of x + bias that keep their input. Other operations share the formulas (activations.py, for Triton
+kernel_activations.py), the packed bits, the tiles and the sums over rows."""
 
 from tempo_kernels.pointwise.activations import ACTIVATIONS, Activation, double_product
 from tempo_kernels.pointwise.cpu import choose_chunk_size

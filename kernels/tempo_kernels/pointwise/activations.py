@@ -33,13 +33,13 @@ def _differentiate_square_relu(grad_y: Tensor, x: Tensor, out: Tensor | None = N
 
 
 def double_product(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
-    """2 x y, rounded once, in one pass; written to out."""
-    # -0 is what changes nothing, not even -0.
+    """Computes 2 x y into out in one pass with one rounding."""
+    # Adding -0 leaves every number as it is; adding 0 would turn -0 into 0.
     return torch.addcmul(torch.full((), -0.0, dtype=x.dtype, device=x.device), x, y, value=2, out=out)
 
 
 def _differentiate(function: Any, *numbers: Any, **names: Any) -> Callable[..., Tensor]:
-    """grad_x by an operator of torch, which writes to `out` under the name grad_input."""
+    """Makes a derivative from an operator of torch, which names its out argument grad_input."""
 
     def grad_x(grad_y: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:

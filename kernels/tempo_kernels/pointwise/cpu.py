@@ -1,9 +1,9 @@
-"""An activation of x + bias as in eager.py, fast on a CPU, where the cost is passes over memory and not arithmetic.
+"""Computes an activation of x + bias on a CPU, where the cost is passes over memory; eager.py is the specification.
 
-What needs no sum with a bias is torch's own function of the whole tensor. The others walk over chunks that stay in the
-processor's outer cache: the sum lies in the memory of the result, which torch's own function then overwrites, or where
-it has another dtype in a buffer. torch's functions are quicker than what Inductor makes of them, but for the gradient
-of the tanh form of GELU: from COMPILED_ELEMENTS on that is one compiled pass, which adds the bias as it goes.
+Without a bias, torch's own function takes the whole tensor. With a bias the work goes by chunks that stay in the outer
+cache: the sum is written into the result, which torch's function then overwrites, or into a buffer if it has another
+dtype. torch's functions are faster than Inductor's code for them, except for the gradient of the tanh form of GELU:
+from COMPILED_ELEMENTS on that is one compiled pass, which adds the bias too.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ COMPILED_ELEMENTS = 1 << 20
 
 _CHUNK_PER_THREAD = 1 << 20
 _MAX_CHUNK = 1 << 22
-# A chunk fills whole bytes of bits, and whole vector registers: torch computes what is left over with other roundings.
+# A chunk fills whole bytes of bits, and whole vector registers: torch rounds the remainder of a loop differently.
 _CHUNK_STEP = 128
 
-# Four bytes of 0 or 1 in a little-endian word: the product has them in the lower half of its top byte, the first in the
-# highest bit. Products of 64 bits, for eight bytes at once, take longer.
+# Packs four bytes of 0 or 1 in a little-endian word: multiplying by this puts them into the lower half of the top byte,
+# the first in the highest bit. 64-bit products, for eight bytes at once, take longer.
 _COLLECT_BITS = 0x08040201
 
 
@@ -35,7 +35,7 @@ def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None 
     """As in eager.py."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if bias is None:
-        # In one contiguous piece: torch computes what does not fill a vector register with other roundings.
+        # In one contiguous piece, because torch rounds the remainder of a loop differently.
         return ACTIVATIONS[activation].value(x.contiguous(), out=y)
     for total, y_rows in _add_in_chunks(x, bias, activation, y):
         _write_value(total, activation, y_rows)
@@ -49,7 +49,7 @@ def forward_with_bits(x: Tensor, bias: Tensor | None, activation: str, threshold
     flags = torch.empty(x.numel() + -x.numel() % 8, dtype=torch.int8, device=x.device)
     flags[x.numel() :] = 0
     for total, y_rows, flag_rows in _add_in_chunks(x, bias, activation, y, flags[: x.numel()]):
-        # Into another dtype than that of what it compares torch takes longer, by way of a buffer.
+        # The comparison is written in the operands' dtype: for any other, torch goes through a buffer and is slower.
         flag_rows.copy_(torch.ge(total, threshold, out=torch.empty_like(total)))
         _write_value(total, activation, y_rows)
     return y, _pack(flags)
@@ -78,7 +78,7 @@ def backward(
 
 
 def _compile_backward(activation: str) -> Compiled:
-    """grad_y, x [n, f], bias [f] -> grad_y f'(x + bias) of x's dtype."""
+    """Compiles (grad_y, x [n, f], bias [f]) -> grad_y f'(x + bias) in x's dtype."""
 
     def backward(grad_y: Tensor, x: Tensor, bias: Tensor) -> Tensor:
         return ACTIVATIONS[activation].grad_x(grad_y.float(), x.float() + bias).to(x.dtype)
@@ -90,7 +90,7 @@ _COMPILED = {"gelu_tanh": _compile_backward("gelu_tanh")}
 
 
 def choose_chunk_size(numel: int) -> int:
-    """Elements in a chunk: 4 MiB of float32 for each thread."""
+    """Returns the elements in a chunk: 4 MiB of float32 for each thread."""
     size = min(_CHUNK_PER_THREAD * torch.get_num_threads(), _MAX_CHUNK, max(numel, 1))
     return size + -size % _CHUNK_STEP
 
@@ -98,8 +98,8 @@ def choose_chunk_size(numel: int) -> int:
 def _add_in_chunks(
     x: Tensor, bias: Tensor | None, activation: str, out: Tensor, *others: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """(x + bias of some rows [rows, f], the same rows of out, and of others...) for consecutive chunks; f is 1 without
-    a bias. The sum is in out's own memory where its dtype is out's, else in one buffer for all chunks."""
+    """Yields (x + bias [rows, f], the same rows of out, and of others...) for consecutive chunks; without a bias f is
+    1. The sum lies in out's own memory if it has out's dtype, else in one buffer for all chunks."""
     columns, num_rows = _count_columns(bias), _count_rows(x, bias)
     if x.numel() == 0:
         return
@@ -119,13 +119,13 @@ def _count_columns(bias: Tensor | None) -> int:
 
 
 def _count_rows(x: Tensor, bias: Tensor | None) -> int:
-    """Rows of whole vector registers."""
+    """Returns how many rows of x + bias fill whole vector registers."""
     step = _CHUNK_STEP // math.gcd(_CHUNK_STEP, _count_columns(bias))
     return -(-choose_chunk_size(x.numel()) // (_count_columns(bias) * step)) * step
 
 
 def _add(x: Tensor, bias: Tensor, out: Tensor) -> Tensor:
-    """x + bias, rounded to the dtype of out only."""
+    """Computes x + bias, rounded once, to the dtype of out."""
     return torch.add(x, bias, out=out) if x.dtype == out.dtype else out.copy_(x).add_(bias)
 
 
@@ -137,6 +137,6 @@ def _write_value(total: Tensor, activation: str, out: Tensor) -> None:
 
 
 def _pack(flags: Tensor) -> Tensor:
-    """Eight flags to a byte; overwrites the flags."""
+    """Packs eight flags to a byte; overwrites the flags."""
     products = flags.view(torch.int32).mul_(_COLLECT_BITS).view(torch.uint8).view(-1, 8)
     return torch.add(products[:, 7], products[:, 3], alpha=16)

@@ -1,4 +1,4 @@
-"""Operations that keep their input: y = f(x + bias), with x and bias kept for backward and y not."""
+"""Defines operations y = f(x + bias) that keep x and bias for backward, and not y."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @takes_plain_tensors
 def activate(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """f(x + bias) for an activation f of ACTIVATIONS.
+    """Computes f(x + bias) for an activation f of ACTIVATIONS.
 
     Args:
         x: [..., f], float32, bfloat16, float16 or float64 (on a GPU not float64), any strides.
@@ -29,10 +29,10 @@ def activate(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         activation: a name in ACTIVATIONS; "gelu" is the erf form.
 
     Returns:
-        y [..., f] of x's dtype, contiguous. On a CPU torch's activation of x + bias, bit for bit; "gelu_tanh" takes the
-        sum of x and bias in float32 and rounds once.
+        y [..., f] of x's dtype, contiguous. On a CPU it is torch's activation of x + bias, bit for bit, except that
+        "gelu_tanh" adds x and bias in float32 and rounds once.
 
-    Keeps for backward: x and bias, not y; `recompute.drop` can have y made again.
+    Keeps for backward: x and bias, not y; `recompute.drop` can recompute y.
     Error: grad_x's is at most twice torch's own plus one ulp of the largest gradient.
     Raises: ValueError for an activation, dtype or shape that does not fit; RuntimeError on a second derivative.
     """
@@ -43,7 +43,7 @@ def activate(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 
 
 def check_tensors(operation: str, x: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError where x has a dtype that is not computed, or bias does not fit x."""
+    """Raises ValueError if x has an unsupported dtype, or bias does not fit x."""
     if x.dtype not in _DTYPES:
         raise ValueError(f"{operation}: x is {x.dtype}; expected float32, bfloat16, float16 or float64; cast it")
     if bias is not None and (bias.dim() != 1 or bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
@@ -54,7 +54,7 @@ def check_tensors(operation: str, x: Tensor, bias: Tensor | None) -> None:
 
 
 def forward_with_bits(x: Tensor, bias: Tensor | None, activation: str, threshold: float) -> list[Tensor]:
-    """[y, bits]: y = f(x + bias), and the bits x + bias >= threshold, eight to a byte, the first in the highest bit.
+    """Returns [y, bits]: y = f(x + bias) and the bits x + bias >= threshold, eight to a byte, first in the highest bit.
 
     For use inside an opaque function.
     """
@@ -62,25 +62,25 @@ def forward_with_bits(x: Tensor, bias: Tensor | None, activation: str, threshold
 
 
 def shape_gradients(grad_y: Tensor, kept: Tensor, *others: Any) -> list[Tensor]:
-    """Empty tensors in the shapes of what `list_gradients` gives; the last of `others` is has_grad_bias."""
+    """Returns empty tensors in the shapes of `list_gradients`' results; the last of `others` is has_grad_bias."""
     grad_x, has_grad_bias = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device), others[-1]
     return [grad_x, grad_x.new_empty(kept.shape[-1:])] if has_grad_bias else [grad_x]
 
 
 def list_gradients(grad_x: Tensor, grad_bias: Tensor | None) -> list[Tensor]:
-    """grad_x and, where there is one, grad_bias in its dtype."""
+    """Lists grad_x and, if there is one, grad_bias in grad_x's dtype."""
     if grad_bias is None:
         return [grad_x]
     return [grad_x, grad_bias if grad_bias.dtype == grad_x.dtype else grad_bias.to(grad_x.dtype)]
 
 
 class OperationOfInput:
-    """y = f(x + bias) for the functions f of one room, differentiated from x and bias.
+    """The operation y = f(x + bias) for the functions f of one folder, differentiated from x and bias.
 
     Args:
-        name: the room's name in torch.ops.tempo_kernels.
-        cpu: the room's cpu.py, which has, as the kernel.py beside it, forward(x, bias, activation, out=None) -> y and
-            backward(grad_y, x, bias, activation, has_grad_bias) -> (grad_x, grad_bias or None).
+        name: the folder's name in torch.ops.tempo_kernels.
+        cpu: the folder's cpu.py. Like the kernel.py beside it, it defines forward(x, bias, activation, out=None) -> y
+            and backward(grad_y, x, bias, activation, has_grad_bias) -> (grad_x, grad_bias or None).
         columns_per_output: how many columns of x make one column of y.
     """
 
@@ -107,23 +107,23 @@ class OperationOfInput:
         self._forward, self._backward = forward, backward
 
     def apply(self, operation: str, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        """y, differentiable; `operation` is what errors call it."""
+        """Returns y, differentiable; errors name it `operation`."""
         y: Tensor = _OfInput.apply(x, bias, activation, self, operation)
         return y
 
     def compute(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        """y."""
+        """Returns y."""
         return self._forward(x, bias, activation)[0]
 
     def differentiate(
         self, grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """grad_x and, where asked for, grad_bias."""
+        """Returns grad_x and, with has_grad_bias, grad_bias."""
         grad_x, *grad_bias = self._backward(grad_y, x, bias, activation, has_grad_bias)
         return grad_x, grad_bias[0] if grad_bias else None
 
     def refill(self, x: Tensor, bias: Tensor | None, activation: str, out: Tensor) -> None:
-        """Writes y, bit for bit as it was, to out."""
+        """Writes the same y, bit for bit, to out."""
         with torch.no_grad():
             choose_backend(x, self._cpu).forward(x, bias, activation, out)
 

@@ -1,9 +1,9 @@
-"""A pointwise activation in Triton, differentiated from its input; eager.py is the specification.
+"""Computes a pointwise activation, differentiated from its input, in Triton; eager.py is the specification.
 
 y = f(x + bias) and grad_x = grad_y f'(x + bias), with f and f' from kernel_activations.py, in float32. Forward reads
-one tensor and writes one, backward reads two and writes one, so that the time is that of the memory as long as the
-formula is short. For a room that differentiates from the output, forward also writes the bits x + bias >= threshold, an
-eighth of a byte mask. A thread holds the eight elements of a byte, so that packing moves nothing between threads.
+one tensor and writes one, backward reads two and writes one, so memory bounds the time as long as the formula is short.
+For operations that differentiate from their output, forward also writes the bits x + bias >= threshold, an eighth of a
+byte mask. A thread holds the eight elements of a byte, so that packing moves nothing between threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _forward_kernel(
     ROUNDS: tl.constexpr, HAS_BITS: tl.constexpr, THRESHOLD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile."""
+    """One program computes one tile."""
     row, strip = tiles.find_program(row_groups, BLOCK_GROUPS)
     first, groups, elements, has_group, inside = tiles.place_tile(
         row, strip, num_units, row_groups, UNIT, BLOCK_ROWS, BLOCK_GROUPS
@@ -53,7 +53,7 @@ def _backward_kernel(
     UNIT: tl.constexpr, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr, HAS_BIAS: tl.constexpr, WRAPS: tl.constexpr,
     ROUNDS: tl.constexpr, HAS_GRAD_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tiles_per_program tiles below one another, and their sum over rows."""
+    """One program computes tiles_per_program tiles below one another, and their sum over rows."""
     chunk, strip, total = tiles.start_chunk(row_groups, BLOCK_ROWS, BLOCK_GROUPS)
     for row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
         first, _, elements, _, inside = tiles.place_tile(
@@ -71,14 +71,14 @@ def _backward_kernel(
 
 
 def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
-    """y = f(x + bias), contiguous."""
+    """As in eager.py."""
     y = tiles.allocate_like(x) if out is None else out
     _launch_forward(x, bias, activation, y, None, 0.0)
     return y
 
 
 def forward_with_bits(x: Tensor, bias: Tensor | None, activation: str, threshold: float) -> tuple[Tensor, Tensor]:
-    """y, and the bits x + bias >= threshold as eager.py packs them."""
+    """As in eager.py."""
     y = tiles.allocate_like(x)
     bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
     _launch_forward(x, bias, activation, y, bits, threshold)
@@ -111,10 +111,7 @@ def _plan_forward(
 def backward(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """grad_x = grad_y f'(x + bias), contiguous, and its sum over all dimensions but the last, [f] of its dtype.
-
-    The sum has two stages, each in a fixed order: the same bits every time on every GPU.
-    """
+    """As in eager.py, but the sum is in grad_x's dtype; its order is fixed, so every GPU gives the same bits."""
     plan = _plan_backward(*tiles.describe(x), x.device, bias is not None, activation, has_grad_bias)
     tensors = (grad_y.contiguous(), x.contiguous(), None if bias is None else bias.contiguous())
     return tiles.launch_backward(_backward_kernel, plan, tensors, x, has_grad_bias)
@@ -138,7 +135,7 @@ def _plan_backward(
 def _list_arguments(
     num_columns: int, dtype: torch.dtype, has_bias: bool, activation: str, tiling: tiles.Tiling
 ) -> dict[str, Any]:
-    """The launch arguments that both kernels share."""
+    """Lists the launch arguments that both kernels share."""
     return {
         "bias_size": num_columns if has_bias else 1,
         "ACTIVATION": activation,

@@ -1,8 +1,8 @@
-"""Activations and their derivatives in float32, inside the kernels of pointwise operations.
+"""Computes activations and their derivatives in float32 inside the kernels of pointwise operations.
 
-What counts is instructions: an H200 has about 30 for each element of 16 bits in forward and 45 in backward before they
-take longer than its memory does. Hence 1 / v is one instruction, not a division's nine, and 16-bit types, which do not
-show an error of 1e-7, get an erf of half as many instructions as tl.erf.
+Instructions are the budget: on an H200, about 30 per 16-bit element in forward and 45 in backward take as long as the
+memory traffic. Hence 1 / v is one instruction instead of a division's nine, and 16-bit types, which do not show an
+error of 1e-7, get an erf with half the instructions of tl.erf.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def clamp(x, LIMIT: tl.constexpr):
-    """x in [-LIMIT, LIMIT]; NaN stays NaN."""
+    """Clamps x to [-LIMIT, LIMIT]; NaN stays NaN."""
     x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
@@ -23,8 +23,8 @@ IS_COMPILED = tl.constexpr(isinstance(clamp, triton.JITFunction))  # Triton's in
 
 @triton.jit
 def invert(v):
-    """1 / v of a normal float32 up to 2**126 in absolute value, or infinite; 0 beyond. It is off by at most 2**-23 of
-    itself (PTX, rcp.approx.ftz), where a full division is by 2**-22."""
+    """Computes 1 / v of a normal float32 up to 2**126 in absolute value or an infinite one, and 0 beyond. Its relative
+    error is at most 2**-23 (PTX, rcp.approx.ftz), against 2**-22 of a full division."""
     if IS_COMPILED:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], tl.float32, True, 1)
     return 1.0 / v
@@ -32,8 +32,8 @@ def invert(v):
 
 @triton.jit
 def normal_cdf(x, IS_NARROW: tl.constexpr):
-    """The probability that a standard normal variable is below x; in 16-bit types by Abramowitz and Stegun 7.1.26,
-    off by 8e-8, in half the instructions of tl.erf."""
+    """Computes the standard normal distribution function; for 16-bit types by Abramowitz and Stegun 7.1.26, with an
+    error of 8e-8, in half the instructions of tl.erf."""
     if IS_NARROW:
         t = invert(1.0 + 0.231641888 * tl.abs(x))
         tail = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
@@ -44,8 +44,8 @@ def normal_cdf(x, IS_NARROW: tl.constexpr):
 
 @triton.jit
 def normal_tail(x):
-    """The probability that a standard normal variable is above x, from 0 to 14, by a polynomial that is its binary
-    logarithm: off by 6e-5 of itself up to 5.6, a quarter of the rounding to float16, and by 0.02 beyond, below 1e-8."""
+    """Computes the probability that a standard normal variable exceeds x in [0, 14], as 2 to the power of a polynomial.
+    The relative error is 6e-5 up to x = 5.6, a quarter of float16's rounding; beyond, 0.02 of less than 1e-8."""
     power = (3.636025576e-05 - 7.946160281e-07 * x) * x - 0.0006939099985
     power = ((power * x + 0.007419955917) * x - 0.05140890926) * x - 0.4613083899
     return tl.exp2((power * x - 1.150054693) * x - 1.00007987)
@@ -53,7 +53,7 @@ def normal_tail(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
-    """The activation of x. Far left of 0 the exponential is infinite and the gate, its reciprocal, 0."""
+    """Computes the activation of x. Far left of 0 the exponential is infinite and the gate, its reciprocal, is 0."""
     if ACTIVATION == "silu":
         value = x * invert(1.0 + tl.exp2(-1.442695041 * x))
     elif ACTIVATION == "gelu":
@@ -76,9 +76,9 @@ def activate(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
 
 @triton.jit
 def differentiate(x, ACTIVATION: tl.constexpr, IS_NARROW: tl.constexpr):
-    """The activation of x and its derivative, which share their exponential; the compiler drops what is not used.
+    """Computes the activation of x and its derivative, which share their exponential; the compiler drops unused ones.
 
-    Where a factor of the derivative would overflow, x is clamped first, to where both are relu's to float32.
+    Where a factor of the derivative would overflow, x is clamped to a point beyond which both equal relu's in float32.
     """
     if ACTIVATION == "silu":
         near = clamp(x, 87.0)

@@ -1,14 +1,14 @@
-"""A sum over rows by the kernel that computes the rows: the program that arrives last adds up what all have found.
+"""Sums over rows inside the kernel that computes the rows: the program that finishes last adds up all partial sums.
 
-A backward pass that is followed by a reduction and a rounding waits for two more launches. Instead every program writes
-its sums over its own rows to its row of `partial` and then counts itself; the last one of a strip of columns finds all
-rows of partial in the L2 cache, adds them up in the order of the rows, whoever was last, and rounds once: the same bits
-every time. A strip is narrow, so that many programs finish at once, and none reads more than a few KiB.
+A separate reduction and rounding after backward would cost two more launches. Instead every program writes the sums
+over its own rows to its row of `partial` and then increments a counter. The last program of a strip of columns finds
+all rows of partial in the L2 cache, adds them up in the order of the rows, whichever program it is, and rounds once:
+the same bits every time. A strip is narrow, so that many programs finish at once and none reads more than a few KiB.
 
-The count is one atomic addition that releases this program's row and acquires the others'; the barrier before it
-stands for the program's other threads. The last program leaves the counter at 0 for the next launch. Kernels on one
-stream follow one another, so that each stream has counters of its own; in a CUDA graph, whose replays may run on any
-stream, a launch gets new ones, which the graph zeroes.
+The counter's atomic addition releases this program's row and acquires the others'; the barrier before it makes the
+program's other threads store first. The last program resets the counter to 0 for the next launch. Kernels on one stream
+run one after the other, so counters are per stream. Replays of a CUDA graph may run on any stream, so a captured launch
+gets counters of its own, which the graph zeroes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 @triton.jit
 def store_sums(partial_ptr, sums, chunk, column, num_columns):
-    """sums [n] to row `chunk` of partial."""
+    """Stores sums [n] in row `chunk` of partial."""
     tl.store(partial_ptr + chunk.to(tl.int64) * num_columns + column, sums, mask=column < num_columns)
 
 
 @triton.jit
 def is_last(counter_ptr, num_chunks):
-    """Whether this is the last of num_chunks programs to call this; all that the others stored before is visible
-    then."""
+    """Whether this is the last of num_chunks programs to call this; if so, everything that the others stored before is
+    visible."""
     tl.debug_barrier()
     found = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_chunks - 1
     if found:
@@ -54,20 +54,20 @@ def is_last(counter_ptr, num_chunks):
 def add_up(
     partial_ptr, out_ptr, column, num_chunks, stride, num_columns, BLOCK_ROWS: tl.constexpr = ROWS_AT_ONCE
 ):  # fmt: skip
-    """The sum of some columns [n] of partial, whose rows, `stride` numbers apart, other programs wrote, to `out`."""
+    """Sums some columns [n] of partial, whose rows lie `stride` elements apart, to `out`."""
     inside = column < num_columns
     row = tl.arange(0, BLOCK_ROWS)
     total = tl.zeros((BLOCK_ROWS, column.shape[0]), dtype=tl.float32)
     for first in range(0, num_chunks, BLOCK_ROWS):
         place = (first + row).to(tl.int64)[:, None] * stride + column[None, :]
         mask = (first + row < num_chunks)[:, None] & inside[None, :]
-        # From the L2 cache: a multiprocessor's own may have an older row.
+        # .cg reads from the L2 cache: a multiprocessor's L1 may hold an older row.
         total += tl.load(partial_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
     tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def find_counters(device: torch.device, number: int) -> Tensor:
-    """At least `number` int32 that are 0 when the next kernel on the current stream begins."""
+    """Returns at least `number` int32 that are 0 when the next kernel on the current stream begins."""
     is_cuda = device.type == "cuda"
     if number > NUM_COUNTERS or (is_cuda and torch.cuda.is_current_stream_capturing()):
         return torch.zeros(number, dtype=torch.int32, device=device)
@@ -79,7 +79,7 @@ def find_counters(device: torch.device, number: int) -> Tensor:
 
 
 class BackwardPlan(NamedTuple):
-    """How a kernel is launched whose programs each have a chunk of tiles, which lie below one another in a strip."""
+    """Plans a kernel whose programs each own a chunk: some tiles below one another in a strip of columns."""
 
     num_chunks: int
     num_strips: int
@@ -87,7 +87,7 @@ class BackwardPlan(NamedTuple):
     launch: Plan
 
     def allocate_sums(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> Sums:
-        """What the kernel takes to sum rows: partial, counters, and the sums [num_columns] that it writes."""
+        """Allocates what the kernel needs to sum rows: partial, counters, and the sums [num_columns] that it writes."""
         if not self.sums_rows:
             return None, None, None
         partial = torch.empty(self.num_chunks, num_columns, dtype=torch.float32, device=device)
@@ -102,7 +102,7 @@ def plan_chunks(
     varying: Sequence[str] = (),
     **arguments: Any,
 ) -> BackwardPlan:
-    """A plan for so many tiles below one another in so many strips; the arguments are `Plan`'s."""
+    """Plans row_blocks tiles below one another in each of num_strips strips; the arguments are `Plan`'s."""
     num_chunks = -(-row_blocks // tiles_per_program)
     named = arguments | {"tiles_per_program": tiles_per_program, "HAS_GRAD_BIAS": sums_rows}
     return BackwardPlan(num_chunks, num_strips, sums_rows, Plan((num_chunks * num_strips,), varying, **named))
@@ -111,6 +111,6 @@ def plan_chunks(
 def choose_tiles_per_program(
     row_blocks: int, strips: int, programs_per_multiprocessor: int, device: torch.device
 ) -> int:
-    """How many tiles below one another a program takes so that all programs run at once."""
+    """Returns how many tiles below one another a program takes so that all programs run at once."""
     num_programs = count_multiprocessors(device) * programs_per_multiprocessor
     return max(1, -(-row_blocks // max(1, num_programs // max(1, strips))))

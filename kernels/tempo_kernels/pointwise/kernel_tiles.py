@@ -1,11 +1,11 @@
-"""How kernels of pointwise operations walk over their tensors: tiles, biases, sums over rows, launches.
+"""Tiles for kernels of pointwise operations: where they lie, how they load and store, their sums and launches.
 
 A kernel reads its tensors as [rows, row_groups, 8]. A group is eight neighbours, which one thread holds: 16 bytes of a
 16-bit type, the widest load that there is, and one byte of packed bits. A tile is a few rows by a strip of groups. With
 a bias, a row is a row of x; without one, any FLAT_COLUMNS neighbours make a row.
 
-A bias gradient is summed in two stages, each in a fixed order: a program adds up its tiles, which lie below one
-another, in registers and writes a row of float32; the last program of a strip adds up these rows (kernel_sums.py).
+A bias gradient is summed in two stages of fixed order: a program sums its tiles, which lie below one another, in
+registers and writes a row of float32; the last program of a strip adds up these rows (kernel_sums.py).
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from tempo_kernels.pointwise.kernel_sums import (
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLAT_COLUMNS = 1024
 FORWARD_TILE = {2: 8192, 4: 2048}
-"""Elements, by the bytes of each: float32's erf takes more registers."""
+"""Elements of a tile by the bytes of each: float32's erf takes more registers."""
 BACKWARD_TILE_BYTES = 4096
 BACKWARD_PROGRAMS = 6
-"""That share a multiprocessor: of 80 registers a thread."""
+"""How many programs share a multiprocessor, at 80 registers a thread."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 @triton.jit
 def find_program(row_groups, GROUPS: tl.constexpr):
-    """Which block of rows this program has, in 64 bits, or which chunk of such blocks, and which strip of columns."""
+    """Returns this program's block of rows, or chunk of such blocks, as int64, and its strip of columns."""
     num_strips = tl.cdiv(row_groups, GROUPS)
     return (tl.program_id(0) // num_strips).to(tl.int64), tl.program_id(0) % num_strips
 
 
 @triton.jit
 def start_chunk(row_groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Which chunk of blocks of rows this program has, and which strip; and zeros [m, n, 8] to add its gradients to."""
+    """Returns this program's chunk of blocks of rows and its strip, and zeros [m, n, 8] to sum its gradients in."""
     chunk, strip = find_program(row_groups, GROUPS)
     return chunk, strip, tl.zeros((ROWS, GROUPS, 8), dtype=tl.float32)
 
 
 @triton.jit
 def place_tile(row, strip, num_units, row_groups, UNIT: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Where a tile lies: `row` counts blocks of rows, `strip` strips of groups.
+    """Locates a tile: `row` counts blocks of rows, `strip` strips of groups.
 
-    A tensor may have more than 2**31 elements, a tile has few: only its first group is counted in 64 bits, and
+    A tensor may have more than 2**31 elements, but a tile has few: only its first group is counted in 64 bits, and
     everything else in 32 bits from there.
 
     Returns:
-        first: the number of the first group of the tile's first row, from the start of the tensor, int64.
-        groups [m, n] and elements [m, n, 8]: their numbers, from that first group on.
+        first: the index of the first group of the tile's first row in the tensor, int64.
+        groups [m, n] and elements [m, n, 8]: their indices, counted from that first group.
         has_group [m, n] and inside [m, n, 8]: whether the tensor has such groups and elements.
     """
     first = row * (ROWS * row_groups)
@@ -76,7 +76,7 @@ def place_tile(row, strip, num_units, row_groups, UNIT: tl.constexpr, ROWS: tl.c
 
 @triton.jit
 def load_tile(ptr, first, elements, inside):
-    """A tile [m, n, 8] in float32; 0 where the tensor has no elements."""
+    """Loads a tile [m, n, 8] in float32, with 0 where the tensor has no elements."""
     return tl.load(ptr + first * 8 + elements, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -85,8 +85,8 @@ def load_sum(
     x_ptr, bias_ptr, first, elements, inside, strip, bias_size,
     HAS_BIAS: tl.constexpr, WRAPS: tl.constexpr, ROUNDS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """x + bias in float32, rounded to x's dtype first where ROUNDS; -1e4, far left of GELU's minimum, where the tensor
-    has no elements."""
+    """Loads x + bias in float32, with ROUNDS rounded to x's dtype first. Where the tensor has no elements it is -1e4,
+    far left of GELU's minimum, so that the bits there are 0."""
     total = tl.load(x_ptr + first * 8 + elements, mask=inside, other=-1e4).to(tl.float32)
     if HAS_BIAS:
         if WRAPS:
@@ -101,7 +101,7 @@ def load_sum(
 
 @triton.jit
 def store_gradient(grad_y_ptr, slope, grad_x_ptr, first, elements, inside):
-    """Stores the tile grad_x = grad_y slope, and returns it before its rounding."""
+    """Stores the tile grad_x = grad_y slope, and returns it unrounded."""
     grad_x = load_tile(grad_y_ptr, first, elements, inside) * slope
     tl.store(grad_x_ptr + first * 8 + elements, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
     return grad_x
@@ -112,8 +112,8 @@ def finish_sums(
     partial_ptr, counters_ptr, out_ptr, total, chunk, strip, row_groups,
     BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of total [m, n, 8] over its rows to row `chunk` of partial; and by the strip's last program, the sum of
-    partial's rows to `out`."""
+    """Sums total [m, n, 8] over its rows into row `chunk` of partial; the strip's last program also sums partial's rows
+    into `out`."""
     num_columns = row_groups * 8
     column = strip * (BLOCK_GROUPS * 8) + tl.arange(0, BLOCK_GROUPS * 8)
     sums = tl.sum(tl.reshape(total, (BLOCK_ROWS, BLOCK_GROUPS * 8)), axis=0)
@@ -133,21 +133,21 @@ class Tiling(NamedTuple):
 
 
 def describe(x: Tensor) -> tuple[int, int, torch.dtype]:
-    """What a launch depends on: the number of elements, the last size (1 without dimensions), and the dtype."""
+    """Returns what a plan depends on: the number of elements, the last size (1 without dimensions), and the dtype."""
     return x.numel(), x.size(-1) if x.dim() else 1, x.dtype
 
 
 def allocate_like(x: Tensor) -> Tensor:
-    """Memory of x's shape and dtype, contiguous."""
+    """Allocates a contiguous tensor of x's shape and dtype."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def plan_tiles(numel: int, last_size: int, needs_columns: bool, tile_elements: int, sums_rows: bool = False) -> Tiling:
-    """Strips of 256 to 1024 columns that divide a row, of STRIP_COLUMNS where rows are summed, and as many rows as fill
-    tile_elements.
+    """Chooses strips of 256 to 1024 columns that divide a row, or STRIP_COLUMNS where rows are summed, and as many rows
+    as fill tile_elements.
 
-    Rows of an odd length would share bytes of bits: then, as without a bias, the tensor is read as one long row, cut
-    into pieces.
+    Rows whose length is no multiple of 8 would share bytes of bits. Then, as without a bias, the tensor is read as one
+    long row cut into pieces.
     """
     has_columns = needs_columns and last_size % 8 == 0
     num_columns = last_size if has_columns else FLAT_COLUMNS
@@ -172,7 +172,7 @@ def plan_tiles(numel: int, last_size: int, needs_columns: bool, tile_elements: i
 
 
 def plan_backward(tiling: Tiling, has_grad_bias: bool, device: torch.device, **arguments: Any) -> BackwardPlan:
-    """How `launch_backward` launches; the arguments are the kernel's own beside those that all kernels share."""
+    """Plans `launch_backward`; the arguments are the kernel's own beside those that all kernels share."""
     tiles_per_program = choose_tiles_per_program(tiling.row_blocks, tiling.strips, BACKWARD_PROGRAMS, device)
     sums_rows = has_grad_bias and tiling.has_columns
     named = tiling.sizes | OPTIONS | arguments
@@ -182,9 +182,9 @@ def plan_backward(tiling: Tiling, has_grad_bias: bool, device: torch.device, **a
 def launch_backward(
     kernel: Any, plan: BackwardPlan, tensors: tuple[Tensor | None, ...], like: Tensor, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """grad_x in the shape of `like`, and its sum over all dimensions but the last, [f] of its dtype."""
+    """Returns grad_x in the shape of `like`, and its sum over all dimensions but the last, [f] in its dtype."""
     grad_x = allocate_like(like)
-    # Of no rows the sums are 0, and no kernel writes them.
+    # Without rows no kernel runs, and the sums are 0.
     grad_bias = grad_x.new_zeros(like.size(-1)) if plan.sums_rows and not like.numel() else None
     if like.numel():
         sums = plan.allocate_sums(like.shape[-1:].numel(), like.dtype, like.device)
@@ -193,12 +193,12 @@ def launch_backward(
     if not has_grad_bias:
         return grad_x, None
     if not plan.sums_rows:
-        # A dimension more, since no dimensions at all would mean every one.
+        # unsqueeze: sum over an empty tuple of dimensions would sum over all of them.
         return grad_x, grad_x.unsqueeze(0).sum(tuple(range(like.dim())))
     return grad_x, grad_bias
 
 
 def check_dtype(operation: str, x: Tensor) -> None:
-    """Raise ValueError for a dtype that the kernels do not compute."""
+    """Raises ValueError for a dtype that the kernels do not compute."""
     if x.dtype not in DTYPES:
         raise ValueError(f"{operation}: x is {x.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it")

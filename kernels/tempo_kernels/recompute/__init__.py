@@ -1,5 +1,5 @@
-"""Drops the output of an elementwise operation after the next linear used it, and makes it again for the linear's
-backward: only the operation's input is kept."""
+"""Recomputes elementwise operations: `drop` frees an output after the next linear has used it, and makes it again for
+the linear's backward, so that only the operation's input is kept."""
 
 from tempo_kernels.recompute.function import recompute
 from tempo_kernels.recompute.graph import Kept, drop, find_saved_tensors, hold

@@ -1,7 +1,7 @@
-"""recompute: any elementwise function as an operation that keeps its input and can make its output again.
+"""Defines `recompute`: turns a function into an operation that keeps its input and can make its output again.
 
-The function must depend on its arguments alone: no state of a random generator is kept, and nothing is drawn anew. A
-function that depends on more is refused when it runs forward, as far as that can be seen.
+The function must depend on its arguments alone, because no state of a random generator is kept for the second run. A
+function that depends on anything else is refused in forward, as far as that can be seen.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _WRITES = (
 
 
 def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """function(*args, **kwargs), keeping its arguments only; `drop` can drop the output.
+    """Returns function(*args, **kwargs) and keeps only the arguments; `drop` can drop the output.
 
     Args:
-        function: returns one new tensor that depends on its arguments alone, and does not write to them. Of a module,
-            the parameters and buffers count as arguments.
-        args, kwargs: tensors, also in lists, tuples and dictionaries, and anything else.
+        function: returns one new tensor that depends on its arguments alone, and does not write to them. A module's
+            parameters and buffers count as arguments.
+        args, kwargs: tensors, also inside lists, tuples and dictionaries, and anything else.
 
     Returns:
         y, equal to function(*args, **kwargs).
@@ -41,8 +41,8 @@ def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     Error: none; y and every gradient are those of function itself.
     Raises: ValueError where function uses a tensor that needs a gradient and is not an argument, draws random numbers
         from torch's default generators, writes to its arguments, or returns anything but one new tensor; RuntimeError
-        on a second derivative. Draws from another generator, or inside a fork that restores the default one, cannot be
-        seen: they are not refused, and differ in the second run.
+        on a second derivative. Draws from another generator, or inside a fork that restores the default one, go
+        unnoticed and differ in the second run.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -54,7 +54,7 @@ def recompute(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
 
 
 class _Call:
-    """function(*args, **kwargs) without its tensors: `run` takes others in their place."""
+    """A call function(*args, **kwargs) without its tensors; `run` takes others in their place."""
 
     def __init__(self, function: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
         self._function = function
@@ -64,7 +64,7 @@ class _Call:
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
 
     def take_tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, then a module's parameters and buffers. The call no longer holds them."""
+        """Removes and returns the tensors among the arguments, then a module's parameters and buffers."""
         tensors = [self._leaves[place] for place in self._places]
         for place in self._places:
             self._leaves[place] = None
@@ -79,7 +79,7 @@ class _Call:
         return tensors
 
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
-        """function of these tensors and the other arguments, with a graph, under the autocast that was on at first."""
+        """Runs function on these tensors and the other arguments, with a graph, under the first run's autocast."""
         leaves, num_arguments = list(self._leaves), len(self._places)
         for place, tensor in zip(self._places, tensors[:num_arguments], strict=True):
             leaves[place] = tensor
@@ -88,7 +88,7 @@ class _Call:
             stack.enter_context(torch.enable_grad())
             for kind, is_on, dtype in self._autocast:
                 if is_on or torch.is_autocast_enabled(kind):
-                    # No cache: it would hold casts of these tensors, which are leaves here, until autocast ends.
+                    # No cache: autocast would hold casts of these tensors, which are leaves here, until it ends.
                     autocast = torch.autocast(kind, dtype if is_on else None, enabled=is_on, cache_enabled=False)
                     stack.enter_context(autocast)
             if self._state is not None:
@@ -109,7 +109,7 @@ class _State:
         self._slots = [(state, name) for state in held for name, tensor in state.items() if tensor is not None]
 
     def list_tensors(self) -> list[Tensor]:
-        """The distinct tensors, as they are now."""
+        """Returns the distinct tensors as they are now."""
         found = list({id(state[name]): state[name] for state, name in self._slots}.values())
         if any(hasattr(tensor, "ds_id") for tensor in found):
             raise ValueError(
@@ -120,7 +120,7 @@ class _State:
 
     @contextlib.contextmanager
     def replace_tensors(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """A context in which the module has these tensors in place of its own."""
+        """Gives the module these tensors in place of its own inside the context."""
         own = [state[name] for state, name in self._slots]
         by_id = dict(zip(dict.fromkeys(map(id, own)), tensors, strict=True))
         try:
@@ -165,16 +165,16 @@ def _make_leaves(tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[
 
 
 def _run_first_time(call: _Call, leaves: list[Tensor]) -> Tensor:
-    """y with its graph but without saved tensors.
+    """Returns y with its graph but without saved tensors.
 
-    Raises ValueError where a second run would give another result, or where a gradient would be lost.
+    Raises ValueError if a second run would give another result, or a gradient would be lost.
     """
     versions = [leaf._version for leaf in leaves]
     states = _read_random_states(leaves)
     with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_to_unpack):
         y = call.run(leaves)
         if not _are_equal(states, _read_random_states(leaves)):
-            # Another thread may have drawn: then a second run leaves the states alone.
+            # Another thread may have drawn instead: only a second run tells.
             states = _read_random_states(leaves)
             call.run(leaves)
             if not _are_equal(states, _read_random_states(leaves)):
@@ -199,7 +199,7 @@ def _run_first_time(call: _Call, leaves: list[Tensor]) -> Tensor:
 
 
 def _find_other_leaf(leaves: list[Tensor], y: Tensor) -> Tensor | None:
-    """A leaf of y's graph that is not among `leaves`; None where there is none."""
+    """Finds a leaf of y's graph that is not among `leaves`; None if there is none."""
     own = {id(leaf) for leaf in leaves}
     pending: list[Any] = [y.grad_fn]
     seen = {None}
@@ -220,15 +220,15 @@ def _refuse_to_unpack(_: None) -> Tensor:
 
 
 def _read_random_states(tensors: Sequence[Tensor]) -> list[Tensor | int]:
-    """The states of torch's default generators, of the CPU and of the GPUs that hold these tensors.
+    """Returns the states of torch's default generators, of the CPU and of the GPUs that hold these tensors.
 
-    None under fake tensors: those draw no numbers, and a state has no numbers there.
+    The list is empty under fake tensors, which draw no numbers and under which a state has none.
     """
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return []
     states: list[Tensor | int] = [torch.default_generator.get_state()]
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        # A generator cannot be read while a graph is captured; it was in the runs before the capture.
+        # A generator cannot be read while a graph is captured; the warm-up runs before the capture checked it.
         if not torch.cuda.is_current_stream_capturing():
             states.append(torch.cuda.default_generators[device.index].get_offset())
     return states
@@ -242,7 +242,7 @@ def _are_equal(states: list[Tensor | int], others: list[Tensor | int]) -> bool:
 
 
 def _run_again(ctx: Any) -> tuple[Tensor, list[Tensor]]:
-    """y once more, and the leaves of its graph."""
+    """Computes y once more; returns it and the leaves of its graph."""
     leaves = _make_leaves(ctx.saved_tensors, ctx.needs_input_grad[1:])
     return ctx.call.run(leaves), leaves
 
@@ -250,6 +250,6 @@ def _run_again(ctx: Any) -> tuple[Tensor, list[Tensor]]:
 def _refill(ctx: Any, out: Tensor) -> None:
     graph = ctx.graph or _run_again(ctx)
     if is_about_to_run(ctx):
-        # The derivative follows soon: its graph is kept for it, so that function runs only once.
+        # Backward differentiates y soon: keep this graph for it, so that function runs only once more.
         ctx.graph = graph
     out.set_(graph[0].detach())  # type: ignore[arg-type]  # the stub knows storages only

@@ -1,4 +1,4 @@
-"""drop: replaces y in the next operation's saved tensors by a promise to recompute y.
+"""Defines `drop`: replaces y in the next operation's saved tensors by a promise to recompute y.
 
     y = recompute(function, x)            # or an operation of this package that keeps its input
     out = linear(y)                       # keeps y for its backward
@@ -6,10 +6,10 @@
     del y                                 # nobody holds y: its memory is free ...
     out.backward(grad)                    # ... until the linear's backward asks for it
 
-Ordinary reference counts free the memory. If somebody else holds y, it stays alive and stays right: nothing is saved,
-and nothing is wrong. Only y's place in the nodes between y and `after` changes (SavedTensor.register_hooks). Hooks
-around the linear (saved_tensors_hooks) would see its weight too, and would give autograd.Functions another object in
-the weight's place, without the attributes that Megatron's linear looks for.
+Reference counts free the memory. If somebody else holds y, y stays alive and correct; only its memory is not saved. The
+change is limited to y's place in the nodes between y and `after` (SavedTensor.register_hooks). Hooks around the linear
+(saved_tensors_hooks) would see its weight too, and autograd.Functions would get another object in the weight's place,
+without the attributes that Megatron's linear looks for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CAN_ASK_FOR_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 
 class Kept:
-    """What a pack hook returns in a tensor's place, so that `drop` works under it; the unpack hook calls `unpack`.
+    """The object that a pack hook returns in a tensor's place for `drop` to work; the unpack hook calls `unpack`.
 
     Under other hooks (torch.utils.checkpoint, save_on_cpu) nothing is dropped: they decide what is kept.
     """
@@ -41,14 +41,14 @@ class Kept:
         self._make: Callable[[], Tensor] | None = None
 
     def unpack(self) -> Tensor:
-        """The tensor, made again if it was dropped."""
+        """Returns the tensor, recomputed if it was dropped."""
         if self.tensor is not None:
             return self.tensor
         assert self._make is not None
         return self._make()
 
     def replace(self, make: Callable[[], Tensor]) -> None:
-        """Let go of the tensor; `make` returns an equal one."""
+        """Lets go of the tensor; `make` returns an equal one."""
         self.tensor, self._make = None, make
 
 
@@ -58,23 +58,23 @@ def drop(
     after: Tensor | Sequence[Tensor],
     make: Callable[[], Sequence[Tensor]] | None = None,
 ) -> None:
-    """Let the operations between y and `after` keep, in place of y, a promise to make it again.
+    """Makes the operations between y and `after` keep a promise to recompute y in place of y.
 
-    y's memory is free as soon as nobody else holds it: delete your own names for it. A view of y that an operation
-    keeps (a linear flattens y) counts as y. Nothing happens where nothing is kept for backward (no_grad, eval), or
-    where saved-tensor hooks keep it: those of a checkpointed region, whose activations go anyway, and, with one
-    warning, those of save_on_cpu, of offloading or of others, under which y stays beside what it is made from.
-    Derivatives of any order are those of a y that was kept, as far as the operation that made y has them.
+    y's memory is free as soon as nobody else holds it, so delete your own names for it. A view of y that an operation
+    keeps (a linear flattens y) counts as y. Nothing happens if nothing is kept for backward (no_grad, eval), or if
+    saved-tensor hooks keep it: in a checkpointed region, whose activations are freed anyway, and, with one warning,
+    under save_on_cpu, offloading or other hooks, where y stays beside the tensors from which it is made.
+    Derivatives of any order are the same as if y was kept, as far as the operation that made y has them.
 
     Args:
         y: the output of `recompute`, or of an operation with keep="input", whose grad_fn can make it again; with `make`
-            any tensors of the graph, such as a linear's output and what was made of it, the earliest first. A y that
-            was written to, as by a forward hook, would be made again without what was written, and is refused; that
-            of a `make` cannot be told, and must not be written to.
+            any tensors of the graph, such as a linear's output and tensors made from it, the earliest first. A y that
+            was written to, as by a forward hook, is refused, because recomputing it would lose what was written. With
+            `make` this goes unnoticed, so y must not be written to.
         after: the result of the operation that used y, such as a linear's output, or the results of all operations
             that did. An operation whose result is not named keeps y.
-        make: runs under no_grad and returns the tensors of y anew, in their order: of the same sizes, strides and
-            offsets, in memory that holds as much, shared by those that shared it.
+        make: runs under no_grad and returns the tensors of y anew, in order: with the same sizes, strides and offsets,
+            in storages of the same size, shared where the originals share them.
 
     Costs: one more run of the operation in backward, shared by all operations that kept y, and microseconds of Python.
         A retained graph may run backward any number of times.
@@ -107,18 +107,18 @@ def drop(
 
 
 def hold(y: Tensor) -> Callable[[], Tensor]:
-    """A function that gives y, without its graph, in backward: for a `make` of `drop` that needs y.
+    """Returns a function that gives y, without its graph, in backward: for a `make` of `drop` that needs y.
 
-    It holds y, unless y can be made again: then it is made with, and at most as often as, what `drop` makes of it.
-    Call it before `drop` drops y. Raises ValueError where a y that can be made again was written to, and the
-    function RuntimeError where another y was written to since.
+    The function holds y, unless y can be recomputed: then it shares the recomputation with `drop`. Call `hold` before
+    `drop` drops y. Raises ValueError if a y that can be recomputed was written to. The function raises RuntimeError if
+    a y that it holds was written to since.
     """
     if not can_refill(y):
         return functools.partial(_take_held, y.detach(), find_version(y))
     check_version(y)
     promise = _find_promise(y)
     whole = promise.find_part(y)
-    if whole is None:  # nothing is in it
+    if whole is None:  # y is empty
         return functools.partial(torch.empty_like, y.detach())
     promise.note_user(whole)
     return functools.partial(promise.make, whole)
@@ -134,7 +134,7 @@ def _take_held(y: Tensor, version: int | None) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """A view of one of the outputs: what as_strided needs, with the offset counted from the output's own."""
+    """A view of one of the outputs: the arguments of as_strided, with the offset counted from the output's own."""
 
     output: int
     size: torch.Size
@@ -143,7 +143,7 @@ class _Part(NamedTuple):
 
 
 class _Output:
-    """What one output was: the memory, and where it lay there."""
+    """A description of one output: its storage, and its place in it."""
 
     def __init__(self, y: Tensor) -> None:
         self.producer = cast(Any, y.grad_fn)
@@ -155,7 +155,7 @@ class _Output:
         self.shared: Tensor | None = None
 
     def is_made_like(self, y: Tensor) -> bool:
-        """Whether y lies in its memory as the output did."""
+        """Whether y lies in its storage as the output did."""
         found = (y.size(), y.stride(), y.dtype, y.storage_offset(), y.untyped_storage().nbytes())
         return found == (self.size, self.stride, self.dtype, self.offset, self.nbytes)
 
@@ -163,30 +163,30 @@ class _Output:
 class _Promise:
     """Makes tensors again, once for all their users in one backward.
 
-    With `make` None it is one tensor, and its grad_fn makes it."""
+    With `make` None there is one tensor, and its grad_fn makes it."""
 
     def __init__(self, outputs: Sequence[Tensor], make: Callable[[], Sequence[Tensor]] | None = None) -> None:
         self._outputs = [_Output(y) for y in outputs]
         self._make = make
 
     def find_part(self, tensor: Tensor) -> _Part | None:
-        """The part of an output that the tensor is; None where it is no part of one, or not only of one."""
+        """Finds which part of which output the tensor is; None if it is no part, or not of exactly one."""
         storage, dtype = tensor.untyped_storage()._cdata, tensor.dtype
         for index, output in enumerate(self._outputs):
             if (storage, dtype) != (output.storage, output.dtype) or not tensor.numel():
                 continue
             part = _Part(index, tensor.size(), tensor.stride(), tensor.storage_offset() - output.offset)
             last = part.offset + sum((size - 1) * stride for size, stride in zip(part.size, part.stride, strict=True))
-            # `make` gives the whole memory back, a grad_fn its output only.
+            # `make` restores the whole storage, a grad_fn its output only.
             if self._make is not None or (part.offset >= 0 and last < output.num_elements):
                 return part
         return None
 
     def note_user(self, part: _Part) -> None:
-        """Count somebody who will ask for a part."""
+        """Counts one more user of a part."""
         output = self._outputs[part.output]
         output.num_users += 1
-        # One run of `make` is for all outputs, and for whoever makes again what was made of them.
+        # One run of `make` serves all outputs, and every promise whose tensors are made from them.
         if output.num_users == (2 if self._make is None else 1):
             _release_before_backward(output)
 
@@ -219,7 +219,7 @@ class _Promise:
                 f"y of shape {list(output.size)} cannot be made again: it was made with a parameter that ZeRO-3 "
                 "has not gathered now; raise stage3_param_persistence_threshold to its size, or do not drop y"
             )
-        # From a kept tensor, so that fake tensors make a fake one and meta tensors a meta one.
+        # Made from a kept tensor, so that fake tensors give a fake one and meta tensors a meta one.
         out = kept[0].new_empty_strided(
             output.size, output.stride, dtype=output.dtype, device=output.device, requires_grad=False
         )
@@ -228,8 +228,8 @@ class _Promise:
 
 
 def _release_before_backward(output: _Output) -> None:
-    """Let go of a shared output when its last user is through: then its gradient is complete."""
-    reference = weakref.ref(output)  # the node lives as long as the promise, and must not hold it
+    """Lets go of a shared output after its last user, when its gradient is complete."""
+    reference = weakref.ref(output)  # the promise holds the node, so the node must not hold the promise
 
     def release(_: Any) -> None:
         if (found := reference()) is not None:
@@ -239,7 +239,7 @@ def _release_before_backward(output: _Output) -> None:
 
 
 def _find_promise(y: Tensor) -> _Promise:
-    """The promise of y's grad_fn to make y again, one for all who drop or hold y. Raises ValueError where it cannot."""
+    """Returns the promise of y's grad_fn to recompute y, shared by all who drop or hold y; ValueError if it cannot."""
     producer = cast(Any, y.grad_fn)
     if not can_refill(y):
         raise ValueError(
@@ -250,17 +250,17 @@ def _find_promise(y: Tensor) -> _Promise:
     promise = reference() if reference is not None else None
     if promise is None:
         promise = _Promise((y,))
-        producer.promise = weakref.ref(promise)  # which holds the node
+        producer.promise = weakref.ref(promise)  # weak: the promise holds the node
     return promise
 
 
 def is_about_to_run(node: Any) -> bool:
-    """Whether a backward runs now that will come to `node`."""
+    """Whether a backward is running that will reach `node`."""
     return torch._C._current_graph_task_id() != -1 and torch._C._will_engine_execute_node(node)
 
 
 def _find_nodes_between(producer: Any, outputs: tuple[Tensor, ...]) -> Iterator[Any]:
-    """The nodes of the graph that lead from producer to outputs, those younger than producer."""
+    """Yields the nodes of the graph between producer and outputs: those younger than producer."""
     pending, seen = [output.grad_fn for output in outputs], {producer}
     while pending:
         node = pending.pop()
@@ -272,13 +272,13 @@ def _find_nodes_between(producer: Any, outputs: tuple[Tensor, ...]) -> Iterator[
 
 
 def find_saved_tensors(node: Any) -> Iterator[tuple[Any, Tensor | Kept]]:
-    """(SavedTensor, what it holds) of a node, without those that other hooks keep."""
+    """Yields (SavedTensor, the tensor or Kept in it) of a node, except those that other hooks keep."""
     is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
     for name in ("_raw_saved_tensors",) if is_python else _list_saved_names(cast(Any, type(node))):
         saved = getattr(node, name)
         saved = saved if isinstance(saved, tuple) else (saved,)
         if _CAN_ASK_FOR_HOOKS:
-            # .data does not check whether the tensor was written to since: autograd does that, in backward.
+            # .data skips the check for writes to the tensor; autograd makes it in backward.
             kept = [one.data if one.unpack_hook is None or isinstance(one.data, Kept) else None for one in saved]
         else:
             value = node.saved_tensors if is_python else getattr(node, name.removeprefix("_raw"))
@@ -292,8 +292,8 @@ def _list_saved_names(node_type: Any) -> list[str]:
 
 
 def _warn_of_hooks() -> None:
-    """Says once that nothing is dropped, where hooks are on that keep what they are given: not those of a checkpoint,
-    and not those under which `drop` works."""
+    """Warns once that nothing is dropped if hooks keep the tensors: neither a checkpoint's hooks nor those under which
+    `drop` works."""
     hooks = cast(Any, torch._C._autograd)._top_saved_tensors_default_hooks(True)
     home = "" if hooks is None else str(getattr(hooks[1], "__module__", ""))
     if hooks is not None and not home.startswith(("torch.utils.checkpoint", "tempo_")):
@@ -312,7 +312,8 @@ def _warn_of_hooks_from(home: str) -> None:
 
 
 def _saves_without_hooks() -> bool:
-    """Whether autograd itself keeps what is saved now. Giving a saved tensor hooks shows it: under others it fails."""
+    """Whether autograd itself keeps what is saved now. Registering hooks on a saved tensor tells: it fails if there are
+    any already."""
     node: Any = torch.empty(0, dtype=torch.float32, requires_grad=True).square().grad_fn
     try:
         node._raw_saved_self.register_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -1,7 +1,7 @@
-"""Squared ReLU's derivative from its output as in eager.py, fast on a CPU, where the cost is passes over memory.
+"""Computes squared ReLU's gradient from its output on a CPU, where the cost is passes over memory; see eager.py.
 
-torch's root of a float32 y (Intel's vector library) takes several times as long where many elements are 0, and is not
-always the rounded one. From COMPILED_ELEMENTS on there is one compiled pass, whose root is an instruction.
+torch's square root of a float32 y (Intel's vector library) takes several times as long where many elements are 0, and
+is not always correctly rounded. From COMPILED_ELEMENTS on there is one compiled pass, whose root is an instruction.
 """
 
 from __future__ import annotations

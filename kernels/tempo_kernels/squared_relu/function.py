@@ -1,4 +1,4 @@
-"""squared_relu: checks, the backend, and the autograd.Function that keeps the output."""
+"""Defines `squared_relu`: checks its arguments and holds the autograd.Function that keeps the output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tempo_kernels.transforms import takes_plain_tensors
 
 @takes_plain_tensors
 def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "output") -> Tensor:
-    """relu(x + bias)**2 (So et al., "Primer", 2021).
+    """Computes relu(x + bias)**2 (So et al., "Primer", 2021).
 
     Args:
         x: [..., f], float32, bfloat16, float16 or float64 (on a GPU not float64), any strides.
@@ -29,8 +29,8 @@ def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "output")
 
     Keeps for backward: with keep="output" nothing but y (one storage with what the next linear keeps, hence free); with
         keep="input" x and bias.
-    Error: grad_x is torch's, bit for bit, with either; with keep="output" only where y has not left the range of its
-        dtype. In float16 it has from x + bias = 256, and below 0.008, where 2 sqrt(y) is off by up to 3.5e-4.
+    Error: grad_x is torch's, bit for bit. With keep="output" this holds while y stays in the range of its dtype: a
+        float16 y overflows from x + bias = 256 on, and below 0.008 2 sqrt(y) is off by up to 3.5e-4.
     Raises: ValueError for a dtype, shape or keep that does not fit; RuntimeError on a second derivative.
     """
     if keep not in ("output", "input"):
@@ -44,7 +44,7 @@ def squared_relu(x: Tensor, bias: Tensor | None = None, *, keep: str = "output")
 
 @opaque("squared_relu_backward(Tensor grad_y, Tensor y, bool has_grad_bias) -> Tensor[]", shape_gradients)
 def _backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> list[Tensor]:
-    """grad_x and, where asked for, grad_bias."""
+    """Returns grad_x and, with has_grad_bias, grad_bias."""
     return list_gradients(*choose_backend(y, cpu).backward(grad_y, y, has_grad_bias))
 
 

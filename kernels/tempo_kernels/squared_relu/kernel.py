@@ -1,9 +1,9 @@
-"""Squared ReLU's derivative from its output in Triton; eager.py is the specification.
+"""Computes squared ReLU's gradient from its output in Triton; eager.py is the specification.
 
-y = r**2 with r = relu(x + bias) (So et al., "Primer", 2021), so that grad_x = 2 sqrt(y) grad_y: y is all that backward
-needs. The root of the rounded square, rounded to the dtype of y, is r again bit for bit: eager.py says why. A 16-bit r
-comes from an approximate float32 root, whose error that rounding hides; a float32 r needs the correctly rounded one.
-Forward, and the derivative from the input, are pointwise/kernel.py's.
+y = r**2 with r = relu(x + bias) (So et al., "Primer", 2021), so grad_x = 2 sqrt(y) grad_y needs y alone. The root of
+the rounded square, rounded to the dtype of y, is r again bit for bit; eager.py says why. For a 16-bit y an approximate
+float32 root suffices, because the rounding hides its error; a float32 y needs the correctly rounded root.
+Forward, and the derivative from the input, are in pointwise/kernel.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _backward_kernel(
     UNIT: tl.constexpr, IS_NARROW: tl.constexpr, HAS_GRAD_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: tiles_per_program tiles below one another, and their sum over rows."""
+    """One program computes tiles_per_program tiles below one another, and their sum over rows."""
     chunk, strip, total = tiles.start_chunk(row_groups, BLOCK_ROWS, BLOCK_GROUPS)
     for row in range(chunk * tiles_per_program, (chunk + 1) * tiles_per_program):
         first, _, elements, _, inside = tiles.place_tile(
@@ -41,10 +41,7 @@ def _backward_kernel(
 
 
 def backward(grad_y: Tensor, y: Tensor, has_grad_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """grad_x = 2 sqrt(y) grad_y, contiguous, and its sum over all dimensions but the last, [f] of its dtype.
-
-    The sum has two stages, each in a fixed order: the same bits every time on every GPU.
-    """
+    """As in eager.py, but the sum is in grad_x's dtype; its order is fixed, so every GPU gives the same bits."""
     plan = _plan_backward(*tiles.describe(y), y.device, has_grad_bias)
     return tiles.launch_backward(_backward_kernel, plan, (grad_y.contiguous(), y), y, has_grad_bias)
 
