@@ -137,7 +137,7 @@ def test_every_command_runs_in_order_as_printed_in_a_fresh_clone(fresh_clone: Pa
     for launcher in ("1 x CPU", "2 x CPU"):
         assert torch.cuda.is_available() or launcher in done.stdout
     assert (fresh_clone / "runs/mine/weights.safetensors").stat().st_size > 1_000_000
-    exported = {path.name for path in (fresh_clone / "runs/mine/gpt2").iterdir()}
+    exported = {path.name for path in (fresh_clone / "runs/mine/hf").iterdir()}
     assert exported == {"model.safetensors", "config.json", "vocab.json", "merges.txt"}
 
 

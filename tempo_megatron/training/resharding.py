@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from tempo_megatron.training.checkpoint_files.partition import MOMENTS, Fragment, Partition, find_partition
+from tempo_megatron.training.checkpoint_files.layout import MOMENTS, Fragment, Partition, find_partition
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 from tempo_megatron.training.engine import Engine, take_scale
 from tempo_megatron.training.run.deepspeed_config import read_offload_device

@@ -21,6 +21,7 @@ PUBLISHED = {
     "gpt2_xl_1558m": (1_557_611_200, 0),
     "llama3_8b": (8_030_261_248, 0),
     "llama3.2_1b": (1_235_814_400, 0),
+    "qwen3_0.6b": (596_049_920, 0),
     # BertForPreTraining: Megatron's pre-norm BERT has a final norm instead of one after the embedding.
     "bert_base": (110_106_428, 0),
     "bert_large": (336_226_108, 0),

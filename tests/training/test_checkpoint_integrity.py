@@ -61,7 +61,7 @@ def flip_bit(path: Path, place: float) -> None:
         ("rank_00001.pt", "cut off", "is damaged or not a file of torch.save"),
         ("mp_rank_00_model_states.pt", "missing", "lacks mp_rank_00_model_states.pt"),
         ("run.json", "a bit", " is not "),
-        ("run.json", "empty", "is not a checkpoint of tempo-pretrain-gpt"),
+        ("run.json", "empty", "is not a checkpoint of Tempo's trainer"),
     ],
 )
 def test_the_checkpoint_before_a_damaged_one_is_taken(

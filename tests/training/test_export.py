@@ -12,11 +12,12 @@ import pytest
 import torch
 from distributed import run_megatron_ranks
 from safetensors.torch import load_file
-from training_job import Data, make_data, run, successful, write_unsealed
+from training_job import ROOT, Data, MaskedData, make_data, make_masked_data, run, successful, write_unsealed
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.training.checkpoint_files.weight_names import convert_to_gpt2, list_weight_shapes
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.training.checkpoint_files import huggingface
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
@@ -125,8 +126,10 @@ def export(load: Path, output: Path, *more: str) -> int:
     return main(["export", "--load", str(load), "--output", str(output), *more])
 
 
-def megatron_logits(run_json: dict[str, Any], weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """[b, s, padded vocabulary] of a stock GPTModel with these weights."""
+def megatron_logits(
+    run_json: dict[str, Any], weights: dict[str, torch.Tensor], tokens: torch.Tensor, types: torch.Tensor | None = None
+) -> Any:
+    """[b, s, padded vocabulary] of a stock model with these weights; a BERT's with those of its binary head."""
     from tempo_megatron.models.build import build_model, build_transformer_config
     from tempo_megatron.models.shape import NAMES, make_shape
 
@@ -136,60 +139,12 @@ def megatron_logits(run_json: dict[str, Any], weights: dict[str, torch.Tensor], 
     left = model.load_state_dict(weights, strict=False)
     assert not left.unexpected_keys and all(name.endswith("_extra_state") for name in left.missing_keys)
     length = tokens.size(1)
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     with torch.no_grad():
+        if shape.family == "bert":
+            found, binary = model(tokens, torch.ones_like(tokens), tokentype_ids=types)
+            return found if binary is None else (found, binary)
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
         return model(tokens, torch.arange(length).expand_as(tokens), mask)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-def test_transformers_computes_the_same_logits(saved: Path, data: Data, tmp_path: Path, tied: bool) -> None:
-    from transformers import GPT2LMHeadModel, GPT2Tokenizer
-
-    run_json = json.loads((saved / "iter_0000002" / "run.json").read_text())
-    assert run_json["vocab_size"] < run_json["padded_vocab_size"] == 600
-    load = saved
-    if tied:  # the same files, told to be of a tied model: the output layer is then the embedding
-        load = tmp_path / "tied"
-        shutil.copytree(saved, load)
-        for path in (load / "iter_0000002").glob("*mp_rank_0*_states.pt"):
-            drop_output_layer(path)
-        run_json["untie_embeddings_and_output_weights"] = False
-        write_unsealed(load / "iter_0000002", untie_embeddings_and_output_weights=False)
-    assert export(load, tmp_path / "megatron.safetensors") == 0
-    assert export(load, tmp_path / "gpt2" / "model.safetensors", "--format", "huggingface") == 0
-    tokens = torch.randint(run_json["vocab_size"], (3, 64))
-    weights = load_file(tmp_path / "megatron.safetensors")
-    (expected,) = run_megatron_ranks(
-        megatron_logits, 1, 1, {**run_json, "tensor_model_parallel_size": 1}, weights, tokens
-    )
-    model = GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2").eval()
-    with torch.no_grad():
-        found = model(tokens).logits
-    assert found.shape[-1] == run_json["vocab_size"]
-    expected = expected[..., : run_json["vocab_size"]]
-    assert expected.std() > 0.05
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
-    tokenizer = GPT2Tokenizer.from_pretrained(tmp_path / "gpt2")
-    text = "def main():\n    return 'äöü 世界'\n"
-    from tempo_megatron.data.tokenizer import GPT2Tokenizer as Ours
-
-    assert tokenizer(text)["input_ids"] == Ours.load(data.vocab_file, data.merge_file).tokenize(text)
-    assert tokenizer.eos_token_id == model.config.eos_token_id == run_json["end_of_document"]
-
-
-def drop_output_layer(path: Path) -> None:
-    """Take output_layer.weight, the last of its parameter group, out of a checkpoint's file."""
-    content = torch.load(path, weights_only=False)
-    if "param_shapes" in content:
-        content["param_shapes"][0].pop("output_layer.weight")
-    else:
-        groups = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
-        groups[0] = groups[0][: groups[0].numel() - 300 * 64]
-        for paddings in content["optimizer_state_dict"].get("param_alignment_paddings", [])[:1]:
-            paddings.pop()
-    torch.save(content, path)
-    write_unsealed(path.parent)
 
 
 def test_an_earlier_step_is_chosen_by_its_number(saved: Path, tmp_path: Path) -> None:
@@ -218,12 +173,12 @@ def damage(folder: Path, how: str) -> None:
         run_json.write_text(run_json.read_text().replace('"num_layers": 2', '"num_layers": 3'))
     elif how == "a list":
         run_json.write_text("[2]")
-    elif how == "BERT":
+    elif how == "another program's":
         run_json.write_text(json.dumps({"model": "bert", "layers": 2}))
     elif how == "another model":
         write_unsealed(checkpoint, num_layers=3)
-    elif how == "Llama":
-        write_unsealed(checkpoint, activation="swiglu")
+    elif how == "no class":
+        write_unsealed(checkpoint, activation="squared_relu")
     elif how == "another width":
         write_unsealed(checkpoint, ffn_hidden_size=512)
     else:
@@ -249,11 +204,11 @@ class RunsCode:
         ("a digit", "run.json is not what the trainer wrote: its checksum differs"),
         ("cut off", "zero_pp_rank_0_mp_rank_01_optim_states.pt is damaged"),
         ("code", "holds posix.mkdir where a checkpoint has only tensors and numbers; nothing of it was executed"),
-        ("a list", "is not a checkpoint of tempo-pretrain-gpt (run.json holds a list, expected an object)"),
-        ("BERT", "is not a checkpoint of tempo-pretrain-gpt, whose run.json describes a GPT"),
-        ("Llama", "its activation is swiglu, but what can be exported is a GPT-2, whose activation is gelu"),
-        ("another model", "the model has decoder.layers.2.input_layernorm.bias, the checkpoint"),
-        ("another width", "has the shape [256, 64], expected [512, 64] after run.json"),
+        ("a list", "is not a checkpoint of Tempo's trainer (run.json holds a list, expected an object)"),
+        ("another program's", "is not a checkpoint of Tempo's trainer; give another --load"),
+        ("no class", "its activation is squared_relu, and that of the nearest one, GPT2LMHeadModel, is gelu"),
+        ("another model", "the model of run.json has decoder.layers.2.input_layernorm.weight, the checkpoint has not"),
+        ("another width", "linear_fc1.weight has the shape [256, 64], expected [512, 64]; give a checkpoint"),
         ("old", "run.json does not say vocab_size: it is of an older version"),
     ],
 )
@@ -297,11 +252,129 @@ def test_a_full_disk_leaves_no_file(saved: Path, tmp_path: Path, monkeypatch: py
     assert not list((tmp_path / "out").iterdir())
 
 
+ROPE = ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--num-attention-heads", "4"]
+NO_BIAS, GROUPS = ["--disable-bias-linear"], ["--group-query-attention", "--num-query-groups", "2"]
+LLAMA = [*ROPE, *NO_BIAS, *GROUPS, "--swiglu", *UNTIED]
+QWEN3 = [*ROPE, *NO_BIAS, *GROUPS, "--swiglu", "--qk-layernorm", "--kv-channels", "32", "--rotary-base", "1000000"]
+SCALED = ["--rotary-base", "500000", "--use-rope-scaling", "--rope-scaling-factor", "32"]
+ROBERTA = ["--bert-no-binary-head", "--masking", "tokens", "--short-seq-prob", "0"]
+# Class of transformers, ZeRO stage, what is trained.
+MODELS = {
+    "GPT-2, untied": ("GPT2LMHeadModel", 1, UNTIED),
+    "GPT-2": ("GPT2LMHeadModel", 2, []),
+    "Llama": ("LlamaForCausalLM", 1, [*LLAMA, "--norm-epsilon", "1e-6"]),
+    "Llama 3.2's rope, tied, biases, geglu": ("LlamaForCausalLM", 0, [*ROPE, *GROUPS, *SCALED, "--geglu"]),
+    "Mistral": ("MistralForCausalLM", 2, [*LLAMA, "--window-size", "16,0"]),
+    "Qwen 2": ("Qwen2ForCausalLM", 3, [*LLAMA, "--add-qkv-bias"]),
+    "Qwen 3": ("Qwen3ForCausalLM", 3, QWEN3),
+    "Qwen 3, untied, a window": ("Qwen3ForCausalLM", 0, [*QWEN3, *UNTIED, "--window-size", "16,0"]),
+    "BERT": ("MegatronBertForPreTraining", 1, []),
+    "RoBERTa, untied": ("MegatronBertForMaskedLM", 0, [*ROBERTA, *UNTIED]),
+}
+OFTEN = ("GPT-2", "Qwen 3", "BERT")
+
+
+@pytest.fixture(scope="module")
+def masked_data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
+    return make_masked_data(tmp_path_factory.mktemp("bert"), "BertWordPieceLowerCase")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stage", "words"),
+    [
+        pytest.param(*case, id=name, marks=() if name in OFTEN else pytest.mark.exhaustive)
+        for name, case in MODELS.items()
+    ],
+)
+def test_transformers_computes_the_same_with_every_class(
+    data: Data, masked_data: MaskedData, tmp_path: Path, name: str, stage: int, words: list[str]
+) -> None:
+    import transformers
+
+    is_bert = name.startswith("MegatronBert")
+    used = masked_data if is_bert else data
+    # A rate at which no norm and no bias stays near what it was, and rows of padding in the vocabulary.
+    more = ["--train-iters", "2", "--lr", "0.05", "--make-vocab-size-divisible-by", "300"]
+    words = [*words, *more, *SP, "--save", str(tmp_path / "save")]
+    successful(run(used, tmp_path, *words, world_size=2, config=config_of(stage, False)))
+    run_json = json.loads((tmp_path / "save" / "iter_0000002" / "run.json").read_text())
+    assert export(tmp_path / "save", tmp_path / "megatron.safetensors") == 0
+    assert export(tmp_path / "save", tmp_path / "hf" / "model.safetensors", "--format", "huggingface") == 0
+    weights = load_file(tmp_path / "megatron.safetensors")
+    tokens = torch.randint(run_json["vocab_size"], (3, 64))
+    types = torch.randint(2, tokens.shape) if run_json["num_tokentypes"] else None
+    (expected,) = run_megatron_ranks(megatron_logits, 1, 1, run_json, weights, tokens, types)
+    loaded, seen = getattr(transformers, name).from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(seen[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        found = loaded.eval()(tokens, **({"token_type_ids": types} if is_bert else {})).to_tuple()
+    for ours, theirs in zip(expected if isinstance(expected, tuple) else (expected,), found, strict=False):
+        ours = ours[..., : run_json["vocab_size"]]
+        assert theirs.shape == ours.shape and ours.std() > 0.05
+        assert (theirs - ours).abs().max() <= 2e-5 * ours.abs().max()
+    assert len(found) == 2 or not run_json["add_binary_head"]
+    if not is_bert:
+        text = "def main():\n    return 'äöü 世界'\n"
+        from tempo_megatron.data.tokenizer import GPT2Tokenizer
+
+        place = tmp_path / "hf" / ("" if name.startswith("GPT2") else "tokenizer")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+        assert tokenizer(text)["input_ids"] == GPT2Tokenizer.load(data.vocab_file, data.merge_file).tokenize(text)
+        assert loaded.config.eos_token_id == run_json["end_of_document"]
+
+
+@pytest.mark.slow
+def test_one_json_trains_resumes_and_leaves_as_a_qwen(data: Data, tmp_path: Path) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    published = json.loads((ROOT / "configs" / "model" / "qwen3_0.6b.json").read_text())
+    sizes = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2}
+    sizes |= {"kv_channels": 32, "seq_length": 64, "max_position_embeddings": 64, "vocab_size": 512}
+    (tmp_path / "model.json").write_text(json.dumps({**published, **sizes}))
+    words = ["--model", str(tmp_path / "model.json"), "--use-tempo", "--save", str(tmp_path / "save")]
+    words += ["--train-iters", "3"]
+    first = successful(run(data, tmp_path / "first", *words, "--exit-interval", "2", config=config_of(1, True)))
+    rest = successful(run(data, tmp_path / "rest", *words, "--load", str(tmp_path / "save"), config=config_of(1, True)))
+    assert (len(first.losses), len(rest.losses)) == (2, 1)
+    assert export(tmp_path / "save", tmp_path / "hf" / "model.safetensors", "--format", "huggingface") == 0
+    model = Qwen3ForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.config.head_dim == 32 and model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        (
+            {"activation": "squared_relu"},
+            "its activation is squared_relu, and that of the nearest one, GPT2LMHeadModel,",
+        ),
+        ({"position_embedding_type": "rope"}, "its position_embedding_type is rope, and that of the nearest one, GPT2"),
+        ({"family": "bert", "gelu_form": "tanh"}, "its gelu_form is tanh, and that of the nearest one, MegatronBert"),
+        ({"kv_channels": 32}, "its kv_channels is 32, and that of the nearest one, GPT2LMHeadModel, is 16; give"),
+    ],
+)
+def test_a_model_without_a_class_is_one_sentence(changes: dict[str, Any], said: str | None) -> None:
+    shape = make_shape(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
+    described = {**shape.describe(), "gelu_form": "erf", **changes}
+    if said is None:
+        assert huggingface.find_class(described) == "GPT2LMHeadModel"
+    else:
+        with pytest.raises(ValueError, match="no class of transformers that export knows") as refused:
+            huggingface.find_class(described)
+        assert said in str(refused.value)
+
+
 def test_gpt2_has_every_weight_under_another_name() -> None:
-    sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 32, "num_attention_heads": 2, "vocab_size": 5}
-    run_json = {**sizes, "padded_vocab_size": 5, "max_position_embeddings": 4}
-    run_json["untie_embeddings_and_output_weights"] = True
-    weights = {name: torch.randn(shape) for name, shape in list_weight_shapes(run_json).items()}
-    renamed = convert_to_gpt2(weights, run_json)
+    sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 32, "num_attention_heads": 2, "seq_length": 4}
+    shape = make_shape(**sizes, vocab_size=5, untie_embeddings_and_output_weights=True)
+    run_json = {**shape.describe(), "padded_vocab_size": 5, "gelu_form": "erf"}
+    weights = {
+        f"{module}.{kind}": torch.randn(size if kind == "weight" else size[:1])
+        for module, (size, kinds) in huggingface.list_modules(run_json).items()
+        for kind in kinds
+    }
+    renamed = huggingface.convert(weights, run_json)
     assert len(renamed) == len(weights)
     assert sum(value.sum() for value in renamed.values()) == pytest.approx(sum(v.sum() for v in weights.values()))

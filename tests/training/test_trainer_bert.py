@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from training_job import MaskedData, Run, make_masked_data, run, successful
-
-from tempo_megatron.training.checkpoint_files.export import run_export
 
 NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
 BATCH = ["--global-batch-size", "4", "--train-iters", "6"]
@@ -96,8 +93,6 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, request: Any, 
     second = successful(run(data, tmp_path / "rest", *options, "--load", folder))
     assert first.losses_hex + second.losses_hex == whole.losses_hex
     assert ("sop_loss" in whole.of_kind("train")[0]) == (kind == "bert")
-    with pytest.raises(ValueError, match="its family is bert, but what can be exported is a GPT-2"):
-        run_export(argparse.Namespace(load=folder, iteration=None, output="x.safetensors", format="megatron"))
     refused = run(data, tmp_path / "other", *options, "--load", folder, "--mask-prob", "0.2")
     assert refused.exit_codes == [1]
     assert "its masking is {'mask_prob': 0.15" in refused.output and "--mask-prob" in refused.output

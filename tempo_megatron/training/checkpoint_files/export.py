@@ -1,4 +1,7 @@
-"""`tempo-megatron export`: a checkpoint of any tensor parallel size and ZeRO stage becomes one safetensors file."""
+"""`tempo-megatron export`: writes a checkpoint of any model and layout as one safetensors file.
+
+With `--format huggingface` transformers loads the folder of the file.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,18 @@ from torch import Tensor
 
 from tempo_megatron.disk import flush_to_disk
 from tempo_megatron.extras import check_installed
+from tempo_megatron.models.shape import complete_description
+from tempo_megatron.training.checkpoint_files import huggingface
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
 from tempo_megatron.training.checkpoint_files.integrity import RUN_FILE, find_damage, find_missing, read_description
-from tempo_megatron.training.checkpoint_files.weight_names import (
-    build_gpt2_config,
-    convert_to_gpt2,
-    find_export_obstacle,
-    join_ranks,
-    list_weight_shapes,
-)
-from tempo_megatron.training.checkpoint_files.zero_files import read_rank
+from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# What the weights alone do not say.
 _LAYOUT_FIELDS = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage")
-_GPT2_FIELDS = ("vocab_size", "end_of_document", "attention_dropout", "hidden_dropout", "gelu_form")
-_GPT2_FILE = "model.safetensors"
+# What transformers asks besides the fields of a model that older checkpoints may lack too.
+_HUGGINGFACE_FIELDS = ("vocab_size", "padded_vocab_size", "end_of_document", "gelu_form")
+_HUGGINGFACE_FILE = "model.safetensors"
+_COMPANIONS = ("config.json", "vocab.json", "merges.txt", "tokenizer")
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +41,8 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("megatron", "huggingface"),
         default="megatron",
-        help="names and layout of the weights: Megatron's, or those of GPT-2 in Hugging Face's transformers, with "
-        "config.json and the tokenizer's files beside them (default %(default)s)",
+        help="names and layout of the weights: Megatron's, or those of Hugging Face's transformers (GPT-2, Llama, "
+        "Mistral, Qwen 2 and 3, BERT), with config.json and the tokenizer's files beside them (default %(default)s)",
     )
     parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="default %(default)s, as the optimizer has it")
 
@@ -62,7 +61,7 @@ def run_export(args: argparse.Namespace) -> int:
     _check_output(output, args.format)
     weights = read_weights(checkpoint, run)
     if args.format == "huggingface":
-        weights = convert_to_gpt2(weights, run)
+        weights = huggingface.convert(weights, run)
     weights = {name: value.to(_DTYPES[args.dtype]).contiguous() for name, value in weights.items()}
     num_bytes = sum(value.nbytes for value in weights.values())
     print(f"writing {len(weights)} tensors, {num_bytes / 2**20:,.1f} MiB in {args.dtype}, to {output}", flush=True)
@@ -81,31 +80,15 @@ def read_weights(checkpoint: Path, run: Mapping[str, Any]) -> dict[str, Tensor]:
         checkpoint: one checkpoint's folder, iter_XXXXXXX.
         run: the content of its run.json.
 
-    Raises ValueError where a file is missing or damaged, or a weight is not one of the model that `run` describes.
+    Raises ValueError where a file is missing or damaged, or does not say how its ranks divide the weights.
     """
-    tp = run["tensor_model_parallel_size"]
-    ranks = []
-    for rank in range(tp):
-        print(f"reading {checkpoint}: tensor-parallel rank {rank + 1} of {tp}", flush=True)
-        ranks.append(read_rank(checkpoint, rank, run["data_parallel_size"], run["zero_stage"]))
-    shapes = list_weight_shapes(run)
-    if wrong := set(shapes).symmetric_difference(ranks[0]):
-        name = sorted(wrong)[0]
-        has, has_not = ("checkpoint", "model") if name in ranks[0] else ("model", "checkpoint")
-        raise ValueError(
-            f"{checkpoint}: the {has} has {name}, the {has_not} of {RUN_FILE} has not; give a checkpoint of "
-            "tempo-pretrain-gpt whose files were not changed"
-        )
-    weights = {}
-    for name, shape in shapes.items():
-        weights[name], difference = join_ranks([rank.pop(name) for rank in ranks], name)
+    tp, dp, stage = (run[name] for name in _LAYOUT_FIELDS)
+    print(f"reading {checkpoint}: TP {tp}, DP {dp}, ZeRO {stage}", flush=True)
+    state, weights = SavedState(checkpoint, run), {}
+    for name in state.list_names():
+        weights[name], difference = state.read_whole(name)
         if difference:
             print(f"note: {name} differs between tensor-parallel ranks by up to {difference:.3g}; rank 0's is written")
-        if weights[name].shape != shape:
-            raise ValueError(
-                f"{checkpoint}: {name} has the shape {list(weights[name].shape)}, expected {list(shape)} after "
-                f"{RUN_FILE}; give a checkpoint of tempo-pretrain-gpt whose files were not changed"
-            )
     return weights
 
 
@@ -128,24 +111,20 @@ def _read_run(checkpoint: Path, form: str) -> dict[str, Any]:
     files = run.get("files", [])
     if reason := find_missing(checkpoint, files) or find_damage(checkpoint, files, 0, 1):
         raise ValueError(f"{reason}; give --iteration of another checkpoint")
-    try:
-        obstacle = find_export_obstacle(run)
-        shapes, missing = list_weight_shapes(run), [name for name in _LAYOUT_FIELDS if name not in run]
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt, whose {RUN_FILE} describes a GPT "
-            f"({type(error).__name__}: {error}); give another --load"
-        ) from error
-    if obstacle is not None:
-        raise ValueError(f"{checkpoint}: {obstacle}; load it with the trainer instead")
+    missing = [name for name in _LAYOUT_FIELDS if name not in run]
+    if missing == list(_LAYOUT_FIELDS):
+        raise ValueError(f"{checkpoint} is not a checkpoint of Tempo's trainer; give another --load")
     if form == "huggingface":
-        missing += [name for name in _GPT2_FIELDS if name not in run]
-    if missing or not shapes:
+        missing += [name for name in _HUGGINGFACE_FIELDS if name not in run]
+    if missing:
         raise ValueError(
             f"{checkpoint / RUN_FILE} does not say {', '.join(missing)}: it is of an older version of the trainer; "
             + ("give --format megatron, or " if form == "huggingface" else "")
             + "save the run anew with this version"
         )
+    run = complete_description(run)
+    if form == "huggingface":
+        huggingface.find_class(run)  # refuses what transformers has no class for before anything is read
     return run
 
 
@@ -154,12 +133,12 @@ def _check_output(output: Path, form: str) -> None:
         raise ValueError(f"--output {output} does not end in .safetensors; give such a name")
     written = [output]
     if form == "huggingface":
-        if output.name != _GPT2_FILE:
+        if output.name != _HUGGINGFACE_FILE:
             raise ValueError(
-                f"--output {output}: transformers loads a folder that holds {_GPT2_FILE}; "
-                f"give {output.with_suffix('') / _GPT2_FILE}"
+                f"--output {output}: transformers loads a folder that holds {_HUGGINGFACE_FILE}; "
+                f"give {output.with_suffix('') / _HUGGINGFACE_FILE}"
             )
-        written += [output.with_name(name) for name in ("config.json", "vocab.json", "merges.txt")]
+        written += [output.with_name(name) for name in _COMPANIONS]
     if present := [str(path) for path in written if path.exists()]:
         raise ValueError(f"{', '.join(present)} would be overwritten; remove it, or give another --output")
 
@@ -188,12 +167,27 @@ def _save(weights: dict[str, Tensor], path: Path, run: Mapping[str, Any]) -> Non
 
 def _write_companions(folder: Path, run: Mapping[str, Any], dtype: str) -> None:
     """config.json and, where the checkpoint says where they are, the files of the tokenizer."""
-    (folder / "config.json").write_text(json.dumps(build_gpt2_config(run, dtype), indent=2) + "\n", encoding="utf-8")
-    for file, name in (("vocab_file", "vocab.json"), ("merge_file", "merges.txt")):
-        source = run.get("tokenizer_files", {}).get(file)
+    config, files = huggingface.build_config(run, dtype), run.get("tokenizer_files", {})
+    _write_json(folder / "config.json", config)
+    names = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
+    if config["model_type"] != "gpt2":
+        # Beside their config.json AutoTokenizer takes a class by the kind of model, which may cut words otherwise.
+        folder = folder / "tokenizer"
+        folder.mkdir()
+        if run["family"] == "gpt":
+            _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
+        elif "merge_file" not in files:
+            names = {"vocab_file": "vocab.txt"}
+        print(f"the tokenizer's files are in {folder}")
+    for file, name in names.items():
+        source = files.get(file)
         content = Path(source["path"]).read_bytes() if source and Path(source["path"]).is_file() else None
         if content is None or hashlib.sha256(content).hexdigest() != source["sha256"]:
             where = f"{source['path']} is not the file of the training any more" if source else "its place is not known"
             print(f"note: the tokenizer's {name} is not copied, for {where}; copy it to {folder}")
         else:
             (folder / name).write_bytes(content)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

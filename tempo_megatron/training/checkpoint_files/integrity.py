@@ -50,11 +50,11 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
         description = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt ({_shorten(error)}); give another --load"
+            f"{checkpoint} is not a checkpoint of Tempo's trainer ({_shorten(error)}); give another --load"
         ) from error
     if not isinstance(description, dict):
         raise ValueError(
-            f"{checkpoint} is not a checkpoint of tempo-pretrain-gpt ({RUN_FILE} holds a "
+            f"{checkpoint} is not a checkpoint of Tempo's trainer ({RUN_FILE} holds a "
             f"{type(description).__name__}, expected an object); give another --load"
         )
     seal = description.pop(_SEAL, None)

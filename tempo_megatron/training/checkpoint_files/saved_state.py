@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from tempo_megatron.training.checkpoint_files.files import name_rank_file, read_tensors
-from tempo_megatron.training.checkpoint_files.layout import Box, Cut, overlap
-from tempo_megatron.training.checkpoint_files.partition import MOMENTS, Fragment
-from tempo_megatron.training.checkpoint_files.zero_files import find_model_file, find_optimizer_file
+from tempo_megatron.training.checkpoint_files.layout import MOMENTS, Box, Cut, Fragment, overlap
 
 
 class SavedState:
@@ -45,8 +43,8 @@ class SavedState:
         if layout is None:
             raise ValueError(
                 f"--load {self.checkpoint} was saved by an older version of the trainer, which did not write how its "
-                "ranks divide the weights; go on with the number of processes, the tensor parallel size and the JSON "
-                "it was saved with, save once, and change them then"
+                "ranks divide the weights; train on with the number of processes, the tensor parallel size and the "
+                "JSON it was saved with, save once, and take the new checkpoint"
             )
         tp_rank, dp_rank = layout["tp_rank"], layout["dp_rank"]
         if dp_rank == 0:
@@ -74,6 +72,38 @@ class SavedState:
                     f"{list(cuts[name].shape)}; give another checkpoint or the options it was trained with"
                 )
         return None
+
+    def list_names(self) -> list[str]:
+        """The parameters of the model.
+
+        Raises ValueError where one of them is nothing that `read_whole` can put together.
+        """
+        names = sorted(self._fragments[0])
+        for name in names:
+            if any(name not in cuts for cuts in self.cuts):
+                raise ValueError(
+                    f"--load {self.checkpoint}: nothing says how {name} is divided over tensor-parallel ranks; give "
+                    "another checkpoint"
+                )
+        return names
+
+    def read_whole(self, name: str) -> tuple[Tensor, float]:
+        """A weight of the whole model, and how far apart ranks are that each hold the same part of it.
+
+        Such parts get equal gradients, but a GPU may add those of the positions in another order on each rank. The
+        lowest rank's is the one returned.
+        """
+        whole, difference = torch.empty(self.cuts[0][name].shape), 0.0
+        blocks = {(box.start, box.size): rank for rank, box in self._list_distinct_boxes(name)}
+        for rank, cuts in enumerate(self.cuts):
+            for box in cuts[name].boxes:
+                values = self._read_box(rank, name, "weight", box)
+                block = whole[tuple(slice(at, at + size) for at, size in zip(box.start, box.size, strict=True))]
+                if blocks[box.start, box.size] == rank:
+                    block.copy_(values)
+                else:
+                    difference = max(difference, (values - block).abs().max().item())
+        return whole, difference
 
     def has_moments(self) -> bool:
         """Whether the optimizer had made a step."""
@@ -172,3 +202,16 @@ class SavedState:
                 path = find_optimizer_file(self.checkpoint, tp_rank, dp_rank)
             self._contents[tp_rank, dp_rank] = read_tensors(path, is_mapped=True)
         return self._contents[tp_rank, dp_rank]
+
+
+def find_model_file(checkpoint: Path, tp_rank: int, zero_stage: int, dp_rank: int = 0) -> Path:
+    """DeepSpeed's file of the model; only ZeRO 3 has one per data-parallel rank."""
+    prefix = f"zero_pp_rank_{dp_rank}_" if zero_stage == 3 else ""
+    return checkpoint / f"{prefix}mp_rank_{tp_rank:02d}_model_states.pt"
+
+
+def find_optimizer_file(checkpoint: Path, tp_rank: int, dp_rank: int) -> Path:
+    """DeepSpeed's file of one rank's optimizer under ZeRO; its bf16 optimizer puts a prefix before the name."""
+    name = f"zero_pp_rank_{dp_rank}_mp_rank_{tp_rank:02d}_optim_states.pt"
+    prefixed = checkpoint / f"bf16_{name}"
+    return prefixed if prefixed.exists() else checkpoint / name
