@@ -140,12 +140,12 @@ def _describe(error: Exception) -> str:
 
 
 def pretrain_gpt() -> int:
-    """`tempo-pretrain-gpt`: the trainer, or one sentence where it misses a package."""
+    """`tempo-pretrain-gpt` and launch/pretrain_gpt.py: the trainer, or one sentence where it misses a package."""
     return _train("gpt")
 
 
 def pretrain_bert() -> int:
-    """`tempo-pretrain-bert`, likewise."""
+    """`tempo-pretrain-bert` and launch/pretrain_bert.py, likewise."""
     return _train("bert")
 
 

@@ -59,7 +59,7 @@ def test_the_operations_need_torch_and_numpy_only(bare_site: Path) -> None:
         ("from tempo_megatron import tempo_block_spec", "tempo_block_spec", "megatron-core", "megatron"),
         ("from tempo_megatron import set_micro_batch", "set_micro_batch", "megatron-core", "megatron"),
         ("from tempo_megatron.cpu import use_cpu; use_cpu()", "use_cpu()", "megatron-core", "megatron"),
-        ("import tempo_megatron.training.pretrain_gpt", "the trainer", "megatron-core", "train"),
+        ("import tempo_megatron.training.main", "the trainer", "megatron-core", "train"),
     ],
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(

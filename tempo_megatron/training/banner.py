@@ -16,8 +16,7 @@ from tempo_megatron.memory.live.aside import RunPlan
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.report import TempoReport
-from tempo_megatron.training.run.deepspeed_config import offloads_optimizer, read_zero_stage
-from tempo_megatron.training.run.deepspeed_names import find_unknown_keys
+from tempo_megatron.training.run.deepspeed_config import find_unknown_keys, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run.run_config import RunConfig
 
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "triton")

@@ -1,6 +1,6 @@
-"""What the programs of the trainer share: from a command line to a run, an exit code and one sentence for an error.
+"""Trains a model from a command line, for `tempo-pretrain-gpt` and `tempo-pretrain-bert`; one sentence for an error.
 
-Everything that can be wrong with the command line is found before deepspeed is imported and the ranks meet.
+What is wrong with the command line itself is said before torch and deepspeed are imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from tempo_megatron.training.run.checks import check_run, check_weights_fit
 from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.run.resume import read_saved_run
 from tempo_megatron.training.run.run_config import RunConfig, complete_run
-from tempo_megatron.training.watch.agreement import AgreedError
 from tempo_megatron.training.watch.launchers import find_launchers
 from tempo_megatron.training.watch.rank_log import RankLog
 
@@ -59,9 +58,9 @@ class _Attempt:
             launcher = set_rank_environment()
             self.log.rank = int(os.environ["RANK"])
             args = self._meet()
+            on_gpu = _prepare_device()  # first: the next line imports deepspeed, which reads what it sets
             deepspeed_config = read_deepspeed_config(args.deepspeed_config)
             saved = read_saved_run(args)
-            on_gpu = _prepare_device()
             world_size = int(os.environ["WORLD_SIZE"])
 
             def decide(saved: dict[str, Any] | None) -> RunConfig:
@@ -76,7 +75,7 @@ class _Attempt:
 
             self.run = decide(saved)
             self.log.set_folder(self.run.log_dir)
-            # It imports deepspeed and Megatron-core, which takes seconds and reads what _prepare_device has set.
+            # It imports Megatron-core, which takes seconds and reads what _prepare_device has set.
             from tempo_megatron.training.job import Job
 
             self.job = Job(self.run, saved, launcher, decide_without, self.team)
@@ -118,6 +117,8 @@ class _Attempt:
             self.team = Team.join(self.log, timeout_s=timeout_s, heartbeat_s=heartbeat_s)
 
     def _report(self, error: Exception) -> None:
+        from tempo_megatron.training.watch.agreement import AgreedError
+
         agreed = isinstance(error, AgreedError)
         is_secondary = _follows_from_another(error) or (agreed and self.log.rank != 0)
         sentence = find_sentence_for_the_user(error)

@@ -172,8 +172,8 @@ def test_kill_9_while_saving_leaves_the_previous_checkpoint_loadable(data: Data,
     program = (
         "import pathlib, sys, time, tempo_megatron.training.checkpoint as c\n"
         f"c.flush_all_to_disk = lambda folder: (pathlib.Path({str(stopped)!r}).touch(), time.sleep(600))\n"
-        "from tempo_megatron.training.pretrain_gpt import main\n"
-        "sys.exit(main(sys.argv[1:]))"
+        "from tempo_megatron.training.main import train\n"
+        "sys.exit(train(sys.argv[1:], 'gpt'))"
     )
     process = launch([sys.executable, "-c", program, *argv], tmp_path)
     wait_until(stopped.exists, process)
@@ -196,8 +196,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_previous_checkpoint_loadable
     program = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
-        "from tempo_megatron.training.pretrain_gpt import main\n"
-        "sys.exit(main(sys.argv[1:]))"
+        "from tempo_megatron.training.main import train\n"
+        "sys.exit(train(sys.argv[1:], 'gpt'))"
     )
     argv = arguments(data, tmp_path, *options, "--exit-interval", "4")
     failed = wait_for(launch([sys.executable, "-c", program, *argv], tmp_path), tmp_path)

@@ -170,7 +170,7 @@ def test_sizes_and_contents_are_compared_by_share(tmp_path: Path, monkeypatch: p
     checkpoint = make_checkpoint(tmp_path)
     files = describe_files(checkpoint, [checkpoint / "a.bin", checkpoint / "inner" / "b.bin"])
     assert find_missing(checkpoint, files) is None
-    monkeypatch.setattr("tempo_megatron.training.checkpoint_files.integrity.find_fault", lambda path: None)
+    monkeypatch.setattr("tempo_megatron.training.checkpoint_files.files.find_fault", lambda path: None)
     assert find_damage(checkpoint, files, 0, 1) is None
     flip_bit(checkpoint / "inner" / "b.bin", 0.5)
     assert find_missing(checkpoint, files) is None

@@ -239,8 +239,8 @@ def test_kill_9_in_the_first_save_after_it_loses_nothing(data: Data, sources: So
     program = (
         "import pathlib, sys, time, tempo_megatron.training.checkpoint as c\n"
         f"c.flush_all_to_disk = lambda folder: (pathlib.Path({str(stopped)!r}).touch(), time.sleep(600))\n"
-        "from tempo_megatron.training.pretrain_gpt import main\n"
-        "sys.exit(main(sys.argv[1:]))"
+        "from tempo_megatron.training.main import train\n"
+        "sys.exit(train(sys.argv[1:], 'gpt'))"
     )
     options = [*COMMON, *STOCK, "--save", str(save), "--load", str(save)]
     argv = arguments(data, tmp_path, *options, "--save-interval", "1", config=L(1, 1, 2).config())

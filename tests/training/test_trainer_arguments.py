@@ -16,8 +16,7 @@ from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.training.planning import read_run
 from tempo_megatron.training.run.arguments import parse_arguments
 from tempo_megatron.training.run.checks import check_run, check_weights_fit
-from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, read_deepspeed_config
-from tempo_megatron.training.run.deepspeed_names import find_unknown_keys
+from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, find_unknown_keys, read_deepspeed_config
 from tempo_megatron.training.run.run_config import RunConfig, complete_run
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tempo_megatron.training.checkpoint_files.files import find_fault
-
 RUN_FILE = "run.json"
 FORMAT = 4
 """Its settings are every field of the run."""
@@ -75,6 +73,8 @@ def find_missing(checkpoint: Path, files: Any) -> str | None:
         return None
     for name, (num_bytes, _) in files.items():
         if (found := (checkpoint / name).stat().st_size) != num_bytes:
+            from tempo_megatron.training.checkpoint_files.files import find_fault  # it imports deepspeed
+
             return find_fault(checkpoint / name) or f"{checkpoint / name} has {found} bytes, and {num_bytes} were saved"
     return None
 
@@ -84,6 +84,8 @@ def find_damage(checkpoint: Path, files: Any, rank: int, world_size: int) -> str
 
     Reads every byte of the share: as long as loading it takes. All ranks together look at every file.
     """
+    from tempo_megatron.training.checkpoint_files.files import find_fault  # it imports deepspeed
+
     for name in sorted(files)[rank::world_size]:
         path = checkpoint / name
         try:

@@ -1,10 +1,13 @@
-"""The DeepSpeed JSON: read as DeepSpeed reads it, checked against the command line, its "auto" values filled in.
+"""Reads the DeepSpeed JSON as DeepSpeed does, checks its names and values, and fills in what says "auto".
 
-Nothing here imports deepspeed, so that a wrong configuration is reported before the slow imports.
+DeepSpeed ignores unknown names at the top, and refuses those in its blocks late and in its own words. Here the nearest
+known name is found. In the blocks that are models of pydantic the names are DeepSpeed's own; the others are read one by
+one in its code (`get_scalar_param`), which no list of its own tells, and so are listed here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,9 +17,71 @@ import hjson
 from pydantic import TypeAdapter, ValidationError
 
 from tempo_megatron.training.run.arguments import DEFAULTS
-from tempo_megatron.training.run.deepspeed_names import BATCH_KEYS, check_kinds, check_names
-from tempo_megatron.words.json_text import decode, read_finite, refuse_duplicates
+from tempo_megatron.words.json_text import decode, find_near_name, read_finite, refuse_duplicates
 
+# What would take over a decision that belongs to the trainer, with where to make that decision instead.
+REFUSED = {
+    "optimizer": "the trainer builds AdamW itself; use --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps",
+    "scheduler": "the trainer has Megatron's schedule; use --lr-decay-style, --lr-warmup-iters and --min-lr",
+    "activation_checkpointing": "recomputation is Megatron's; use --recompute-granularity",
+    "pipeline": "the trainer has no pipeline parallelism; remove the block",
+    "tensor_parallel": "tensor parallelism is Megatron's; use --tensor-model-parallel-size",
+    "sequence_parallel_size": "sequence parallelism is Megatron's; use --sequence-parallel",
+    "data_efficiency": "the samples come from Megatron's GPTDataset; remove the block",
+    "curriculum_learning": "the samples come from Megatron's GPTDataset; remove the block",
+    "hybrid_engine": "it is for generation; remove the block",
+    "amp": "Apex AMP is not supported; use bf16 or fp16",
+    "torch_autocast": "the model itself is built in bf16 or fp16; use those blocks",
+    "nebula": "checkpoints are written by the trainer; remove the block and use --save",
+    "compile": "torch.compile of the whole engine is not supported; remove the block",
+    "expert_parallel": "the model has no experts; remove the block",
+    "elasticity": "the number of ranks is the launcher's, and --load goes on with any; remove the block",
+    "autotuning": "`tempo-megatron plan` chooses the micro batch; remove the block",
+    "progressive_layer_drop": "every layer is trained in every step; remove the block",
+    "eigenvalue": "it is for quantization in training, which there is not; remove the block",
+    "quantize_training": "there is no quantization in training; remove the block",
+    "compression_training": "there is no compression in training; remove the block",
+    "weight_quantization": "it is for inference; remove the block",
+    "sparse_attention": "attention is Megatron's or Tempo's; remove the block",
+    "sparse_gradients": "the embedding's gradient is dense; remove it",
+    "graph_harvesting": "graphs of the whole engine are not supported; remove it",
+    "managed_gradient_accumulation": "the trainer lets DeepSpeed count micro batches; remove it",
+    "datastates": "checkpoints are written by the trainer; remove the block and use --save",
+}
+# Which names people write for others that DeepSpeed, or somebody else, once had.
+_OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_BLOCKS = (
+    "bf16 fp16 zero_optimization data_types checkpoint flops_profiler comms_logger tensorboard wandb csv_monitor comet "
+    "monitor aio timers tempo"
+).split()
+_BOOLEANS = (
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients wall_clock_breakdown dump_state "
+    "memory_breakdown disable_allgather disable_python_gc dataloader_drop_last use_data_before_expert_parallelism"
+).split()
+_NUMBERS = ("gradient_clipping", "gradient_predivide_factor", "steps_per_print")
+_DTYPES = ("fp32", "bf16", "fp16")
+# What DeepSpeed takes there, in capitals or not.
+_WORDS: dict[str, tuple[str, ...]] = {
+    "communication_data_type": _DTYPES,
+    "seq_parallel_communication_data_type": _DTYPES,
+    "log_level": ("debug", "info", "warning", "error", "critical"),
+    "gradient_allreduce_op": ("mean", "sum"),
+}
+_ACCUMULATED = {
+    "fp32": "fp32 float32 float torch.float32",
+    "bf16": "bf16 bfloat16 torch.bfloat16",
+    "fp16": "fp16 float16 half torch.float16",
+}
+_KNOWN = (*BATCH_KEYS, *_BLOCKS, *_BOOLEANS, *_NUMBERS, *_WORDS)
+# Of blocks that have been models of pydantic only since DeepSpeed 0.17, or never.
+_KNOWN_IN = {
+    "bf16": "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states",
+    "fp16": "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+    "min_loss_scale fp16_master_weights_and_grads",
+    "data_types": "grad_accum_dtype",
+}
+_OFFLOADS = {"offload_optimizer": ("none", "cpu", "nvme"), "offload_param": ("none", "cpu", "nvme")}
 _REFUSED_CHECKPOINT = ("writer", "use_node_local_storage", "load_universal")
 
 
@@ -207,3 +272,85 @@ def _decide_precision(config: Mapping[str, Any], given: Mapping[str, Any]) -> di
         if given[name] and precision != name:
             raise ValueError(f"--{name} is given but the DeepSpeed JSON enables {precision}; make them agree")
     return blocks
+
+
+def check_names(path: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that is not used here, and for one that is nearly another one."""
+    for key, reason in REFUSED.items():
+        if key in config:
+            raise ValueError(f'--deepspeed_config {path}: "{key}" is not used here: {reason}')
+    known_in = _list_names_in_blocks()
+    for key in find_unknown_keys(config):
+        if blocks := [block for block, names in known_in.items() if key in names]:
+            raise ValueError(
+                f'--deepspeed_config {path}: "{key}" stands at the top, where nobody reads it; it belongs into '
+                + " or ".join(f'"{block}"' for block in blocks)
+            )
+        if near := _OTHER_NAMES.get(key.lower()) or find_near_name(key, (*_KNOWN, *REFUSED)):
+            reason = f", which is not used here: {REFUSED[near]}" if near in REFUSED else ""
+            raise ValueError(
+                f'--deepspeed_config {path}: "{key}" is unknown; the nearest known name is "{near}"{reason}'
+            )
+    # DeepSpeed refuses other names itself, in its own words and late; here the near ones are found.
+    for block, names in known_in.items():
+        content = config.get(block)
+        for key in content if isinstance(content, Mapping) else ():
+            if key not in names and (near := find_near_name(key, names)):
+                raise ValueError(
+                    f'--deepspeed_config {path}: "{block}.{key}" is unknown; the nearest known name is "{block}.{near}"'
+                )
+
+
+def _list_names_in_blocks() -> dict[str, list[str]]:
+    """Block -> the names that the installed DeepSpeed reads in it."""
+    # It takes seconds, which a run needs anyway; what is wrong with the command line has been said by now.
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+    return {"zero_optimization": zero, **{block: names.split() for block, names in _KNOWN_IN.items()}}
+
+
+def check_kinds(path: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value of another kind than DeepSpeed has there."""
+
+    def refuse(key: str, value: object, expected: str) -> None:
+        raise ValueError(f'--deepspeed_config {path}: "{key}" is {value!r}; expected {expected}')
+
+    for key, value in config.items():
+        if key in _BLOCKS and key != "tempo" and not isinstance(value, dict):
+            refuse(key, value, "an object {...}")
+        elif key in BATCH_KEYS and value not in (None, "auto") and _is_number(value) and not _is_count(value):
+            refuse(key, value, 'a whole number of at least 1 or "auto"')
+        elif key == "gradient_clipping" and _is_number(value) and not 0 <= value < math.inf:
+            refuse(key, value, 'a number of at least 0 or "auto"')
+        elif key == "gradient_predivide_factor" and not (_is_number(value) and 0 < value < math.inf):
+            refuse(key, value, "a number above 0")
+        elif key == "steps_per_print" and value is not None and not _is_count(value):
+            refuse(key, value, "a whole number of at least 1")
+        elif key in _WORDS and value is not None and str(value).lower() not in _WORDS[key]:
+            refuse(key, value, " or ".join(f'"{word}"' for word in _WORDS[key]))
+        elif key in _BOOLEANS and key != "memory_breakdown" and not isinstance(value, bool):
+            refuse(key, value, "true or false")
+    accumulated = config.get("data_types", {}).get("grad_accum_dtype")
+    if accumulated is not None and not any(accumulated in names.split() for names in _ACCUMULATED.values()):
+        refuse("data_types.grad_accum_dtype", accumulated, " or ".join(f'"{dtype}"' for dtype in _ACCUMULATED))
+    zero = config.get("zero_optimization", {})
+    for name, devices in _OFFLOADS.items():
+        value = zero.get(name)
+        if value is not None and not isinstance(value, dict):
+            refuse(f"zero_optimization.{name}", value, 'an object such as {"device": "cpu"}')
+        if value and value.get("device", "none") not in devices:
+            refuse(f"zero_optimization.{name}.device", value["device"], " or ".join(f'"{each}"' for each in devices))
+
+
+def find_unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    """Top-level keys that neither DeepSpeed nor the trainer reads: DeepSpeed accepts any name without a word."""
+    return [key for key in config if key not in _KNOWN]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**48

@@ -28,8 +28,7 @@ from tempo_megatron.training.checkpoint_files.integrity import (
     read_description,
 )
 from tempo_megatron.training.differences import flatten
-from tempo_megatron.training.run.deepspeed_config import decides_batch_size, is_given
-from tempo_megatron.training.run.deepspeed_names import BATCH_KEYS
+from tempo_megatron.training.run.deepspeed_config import BATCH_KEYS, decides_batch_size, is_given
 from tempo_megatron.training.run.masking import Masking
 
 if TYPE_CHECKING:
