@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from tempo_megatron.slots.dropout import tempoize_embedding
     from tempo_megatron.slots.dropout_rng import set_micro_batch
     from tempo_megatron.slots.layer_spec import tempo_block_spec, tempoize
-    from tempo_megatron.slots.log_probs import log_probs
     from tempo_megatron.slots.loss import (
         TempoBertModel,
         TempoGPTModel,
         fused_bert_class,
         fused_gpt_class,
+        log_probs,
         tempoize_loss,
     )
     from tempo_megatron.slots.report import TempoReport, report_on

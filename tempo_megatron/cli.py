@@ -35,45 +35,40 @@ class Command:
     """The module of `add_NAME_arguments`, where the command's own takes seconds to import."""
 
 
-_MEMORY_ARGUMENTS = "tempo_megatron.memory.commands.arguments"
+def _of_memory(module: str, help: str, description: str) -> Command:
+    """A command on the memory of a model, whose modules Megatron-core makes."""
+    arguments = "tempo_megatron.memory.commands.arguments"
+    return Command(module=module, help=help, description=description, needs="megatron", arguments=arguments)
+
+
 _COMMANDS = {
-    "ledger": Command(
+    "ledger": _of_memory(
         module="tempo_megatron.memory.commands.ledger",
         help="measure every tensor that a GPT keeps for backward, stock beside Tempo",
         description="Run one layer of the real model forward, stock and with Tempo, and list what autograd keeps.",
-        needs="megatron",
-        arguments=_MEMORY_ARGUMENTS,
     ),
-    "estimate": Command(
+    "estimate": _of_memory(
         module="tempo_megatron.memory.commands.estimate",
         help="estimate the memory of a training run on every kind of rank, without hardware",
         description="Follow one training step of the real model on tensors without memory, for any number of devices.",
-        needs="megatron",
-        arguments=_MEMORY_ARGUMENTS,
     ),
-    "plan": Command(
+    "plan": _of_memory(
         module="tempo_megatron.memory.commands.plan",
         help="choose what each layer keeps, so that a step is shortest within a GPU's memory",
         description="Choose for each layer among stock, Tempo's forms and Megatron's recomputation, so that every "
         'pipeline stage fits and a step is shortest; print it as a table, a "tempo" block and arguments.',
-        needs="megatron",
-        arguments=_MEMORY_ARGUMENTS,
     ),
-    "order": Command(
+    "order": _of_memory(
         module="tempo_megatron.roam.command",
         help="order a training step's operations so that its peak memory is least",
         description="Trace one step of the real model without memory, and find the order of its operations and the "
         "addresses of its tensors with which it needs least, without recomputing anything.",
-        needs="megatron",
-        arguments=_MEMORY_ARGUMENTS,
     ),
-    "flops": Command(
+    "flops": _of_memory(
         module="tempo_megatron.memory.commands.flops",
         help="count the FLOPs of a step, and with its time the utilisation of the GPUs (MFU, HFU)",
         description="Count the matrix products of one training step by equations 7 and 8 of arXiv 2205.05198, for any "
         "model of configs/model.",
-        needs="megatron",
-        arguments=_MEMORY_ARGUMENTS,
     ),
     "bench": Command(
         module="tempo_megatron.memory.commands.bench",

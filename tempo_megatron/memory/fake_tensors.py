@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tempo_megatron.slots.late_check import LateCheck
+from tempo_megatron.slots.loss import LateCheck
 
 
 @contextlib.contextmanager

@@ -33,8 +33,8 @@ from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import STACKS
 from tempo_megatron.slots import dropout_rng
+from tempo_megatron.words.argument_types import format_bytes
 from tempo_megatron.words.json_text import read_object
-from tempo_megatron.words.memory_size import format_bytes
 
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 # Of every address: what torch's allocators align to.

@@ -27,7 +27,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from tempo_megatron.roam.graph import Operation, StepGraph
 from tempo_megatron.roam.order import find_order
-from tempo_megatron.words.memory_size import format_bytes
+from tempo_megatron.words.argument_types import format_bytes
 
 # As in the entry points of setup.py, through which torch.compile finds it.
 NAME = "tempo_order"

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from tempo_megatron.settings.config import BUDGET, TempoConfig, check_block
 from tempo_megatron.settings.layer_values import freeze_layers
 from tempo_megatron.settings.operations import CHOICES, OPERATIONS, RENAMED
+from tempo_megatron.words.argument_types import parse_memory
 from tempo_megatron.words.json_text import parse_json
-from tempo_megatron.words.memory_size import parse_memory
 
 
 class _RefuseRenamed(argparse.Action):

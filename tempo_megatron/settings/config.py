@@ -21,8 +21,8 @@ from tempo_megatron.settings.layer_values import (
     write_layers,
 )
 from tempo_megatron.settings.operations import CHOICES, OPERATIONS, RENAMED
+from tempo_megatron.words.argument_types import parse_memory
 from tempo_megatron.words.json_text import read_object
-from tempo_megatron.words.memory_size import parse_memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -83,11 +83,12 @@ class TempoDotProductAttention(DotProductAttention):
                 "packed sequences and attention biases are given, which Tempo's attention does not support; "
                 'set tempo.attention to "off"'
             )
+        mask_type = attn_mask_type or self.attn_mask_type
+        attention_mask = self._heed(attention_mask, mask_type)
         if not self.training and query.size(0) == 1 < key.size(0):
             # One new token beside a cache of keys: there is nothing to save, and stock knows inference.
             of_stock: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type)
             return of_stock
-        mask_type = attn_mask_type or self.attn_mask_type
         window_size = self._window_size
         mask = attention_mask if window_size is None else None
         dropout_p = self.attention_dropout.p if self.training else 0.0
@@ -105,6 +106,10 @@ class TempoDotProductAttention(DotProductAttention):
             **draw,
         )
         return self._run(attend, query, key, value)
+
+    def _heed(self, attention_mask: Tensor | None, mask_type: AttnMaskType) -> Tensor | None:
+        """The given mask, where a layer of this type looks at it."""
+        return attention_mask
 
     def _run(self, attend: Callable[..., Tensor], *operands: Tensor) -> Tensor:
         return attend(*operands)

@@ -19,7 +19,6 @@ from tempo_megatron.slots.dropout_rng import Stack
 from tempo_megatron.slots.mlp import LinearRecomputeMLP, TempoLinearRecomputeMLP, TempoMLP
 from tempo_megatron.slots.norm import TempoLayerNorm, TempoRMSNorm
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
-from tempo_megatron.slots.te_modules import SplitNorm
 
 ATTENTIONS = ("self_attention", "cross_attention")
 # A block's norm, by its slot in the spec, and as the built block calls it.
@@ -29,7 +28,7 @@ INNER_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
 _TEMPO_CLASSES: dict[str, tuple[type, ...]] = {
     "activation": (TempoMLP,),
-    "norm": (TempoLayerNorm, TempoRMSNorm, SplitNorm),
+    "norm": (TempoLayerNorm, TempoRMSNorm, te.SplitNorm),
     "attention": (TempoDotProductAttention,),
     "linear_fc1": (TempoLinearRecomputeMLP,),
     "linear_qkv": (TempoSelfAttention,),

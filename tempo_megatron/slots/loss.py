@@ -1,31 +1,76 @@
-"""The fused loss head in Megatron's GPTModel and BertModel: labels in, losses out, and no logits of all tokens.
+"""Gives Megatron's GPTModel and BertModel the fused loss head: labels in, losses out, and no logits of all tokens.
 
 Both models compute logits in their output layer and hand them to compute_language_model_loss. With labels at hand the
 output layer gives the losses at once, inside its own forward, so that whatever hooks gather or release its weight
 (ZeRO-3's) do so around it; the second step then has nothing to do. Without labels all is as in Megatron.
+
+`log_probs` gives RL trainers log-probabilities and entropies out of the same head: the output layer is told the labels,
+and that it is not to give losses.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.utils import get_attr_wrapped_model, get_pg_rank, get_pg_size
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.choose import find_refusal
-from tempo_megatron.slots.late_check import LateCheck
+
+
+class LateCheck:
+    """Raises on the host, later, what a GPU has found wrong, without waiting for the device.
+
+    It takes flags that must be False.
+
+    Args:
+        message: of the RuntimeError. On a CPU `note` raises it; from a GPU it comes with the first `raise_if_noted`
+            after the flag has arrived, as a rule one step later.
+    """
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._under_way: collections.deque[tuple[Tensor, Callable[[], bool]]] = collections.deque()
+
+    def note(self, flag: Tensor) -> None:
+        """Take one 0-dim bool flag; ignore it during the capture of a CUDA graph, which the host does not follow."""
+        if flag.device.type == "cpu":
+            self._raise_if(flag)
+        elif not torch.cuda.is_current_stream_capturing():
+            self._under_way.append(copy_to_host(flag))
+
+    def raise_if_noted(self) -> None:
+        """Raise RuntimeError where a flag that has arrived is True."""
+        while self._under_way and self._under_way[0][1]():
+            self._raise_if(self._under_way.popleft()[0])
+
+    def _raise_if(self, flag: Tensor) -> None:
+        if flag:
+            self._under_way.clear()
+            raise RuntimeError(self._message)
+
+
+def copy_to_host(flag: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    """Start the copy of a flag from a GPU. Returns host memory, and a function that says whether the flag is there."""
+    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(flag.device))
+    return host, event.query
+
 
 _IGNORED = -100
 # Of the largest gradient: what float32 leaves of proportions.
@@ -322,3 +367,61 @@ class _LossesOfTotal(torch.autograd.Function):
         _IS_MULTIPLE.note(is_another)
         # On a GPU an exception here would wait for the device: NaN goes on, and words follow.
         return torch.where(is_another, torch.nan, factor), None, None
+
+
+def log_probs(
+    model: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor | None,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+    vocab_size: int | None = None,
+    **inputs: Any,
+) -> Any:
+    """Calls a GPTModel for the log-probabilities of labels, in place of model(...) and a log-softmax of its logits.
+
+    Args:
+        model: a GPTModel with the fused loss head (`TempoGPTModel`, or one that `tempoize_loss` was called with), in
+            whatever wraps it; of a pipeline any stage.
+        input_ids, position_ids, attention_mask, inputs: as the model's.
+        labels: [b, s], what the token at each position is to be, as the model's own labels: shifting them, and dividing
+            a packed sequence, is the caller's. A label outside of the vocabulary gives 0, and no gradient.
+        temperature, softcap, return_entropy: as of tempo_kernels' linear_log_prob. Where the model scales its logits
+            (MuP), these are scaled first.
+        vocab_size: the tokenizer's; rows that pad it have probability 0 then. By default they are in the softmax.
+
+    Returns:
+        log_prob [b, s], or (log_prob, entropy), float32 and differentiable: those of the whole vocabulary and sequence
+        on every rank of the tensor-parallel group. On a pipeline's other stages what the model returns.
+
+    Raises ValueError where the model has no fused loss head, for loss_mask and output_processor, and for what
+    linear_log_prob refuses.
+    """
+    inner = get_attr_wrapped_model(model, "post_process", return_model_obj=True)
+    if unused := inputs.keys() & {"loss_mask", "output_processor"}:
+        raise ValueError(
+            f"log_probs was given {', '.join(sorted(unused))}, which is for losses; expected none; leave it out"
+        )
+    if not inner.post_process:
+        return model(input_ids, position_ids, attention_mask, labels=labels, **inputs)
+    head = find_loss_head(inner)
+    if head is None:
+        raise ValueError(
+            f"the {type(inner).__name__} has no fused loss head, which log_probs needs; call "
+            'tempoize_loss(model, TempoConfig(loss="fused")) before it is wrapped'
+        )
+    head.log_prob = {
+        "temperature": temperature,
+        "softcap": softcap,
+        "return_entropy": return_entropy,
+        "vocab_size": vocab_size,
+    }
+    try:
+        found = model(input_ids, position_ids, attention_mask, labels=labels, **inputs)
+    finally:
+        head.log_prob = None
+    return (found[0], found[1]) if return_entropy else found[0]

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from tempo_megatron.settings.config import TempoConfig, check_block
-from tempo_megatron.words.memory_size import format_bytes, parse_memory
+from tempo_megatron.words.argument_types import format_bytes, parse_memory
 
 
 @pytest.mark.parametrize(

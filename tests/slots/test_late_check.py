@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tempo_megatron.slots import late_check, loss
-from tempo_megatron.slots.late_check import LateCheck
+from tempo_megatron.slots import loss
+from tempo_megatron.slots.loss import LateCheck
 
 
 class Flag:
@@ -29,7 +29,7 @@ def arrived(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         there.append(False)
         return flag.value, lambda: there[index]
 
-    monkeypatch.setattr(late_check, "copy_to_host", copy_to_host)
+    monkeypatch.setattr(loss, "copy_to_host", copy_to_host)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return there
 

@@ -15,7 +15,7 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.memory import run as memory_run
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.models.shape import make_shape
-from tempo_megatron.words.memory_size import format_bytes
+from tempo_megatron.words.argument_types import format_bytes
 
 # The quickstart's shape in one process, without dropout, so that stock has the same losses.
 QUICKSTART = [

@@ -12,12 +12,12 @@ from tempo_megatron.memory.plan.gpu import DTYPES
 from tempo_megatron.settings.arguments import add_tempo_arguments
 from tempo_megatron.words.argument_types import (
     parse_fraction,
+    parse_memory,
     parse_output,
     parse_png,
     parse_positive,
     parse_positive_float,
 )
-from tempo_megatron.words.memory_size import parse_memory
 
 _RECOMPUTE = ("core_attn", "mlp", "full")
 _GPUS = "a100, b200, h100, h200, rtx4090, or a file such as configs/gpu/h100.json"

@@ -17,7 +17,7 @@ from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, de
 from tempo_megatron.memory.run import OptimizerSettings
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.words.memory_size import format_bytes
+from tempo_megatron.words.argument_types import format_bytes
 
 _WIDTH = 38
 _SILENT_S = 2.0

@@ -20,7 +20,7 @@ from tempo_megatron.memory.plan.planner import Plan, PlanRequest, StagePlan
 from tempo_megatron.memory.plan.request import Question
 from tempo_megatron.memory.plan.verify import answer
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.words.memory_size import format_bytes
+from tempo_megatron.words.argument_types import format_bytes
 
 
 def run_plan(args: argparse.Namespace) -> int:

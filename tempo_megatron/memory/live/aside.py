@@ -18,7 +18,7 @@ from typing import Any
 from tempo_megatron.memory.plan.gpu import Gpu, list_gpus, read_gpu
 from tempo_megatron.memory.plan.request import Question
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.words.memory_size import format_bytes
+from tempo_megatron.words.argument_types import format_bytes
 
 _UNKNOWN_DEVICE = "h100"
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tempo_megatron.words.memory_size import format_bytes
+from tempo_megatron.words.argument_types import format_bytes
 
 if TYPE_CHECKING:  # so that whether memory ended is told in any process, whatever is installed there
     from tempo_megatron.memory.run import Run

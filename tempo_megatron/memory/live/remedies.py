@@ -16,7 +16,7 @@ from tempo_megatron.memory.estimate.estimate import PART_NAMES, estimate_ranks
 from tempo_megatron.memory.kept.ledger import measure_run
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.config import TempoConfig
-from tempo_megatron.words.memory_size import format_bytes
+from tempo_megatron.words.argument_types import format_bytes
 
 _RECOMPUTE = {"activation": "recompute", "norm": "recompute"}
 

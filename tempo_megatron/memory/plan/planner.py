@@ -27,7 +27,7 @@ from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.plan.solver import Kind, Mode, Solution, Solver, Stage, prune
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, write_layers
-from tempo_megatron.words.memory_size import format_bytes
+from tempo_megatron.words.argument_types import format_bytes
 
 RECOMPUTE_MODES = ((), ("core_attn",), ("mlp",), ("core_attn", "mlp"), ("full",))
 _FEMTO = 1e15

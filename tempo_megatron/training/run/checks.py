@@ -11,7 +11,7 @@ from tempo_megatron.models.shape import check_layout
 from tempo_megatron.training.run.deepspeed_config import offloads_optimizer, read_offload_device, read_zero_stage
 from tempo_megatron.training.run.masking import check_masking
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.words.memory_size import format_bytes
+from tempo_megatron.words.argument_types import format_bytes
 
 _NEEDS_TRANSFORMER_ENGINE = "without Transformer Engine megatron-core stops in it with a NameError"
 _NOT_DENSE = "the model has no such module: it is dense"
