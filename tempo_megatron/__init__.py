@@ -60,7 +60,7 @@ _HOMES = {
     "fused_bert_class": "slots.loss",
     "fused_gpt_class": "slots.loss",
     "initialize": "deepspeed_initialize",
-    "log_probs": "slots.log_probs",
+    "log_probs": "slots.loss",
     "report_on": "slots.report",
     "set_micro_batch": "slots.dropout_rng",
     "tempo_block_spec": "slots.layer_spec",
