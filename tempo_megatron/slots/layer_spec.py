@@ -301,13 +301,20 @@ def _replace_attention(
     return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
 
 
+def keeps_copies(*, is_megatrons: bool, is_grouped: bool) -> bool:
+    """Whether stock core attention may keep copies of q, k and v: Megatron's own repeats grouped keys and values, and
+    nothing is known of others."""
+    return is_grouped or not is_megatrons
+
+
 def _refuse_kept_operands(core_attention: Any, transformer_config: TransformerConfig, is_tempo: bool) -> None:
     """Raise ValueError where core attention keeps copies of q, k and v, so that a projection that runs again saves
     nothing. Recomputed by Megatron it keeps what it is given."""
     config = transformer_config
     is_recomputed = config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ())
     is_grouped = config.num_query_groups not in (None, config.num_attention_heads)
-    if is_tempo or is_recomputed or (core_attention is DotProductAttention and not is_grouped):
+    is_megatrons = core_attention is DotProductAttention
+    if is_tempo or is_recomputed or not keeps_copies(is_megatrons=is_megatrons, is_grouped=is_grouped):
         return
     name = getattr(find_class(core_attention), "__name__", core_attention)
     raise ValueError(

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
 
 import pytest
+from kept_formula import count_layer_bytes, count_stack_bytes, list_layer_rows, make_layer
 
 from tempo_megatron import TempoConfig
+from tempo_megatron.memory.plan import planner as plan_planner
 from tempo_megatron.memory.plan.cost import (
     convert_to_femtoseconds,
     count_layer_flops,
     count_moved_bytes,
     count_recomputed_flops,
 )
-from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes
 from tempo_megatron.memory.plan.gpu import read_gpu
+from tempo_megatron.memory.plan.kept_rows import KeptRows
 from tempo_megatron.memory.plan.planner import (
     FixedBytes,
     LayerChoice,
@@ -26,8 +29,12 @@ from tempo_megatron.memory.plan.planner import (
     make_plan,
     make_smallest_plan,
 )
-from tempo_megatron.memory.plan.switches import list_switches
+from tempo_megatron.memory.plan.plots import list_switches
+from tempo_megatron.memory.run import Run
+from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.models.shape import make_shape as complete_shape
 
+RUN_FIELDS = {field.name for field in dataclasses.fields(Run)}
 ALL_VALUES = {
     "activation": ("off", "inplace", "recompute"),
     "norm": ("off", "inplace", "recompute"),
@@ -39,30 +46,42 @@ ALL_VALUES = {
 }
 
 
-def make_shape(**sizes: Any) -> LayerShape:
-    """A GPT layer: h 4096, s 2048, d 128."""
-    return LayerShape(
-        **{
-            "seq_length": 2048,
-            "micro_batch_size": 1,
-            "hidden_size": 4096,
-            "ffn_hidden_size": 16384,
-            "num_attention_heads": 32,
-            "num_query_groups": 32,
-            "kv_channels": 128,
-            "hidden_dropout": 0.1,
-            "attention_dropout": 0.1,
-            **sizes,
-        }
+@pytest.fixture(autouse=True)
+def rows_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that a layer keeps by the witness, which takes no time and knows Transformer Engine's modules."""
+    monkeypatch.setattr(plan_planner, "measure_rows", count_rows)
+
+
+@functools.cache
+def count_rows(run: Run, recompute: frozenset[str] | tuple[str, ...]) -> KeptRows:
+    stock = {"stock": run.stock, "stock_attention": run.stock_attention}
+    values = (values for name, values in ALL_VALUES.items() if name != "loss")
+    layer, rows = make_layer(dataclasses.replace(run, recompute=tuple(recompute))), {}
+    for choice in itertools.product(*values):
+        if choice[0] != "inplace" or run.model.activation == "gelu":
+            found = list_layer_rows(layer, LayerChoice(choice, frozenset()).make_config(), **stock)
+            rows[choice] = {str(place): row.num_bytes for place, row in enumerate(found)}
+    return KeptRows(rows, count_stack_bytes(layer, TempoConfig.off()), frozenset())
+
+
+def make_shape(**sizes: Any) -> ModelShape:
+    """A GPT: h 4096, s 2048, d 128."""
+    return complete_shape(
+        **{"num_layers": 12, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 2048, "vocab_size": 128}
+        | sizes
     )
 
 
+def make_run(shape: ModelShape | None = None, **settings: Any) -> Run:
+    return Run(model=shape or make_shape(), tempo=TempoConfig(), **settings)
+
+
 def make_request(num_layers: int = 12, **settings: Any) -> PlanRequest:
-    shape = settings.pop("shape", None) or make_shape()
+    shape = dataclasses.replace(settings.pop("shape", None) or make_shape(), num_layers=num_layers)
+    fields = {name: settings.pop(name) for name in RUN_FIELDS - {"recompute"} if name in settings}
     return PlanRequest(
         **{
-            "shape": shape,
-            "num_layers": num_layers,
+            "run": make_run(shape, **{"stock": "transformer_engine", **fields}),
             "gpu": read_gpu("h100"),
             "count_fixed_bytes": lambda stage, loss: FixedBytes(10**9, 10**9),
             "values": ALL_VALUES,
@@ -80,14 +99,20 @@ def list_budgets(request: PlanRequest, num: int) -> list[int]:
 LAYOUTS = {
     "one stage": {},
     "4 stages": {"pipeline_parallel": 4},
-    "4 stages, 2 micro batches": {"pipeline_parallel": 4, "num_microbatches": 2},
+    "4 stages, 2 micro batches": {"pipeline_parallel": 4, "num_micro_batches": 2},
     "local": {"stock": "local"},
     "local, 3 stages": {"stock": "local", "pipeline_parallel": 3},
     "flash": {"stock_attention": "flash"},
-    "TP 8 + SP": {"shape": make_shape(tensor_parallel=8, sequence_parallel=True)},
+    "TP 8 + SP": {"tensor_parallel": 8, "sequence_parallel": True},
     "without dropout": {"shape": make_shape(hidden_dropout=0.0, attention_dropout=0.0)},
     "grouped swiglu": {
-        "shape": make_shape(activation="swiglu", normalization="RMSNorm", rotary=True, num_query_groups=8),
+        "shape": make_shape(
+            activation="swiglu",
+            ffn_hidden_size=16384,
+            normalization="RMSNorm",
+            position_embedding_type="rope",
+            num_query_groups=8,
+        ),
         "values": {**ALL_VALUES, "activation": ("off", "recompute")},
         "pipeline_parallel": 2,
     },
@@ -133,18 +158,20 @@ def test_block_and_words_say_what_the_stages_were_counted_with(layout: dict[str,
     for budget in list_budgets(request, 6):
         plan = make_plan(request, budget)
         config = TempoConfig.from_dict(plan.block)
-        config.check_layers("decoder", request.num_layers)
-        assert [layer for stage in plan.stages for layer in stage.layers] == list(range(request.num_layers))
+        config.check_layers("decoder", request.run.model.num_layers)
+        assert [layer for stage in plan.stages for layer in stage.layers] == list(range(request.run.model.num_layers))
         for stage in plan.stages:
             kept = 0
-            for index, layer in enumerate(stage.layers):
+            for index, number in enumerate(stage.layers):
                 recompute = read_recompute(plan, index)
                 assert stage.choices[index].recompute == recompute
-                shape = dataclasses.replace(request.shape, recompute=recompute)
-                of_layer = dataclasses.replace(config.for_layer(layer), loss="off")
+                layer = make_layer(dataclasses.replace(request.run, recompute=tuple(recompute)))
+                of_layer = dataclasses.replace(config.for_layer(number), loss="off")
                 assert of_layer == stage.choices[index].make_config()
-                kept += count_layer_bytes(shape, of_layer, stock=request.stock, stock_attention=request.stock_attention)
-            angles = 4 * 2048 * 128 if request.shape.rotary and "full" in plan.megatron_arguments else 0
+                stock = {"stock": request.run.stock, "stock_attention": request.run.stock_attention}
+                kept += count_layer_bytes(layer, of_layer, **stock)
+            is_rotary = request.run.model.position_embedding_type == "rope"
+            angles = 4 * 2048 * 128 if is_rotary and "full" in plan.megatron_arguments else 0
             assert stage.kept_bytes == kept + angles
             assert stage.peak_bytes >= 10**9 + stage.in_flight * stage.kept_bytes
 
@@ -162,15 +189,15 @@ def test_an_impossible_budget_says_by_how_much_and_names_the_nearest_plan() -> N
 
 def test_flops_are_those_of_the_products() -> None:
     s, h = 2048, 4096
-    flops = count_layer_flops(make_shape(), is_causal=False, skips_masked=True)
+    flops = count_layer_flops(make_run(), is_causal=False, skips_masked=True)
     # 24 s b h**2 + 4 s**2 b h of arXiv 2205.05198, with the MLP's two thirds of the first.
     assert flops.linears == 24 * s * h * h and flops.core_attention == 4 * s * s * h
     assert flops.mlp == 16 * s * h * h
-    causal = count_layer_flops(make_shape(), is_causal=True, skips_masked=True)
+    causal = count_layer_flops(make_run(), is_causal=True, skips_masked=True)
     assert causal.core_attention == 2 * s * (s + 1) * h
-    assert count_layer_flops(make_shape(), is_causal=True, skips_masked=False) == flops
-    shape = make_shape(activation="swiglu", num_query_groups=8, tensor_parallel=4, ffn_hidden_size=14336)
-    llama = count_layer_flops(shape, is_causal=False, skips_masked=True)
+    assert count_layer_flops(make_run(), is_causal=True, skips_masked=False) == flops
+    shape = make_shape(activation="swiglu", num_query_groups=8, ffn_hidden_size=14336)
+    llama = count_layer_flops(make_run(shape, tensor_parallel=4), is_causal=False, skips_masked=True)
     assert llama.mlp == 6 * s * h * 14336 // 4 and llama.projections == 2 * s * h * (2 * h + 2 * 1024) // 4
     assert llama.linear_fc1 == 4 * s * h * 14336 // 4 and llama.linear_qkv == 2 * s * h * (h + 2 * 1024) // 4
 
@@ -179,16 +206,16 @@ def measure(plan: Plan, request: PlanRequest) -> tuple[float, float]:
     """(sbh that a layer keeps, linears' FLOPs that run again as a share of the forward's), of the mean layer. As in
     torch.compile's figures core attention is not counted."""
     (stage,) = plan.stages
-    elements = request.shape.rows * request.shape.hidden_size * request.num_layers
+    elements = request.run.model.seq_length * request.run.model.hidden_size * request.run.model.num_layers
     linears = dataclasses.replace(request.flops, core_attention=0)
     again = sum(count_recomputed_flops(linears, each.recompute, each.make_config()) for each in stage.choices)
-    return stage.kept_bytes / elements, again / (request.num_layers * linears.total)
+    return stage.kept_bytes / elements, again / (request.run.model.num_layers * linears.total)
 
 
 def find_plan(request: PlanRequest, sbh: float) -> Plan:
     """The plan whose layers keep at most `sbh` on average: of many layers, so that what is made again of a single one
     does not count."""
-    elements = request.shape.rows * request.shape.hidden_size * request.num_layers
+    elements = request.run.model.seq_length * request.run.model.hidden_size * request.run.model.num_layers
     return make_plan(request, 10**9 + math.floor(sbh * elements))
 
 
@@ -239,8 +266,8 @@ def test_where_elementwise_work_takes_time_the_plan_is_never_slower_than_the_one
     fewest = find_plan(make_request(24, gpu=FREE), sbh)
     (stage,) = fewest.stages
     flops = sum(count_recomputed_flops(request.flops, each.recompute, each.make_config()) for each in stage.choices)
-    moved = sum(count_moved_bytes(request.shape, each.make_config(), each.recompute) for each in stage.choices)
-    seconds = convert_to_femtoseconds(request.gpu, request.shape.dtype, flops=flops, moved_bytes=moved) * 1e-15
+    moved = sum(count_moved_bytes(request.run, each.make_config(), each.recompute) for each in stage.choices)
+    seconds = convert_to_femtoseconds(request.gpu, request.run.dtype, flops=flops, moved_bytes=moved) * 1e-15
     assert find_plan(request, sbh).stages[0].added_seconds <= seconds * (1 + 1e-9)
 
 

@@ -14,11 +14,10 @@ import torch
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
-from tempo_megatron.memory.plan.batch import choose_trial, list_micro_batches, try_micro_batches
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import make_smallest_plan
 from tempo_megatron.memory.plan.request import Question, make_plan_request
-from tempo_megatron.memory.plan.verify import answer
+from tempo_megatron.memory.plan.verify import answer, choose_trial, list_micro_batches, try_micro_batches
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
@@ -100,7 +99,7 @@ def test_the_micro_batch_is_that_of_least_time_a_sample_of_all_that_fit() -> Non
     assert 1 < len(sizes) < 8 and sizes == list(list_micro_batches(24))[: len(sizes)]
     for trial in trials:
         assert trial.plan.peak_bytes <= budget
-        assert trial.request.num_microbatches == 24 // trial.micro_batch_size
+        assert trial.request.run.num_micro_batches == 24 // trial.micro_batch_size
     best = choose_trial(trials)
     assert best.seconds_per_sample == min(trial.seconds_per_sample for trial in trials)
     # Two stages: with few micro batches they wait for one another; with many small ones weights are read often.

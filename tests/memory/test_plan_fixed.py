@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_formula import count_layer_bytes, make_layer
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
 from tempo_megatron.memory.commands.plan import read_question
 from tempo_megatron.memory.estimate.estimate import RankEstimate
-from tempo_megatron.memory.plan import fixed as plan_fixed
-from tempo_megatron.memory.plan.fixed import PlanEstimates
-from tempo_megatron.memory.plan.formula import count_layer_bytes
+from tempo_megatron.memory.plan import request as plan_request
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import PlanRequest, make_smallest_plan
-from tempo_megatron.memory.plan.request import make_layer, make_plan_request
+from tempo_megatron.memory.plan.request import PlanEstimates, make_plan_request
 from tempo_megatron.memory.run import Run
 
 MODEL = Path(__file__).parents[2] / "configs" / "model" / "gpt2_345m.json"
@@ -35,12 +34,11 @@ def read_request(monkeypatch: pytest.MonkeyPatch, full_rise: int) -> tuple[PlanR
 
     def estimate(run: Run) -> tuple[RankEstimate, ...]:
         asked.append(run.recompute)
-        layer = dataclasses.replace(make_layer(run.model, run), recompute=frozenset(run.recompute))
-        kept = 12 * count_layer_bytes(layer, IN_PLACE, stock="transformer_engine")
+        kept = 12 * count_layer_bytes(make_layer(run), IN_PLACE, stock="transformer_engine")
         around = HEADS[run.tempo.loss] + (full_rise if run.recompute else 0)
         return tuple(RankEstimate(f"stage {n}", 1, "", {"layers": (2 - n) * kept + around}) for n in (0, 1))
 
-    monkeypatch.setattr(plan_fixed, "estimate_ranks", estimate)
+    monkeypatch.setattr(plan_request, "estimate_ranks", estimate)
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
     args = parser.parse_args([f"--model={MODEL}", "--gpu=a100", "--gpu-memory=80GB", "--pp=2", "--micro-batch-size=8"])
@@ -54,7 +52,7 @@ def test_what_the_layers_keep_and_recompute_is_taken_away_from_two_estimates(
     monkeypatch: pytest.MonkeyPatch, full_rise: int
 ) -> None:
     request, _, asked = read_request(monkeypatch, full_rise)
-    again = count_layer_bytes(request.shape, IN_PLACE, stock="transformer_engine")
+    again = count_layer_bytes(make_layer(request.run), IN_PLACE, stock="transformer_engine")
     for stage in (0, 1):
         fixed = request.count_fixed_bytes(stage, "fused")
         assert fixed.at_head == HEADS["fused"]
@@ -70,5 +68,5 @@ def test_a_plan_that_recomputes_a_part_of_a_stage_is_bounded_by_two_estimates(mo
     plan = make_smallest_plan(dataclasses.replace(request, recompute=frozenset(("full",))))
     assert plan.num_full == 12
     assert estimates.estimate_plan(plan) == [
-        (2 - n) * 12 * request.shape.hidden_bytes + HEADS["fused"] + 10**9 for n in (0, 1)
+        (2 - n) * 12 * make_layer(request.run).hidden_bytes + HEADS["fused"] + 10**9 for n in (0, 1)
     ]

@@ -12,11 +12,10 @@ from peak_cases import Step, measure_step
 
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.plan.fixed import PlanEstimates
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import Plan, PlanRequest, make_plan, make_smallest_plan
-from tempo_megatron.memory.plan.request import Question, make_plan_request
-from tempo_megatron.memory.plan.switches import list_switches
+from tempo_megatron.memory.plan.plots import list_switches
+from tempo_megatron.memory.plan.request import PlanEstimates, Question, make_plan_request
 from tempo_megatron.memory.plan.verify import make_verified_plan
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS

@@ -14,11 +14,10 @@ from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.commands.ledger import format_layout
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.live.aside import find_gpu
-from tempo_megatron.memory.plan.batch import choose_trial, try_micro_batches
 from tempo_megatron.memory.plan.gpu import Gpu, read_gpu
 from tempo_megatron.memory.plan.planner import Plan, PlanRequest, StagePlan
 from tempo_megatron.memory.plan.request import Question
-from tempo_megatron.memory.plan.verify import answer
+from tempo_megatron.memory.plan.verify import answer, choose_trial, try_micro_batches
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.argument_types import format_bytes
 
@@ -40,8 +39,8 @@ def run_plan(args: argparse.Namespace) -> int:
         plan, request = trial.plan, trial.request
     else:
         plan, request = answer(question, args.gpu_memory)
-    shape = request.shape
-    print(f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {shape.micro_batch_size}, ", end="")
+    run = request.run
+    print(f"{Path(args.model).stem}, {args.dtype}, s {run.model.seq_length}, b {run.micro_batch_size}, ", end="")
     print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {format_bytes(args.gpu_memory)} a GPU")
     print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates")
     print(f"stock modules, where a value is off: {describe_stock(question.run)}\n")
@@ -55,14 +54,14 @@ def run_plan(args: argparse.Namespace) -> int:
         figures = {
             "tempo": plan.block,
             "megatron_arguments": plan.megatron_arguments,
-            "micro_batch_size": shape.micro_batch_size,
+            "micro_batch_size": run.micro_batch_size,
             "stages": [_list_figures(stage) for stage in plan.stages],
             "gpu": dataclasses.asdict(gpu),
             "arguments": vars(args),
         }
         Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     if args.plot:
-        from tempo_megatron.memory.plan.plan_plot import plot_plan
+        from tempo_megatron.memory.plan.plots import plot_plan
 
         plot_plan(request, plan, args.gpu_memory, args.plot, f"{Path(args.model).stem} on {gpu.title}")
     return 0
@@ -102,12 +101,12 @@ def format_plan(request: PlanRequest, plan: Plan) -> str:
             f"{format_bytes(stage.peak_bytes):>12}{format_bytes(stage.kept_bytes):>18}{flops:>14}"
             f"{stage.added_seconds * 1e3:>11.3f}{stage.seconds * 1e3:>10.3f}"
         )
-    stages, added = request.pipeline_parallel, max(stage.added_seconds for stage in plan.stages)
-    num_microbatches = request.num_microbatches or stages
-    step = plan.seconds * (num_microbatches + stages - 1)
+    stages, added = request.run.pipeline_parallel, max(stage.added_seconds for stage in plan.stages)
+    num_micro_batches = request.run.num_micro_batches or stages
+    step = plan.seconds * (num_micro_batches + stages - 1)
     lines.append(
         f"ms of one micro batch, forward and backward; the slowest stage has {plan.seconds * 1e3:.3f} "
-        f"({added * 1e3:.3f} at most added), a step of {num_microbatches} {step * 1e3:.3f}"
+        f"({added * 1e3:.3f} at most added), a step of {num_micro_batches} {step * 1e3:.3f}"
     )
     lines.append(TempoConfig.from_dict(plan.block).describe())
     return "\n".join(lines)

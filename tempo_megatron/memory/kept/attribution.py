@@ -70,6 +70,30 @@ def find_layer(operation: str) -> tuple[str, int] | None:
     return None if found is None else (found[1], int(found[2]))
 
 
+def divide_by_layer(
+    saved: Iterable[SavedStorage], config: Any
+) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
+    """The storages of each layer, by its stack and its place there, and those of no layer.
+
+    config: the model's TransformerConfig.
+    """
+    by_layer: dict[tuple[str, int], list[SavedStorage]] = {}
+    rest = []
+    together = int(config.recompute_num_layers) if config.recompute_method == "uniform" else 1
+    num_checkpoints = dict.fromkeys(STACKS, 0)
+    for storage in saved:
+        layer = find_layer(storage.operation)
+        if storage.operation in STACKS and storage.shape[-1] == config.hidden_size:
+            # The input of a recomputed layer, or of the first of several that are recomputed together.
+            layer = storage.operation, num_checkpoints[storage.operation] * together
+            num_checkpoints[storage.operation] += 1
+        if layer is None:
+            rest.append(storage)
+        else:
+            by_layer.setdefault(layer, []).append(storage)
+    return by_layer, rest
+
+
 def find_row(operation: str, shape: tuple[int, ...] = (), lengths: Iterable[int] = ()) -> LedgerRow:
     """The row of a qualified name; of a tensor whose last two sizes are both among `lengths` that of s*s tensors."""
     name = _LAYER.sub(r"\1.layers.0", operation)

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tempo_megatron.memory.kept.attribution import Row, attribute_all, find_layer, sum_rows
+from tempo_megatron.memory.kept.attribution import Row, attribute_all, divide_by_layer, sum_rows
 from tempo_megatron.memory.kept.recorder import GraphReader, SavedStorage
 from tempo_megatron.memory.kept.standing_bytes import StandingBytes
 from tempo_megatron.memory.kept.timeline import StepTimeline
@@ -142,18 +142,11 @@ class RunLedger:
         by_layer: _ByLayer = {}
         rest = []
         for place, saved in self._saved.items():
-            num_checkpoints = dict.fromkeys(STACKS, 0)
-            for storage in saved:
-                stack, layer = find_layer(storage.operation) or (storage.operation, None)
-                if stack in STACKS and layer is None and storage.shape[-1] == self._models[place].config.hidden_size:
-                    # The input of a recomputed layer, or of the first of several that are recomputed together.
-                    layer = num_checkpoints[stack] * _count_together(self._models[place].config)
-                    num_checkpoints[stack] += 1
-                if layer is None:
-                    rest.append(storage)
-                else:
-                    number = getattr(self._models[place], stack).layers[layer].layer_number - 1
-                    by_layer.setdefault((stack, number), []).append(storage)
+            model = self._models[place]
+            of_layers, others = divide_by_layer(saved, model.config)
+            rest += others
+            for (stack, layer), storages in of_layers.items():
+                by_layer[stack, getattr(model, stack).layers[layer].layer_number - 1] = storages
         return by_layer, rest
 
     def follow_step(self) -> StepTimeline:
@@ -190,11 +183,6 @@ class RunLedger:
         except ValueError as error:
             return (), str(error)
         return tuple((row.operation, row.num_bytes) for row in rows), ""
-
-
-def _count_together(config: Any) -> int:
-    """Layers that full recomputation runs again as one."""
-    return int(config.recompute_num_layers) if config.recompute_method == "uniform" else 1
 
 
 def _list_kinds(by_layer: _ByLayer, lengths: set[int], activation: str) -> Iterator[LayersAlike]:

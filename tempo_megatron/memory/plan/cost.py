@@ -14,11 +14,10 @@ import dataclasses
 
 import torch
 
-from tempo_megatron.memory.plan.formula import GATED, LayerShape
 from tempo_megatron.memory.plan.gpu import Gpu
+from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.config import TempoConfig
 
-RECOMPUTED_MODULES = ("core_attn", "mlp")
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _FEMTO = 10**15
 
@@ -45,23 +44,24 @@ class LayerFlops:
         return self.projections + self.mlp
 
 
-def count_layer_flops(shape: LayerShape, *, is_causal: bool, skips_masked: bool) -> LayerFlops:
+def count_layer_flops(run: Run, *, is_causal: bool, skips_masked: bool) -> LayerFlops:
     """Forward of one layer without cross attention on one rank.
 
     Args:
-        shape: the layer.
+        run: model, layout and micro batch.
         is_causal: whether a token attends to itself and those before it only.
         skips_masked: whether the scores that a causal mask hides are not computed: fused attention's; unfused computes
             them all.
     """
-    s, b, t = shape.seq_length, shape.micro_batch_size, shape.tensor_parallel
+    shape = run.model
+    s, b, t = shape.seq_length, run.micro_batch_size, run.tensor_parallel
     heads, groups = shape.num_attention_heads // t, shape.num_query_groups // t
     tokens = s * b
     num_scores = s * (s + 1) // 2 if is_causal and skips_masked else s * s
     head_flops = 2 * tokens * shape.hidden_size * shape.kv_channels
     linear_qkv = (heads + 2 * groups) * head_flops
     linear_fc2 = 2 * tokens * shape.hidden_size * shape.ffn_hidden_size // t
-    linear_fc1 = 2 * linear_fc2 if shape.activation in GATED else linear_fc2
+    linear_fc1 = 2 * linear_fc2 if shape.is_gated else linear_fc2
     return LayerFlops(
         projections=linear_qkv + heads * head_flops,
         core_attention=2 * 2 * b * heads * num_scores * shape.kv_channels,
@@ -80,18 +80,25 @@ def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str], config:
     return found + (flops.mlp if "mlp" in recompute else flops.linear_fc1 * (config.linear_fc1 == "recompute"))
 
 
-def count_moved_bytes(shape: LayerShape, config: TempoConfig, recompute: frozenset[str]) -> int:
+def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) -> int:
     """Bytes that elementwise work of one layer reads and writes beyond stock, per micro batch on one rank.
 
     Args:
-        shape: the layer.
+        run: model, layout and micro batch.
         config: without "auto".
         recompute: Megatron's.
     """
-    hidden = shape.hidden_bytes
-    num_elements = shape.seq_length * shape.micro_batch_size * shape.ffn_hidden_size // shape.tensor_parallel
-    y = num_elements * shape.element_bytes
-    x = 2 * y if shape.activation in GATED else y
+    shape = run.model
+    t, tokens, element_bytes = (
+        run.tensor_parallel,
+        shape.seq_length * run.micro_batch_size,
+        run.dtype.itemsize,
+    )
+    # With sequence parallelism a rank has its part of the tokens outside of attention and MLP.
+    hidden = tokens // (t if run.sequence_parallel else 1) * shape.hidden_size * element_bytes
+    num_elements = tokens * shape.ffn_hidden_size // t
+    y = num_elements * element_bytes
+    x = 2 * y if shape.is_gated else y
     moved = 0
     if config.linear_fc1 == "recompute":
         # In a recomputed MLP, below.
@@ -106,15 +113,13 @@ def count_moved_bytes(shape: LayerShape, config: TempoConfig, recompute: frozens
     elif config.norm == "inplace":
         num_statistics = 2 if shape.normalization == "LayerNorm" else 1
         moved += 2 * (2 * 4 * num_statistics * shape.hidden_size)
-    if config.linear_qkv == "recompute" and shape.rotary and "full" not in recompute:
+    if config.linear_qkv == "recompute" and shape.position_embedding_type == "rope" and "full" not in recompute:
         # Queries and keys are rotated again.
-        heads = (shape.num_attention_heads + shape.num_query_groups) // shape.tensor_parallel
-        tokens = shape.seq_length * shape.micro_batch_size
-        moved += 2 * tokens * heads * shape.kv_channels * shape.element_bytes
+        heads = (shape.num_attention_heads + shape.num_query_groups) // t
+        moved += 2 * tokens * heads * shape.kv_channels * element_bytes
     if config.attention == "softmax":
         # The softmax's output is read and its dropout written again.
-        heads = shape.num_attention_heads // shape.tensor_parallel
-        scores = shape.micro_batch_size * heads * shape.seq_length**2 * shape.element_bytes
+        scores = tokens * shape.num_attention_heads // t * shape.seq_length * element_bytes
         moved += 2 * scores if shape.attention_dropout > 0 else 0
     return moved + _count_replayed_bytes(hidden, x + y, recompute)
 

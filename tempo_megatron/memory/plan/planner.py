@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from tempo_megatron.memory.plan.cost import (
@@ -22,9 +22,10 @@ from tempo_megatron.memory.plan.cost import (
     count_recomputed_flops,
     count_weight_bytes,
 )
-from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes, count_stack_bytes
 from tempo_megatron.memory.plan.gpu import Gpu
+from tempo_megatron.memory.plan.kept_rows import KeptRows, measure_rows
 from tempo_megatron.memory.plan.solver import Kind, Mode, Solution, Solver, Stage, prune
+from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, write_layers
 from tempo_megatron.words.argument_types import format_bytes
@@ -71,12 +72,8 @@ class LayerChoice:
 class PlanRequest:
     """A model, its layout, and what is allowed. Raises ValueError where stages cannot share the layers."""
 
-    shape: LayerShape
-    """A layer, without recomputation and without cross attention."""
-    num_layers: int
-    pipeline_parallel: int = 1
-    num_microbatches: int | None = None
-    """Of a step; None is as many as keep every stage busy."""
+    run: Run
+    """Whose values and recomputation are planned, whatever it says of them."""
     gpu: Gpu
     count_fixed_bytes: CountFixedBytes
     values: Mapping[str, Sequence[str]]
@@ -87,27 +84,37 @@ class PlanRequest:
     """Whether all of `recompute` is taken, not any of it."""
     num_full: int | None = None
     """Of full recomputation: how many layers of each stage; None is any number."""
-    is_causal: bool = True
-    stock: str = "transformer_engine"
-    stock_attention: str = "fused"
-    head_flops: int = 0
-    """Of the output layer's forward, on one rank."""
     remedy: str = "raise --gpu-memory, --tp or --pp, or lower --micro-batch-size"
     """What a user can do where nothing fits."""
     corrections: tuple[int, ...] = ()
     """Bytes of each stage, on top of its FixedBytes; empty is none."""
 
     def __post_init__(self) -> None:
-        if self.num_layers % self.pipeline_parallel:
-            raise ValueError(
-                f"--pp {self.pipeline_parallel} does not divide the model's {self.num_layers} layers; give a divisor"
-            )
+        num_layers, num_stages = self.run.model.num_layers, self.run.pipeline_parallel
+        if num_layers % num_stages:
+            raise ValueError(f"--pp {num_stages} does not divide the model's {num_layers} layers; give a divisor")
+
+    @property
+    def layers_of_stage(self) -> int:
+        return self.run.model.num_layers // self.run.pipeline_parallel
+
+    def measure_rows(self, recompute: Iterable[str]) -> KeptRows:
+        """What a layer keeps with Megatron's recomputation."""
+        return measure_rows(self.run, recompute)
 
     @property
     def flops(self) -> LayerFlops:
         """Of one layer's forward."""
-        skips_masked = self.stock == "transformer_engine" and self.stock_attention != "unfused"
-        return count_layer_flops(self.shape, is_causal=self.is_causal, skips_masked=skips_masked)
+        run = self.run
+        skips_masked = run.stock == "transformer_engine" and run.stock_attention != "unfused"
+        return count_layer_flops(run, is_causal=run.model.family == "gpt", skips_masked=skips_masked)
+
+    @property
+    def head_flops(self) -> int:
+        """Of the output layer's forward, on one rank."""
+        run = self.run
+        tokens = run.model.seq_length * run.micro_batch_size
+        return 2 * tokens * run.model.hidden_size * run.padded_vocab_size // run.tensor_parallel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,13 +204,12 @@ def plan_alike(request: PlanRequest, values: Mapping[str, Sequence[str]], module
         values: operation -> the values to choose from.
         modules: what Megatron recomputes, in every layer; "full" is all layers, or as many as the request says.
     """
-    per_stage = request.num_layers // request.pipeline_parallel
     alike = dataclasses.replace(
         request,
         values={**request.values, **values},
         recompute=frozenset(modules),
         keeps_recompute=True,
-        num_full=request.num_full or per_stage,
+        num_full=request.num_full or request.layers_of_stage,
     )
     return make_smallest_plan(alike)
 
@@ -220,7 +226,7 @@ class Planner:
 
     def __init__(self, request: PlanRequest) -> None:
         self._request, self._flops = request, request.flops
-        last = request.pipeline_parallel - 1
+        last = request.run.pipeline_parallel - 1
         self._loss = min(request.values["loss"], key=lambda form: request.count_fixed_bytes(last, form).at_head)
         self.modes = [self._make_mode(frozenset(each)) for each in list_modes(request)]
         self.solver = Solver(self.modes)
@@ -252,7 +258,7 @@ class Planner:
         mode = self.modes[solution.mode]
         kept = {kind.name: kind.kept_bytes for kind in (*mode.kinds, *mode.full_kinds)}
         recompute = frozenset(("full",)) if mode.full_kinds else mode.kinds[0].name.recompute
-        of_stack = self._count_stack_bytes(recompute)
+        of_stack = self._request.measure_rows(recompute).stack_bytes
         for index, (stage, found) in enumerate(zip(mode.stages, solution.stages, strict=True)):
             yield StagePlan(
                 layers=range(index * stage.num_layers, (index + 1) * stage.num_layers),
@@ -268,68 +274,60 @@ class Planner:
             )
 
     def _make_mode(self, recompute: frozenset[str]) -> Mode[LayerChoice]:
-        stages = tuple(self._make_stage(index, recompute) for index in range(self._request.pipeline_parallel))
+        stages = tuple(self._make_stage(index, recompute) for index in range(self._request.run.pipeline_parallel))
         if "full" in recompute:
             return Mode(self._list_kinds(frozenset()), stages, self._list_kinds(recompute), self._request.num_full)
         return Mode(self._list_kinds(recompute), stages)
 
     def _make_stage(self, index: int, recompute: frozenset[str]) -> Stage:
         request = self._request
-        num_layers, num_stages = request.num_layers // request.pipeline_parallel, request.pipeline_parallel
+        num_layers, num_stages = request.layers_of_stage, request.run.pipeline_parallel
         head_flops = request.head_flops if index == num_stages - 1 else 0
         # Backward computes two products for each of forward's.
         flops = 3 * (num_layers * self._flops.total + head_flops)
         # The products of a linear are two operations a token and weight.
-        num_weights = (num_layers * self._flops.linears + head_flops) // (
-            2 * request.shape.seq_length * request.shape.micro_batch_size
-        )
+        tokens = request.run.model.seq_length * request.run.micro_batch_size
+        num_weights = (num_layers * self._flops.linears + head_flops) // (2 * tokens)
         # 1F1B: a stage is as many micro batches ahead as there are stages behind it.
-        in_flight = min(num_stages - index, request.num_microbatches or num_stages)
+        in_flight = min(num_stages - index, request.run.num_micro_batches or num_stages)
         fixed = request.count_fixed_bytes(index, self._loss)
         correction = request.corrections[index] if request.corrections else 0
         return Stage(
             num_layers=num_layers,
             in_flight=in_flight,
-            fixed_bytes=fixed.in_layers + correction + in_flight * self._count_stack_bytes(recompute),
+            fixed_bytes=fixed.in_layers + correction + in_flight * request.measure_rows(recompute).stack_bytes,
             base_cost=convert_to_femtoseconds(
                 request.gpu,
-                request.shape.dtype,
+                request.run.dtype,
                 flops=flops,
-                moved_bytes=count_weight_bytes(num_weights, request.shape.element_bytes),
+                moved_bytes=count_weight_bytes(num_weights, request.run.dtype.itemsize),
             ),
             head_bytes=max(0, fixed.at_head - fixed.in_layers),
         )
 
-    def _count_stack_bytes(self, recompute: frozenset[str]) -> int:
-        """What the layers of a stage keep together."""
-        return count_stack_bytes(dataclasses.replace(self._request.shape, recompute=recompute), TempoConfig.off())
-
     def _list_kinds(self, recompute: frozenset[str]) -> tuple[Kind[LayerChoice], ...]:
         values = (self._request.values.get(name, ("off",)) for name in LAYER_OPERATIONS)
-        return prune([self._make_kind(LayerChoice(each, recompute)) for each in itertools.product(*values)])
+        possible = self._request.measure_rows(recompute).rows
+        choices = (each for each in itertools.product(*values) if each in possible)
+        return prune([self._make_kind(LayerChoice(each, recompute)) for each in choices])
 
     def _make_kind(self, choice: LayerChoice) -> Kind[LayerChoice]:
         request, config = self._request, choice.make_config()
-        nothing, is_full = frozenset[str](), "full" in choice.recompute
-        kept = self._count_kept(choice.recompute, config)
+        is_full, rows = "full" in choice.recompute, request.measure_rows(())
+        kept = request.measure_rows(choice.recompute).count(config)
         # What runs again in backward: the MLP's linear first, attention when the MLP is through. Inside of a layer that
         # Megatron recomputes, neither.
         attention = "flash" if config.attention == "recompute" else config.attention
         with_mlp = dataclasses.replace(config, linear_fc1="off")
         with_attention = dataclasses.replace(with_mlp if is_full else config, linear_qkv="off", attention=attention)
-        without = max(self._count_kept(nothing, each) for each in (with_mlp, with_attention))
+        without = max(rows.count(each) for each in (with_mlp, with_attention))
         cost = convert_to_femtoseconds(
             request.gpu,
-            request.shape.dtype,
+            request.run.dtype,
             flops=count_recomputed_flops(self._flops, choice.recompute, config),
-            moved_bytes=count_moved_bytes(request.shape, config, choice.recompute),
+            moved_bytes=count_moved_bytes(request.run, config, choice.recompute),
         )
         return Kind(choice, kept, cost, without if is_full else max(0, without - kept))
-
-    def _count_kept(self, recompute: frozenset[str], config: TempoConfig) -> int:
-        request = self._request
-        shape = dataclasses.replace(request.shape, recompute=recompute)
-        return count_layer_bytes(shape, config, stock=request.stock, stock_attention=request.stock_attention)
 
 
 def _write_block(layers: Sequence[LayerChoice], loss: str) -> dict[str, Any]:

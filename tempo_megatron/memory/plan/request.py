@@ -1,19 +1,29 @@
-"""Builds the planner's request from a model, its layout and the allowed choices."""
+"""Builds the planner's request from a model, its layout and the allowed choices, and estimates around it.
+
+A plan is sought with the bytes that measured rows give for each layer, thousands of times a second. The estimate, which
+follows the whole step and takes a second or more, gives what stands around the layers, once, and then the peak of the
+plan that was found (`tempo_megatron.memory.plan.verify`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from tempo_megatron.memory.plan.fixed import PlanEstimates
-from tempo_megatron.memory.plan.formula import LayerShape
+from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.plan.gpu import Gpu
-from tempo_megatron.memory.plan.planner import CountFixedBytes, FixedBytes, PlanRequest
+from tempo_megatron.memory.plan.kept_rows import count_second_output, list_values, measure_rows
+from tempo_megatron.memory.plan.planner import CountFixedBytes, FixedBytes, LayerChoice, Plan, PlanRequest
 from tempo_megatron.memory.run import Run
 from tempo_megatron.models.build import build_transformer_config
-from tempo_megatron.models.shape import ModelShape, pad_vocab_size
+from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import CHOICES
-from tempo_megatron.slots.choose import find_refusal, refuse_written
+from tempo_megatron.slots.choose import refuse_written
+
+_REFERENCE = {"activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash"}
+
 
 RECOMPUTED = frozenset(("core_attn", "mlp", "full"))
 """All of Megatron's recomputation that the planner knows."""
@@ -40,40 +50,25 @@ def make_plan_request(question: Question) -> tuple[PlanRequest, PlanEstimates | 
     Raises ValueError where the planner does not know the model, the layout does not go with it, or it cannot have a
     written value.
     """
-    shape, layout = question.run.model, question.run
-    _check(question.run)
-    values = list_values(question.run)
-    layer = make_layer(shape, layout)
-    # Of the formula's two stacks, the one that has the modules: those on a CPU keep no less than on a GPU.
-    stock = "transformer_engine" if layout.stock == "transformer_engine" else "local"
+    run = question.run
+    _check(run)
+    values = _list_values(run)
     estimates = None
     if question.fixed_sizes:
-        count_fixed_bytes = read_fixed_bytes(question.fixed_sizes, layout.pipeline_parallel)
+        count_fixed_bytes = read_fixed_bytes(question.fixed_sizes, run.pipeline_parallel)
     else:
-        estimates = PlanEstimates(
-            shape, layout, layer, values, layout.optimizer, stock=stock, stock_attention=layout.stock_attention
-        )
+        estimates = PlanEstimates(run, values)
         count_fixed_bytes = estimates.count_fixed_bytes
         values["loss"] = (estimates.choose_loss(values["loss"]),)
-    assert shape.vocab_size is not None
-    tp = layout.tensor_parallel
-    vocab_size = pad_vocab_size(shape.vocab_size, shape.make_vocab_size_divisible_by, tp)
     request = PlanRequest(
-        shape=layer,
-        num_layers=shape.num_layers,
-        pipeline_parallel=layout.pipeline_parallel,
-        num_microbatches=layout.num_micro_batches,
+        run=run,
         gpu=question.gpu,
         count_fixed_bytes=count_fixed_bytes,
         values=values,
-        recompute=frozenset(layout.recompute) if question.recompute is None else question.recompute,
+        recompute=frozenset(run.recompute) if question.recompute is None else question.recompute,
         keeps_recompute=question.recompute is None,
-        num_full=_count_full(layout) if question.recompute is None else None,
-        is_causal=shape.family == "gpt",
-        stock=stock,
-        stock_attention=layout.stock_attention,
+        num_full=_count_full(run) if question.recompute is None else None,
         remedy=question.remedy,
-        head_flops=2 * shape.seq_length * layout.micro_batch_size * shape.hidden_size * vocab_size // tp,
     )
     return request, estimates
 
@@ -90,55 +85,20 @@ def _check(run: Run) -> None:
     shape, tempo = run.model, run.tempo
     if shape.family == "t5":
         raise ValueError("the planner does not support T5; give a GPT or a BERT")
-    if shape.qk_layernorm:
-        raise ValueError(
-            "the model has qk_layernorm, whose kept bytes the planner's formula does not know; leave the budget out, "
-            "and compare values with `tempo-megatron estimate`, which follows the real modules"
-        )
     if tempo.layers:
         raise ValueError(
             "tempo.layers is given, and a plan gives the layers their values; leave it out, or leave the budget out"
         )
 
 
-def list_values(run: Run) -> dict[str, tuple[str, ...]]:
+def _list_values(run: Run) -> dict[str, tuple[str, ...]]:
     """Operation -> the values that the model may have, stock first: of two that cost and keep the same it stays.
 
     Raises ValueError where it cannot have a written one.
     """
-    config = build_transformer_config(run.model, dtype=run.dtype)
-    refuse_written(config, run.tempo)
-
-    def list_of(name: str, choices: Sequence[str]) -> tuple[str, ...]:
-        written = getattr(run.tempo, name)
-        if written != "auto":
-            return (written,)
-        ordered = sorted(choices, key=lambda value: value != "off")
-        return tuple(value for value in ordered if value != "auto" and find_refusal(name, value, config) is None)
-
-    return {name: list_of(name, choices) for name, choices in CHOICES.items()}
-
-
-def make_layer(shape: ModelShape, layout: Run) -> LayerShape:
-    """One layer of the model on one rank, without recomputation."""
-    return LayerShape(
-        seq_length=shape.seq_length,
-        micro_batch_size=layout.micro_batch_size,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
-        dtype=layout.dtype,
-        tensor_parallel=layout.tensor_parallel,
-        sequence_parallel=layout.sequence_parallel,
-        hidden_dropout=shape.hidden_dropout,
-        attention_dropout=shape.attention_dropout,
-        activation=shape.activation,
-        normalization=shape.normalization,
-        rotary=shape.position_embedding_type == "rope",
-        has_window=shape.window_size is not None,
-    )
+    refuse_written(build_transformer_config(run.model, dtype=run.dtype), run.tempo)
+    written = {name: getattr(run.tempo, name) for name in CHOICES}
+    return {name: values if written[name] == "auto" else (written[name],) for name, values in list_values(run).items()}
 
 
 def read_fixed_bytes(sizes: Sequence[int], pipeline_parallel: int) -> CountFixedBytes:
@@ -153,3 +113,81 @@ def read_fixed_bytes(sizes: Sequence[int], pipeline_parallel: int) -> CountFixed
         return FixedBytes(size, size)
 
     return count_fixed_bytes
+
+
+class PlanEstimates:
+    """The estimates of one model and layout.
+
+    Args:
+        run: whose recomputation is left out of account.
+        values: operation -> the values that the model can have.
+    """
+
+    def __init__(self, run: Run, values: Mapping[str, Sequence[str]]) -> None:
+        self._run = run
+        known: dict[str, Any] = {name: value for name, value in _REFERENCE.items() if value in values[name]}
+        self._reference = dataclasses.replace(TempoConfig.off(), **known)
+        self.estimate = functools.cache(self._estimate)
+
+    def choose_loss(self, forms: Sequence[str]) -> str:
+        """The form of the loss head with which the last stage needs less; of equals the first."""
+        return min(forms, key=lambda form: self._estimate_reference(form, ())[-1].peak_bytes)
+
+    def count_fixed_bytes(self, stage: int, loss: str) -> FixedBytes:
+        """What the estimates of the model in Tempo's forms have beyond what its layers keep.
+
+        Both estimates, without recomputation and with all layers recomputed as a whole, are the higher of two moments:
+        in the loss head, and in a layer's backward, where the recomputed layer is there once more.
+        """
+        plain, full = (
+            self._estimate_reference(loss, recompute)[stage].peak_bytes - self._count_kept(stage, recompute)
+            for recompute in ((), ("full",))
+        )
+        again = measure_rows(self._run, ()).count(self._reference)
+        return FixedBytes(in_layers=min(plain, full - again), at_head=plain)
+
+    def estimate_plan(self, plan: Plan) -> list[int]:
+        """The peak of each stage of a plan, or a bound that is no lower.
+
+        The estimate knows layers that are all recomputed as a whole, or none. Where a plan recomputes the first N of a
+        stage, each moment of its step is one of these two: before the backward of the first N begins it is that of the
+        step without recomputation, less what the N do not keep; after it, that of the step in which all are recomputed,
+        with what the others keep of the micro batches that wait. The higher of the two peaks is no lower than the
+        plan's.
+        """
+        config, per_stage = TempoConfig.from_dict(plan.block), len(plan.stages[0].layers)
+        recompute = () if plan.num_full else tuple(sorted(plan.recompute))
+        peaks = [each.peak_bytes for each in self.estimate(config, recompute)] if plan.num_full < per_stage else None
+        full = [each.peak_bytes for each in self.estimate(config, ("full",))] if plan.num_full else None
+        found = []
+        for index, stage in enumerate(plan.stages):
+            kept = [measure_rows(self._run, choice.recompute).count(choice.make_config()) for choice in stage.choices]
+            plain = [measure_rows(self._run, ()).count(choice.make_config()) for choice in stage.choices]
+            candidates = []
+            of_full, angles = slice(plan.num_full), measure_rows(self._run, plan.recompute).stack_bytes
+            if peaks is not None:
+                saved = sum(plain[of_full]) - sum(kept[of_full]) - (angles if plan.num_full else 0)
+                candidates.append(peaks[index] - stage.in_flight * saved)
+            if full is not None:
+                # With all of its layers recomputed a stage keeps as much of each as of its first.
+                more = sum(kept[plan.num_full :]) - len(kept[plan.num_full :]) * kept[0]
+                candidates.append(full[index] + (stage.in_flight - 1) * more)
+            found.append(max(candidates) + stage.in_flight * self._count_unseen(stage.choices))
+        return found
+
+    def _count_unseen(self, choices: Sequence[LayerChoice]) -> int:
+        """What FlashAttention 2 keeps twice, of which the estimate does not know."""
+        return sum(count_second_output(self._run, choice.values, choice.recompute) for choice in choices)
+
+    def _estimate_reference(self, loss: str, recompute: tuple[str, ...]) -> tuple[RankEstimate, ...]:
+        return self.estimate(dataclasses.replace(self._reference, loss=loss), recompute)
+
+    def _estimate(self, config: TempoConfig, recompute: tuple[str, ...]) -> tuple[RankEstimate, ...]:
+        run = dataclasses.replace(self._run, tempo=config, recompute=recompute, recompute_num_layers=None)
+        return estimate_ranks(run)
+
+    def _count_kept(self, stage: int, recompute: tuple[str, ...]) -> int:
+        """What the reference's layers keep of all micro batches in flight."""
+        stages, rows = self._run.pipeline_parallel, measure_rows(self._run, recompute)
+        in_flight = min(stages - stage, self._run.num_micro_batches or stages)
+        return in_flight * (self._run.model.num_layers // stages * rows.count(self._reference) + rows.stack_bytes)

@@ -30,7 +30,9 @@ from torch import Tensor
 from tempo_megatron import cpu
 from tempo_megatron.memory.estimate.allocation_trace import Allocations, TracedBytes
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_fake_tensors
+from tempo_megatron.memory.kept.attribution import attribute_all, divide_by_layer
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
+from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.device import (
     LastingBuffer,
@@ -98,6 +100,16 @@ def _cut(run: Run, layers: range) -> Run:
         last_stage_layers=None,
         num_micro_batches=None,
     )
+
+
+def record_chunk(run: Run) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
+    """What autograd holds after the forward of one micro batch of a run of one stage, in which every layer runs,
+    without embedding and loss head: of each layer, by its stack and its place there, and of no layer.
+
+    Raises ValueError as `simulate_chunk`.
+    """
+    with _simulate(run):
+        return _Chunk(run, False, False, False, longest_row=run.model.num_layers).record()
 
 
 @contextlib.contextmanager
@@ -213,6 +225,16 @@ class _Chunk:
         batch_bytes = tuple(s.nbytes() for s in storages)
         return Allocations(parameters, batch_bytes, self._buffer.count_bytes(), tuple(seen.events))
 
+    def record(self) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
+        # With a mask whatever the layers are: what a layer keeps must not depend on its neighbours.
+        batch = self._make_batch(gives_mask=True)
+        recorder = Recorder(self._model, exclude=tuple(t for t in batch.values() if isinstance(t, Tensor)))
+        with attribute_all(recorder, self._model), recorder.record():
+            output = self._run_forward(batch)
+        saved = recorder.list_saved()
+        del output
+        return divide_by_layer(saved, self._model.config)
+
     def _follow(self, batch: dict[str, Any], count_with: type[_Counter]) -> _Counter:
         """Run the micro batch, whose phases are then in `_levels`."""
         if self._has_gradients:
@@ -234,19 +256,8 @@ class _Chunk:
         return seen
 
     def _run_micro_batch(self, batch: dict[str, Any]) -> None:
-        run, model = self._run, self._model
         self._mark(EMBEDDING if self._pre_process else LAYERS, None if self._pre_process else 0)
-        hidden_size = (
-            run.model.seq_length // (run.tensor_parallel if run.sequence_parallel else 1),
-            run.micro_batch_size,
-            run.model.hidden_size,
-        )
-        if not self._pre_process:
-            model.set_input_tensor(torch.empty(hidden_size, dtype=run.dtype, requires_grad=True))
-        loss_mask = batch.pop("loss_mask")
-        takes_mask = self._post_process and (run.model.family == "gpt" or self._tempo.loss == "fused")
-        output = model(**batch, **({"loss_mask": loss_mask} if takes_mask else {}))
-        batch["loss_mask"] = loss_mask
+        output, loss_mask = self._run_forward(batch), batch["loss_mask"]
         if self._post_process:
             output = output[0] if isinstance(output, tuple) else output
             output = (output.float() * loss_mask).sum() / loss_mask.sum()
@@ -254,14 +265,26 @@ class _Chunk:
         edge, output = torch.autograd.graph.get_gradient_edge(output), None
         self._is_backward = True
         self._mark(HEAD if self._post_process else LAYERS, None if self._post_process else len(self._layers) - 1)
-        gradient = None if self._post_process else torch.empty(hidden_size, dtype=run.dtype)
+        gradient = None if self._post_process else self._make_hidden()
         torch.autograd.backward([edge], None if gradient is None else [gradient])
         del edge, gradient
         self._close()
 
-    def _make_batch(self) -> dict[str, Any]:
+    def _run_forward(self, batch: dict[str, Any]) -> Any:
+        if not self._pre_process:
+            self._model.set_input_tensor(self._make_hidden().requires_grad_())
+        takes_mask = self._post_process and (self._run.model.family == "gpt" or self._tempo.loss == "fused")
+        return self._model(**{name: value for name, value in batch.items() if takes_mask or name != "loss_mask"})
+
+    def _make_hidden(self) -> Tensor:
+        """Hidden states that another stage sends."""
         run = self._run
-        gives_mask = any(
+        num_tokens = run.model.seq_length // (run.tensor_parallel if run.sequence_parallel else 1)
+        return torch.empty(num_tokens, run.micro_batch_size, run.model.hidden_size, dtype=run.dtype)
+
+    def _make_batch(self, *, gives_mask: bool = False) -> dict[str, Any]:
+        run = self._run
+        gives_mask = gives_mask or any(
             self._tempo.for_layer(i, stack).attention == "off"
             for i in range(self._shape.num_layers)
             for stack in STACKS_OF_FAMILIES[self._shape.family]
