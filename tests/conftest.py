@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import megatron_wheels
 import numpy as np
 import pytest
 import torch
@@ -47,15 +48,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--megatron-bridge", metavar="DIR", help="an unpacked megatron-bridge (default: MEGATRON_BRIDGE)")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "megatron_root" in metafunc.fixturenames:
+        first, *others = megatron_wheels.MEGATRON_CORES
+        rest = [pytest.param(version, marks=pytest.mark.exhaustive) for version in others]
+        given = given_checkout(metafunc.config)
+        metafunc.parametrize("megatron_root", [str(given)] if given else [first, *rest], indirect=True, scope="session")
+
+
+def given_checkout(config: pytest.Config) -> Path | None:
+    given = config.getoption("--megatron-root") or os.environ.get("MEGATRON_LM_ROOT")
+    return Path(given).resolve() if given else None
+
+
 @pytest.fixture(scope="session")
 def megatron_root(request: pytest.FixtureRequest) -> Path:
-    """A checkout of Megatron-LM in which the dataset's helpers are compiled; the test is skipped without one."""
-    given = request.config.getoption("--megatron-root") or os.environ.get("MEGATRON_LM_ROOT")
-    if not given:
-        pytest.skip("needs a Megatron-LM checkout: --megatron-root DIR or MEGATRON_LM_ROOT")
+    """What holds megatron.core and megatron.training: a checkout that is given, or an unpacked wheel."""
     if importlib.util.find_spec("six") is None:
         pytest.skip("needs the package six, which Megatron-LM's tokenizers import")
-    root = Path(given).resolve()
+    if given_checkout(request.config) is None:
+        return megatron_wheels.unpack(f"megatron-core=={request.param}")
+    return check_helpers(Path(request.param))
+
+
+@pytest.fixture(scope="session")
+def megatron_checkout(request: pytest.FixtureRequest) -> Path:
+    """A checkout of Megatron-LM, for what its wheels leave out."""
+    given = given_checkout(request.config)
+    if given is None:
+        pytest.skip("needs a Megatron-LM checkout, as its wheel leaves this out: --megatron-root DIR")
+    return check_helpers(given)
+
+
+def check_helpers(root: Path) -> Path:
     if not list((root / "megatron/core/datasets").glob("helpers_cpp*.so")):
         pytest.skip(f"needs compiled helpers in {root}/megatron/core/datasets: make -C there, or those of the wheel")
     return root

@@ -24,6 +24,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import get_attr_wrapped_model, get_pg_rank, get_pg_size
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
@@ -342,9 +343,10 @@ def _find_logits_scale(model: Any) -> Any:
     scale_logits = getattr(model, "_scale_logits", None)
     if scale_logits is None:
         return 1.0
-    logits = torch.tensor([1.0, -3.0, 50.0], dtype=torch.float64)
-    scaled = scale_logits(logits)
-    return scaled[0].item() if torch.equal(scaled, scaled[0] * logits) else None
+    with unset_fake_temporarily():  # a model whose memory is estimated has its scale too
+        logits = torch.tensor([1.0, -3.0, 50.0], dtype=torch.float64, device="cpu")
+        scaled = scale_logits(logits)
+        return scaled[0].item() if torch.equal(scaled, scaled[0] * logits) else None
 
 
 class _LossesOfTotal(torch.autograd.Function):

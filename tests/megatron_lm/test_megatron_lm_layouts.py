@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_runs import Run, run_all
+from megatron_runs import Run, list_items, run_all, with_sample
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +37,9 @@ LAYOUTS = {
 }
 # A wrong sample index must show in both.
 BROKEN = ("micro batch 4", "DP 2")
+# Of every run: other micro batches, recomputed layers, samples on two ranks, rows and heads on two ranks, and layers on
+# two stages out of their order, with values of their own. The others are for --exhaustive.
+SAMPLE = (*BROKEN, "full, uniform", "TP 2 + SP", "PP 2, interleaved, single layers")
 
 
 def run_of(name: str, checkpoint: Path, *changes: str) -> Run:
@@ -52,7 +55,7 @@ def results(
     """By run and rank, each from the weights of one stock checkpoint at TP 1."""
     checkpoint = tmp_path_factory.mktemp("checkpoint")
     save = Run("save", f"--train-iters 1 --save {checkpoint} --save-interval 1 --ckpt-format torch_dist")
-    items = [item for item in request.session.items if item.fspath == request.node.fspath]
+    items = list_items(request, megatron_root)
     chosen = [item.callspec.params["name"] for item in items]
     broken = [item.callspec.params["name"] for item in items if "wrong" in item.name]
     found: dict[str, list[dict[str, Any]]] = {}
@@ -64,6 +67,7 @@ def results(
         if runs:
             ranks = run_all(megatron_root, world_size, runs, tmp_path_factory.mktemp(f"world-{world_size}"))
             found |= {run.name: [rank[run.name] for rank in ranks] for run in runs}
+    assert not found["save"][0]["error"]
     return found
 
 
@@ -76,7 +80,7 @@ def masks_of(ranks: list[dict[str, Any]]) -> dict[tuple[Any, ...], int]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", with_sample(LAYOUTS, SAMPLE))
 def test_masks_and_losses_are_those_of_one_process(results: dict[str, list[dict[str, Any]]], name: str) -> None:
     one, other = results["one process"], results[name]
     assert not one[0]["error"] and not other[0]["error"]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_matrix import CASES
-from megatron_runs import Run, run_all
+from megatron_matrix import CASES, SAMPLE
+from megatron_runs import Run, list_items, run_all, with_sample
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def results(
     request: pytest.FixtureRequest, megatron_root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
     """By run and rank. The runs of one world size share their processes, which take seconds to start."""
-    chosen = [item.callspec.params["name"] for item in request.session.items if item.fspath == request.node.fspath]
+    chosen = [item.callspec.params["name"] for item in list_items(request, megatron_root)]
     found: dict[str, list[dict[str, Any]]] = {}
     for world_size in sorted({CASES[name].world_size for name in chosen}):
         runs = [run for name in chosen if CASES[name].world_size == world_size for run in runs_of(name)]
@@ -34,7 +34,7 @@ def results(
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_sample(CASES, SAMPLE))
 def test_losses_and_every_gradient_equal_stock(results: dict[str, list[dict[str, Any]]], name: str) -> None:
     stock, tempo = results[f"{name}: stock"], results[f"{name}: Tempo"]
     assert not stock[0]["error"] and not tempo[0]["error"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from megatron_runs import Run, run_all
+from megatron_wheels import SITE
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +23,7 @@ def results(megatron_root: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     report, deepspeed = folder / "report.json", folder / "ds.json"
     deepspeed.write_text('{"train_batch_size": 8, "tempo": {"norm": "recompute"}}')
     runs = [
-        Run("help", "--help"),
+        Run("help", "--help", changes=("mend_help",)),
         Run("stock", "--train-iters 1", changes=("keep_what_was_replaced",)),
         Run(
             "tempo",
@@ -128,6 +130,8 @@ def test_the_launcher_runs_a_script_as_main_with_the_checkouts_megatron(megatron
     script.write_text(_SCRIPT, encoding="utf-8")
     command = [sys.executable, str(ROOT / "launch" / "run_megatron.py"), "--local_rank=1"]
     command += ["--megatron-root", str(megatron_root), str(script), "--num-layers", "7", "--use-tempo"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    (tmp_path / "sitecustomize.py").write_text(SITE, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     expected = ["__main__", str(megatron_root / "megatron/core/__init__.py"), "True", "7", "1"]
     assert found.stdout.split() == expected

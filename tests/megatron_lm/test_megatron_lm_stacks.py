@@ -23,7 +23,7 @@ _DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1 --lr 0.01 --use-tempo"
 
 
 @pytest.fixture(scope="module")
-def results(megatron_root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def results(megatron_checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """By run and rank."""
     folder = tmp_path_factory.mktemp("text")
     data = write_text(folder)
@@ -44,7 +44,7 @@ def results(megatron_root: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         two.append(Run(f"{name}: DP 2", f"{arguments} {_DROPOUT}", changes=("record_masks",), **settings))
     found: dict[str, list[dict[str, Any]]] = {}
     for world_size, runs in ((1, one), (2, two)):
-        ranks = run_all(megatron_root, world_size, runs, folder / f"world-{world_size}")
+        ranks = run_all(megatron_checkout, world_size, runs, folder / f"world-{world_size}")
         found |= {run.name: [rank[run.name] for rank in ranks] for run in runs}
     return found
 

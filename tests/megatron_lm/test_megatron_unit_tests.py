@@ -62,14 +62,14 @@ def run_file(file: str, root: Path, folder: Path, *, with_slots: bool) -> dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
-def test_what_passes_with_stocks_modules_passes_with_tempos(file: str, megatron_root: Path, tmp_path: Path) -> None:
-    stock = run_file(file, megatron_root, tmp_path, with_slots=False)
+def test_what_passes_with_stocks_modules_passes_with_tempos(file: str, megatron_checkout: Path, tmp_path: Path) -> None:
+    stock = run_file(file, megatron_checkout, tmp_path, with_slots=False)
     passed = {name for name, outcome in stock.items() if outcome == "passed"}
     if not passed:
         pytest.skip(
             f"none of the {len(stock)} tests passes with stock on a CPU: {next(iter(stock.values()), 'no test')}"
         )
-    tempo = run_file(file, megatron_root, tmp_path, with_slots=True)
+    tempo = run_file(file, megatron_checkout, tmp_path, with_slots=True)
     assert tempo.keys() == stock.keys()
     broken = {name: tempo[name] for name in passed if tempo[name] != "passed" and name not in EXCEPTIONS}
     assert broken == {}

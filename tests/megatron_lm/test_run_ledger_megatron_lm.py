@@ -33,6 +33,7 @@ def test_a_stock_run_and_one_with_tempo_keep_their_losses(megatron_root: Path, t
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_pipeline_stage_has_a_ledger(megatron_root: Path, tmp_path: Path) -> None:
     way = f"{DROPOUT} --use-tempo --pipeline-model-parallel-size 2 --tempo-ledger {tmp_path}/led"
     ranks = run_all(megatron_root, 2, [Run("pipeline", way)], tmp_path)
@@ -45,6 +46,7 @@ def test_each_pipeline_stage_has_a_ledger(megatron_root: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_runs_out_of_memory_says_what_would_have_fitted(
     megatron_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron import TempoConfig
+from tempo_megatron.memory.fake_tensors import use_fake_tensors
 from tempo_megatron.slots.loss import _IS_MULTIPLE as IS_MULTIPLE
 from tempo_megatron.slots.loss import _LossesOfTotal, choose_loss, fused_gpt_class, tempoize_loss
 
@@ -61,6 +62,17 @@ def test_losses_are_those_of_logits_that_the_model_scales(gives_loss_mask):
     assert plain[0][0] != pytest.approx(stock[0][0], rel=0.01)
     for ours, theirs in zip(found, stock, strict=True):
         assert_equal_to_stock(ours, theirs)
+
+
+def scale_found_without_memory():
+    model = build(OFF, cls=ModelWithMuP)
+    with use_fake_tensors():
+        tempoize_loss(model, FUSED)
+    return model.output_layer.loss_head.logits_scale
+
+
+def test_a_model_on_tensors_without_memory_has_its_scale_too():
+    assert run_megatron_ranks(scale_found_without_memory, 1, 1) == [0.3]
 
 
 def processed(tempo_config):

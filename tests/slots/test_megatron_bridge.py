@@ -1,7 +1,7 @@
 """What Megatron-Bridge does with a model by the classes of its modules: adapters, and the ranks' shares of weights.
 
-Bridge wants Transformer Engine, whose stand-in te_stand_ins.py is. Its decisions are those of bridge_cases.py; with
---megatron-bridge DIR, an unpacked megatron-bridge, they are also its own.
+Bridge wants Transformer Engine, whose stand-in te_stand_ins.py is. Its decisions are those of bridge_cases.py, and its
+own: of the wheel that pip fetches, or of another one that --megatron-bridge DIR has unpacked.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import megatron_wheels
 import pytest
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from te_ranks import results
@@ -25,9 +26,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     arguments = []
     if request.param == "Bridge":
         given = request.config.getoption("--megatron-bridge") or os.environ.get("MEGATRON_BRIDGE")
-        if not given:
-            pytest.skip("needs an unpacked megatron-bridge: --megatron-bridge DIR or MEGATRON_BRIDGE")
-        arguments = [str(Path(given).resolve())]
+        arguments = [str(Path(given).resolve() if given else megatron_wheels.unpack("megatron-bridge==0.6.2"))]
     folder = str(tmp_path_factory.mktemp("bridge"))
     return lambda ranks: results(ranks, folder, "", "bridge_cases.py", *arguments)
 

@@ -18,13 +18,12 @@ from typing import Any
 
 import te_package
 import torch
-from gpt import gpt_config
+from gpt import gpt_config, largest_gradient_error_eps, start_rank
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine as extension
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from tempo_megatron import TempoConfig, use_cpu
+from tempo_megatron import TempoConfig
 
 AFTER_NORMS = ("linear_qkv", "linear_fc1")
 LINEARS = (*AFTER_NORMS, "linear_proj", "linear_fc2")
@@ -141,28 +140,18 @@ def run_adapted(tempo_config: TempoConfig, adapt: Callable[..., Any]) -> dict[st
 
 
 def compare(found: dict[str, Any]) -> dict[str, Any]:
-    stock, errors = found["stock"], {}
-    for name, each in found.items():
-        largest = max(grad.abs().max().item() for grad in stock["grads"].values())
-        errors[name] = max(
-            (each["grads"][key] - grad).abs().max().item() / max(grad.abs().max().item(), 1e-3 * largest)
-            for key, grad in stock["grads"].items()
-        )
+    stock = found["stock"]["grads"]
     return {
         "loss": {name: each["loss"] for name, each in found.items()},
         "rms": {name: each["rms"] for name, each in found.items()},
-        "gradient_error_eps": {name: error / torch.finfo(torch.float32).eps for name, error in errors.items()},
+        "gradient_error_eps": {name: largest_gradient_error_eps(each["grads"], stock) for name, each in found.items()},
         "gradients": {name: sorted(each["grads"]) for name, each in found.items()},
     }
 
 
 def main() -> None:
     store, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    torch.set_num_threads(1)
-    use_cpu()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
-    model_parallel_cuda_manual_seed(1234)
+    start_rank(store, rank, world_size)
     adapt_linear: Callable[..., Any] = adapt
     deciders: dict[str, Callable[..., str]] = {
         "until 0.4.2": lambda module, parameter: find_kind(module, parameter, is_exact=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
 import itertools
@@ -23,6 +24,21 @@ def run_out_of_memory(undo: contextlib.ExitStack, result: dict[str, Any]) -> Non
 
     GPTModel.forward = run_out
     undo.callback(setattr, GPTModel, "forward", forward)
+
+
+def mend_help(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
+    """Print Megatron's help as far as argparse can: in 0.18 and 0.19 a text has a per cent sign that it takes for a
+    format, so that stock's --help ends in an error."""
+    expand = argparse.HelpFormatter._expand_help
+
+    def expand_or_leave(formatter: Any, action: Any) -> str:
+        try:
+            return expand(formatter, action)
+        except ValueError:
+            return str(action.help)
+
+    argparse.HelpFormatter._expand_help = expand_or_leave  # type: ignore[method-assign]
+    undo.callback(setattr, argparse.HelpFormatter, "_expand_help", expand)
 
 
 def use_torch_norms(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:

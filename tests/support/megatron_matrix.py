@@ -52,6 +52,18 @@ _HETEROGENEOUS = json.dumps(
     separators=(",", ":"),
 )
 
+# Of every run: each kind of model, of recomputation and of parallelism once, and one 16-bit dtype. The others are for
+# --exhaustive; plain GPT-2 trains in test_megatron_lm_layouts.py and test_megatron_lm_resume.py.
+SAMPLE = (
+    "LLaMA",
+    "MoE",
+    "full, block",
+    "mlp with biases",
+    "bf16",
+    "TP 2 + SP, LLaMA",
+    "PP 2, interleaved",
+    "DP 2, distributed optimizer",
+)
 CASES = {
     "GPT-2": Case(""),
     "erf GELU": Case("--no-bias-gelu-fusion"),

@@ -63,7 +63,10 @@ def _run(job: dict[str, Any], root: str) -> dict[str, Any]:
         for name in job["changes"]:
             getattr(megatron_changes, name)(undo, result)
         try:
-            result["status"] = run.main([str(Path(root, job["script"])), *job["arguments"]])
+            script = Path(root, job["script"])
+            if not script.exists():  # an unpacked wheel has none
+                script = Path(__file__).with_name(f"megatron_{job['script']}")
+            result["status"] = run.main([f"--megatron-root={root}", str(script), *job["arguments"]])
         except SystemExit as exit:
             result["status"] = exit.code or 0
         except BaseException:

@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 HERE = Path(__file__).parent
@@ -75,6 +77,17 @@ class Run:
         return [*_CPU_ARGUMENTS.split(), *self.data.split(), *map(str, sizes), *words]
 
 
+def with_sample(names: Iterable[str], sample: Collection[str]) -> list[Any]:
+    """All names as parameters, of which those outside of the sample are for --exhaustive."""
+    return [name if name in sample else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
+
+
+def list_items(request: pytest.FixtureRequest, root: Path) -> list[Any]:
+    """The tests of the file that asks, as far as they are to be run with this Megatron."""
+    items: list[Any] = [item for item in request.session.items if item.path == request.path]
+    return [item for item in items if str(root).endswith(item.callspec.params["megatron_root"])]
+
+
 def run_all(root: Path, world_size: int, runs: list[Run], folder: Path, timeout_s: float = 900) -> list[dict[str, Any]]:
     """Each run in turn on `world_size` processes; by rank, the results by the run's name (see megatron_rank.py).
 
@@ -119,8 +132,10 @@ def _run_in_new_processes(root: Path, world_size: int, runs: list[Run], folder: 
     (folder / "jobs.json").write_text(json.dumps({"root": str(root), "runs": jobs}), encoding="utf-8")
     environment = {**os.environ, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    root = HERE.parents[1]
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(root), str(root / "kernels"), *sys.path])
+    # The checkout too, for processes that Megatron itself starts, as to write a checkpoint.
+    source = HERE.parents[1]
+    path = os.pathsep.join(map(str, (root, HERE, source, source / "kernels", *sys.path)))
+    environment["PYTHONPATH"] = path
     command = [sys.executable, "-W", "ignore", str(HERE / "megatron_rank.py"), str(folder / "jobs.json"), str(folder)]
     ranks = []
     for rank in range(world_size):

@@ -11,8 +11,17 @@ import tempfile
 from typing import Any
 
 import torch
-from gpt import RECOMPUTE, SEQ_LENGTH, VOCAB_SIZE, bert_losses, gpt_config, losses, tokens_of
-from megatron.core import parallel_state
+from gpt import (
+    RECOMPUTE,
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    bert_losses,
+    gpt_config,
+    largest_gradient_error_eps,
+    losses,
+    start_rank,
+    tokens_of,
+)
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -23,11 +32,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch.nn import functional as F
 
-from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss, use_cpu
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
 from tempo_megatron.slots.dropout_rng import set_micro_batch
 from tempo_megatron.slots.megatron_versions import DIFFERENCES, VERSION
 from tempo_megatron.slots.report import report_on
@@ -116,16 +124,10 @@ def measure(build: Any, run: Any, settings: Any, tempo_settings: Any, tempo_conf
         sharded = {key: getattr(value, "key", key) for key, value in model.sharded_state_dict().items()}
         found[name] = (loss.item(), gradients, shapes, sharded)
     stock, tempo = found["stock"], found["tempo"]
-    largest = max(grad.abs().max().item() for grad in stock[1].values())
-    # In units of float32's round-off of each gradient's largest element; as in gpt.assert_equal_to_stock.
-    errors = {
-        key: (tempo[1][key] - grad).abs().max().item() / max(grad.abs().max().item(), 1e-3 * largest)
-        for key, grad in stock[1].items()
-    }
     return {
         "loss": [stock[0], tempo[0]],
-        "gradients": len(errors),
-        "gradient_error_eps": max(errors.values()) / torch.finfo(torch.float32).eps,
+        "gradients": len(stock[1]),
+        "gradient_error_eps": largest_gradient_error_eps(tempo[1], stock[1]),
         "same_gradients": stock[1].keys() == tempo[1].keys(),
         "same_state_dict": stock[2] == tempo[2],
         "same_sharded_keys": stock[3] == tempo[3],
@@ -163,10 +165,7 @@ def what_is_left() -> dict[str, list[str]]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        use_cpu()
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1234)
+        start_rank(f"{folder}/store", 0, 1)
         found = {name: measure(*case) for name, case in CASES.items()}
         dropped = {name: dropped_loss(*case) for name, case in CASES.items()}
         differences = {name: difference.is_there for name, difference in DIFFERENCES.items()}

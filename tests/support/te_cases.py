@@ -18,7 +18,17 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
-from gpt import RECOMPUTE, SEQ_LENGTH, VOCAB_SIZE, bert_losses, gpt_config, gradients, losses  # noqa: E402
+from gpt import (  # noqa: E402
+    RECOMPUTE,
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    bert_losses,
+    gpt_config,
+    gradients,
+    largest_gradient_error_eps,
+    losses,
+    start_rank,
+)
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.extensions import transformer_engine as extension  # noqa: E402
 from megatron.core.models.bert.bert_layer_specs import (  # noqa: E402
@@ -27,13 +37,12 @@ from megatron.core.models.bert.bert_layer_specs import (  # noqa: E402
 from megatron.core.models.bert.bert_model import BertModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import transformer_block  # noqa: E402
 from megatron.core.transformer.mlp import MLP  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from tempo_megatron import TempoConfig, tempoize_embedding, use_cpu  # noqa: E402
+from tempo_megatron import TempoConfig, tempoize_embedding  # noqa: E402
 from tempo_megatron.memory.kept.recorder import Recorder  # noqa: E402
 from tempo_megatron.slots.layer_spec import tempoize  # noqa: E402
 from tempo_megatron.slots.report import report_on  # noqa: E402
@@ -141,17 +150,12 @@ def describe(model: Any) -> dict[str, Any]:
 
 def compare(found: dict[str, Any]) -> dict[str, Any]:
     stock, tempo = found["stock"], found["tempo"]
-    largest = max(grad.abs().max().item() for grad in stock["gradients"].values())
-    errors = {
-        key: (tempo["gradients"][key] - grad).abs().max().item() / max(grad.abs().max().item(), 1e-3 * largest)
-        for key, grad in stock["gradients"].items()
-    }
     same = {key: stock["description"][key] == tempo["description"][key] for key in stock["description"]}
     start = all(torch.equal(a, b) for a, b in zip(stock["start"], tempo["start"], strict=True))
     return {
         "loss": [stock["loss"], tempo["loss"]],
-        "gradient_error_eps": max(errors.values()) / torch.finfo(torch.float32).eps,
-        "gradients": len(errors),
+        "gradient_error_eps": largest_gradient_error_eps(tempo["gradients"], stock["gradients"]),
+        "gradients": len(stock["gradients"]),
         "same": {**same, "gradients": stock["gradients"].keys() == tempo["gradients"].keys(), "start": start},
         "extra_states": sum(key.endswith("_extra_state") for key in stock["description"]["order"]),
     }
@@ -280,11 +284,7 @@ def what_auto_takes() -> dict[str, Any]:
 
 def main() -> None:
     store, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    torch.set_num_threads(1)
-    use_cpu()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
-    model_parallel_cuda_manual_seed(1234)
+    start_rank(store, rank, world_size)
     found: dict[str, Any] = {
         "gpt": {name: measure(build_gpt, run_gpt, *case) for name, case in GPT_CASES.items() if is_known(*case)},
         "bert": measure(build_bert, bert_losses, {}, INPLACE),
