@@ -36,12 +36,10 @@ from tempo_megatron.roam.arena import ArenaStep
 from tempo_megatron.roam.capture import capture_step
 from tempo_megatron.roam.command import capture_megatron_step
 from tempo_megatron.roam.execute import OrderedStep, measure_allocated
-from tempo_megatron.roam.flatten import find_arena
 from tempo_megatron.roam.graph import StepGraph, find_lifetimes, make_problem
-from tempo_megatron.roam.layout import list_rectangles, place_longest_first
-from tempo_megatron.roam.order import find_order
+from tempo_megatron.roam.order import find_order, list_by_memory
+from tempo_megatron.roam.placement import find_arena, list_rectangles, place_longest_first
 from tempo_megatron.roam.read_graph import CapturedStep
-from tempo_megatron.roam.shift import list_by_memory
 from tempo_megatron.settings.arguments import tempo_config_from
 
 ROOT = Path(__file__).parent.parent
@@ -173,8 +171,8 @@ def measure(case: str) -> dict[str, Any]:
         "plan_bytes": plan.peak_bytes,
         "plan_reserved_bytes": simulate_reserved(captured.graph, arena.order),
         "lower_bound": plan.lower_bound,
-        "plan_arena_bytes": captured.standing_bytes + arena.layout.height,
-        "arena_lower_bound": captured.standing_bytes + arena.layout.lower_bound,
+        "plan_arena_bytes": captured.standing_bytes + arena.placement.height,
+        "arena_lower_bound": captured.standing_bytes + arena.placement.lower_bound,
         "capture_s": round(captured_at - start, 2),
         "order_s": round(ordered_at - captured_at, 2),
         "layout_s": round(placed_at - ordered_at, 2),

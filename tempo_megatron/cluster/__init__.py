@@ -1,4 +1,4 @@
-"""Everything before and around a job on several hosts: the hostfile, its hosts, the network between them, the launcher.
+"""Prepares, checks and launches a job on several hosts: hostfile, hosts, the network between them, and the launcher.
 
-Needs the standard library only, except for collectives.py, which is what ranks run.
+It needs the standard library only, except for collectives.py, which ranks run, and installation.py.
 """

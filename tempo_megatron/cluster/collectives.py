@@ -1,6 +1,6 @@
 """Times all-reduces, and messages from host to host, for `tempo-megatron doctor --collectives`.
 
-Starts under any launcher: deepspeed --hostfile H --module tempo_megatron.cluster.collectives
+Any launcher can start it: deepspeed --hostfile H --module tempo_megatron.cluster.collectives
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch.distributed as dist
 
 from tempo_megatron.cluster.ranks import set_rank_environment
 
-# Begins the line of results, which doctor reads.
+# Marks the line of results for doctor.
 RESULT = "tempo-collectives "
 _MIB = 2**20
 _REPEATS, _TIMEOUT_SECONDS = 5, 60
 
 
 def main() -> int:
-    """Measure; rank 0 prints one line of JSON. The exit status is 1 where a sum is wrong or ranks do not meet."""
+    """Measures; rank 0 prints one line of JSON. The exit status is 1 if a sum is wrong or ranks do not meet."""
     parser = argparse.ArgumentParser(prog="collectives", description="Time all-reduces and messages between hosts.")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     parser.add_argument("--mib", type=int, default=64, metavar="N", help="of the largest all-reduce (default 64)")
@@ -59,11 +59,12 @@ def _join() -> torch.device:
 
 
 def measure(device: torch.device, mib: int) -> dict[str, Any]:
-    """Median seconds of all-reduces and of messages between neighbouring hosts; every rank calls it.
+    """Measures median seconds of all-reduces and of messages between neighbouring hosts; every rank calls it.
 
-    Bandwidth of an all-reduce is that of NCCL's tests, bytes * 2 (n - 1) / n / seconds: what each rank's link carries.
+    The bandwidth of an all-reduce is defined as in NCCL's tests: bytes * 2 (n - 1) / n / seconds, the traffic of each
+    rank's link.
 
-    Raises RuntimeError where a sum is not what it has to be.
+    Raises RuntimeError if a sum is wrong.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     hosts: list[Any] = [None] * world_size
@@ -89,7 +90,8 @@ def measure(device: torch.device, mib: int) -> dict[str, Any]:
 
 
 def _measure_links(hosts: list[str], device: torch.device, num_bytes: int) -> list[dict[str, Any]]:
-    """From the first rank of each host to that of the next, one link after the other; on one host from rank to rank."""
+    """Measures one link after the other, from the first rank of each host to the next host's, or between ranks of the
+    same host if there is only one."""
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
     if len(leaders) == 1:
         leaders = list(range(len(hosts)))
@@ -117,7 +119,7 @@ def _measure_links(hosts: list[str], device: torch.device, num_bytes: int) -> li
 
 
 def _time(act: Callable[[], Any], device: torch.device) -> float:
-    """Median seconds of a few calls; the first, which may open connections, does not count."""
+    """Returns the median seconds of a few calls, without the first, which may open connections."""
     times = []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()
@@ -129,7 +131,7 @@ def _time(act: Callable[[], Any], device: torch.device) -> float:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """A measurement as lines of text."""
+    """Formats a measurement as lines of text."""
     gib = 2**30
     lines = [f"{result['backend']}, {result['ranks']} ranks by {result['launcher']}, sums are right"]
     for entry in result["all_reduce"]:

@@ -1,4 +1,4 @@
-"""Reads a command line of the `deepspeed` launcher without deepspeed: its hosts, and what runs there."""
+"""Reads a command line of the `deepspeed` launcher without importing deepspeed: its hosts, and what runs there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import NoReturn
 
 from tempo_megatron.cluster.hostfile import Host, choose_hosts, read_hostfile
 
-# Where DeepSpeed looks if no hostfile is given; it need not be there.
+# DeepSpeed reads this file if no hostfile is given and the file exists.
 DEFAULT_HOSTFILE = "/job/hostfile"
-# The launcher's options, 0.16 to 0.19. Those with a value first: they say where the script's name stands.
+# The launcher's options in DeepSpeed 0.16 to 0.19. The script's name is the first word that is neither an option nor
+# the value of one, so options with a value are listed apart from flags.
 _WITH_VALUE = (
     ("-H", "--hostfile"),
     ("-i", "--include"),
@@ -68,7 +69,7 @@ class DeepSpeedCommand:
     """Whether `script` is a path, not the name of a module."""
 
     def with_address(self, address: str) -> list[str]:
-        """The command line with rank 0's address, which DeepSpeed else takes from the first host's `hostname -I`."""
+        """Returns the command line with rank 0's address, or DeepSpeed takes it from the first host's `hostname -I`."""
         given = ["--master_addr", address] if self.hosts and not self.master_addr else []
         return ["deepspeed", *given, *self.argv]
 
@@ -79,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The launcher's options, their names and defaults."""
+    """Makes a parser of the launcher's options, with their names and defaults."""
     parser = _Parser(prog="deepspeed", add_help=False)
     for names in _WITH_VALUE:
         parser.add_argument(*names)
@@ -92,10 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_command(argv: Sequence[str]) -> DeepSpeedCommand:
-    """Read what follows the word `deepspeed`.
-
-    Raises ValueError, one sentence, for what the launcher or the hostfile does not take.
-    """
+    """Reads the words after `deepspeed`. Raises ValueError for what the launcher or the hostfile does not accept."""
     args = make_parser().parse_args(list(argv))
     numbers = {name: _read_number(name, getattr(args, name)) for name in _NUMBERS}
     hosts: list[Host] = []
@@ -113,7 +111,7 @@ def read_command(argv: Sequence[str]) -> DeepSpeedCommand:
         raise ValueError(
             f"{args.user_script} is not a file; expected the script to start, or --module and a module's name"
         )
-    # One host of a hostfile trains here, whatever its name: DeepSpeed asks for --force_multi to go there.
+    # DeepSpeed trains a hostfile's only host here, whatever its name, unless --force_multi is given.
     one_host = args.no_ssh or (len(hosts) == 1 and not args.force_multi)
     return DeepSpeedCommand(
         argv=tuple(argv),

@@ -1,6 +1,6 @@
-"""`tempo-megatron doctor`: what is installed, what a run would use, and whether the hosts of a job fit together.
+"""`tempo-megatron doctor`: says what is installed, what a run would use, and whether the hosts of a job fit together.
 
-Exit status 1 where something stops a job; each finding says what to do.
+The exit status is 1 if something stops a job; each finding says what to do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COLLECTIVES_SECONDS = 300
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which hosts to look at, as deepspeed's options of these names say it, and how to answer."""
+    """Adds the options that choose hosts, named as deepspeed's, and those that choose the output."""
     group = parser.add_argument_group("hosts of a job, over ssh, all at once")
     group.add_argument("-H", "--hostfile", metavar="FILE", help="DeepSpeed's: lines of HOST slots=N")
     group.add_argument("-i", "--include", default="", metavar="FILTER", help='as deepspeed has it: "node1@node2:0,2"')
@@ -45,7 +45,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Print what is installed, what the hosts say, and what to fix; 1 where something has to be fixed."""
+    """Prints what is installed, what the hosts answer and what to fix; returns 1 if something has to be fixed."""
     if not args.hostfile:
         for name in ("include", "exclude", "master_addr", "ssh_port"):
             if getattr(args, name):
@@ -67,7 +67,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 class _Report:
-    """What is found out, and said as soon as it is known (not with `quiet`)."""
+    """Collects findings and, unless `quiet`, prints each as soon as it is known."""
 
     def __init__(self, quiet: bool) -> None:
         self.findings: list[Finding] = []
@@ -92,7 +92,7 @@ class _Report:
         self._add(*judge(self.survey))
 
     def look_here(self, starts_others: bool) -> None:
-        # It imports torch, which takes seconds.
+        # Imported here, because it imports torch, which takes seconds.
         from tempo_megatron.cluster.installation import describe_installation
 
         if self.survey:
@@ -134,7 +134,7 @@ class _Report:
 
 
 def describe_hosts(survey: Survey) -> str:
-    """A table, a line for each host, and where rank 0 will be."""
+    """Formats a table with a line for each host, and rank 0's address."""
     head = ("host", "slots", "devices", "interface", "code", "python", "torch", "clock", "/dev/shm", "disk")
     rows: list[tuple[str, ...]] = [head]
     for report in survey.reports:
@@ -177,7 +177,7 @@ def _find_faults_here(starts_others: bool) -> list[str]:
 
 
 def _measure_collectives(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """The result of collectives.py by the deepspeed launcher, or what is wrong."""
+    """Runs collectives.py under the deepspeed launcher; returns its result, or what went wrong."""
     import torch
 
     from tempo_megatron.cluster import collectives

@@ -1,4 +1,4 @@
-"""Says what a survey of the hosts means: what stops the job, what may disturb it, and what to do."""
+"""Judges a survey of the hosts: what stops the job, what may disturb it, and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tempo_megatron.cluster.host import is_loopback
 from tempo_megatron.cluster.survey import HostReport, Survey
 
 _GIB = 2**30
-# Containers get 64 MiB of /dev/shm by default, where NCCL and workers of data loaders need more.
+# Containers get 64 MiB of /dev/shm by default, but NCCL and workers of data loaders need more.
 _LEAST_SHM_BYTES, _LEAST_DISK_BYTES, _MOST_CLOCK_SECONDS = _GIB // 2, 2 * _GIB, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One sentence about a host, or about all (host None). An error stops the job, a warning may disturb it."""
+    """One sentence about a host, or about all hosts (None). An error stops the job, a warning may disturb it."""
 
     level: str
     host: str | None
@@ -28,7 +28,7 @@ class Finding:
 
 
 def judge(survey: Survey) -> list[Finding]:
-    """All findings, errors first."""
+    """Lists all findings, errors first."""
     found: list[Finding] = []
     for report in survey.reports:
         if report.error is not None:
@@ -111,11 +111,11 @@ def _judge_network(survey: Survey) -> Iterator[tuple[str, str]]:
 def _compare(
     read: Callable[[HostReport], dict[str, Any]], remedy: str
 ) -> Callable[[list[HostReport]], Iterator[tuple[str, str]]]:
-    """A rule that names what differs from most hosts, in a dictionary that each has."""
+    """Makes a rule that reads a dictionary of each host and names the entries that differ from most hosts'."""
 
     def find_differences(reports: list[HostReport]) -> Iterator[tuple[str, str]]:
         names = list(dict.fromkeys(name for report in reports for name in read(report)))
-        # The value that most hosts have; of two equal camps that of the lower rank.
+        # The value that most hosts have. If two values are equally frequent, the one of the lower rank.
         usual = {name: Counter(read(report).get(name) for report in reports).most_common(1)[0][0] for name in names}
         witness = {
             name: next(report.host.name for report in reports if read(report).get(name) == usual[name])
@@ -158,7 +158,7 @@ _COMPARISONS = (
 
 
 def _find_same_machine(reports: list[HostReport]) -> Iterator[str]:
-    """Two lines of the hostfile that are one machine, as a name and its address are."""
+    """Finds two lines of the hostfile that are one machine, such as a name and its address."""
     seen: dict[str, HostReport] = {}
     for report in reports:
         facts = report.facts

@@ -1,7 +1,7 @@
-"""Describes this host, and answers the questions that another host asks it.
+"""Describes this host, and answers questions that another host asks it.
 
-The text of this file is given to the Python of other hosts by ssh (remote_host.py), where this package may be missing
-or of another version: it needs the standard library only, and imports nothing of this package.
+remote_host.py sends the text of this file to the Python of other hosts by ssh. This package may be missing there, or be
+of another version, so the file needs the standard library only and imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Begins each answer: what a shell's start-up files print besides does not count.
+# Marks each answer, because a shell's start-up files may print other lines.
 ANSWER = "tempo-host "
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 
 
 def list_addresses() -> list[tuple[str, str, str]]:
-    """Interface, IPv4 address and netmask of each interface of this host that has one, loopback included."""
+    """Lists (interface, IPv4 address, netmask) of this host's interfaces that have an address, loopback included."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as device:
         for _, name in socket.if_nameindex():
@@ -50,7 +50,7 @@ def is_loopback(address: str) -> bool:
 
 
 def find_source(address: str) -> str | None:
-    """This host's own address on the route to `address` (numeric IPv4); None where there is no route. Sends nothing."""
+    """Returns this host's address on the route to `address` (numeric IPv4), or None without a route. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
         try:
             unsent.connect((address, 9))
@@ -60,17 +60,17 @@ def find_source(address: str) -> str | None:
 
 
 def find_interface(address: str) -> str | None:
-    """The interface by which this host reaches `address`, or which has it; None where there is no route.
+    """Returns the interface by which this host reaches `address`, or None without a route.
 
-    The route to an address of this host's own is loopback, by which no other host comes: the interface that has the
-    address counts.
+    For an address of this host itself it returns the interface with that address. The route would be loopback, by which
+    no other host comes in.
     """
     source = find_source(address)
     return next((name for name, own, _ in list_addresses() if own == source), None)
 
 
 def resolve(name: str) -> list[str]:
-    """The numeric IPv4 addresses of a host name, as this host knows it; none where it does not."""
+    """Lists the numeric IPv4 addresses that this host knows for a host name."""
     try:
         return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)})
     except OSError:
@@ -78,8 +78,8 @@ def resolve(name: str) -> list[str]:
 
 
 def hash_sources(package: str) -> str | None:
-    """A hash of the .py files of a package that Python would import, without importing it; None where it finds none."""
-    # Of a package that lies in no other, this imports nothing.
+    """Hashes the .py files of a package that Python would import, without importing it; None if there is none."""
+    # find_spec imports the parents of a package; a top-level package has none.
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -99,12 +99,12 @@ def hash_file(path: str) -> str | None:
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that processes of this host, or of this container, can open."""
+    """Counts the NVIDIA GPUs that processes of this host, or of this container, can open."""
     return sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))
 
 
 def describe_host(packages: list[str], sources: list[str], files: list[str]) -> dict[str, Any]:
-    """What can differ between hosts of one job, in about a tenth of a second."""
+    """Collects all that may differ between hosts of one job, in about a tenth of a second."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -131,7 +131,7 @@ def describe_host(packages: list[str], sources: list[str], files: list[str]) -> 
 
 
 def listen(port: int) -> socket.socket:
-    """Take the port as rank 0's store will: on all addresses, also while connections of an earlier run linger."""
+    """Opens the port as rank 0's store will: on all addresses, and even while connections of an earlier run linger."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -144,9 +144,9 @@ def listen(port: int) -> socket.socket:
 
 
 def reach(addresses: list[str], port: int, seconds: float) -> dict[str, Any]:
-    """The first of the addresses that accepts a connection to the port, the interface it left by, why others did not.
+    """Tries to connect to the port on all addresses at once, because one that drops packets takes all the time.
 
-    All are tried at once: an address that swallows what is sent to it takes the whole time.
+    Returns which addresses accepted, the interface by which each is reached, and why the others failed.
     """
     failed: dict[str, str] = {}
     pending: dict[socket.socket, str] = {}
@@ -182,7 +182,7 @@ def reach(addresses: list[str], port: int, seconds: float) -> dict[str, Any]:
 
 
 def answer_questions() -> None:
-    """Answer each line of standard input, a JSON object, with one on standard output, until the input ends."""
+    """Answers each line of standard input, a JSON object, by one on standard output, until the input ends."""
     listener = None
     for line in sys.stdin:
         question = json.loads(line)

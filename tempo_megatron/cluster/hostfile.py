@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's hostfile strictly, and refuses what DeepSpeed would take for something else."""
+"""Reads DeepSpeed's hostfile strictly, and refuses lines that DeepSpeed would misread."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import re
 from pathlib import Path
 
 _ENTRY = re.compile(r"(\S+)\s+slots=(\d+)")
-# A user or a host that began with a dash would be an option of ssh.
+# Neither user nor host may begin with a dash, which ssh would read as an option.
 _HOST = re.compile(r"(?:\w[\w.-]*@)?[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?|[0-9A-Fa-f:]+:[0-9A-Fa-f:]*")
 _FILTER = re.compile(r"([^:\s]+)(?::(\d+(?:,\d+)*))?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host of the job: its name as ssh takes it, the slots (devices) used there, and where that is written."""
+    """A host of the job: its name as ssh takes it, the slots (devices) used there, and its place in the hostfile."""
 
     name: str
     slots: tuple[int, ...]
     place: str
-    """Such as "hosts.txt, line 3"; begins the sentences about it."""
+    """Such as "hosts.txt, line 3"; messages about the host begin with it."""
 
     def __post_init__(self) -> None:
         assert self.slots, self.name
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
-    """The hosts in the file's order, the first of which has rank 0.
+    """Returns the hosts in the file's order; the first one has rank 0.
 
-    A line is `HOST slots=N`; empty lines and what follows a # do not count.
+    A line is `HOST slots=N`; empty lines and comments behind a # are skipped.
 
-    Raises ValueError, one sentence with file, line, what is given and what is expected.
+    Raises ValueError with file and line, what is given and what is expected.
     """
     path = Path(path)
     if not path.is_file():
@@ -75,9 +75,9 @@ def _read_entry(entry: str, place: str) -> tuple[str, int]:
 def choose_hosts(
     hosts: list[Host], *, include: str = "", exclude: str = "", num_nodes: int = -1, num_gpus: int = -1
 ) -> list[Host]:
-    """The hosts and slots that DeepSpeed's options of these names leave, such as include "node1@node2:0,2".
+    """Returns the hosts and slots that DeepSpeed's options of these names select, such as include "node1@node2:0,2".
 
-    Raises ValueError for what these options cannot mean, or where they leave nothing.
+    Raises ValueError if the options contradict one another or the hostfile, or select nothing.
     """
     if include and exclude:
         raise ValueError("--include and --exclude are given; expected one of them; remove the other")
@@ -91,7 +91,7 @@ def choose_hosts(
         raise ValueError("--num_gpus 0 is given, expected 1 or more; leave it out for all slots")
     named = _read_filter(include or exclude, "--include" if include else "--exclude", hosts)
     chosen: list[Host] = []
-    # DeepSpeed counts num_nodes before num_gpus, and takes num_gpus for every host, whatever its line says.
+    # DeepSpeed applies num_nodes before num_gpus, and takes num_gpus for every host, whatever its line says.
     for host in hosts[: num_nodes if num_nodes > 0 else None]:
         slots = host.slots if num_gpus < 0 else tuple(range(num_gpus))
         if include:

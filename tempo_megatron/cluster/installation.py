@@ -1,4 +1,4 @@
-"""Says what is installed here, and what a run would use."""
+"""Describes what is installed here and what a run would use, for `doctor` and a run's banner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tempo_megatron.settings.operations import OPERATIONS
 
 
 def describe_installation() -> Iterator[str]:
-    """Versions, devices, and which implementation each operation takes here: a line each, as soon as it is known."""
+    """Yields a line for each version, device and operation's implementation, as soon as it is known."""
     yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
     for name in PACKAGES:
         yield f"{name:<21}{find_version(name) or 'not installed'}"
@@ -38,13 +38,13 @@ def describe_installation() -> Iterator[str]:
 
 
 def try_compiler() -> str | None:
-    """find_obstacle, with a word to whoever waits for it: torch's compiler alone takes seconds to import."""
+    """Calls find_obstacle after telling the user to wait: torch's compiler alone takes seconds to import."""
     print(
         "trying the C++ compiler on a small function: 10 s, or a minute on a busy machine", file=sys.stderr, flush=True
     )
-    import torch._inductor.config as inductor  # with torch's compiler around it
+    import torch._inductor.config as inductor  # imports torch's compiler too
 
-    # The processes in which Inductor compiles import torch, each of them; one function needs none.
+    # Inductor's compile processes each import torch; a single function needs none of them.
     with inductor.patch(compile_threads=1):
         return find_obstacle()
 
@@ -59,7 +59,7 @@ def list_implementations() -> dict[str, str]:
 
 
 def describe_implementation(operation: str, device_type: str, attention: str = "flash") -> str:
-    """What an operation of Tempo runs on, in the words of `doctor` and of a run's banner.
+    """Names the implementation of an operation of Tempo, in the words of `doctor` and of a run's banner.
 
     Args:
         operation: its name in OPERATIONS.

@@ -1,6 +1,6 @@
-"""Finds and ends the processes of a started job on this host, by the word in their environment.
+"""Finds and ends the processes of a started job on this host, by a variable in their environment.
 
-Like host.py this file's text runs on other hosts by ssh: the standard library only, nothing of this package.
+Like host.py, this file is sent as text to other hosts by ssh: it needs the standard library only.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import signal
 import sys
 import time
 
-# In the environment of every process of a job that `tempo-megatron launch` started.
+# `tempo-megatron launch` sets it in the environment of every process of a job.
 JOB_VARIABLE = "TEMPO_LAUNCH_ID"
 
 
 def find_processes(job: str) -> dict[int, tuple[int, bool]]:
-    """Of each process of the job on this host: its parent, and whether it is a rank or a child of one."""
+    """Maps each process of the job on this host to its parent and whether it is a rank or a child of one."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        # It may end while it is looked at, and that of another user is not readable.
+        # A process may end meanwhile, and those of other users are not readable.
         with contextlib.suppress(OSError, IndexError):
             with open(f"/proc/{name}/environ", "rb") as file:
                 variables = file.read().split(b"\0")
@@ -33,9 +33,8 @@ def find_processes(job: str) -> dict[int, tuple[int, bool]]:
 
 
 def ask_ranks_to_stop(job: str, asked: set[int]) -> list[int]:
-    """SIGTERM to each rank, which saves and ends; not to what it started, nor to its launcher, nor to those in `asked`.
-
-    Returns whom it was sent to: ranks that only start now are asked later.
+    """Sends SIGTERM to each rank that is not in `asked`; a rank then saves and ends. Children of ranks and the launcher
+    get none. Returns the ranks that got one: those that start later have to be asked later.
     """
     processes = find_processes(job)
     ranks = [
@@ -50,7 +49,7 @@ def ask_ranks_to_stop(job: str, asked: set[int]) -> list[int]:
 
 
 def end_processes(job: str, seconds: float = 3.0) -> list[int]:
-    """End all processes of the job, with SIGKILL where SIGTERM does not end them. Returns which there were."""
+    """Ends all processes of the job, by SIGKILL if SIGTERM does not help. Returns which processes there were."""
     first = find_processes(job)
     deadline = time.monotonic() + seconds
     left = first
@@ -59,7 +58,7 @@ def end_processes(job: str, seconds: float = 3.0) -> list[int]:
     while left and time.monotonic() < deadline:
         time.sleep(0.05)
         left = find_processes(job)
-    deadline += 2  # even SIGKILL waits for a process that the kernel holds
+    deadline += 2  # even SIGKILL has to wait for a process inside the kernel
     while left and time.monotonic() < deadline:
         for pid in left:
             _send(pid, signal.SIGKILL)
@@ -73,7 +72,7 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def obey() -> None:
-    """What this file's text does on another host: `stop JOB ASKED...` or `end JOB`; prints whom it signalled."""
-    order, job, *asked = sys.argv[1:]
-    print("processes", *(ask_ranks_to_stop(job, set(map(int, asked))) if order == "stop" else end_processes(job)))
+def run_request() -> None:
+    """Runs `stop JOB ASKED...` or `end JOB` from the command line on another host; prints the processes signalled."""
+    request, job, *asked = sys.argv[1:]
+    print("processes", *(ask_ranks_to_stop(job, set(map(int, asked))) if request == "stop" else end_processes(job)))

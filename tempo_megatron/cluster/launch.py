@@ -1,8 +1,8 @@
-"""`tempo-megatron launch deepspeed ...`: the ordinary deepspeed command, with its hosts checked first and a clean end.
+"""`tempo-megatron launch deepspeed ...`: runs an ordinary deepspeed command with checked hosts and a clean end.
 
-It adds what the launcher leaves to its user: hosts that are looked at before anything starts, rank 0's address and the
-network interface, variables that reach the other hosts, SIGTERM and Ctrl-C that let all ranks save and end, and no rank
-that trains on when the launcher is gone.
+It does what the launcher leaves to its user. It checks the hosts before anything starts, finds rank 0's address and the
+network interface, and passes variables on to the other hosts. SIGTERM and Ctrl-C let all ranks save and end, and no
+rank trains on when the launcher is gone.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ process of the job is left on any host.
 
 _SSH_SECONDS = 15.0
 _POLL_SECONDS = 0.2
-# Ranks that were still starting when they were first asked to stop are asked again.
+# After so long we ask again, for ranks that were still starting the first time.
 _ASK_AGAIN_SECONDS = 3.0
-# The other hosts' ranks may know more about why one has failed; pdsh would wait for their timeout.
+# When a rank has failed, others may print the reason in this time. pdsh would wait until their timeout.
 _SECONDS_FOR_OTHER_HOSTS = 10.0
-# An ssh whose host is cut off does not notice that its ranks are gone: TCP waits for hours.
+# An ssh to a host that is cut off does not notice it: TCP waits for hours.
 _SECONDS_FOR_SSH = 5.0
 _HOST_FAILED = re.compile(rb"pdsh@\S+: \S+: ssh exited with exit code [1-9]")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "tempo-megatron launch") -> int:
-    """Check the hosts, run the command, clean up; the exit status is that of deepspeed, 1 where a check fails."""
+    """Checks the hosts, runs the command and cleans up; returns deepspeed's exit status, or 1 if a check fails."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE.format(prog=prog))
@@ -112,26 +112,26 @@ def _run(command: DeepSpeedCommand, ssh: Ssh, survey: Survey | None, dry_run: bo
     if dry_run:
         return 0
     with tempfile.TemporaryDirectory(prefix="tempo-launch-") as folder:
-        file = Path(folder, "deepspeed_env")  # in the place of the user's, whose variables it has
+        file = Path(folder, "deepspeed_env")  # replaces the user's file and includes its variables
         file.write_text("".join(f"{name}={value}\n" for name, value in own.items()))
         environ = {**os.environ, "DS_ENV_FILE": str(file)}
         if survey is None:
             environ |= own
-        # By the Python of this command: DeepSpeed starts the ranks of all hosts by the path of its own.
+        # Start it with this command's Python, because DeepSpeed starts the ranks of all hosts by its own path.
         words[:1] = [sys.executable, "-m", "deepspeed.launcher.runner"]
         return _Job(job, words, environ, command, ssh).wait()
 
 
 def choose_variables(job: str, survey: Survey | None, environ: os._Environ[str] | dict[str, str]) -> dict[str, str]:
-    """What every rank's environment gets besides what DeepSpeed passes on (PYTHON..., NCCL...).
+    """Returns variables for every rank's environment, beside those that DeepSpeed passes on (PYTHON..., NCCL...).
 
-    A variable that is set here has its value everywhere; the interface is added where all hosts have the same.
+    A variable that is set here gets the same value everywhere. The interface is added if all hosts have the same.
     """
     chosen = {job_processes.JOB_VARIABLE: job}
     passed_on = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_EXTENSIONS_DIR")
     chosen |= {name: environ[name] for name in passed_on if environ.get(name)}
     if survey is not None:
-        # DeepSpeed looks for ninja and compilers there; an ssh session has a shorter one.
+        # DeepSpeed looks for ninja and compilers in PATH, which is shorter in an ssh session.
         chosen["PATH"] = environ.get("PATH", os.defpath)
         interfaces = {report.interface for report in survey.answered}
         if len(interfaces) == 1 and (interface := interfaces.pop()):
@@ -142,9 +142,10 @@ def choose_variables(job: str, survey: Survey | None, environ: os._Environ[str] 
 
 
 def _read_users_variables() -> dict[str, str]:
-    """What DeepSpeed would read: the file in the home folder, then that here, whose values win.
+    """Reads what DeepSpeed would: the file in the home folder, then the one in this folder, whose values win.
 
-    DeepSpeed fails at an empty line, and a comment would hide the rest of its command.
+    Unlike DeepSpeed it skips empty lines, at which DeepSpeed fails, and comments, which would hide the rest of
+    DeepSpeed's command.
     """
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     variables: dict[str, str] = {}
@@ -170,7 +171,7 @@ class _Job:
         self._asked: dict[str, list[int]] = {}
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._note_request)
-        # In a session of its own: Ctrl-C is for this process, which asks the ranks and not their launchers.
+        # In a session of its own, so that Ctrl-C reaches only this process, which then asks the ranks to stop.
         self._process = subprocess.Popen(
             words, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -182,7 +183,7 @@ class _Job:
         self._requests += 1
 
     def _pass_errors_on(self) -> None:
-        """Copy what the command says on standard error, and note when pdsh says there that a host's ranks failed."""
+        """Copies the command's standard error, and notes when pdsh reports there that a host's ranks failed."""
         assert self._process.stderr
         for line in self._process.stderr:
             sys.stderr.buffer.write(line)
@@ -191,7 +192,7 @@ class _Job:
                 self._failed_at = time.monotonic()
 
     def wait(self) -> int:
-        """Wait for its end; the exit status."""
+        """Waits for the command's end and returns the exit status."""
         asked_at = -_ASK_AGAIN_SECONDS
         ended_at: float | None = None
         while self._process.poll() is None:
@@ -202,7 +203,7 @@ class _Job:
                 self._kill_launcher()
             elif failed and ended_at is None:
                 self._say("the ranks of a host have failed; those of the others are ended")
-                self._order("end", {})
+                self._send("end", {})
                 ended_at = time.monotonic()
             elif self._requests and time.monotonic() > asked_at + _ASK_AGAIN_SECONDS:
                 self._ask_ranks_to_stop()
@@ -213,13 +214,13 @@ class _Job:
         if ended_at is not None:
             self._kill_launcher()
             return 1
-        left = sum(len(processes) for processes in self._order("end", {}).values())
-        self._kill_launcher()  # pdsh and its ssh, where their parent was killed
+        left = sum(len(processes) for processes in self._send("end", {}).values())
+        self._kill_launcher()  # ends pdsh and its ssh if their parent was killed
         if left:
             self._say(f"ended {left} processes that deepspeed left behind")
         if code < 0:
             return 128 - code
-        # The launcher reports success where its child was killed.
+        # The launcher reports success even if its child was killed.
         return 1 if left and not code else code
 
     def _kill_launcher(self) -> None:
@@ -227,25 +228,24 @@ class _Job:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _ask_ranks_to_stop(self) -> None:
-        new = self._order("stop", self._asked)
+        new = self._send("stop", self._asked)
         for host, processes in new.items():
             self._asked.setdefault(host, []).extend(processes)
         if count := sum(map(len, new.values())):
             self._say(f"asked {count} ranks to save and end; once more ends them at once")
 
-    def _order(self, order: str, asked: dict[str, list[int]]) -> dict[str, list[int]]:
-        """Give an order of job_processes.py to all hosts; the processes that it was for."""
+    def _send(self, request: str, asked: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Sends a request of job_processes.py, "stop" or "end", to all hosts; returns the processes signalled."""
         if not self._hosts:
-            local = set(asked.get("", []))
-            stops = order == "stop"
-            act = job_processes
-            return {"": act.ask_ranks_to_stop(self._job, local) if stops else act.end_processes(self._job)}
-        program = Path(job_processes.__file__).read_text(encoding="utf-8") + "\nobey()\n"
-        arguments = {host: [order, self._job, *map(str, asked.get(host, []))] for host in self._hosts}
+            if request == "stop":
+                return {"": job_processes.ask_ranks_to_stop(self._job, set(asked.get("", [])))}
+            return {"": job_processes.end_processes(self._job)}
+        program = Path(job_processes.__file__).read_text(encoding="utf-8") + "\nrun_request()\n"
+        arguments = {host: [request, self._job, *map(str, asked.get(host, []))] for host in self._hosts}
         found: dict[str, list[int]] = {}
         for host, answer in run_on_hosts(arguments, self._ssh, program, _SSH_SECONDS).items():
             if isinstance(answer, HostError):
-                self._say(f"{host}: its ranks could not be told to {order}: {answer}")
+                self._say(f"{host}: its ranks could not be told to {request}: {answer}")
             else:
                 found[host] = [int(word) for word in answer.rpartition("processes")[2].split()]
         return found

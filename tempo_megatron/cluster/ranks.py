@@ -1,4 +1,4 @@
-"""Finds which rank this process is, whoever started it: deepspeed, torchrun, mpirun, srun, or nobody."""
+"""Finds this process's rank, whether deepspeed, torchrun, mpirun, srun or no launcher started it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tempo_megatron.cluster.host import (
 DEFAULT_MASTER_PORT = 29500
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-# Slurm numbers its own steps (the batch script, `salloc`'s shell) from here up; `srun` counts from 0.
+# Slurm numbers its own steps (the batch script, `salloc`'s shell) from here on; `srun` counts from 0.
 _SLURM_FIRST_SPECIAL_STEP = 4294967280
 
 
 def set_rank_environment(environ: MutableMapping[str, str] | None = None) -> str:
-    """Fill in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; returns the launcher's name.
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; returns the launcher's name.
 
-    What a launcher has set already stays. Under mpirun the ranks come from mpi4py, under srun from Slurm's variables;
-    without a launcher the process is rank 0 of 1 and MPI is not touched. On several hosts GLOO_SOCKET_IFNAME, where
-    nobody set it, becomes the interface by which rank 0 is reached.
+    Variables that a launcher has set stay. Under mpirun the ranks come from mpi4py, under srun from Slurm's variables.
+    Without a launcher the process is rank 0 of 1, and MPI is not touched. On several hosts GLOO_SOCKET_IFNAME, unless
+    it is set, becomes the interface by which this host reaches rank 0.
 
-    Raises ValueError where a launcher was found but its ranks, rank 0's address or the interface cannot be told.
+    Raises ValueError if a launcher was found, but not its ranks, rank 0's address or the interface.
     """
     environ = os.environ if environ is None else environ
     launcher = _set_ranks(environ)
@@ -51,7 +51,7 @@ def _set_ranks(environ: MutableMapping[str, str]) -> str:
 
 
 def _set_interface(environ: MutableMapping[str, str]) -> None:
-    """Tell Gloo the interface to rank 0. By itself it takes that of the host's own name, which may be loopback."""
+    """Tells Gloo the interface to rank 0. By default it takes the one of the host's own name, which may be loopback."""
     name = environ["MASTER_ADDR"]
     addresses = resolve(name)
     outer = [address for address in addresses if not is_loopback(address)]
@@ -83,7 +83,7 @@ def _read_torch(environ: MutableMapping[str, str]) -> str:
     signs = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
     name = next((launcher for launcher, sign in signs.items() if sign in environ), "environment")
     environ.setdefault("LOCAL_RANK", environ["RANK"])
-    # The deepspeed launcher says LOCAL_SIZE where torchrun says LOCAL_WORLD_SIZE.
+    # The deepspeed launcher sets LOCAL_SIZE instead of torchrun's LOCAL_WORLD_SIZE.
     environ.setdefault("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", environ["WORLD_SIZE"]))
     return name
 
@@ -105,7 +105,7 @@ def _ask_mpi(environ: MutableMapping[str, str]) -> str:
         )
     address = environ.get("MASTER_ADDR", "127.0.0.1")
     if local.Get_size() < world.Get_size():
-        # All take part, and all come to the same end: one that raised alone would leave the others waiting.
+        # All ranks take part and come to the same result; one that raised alone would leave the others waiting.
         known = world.allgather((environ.get("MASTER_ADDR"), list_addresses(), _find_outer_address()))
         address = known[0][0] or choose_address(known[0][2], [addresses for _, addresses, _ in known])
     address, port = world.bcast((address, environ.get("MASTER_PORT", _find_free_port())), root=0)
@@ -114,7 +114,7 @@ def _ask_mpi(environ: MutableMapping[str, str]) -> str:
 
 
 def _is_mpirun(environ: MutableMapping[str, str]) -> bool:
-    """mpirun inside a Slurm job leaves Slurm's variables of its own daemons behind, and srun can speak PMI."""
+    """Whether mpirun started this process. Its ranks may inherit Slurm's variables too, and srun may set PMI's."""
     if "OMPI_COMM_WORLD_SIZE" in environ or "MV2_COMM_WORLD_SIZE" in environ or "MPI_LOCALNRANKS" in environ:
         return True
     return "PMI_SIZE" in environ and not _is_srun(environ)
@@ -135,14 +135,14 @@ def _read_slurm(environ: MutableMapping[str, str]) -> str:
         local_rank=int(environ.get("SLURM_LOCALID", "0")),
         local_world_size=_count_tasks_on_this_node(environ, world_size, len(nodes)),
         address=nodes[0],
-        # Two jobs that share a node must not meet at one port; all ranks of a job must.
+        # All ranks of a job must compute the same port, and two jobs on one node different ports.
         port=DEFAULT_MASTER_PORT + int(environ.get("SLURM_JOB_ID", "0")) % 1000,
     )
     return "srun"
 
 
 def _count_tasks_on_this_node(environ: MutableMapping[str, str], world_size: int, num_nodes: int) -> int:
-    """This node's entry of SLURM_STEP_TASKS_PER_NODE, which reads like `2(x3),1`."""
+    """Reads this node's entry of SLURM_STEP_TASKS_PER_NODE, which looks like `2(x3),1`."""
     counts: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
@@ -152,7 +152,7 @@ def _count_tasks_on_this_node(environ: MutableMapping[str, str], world_size: int
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """`node[01-03,7],gpu1` -> node01, node02, node03, node7, gpu1. Raises ValueError for what it cannot read."""
+    """Expands `node[01-03,7],gpu1` to node01, node02, node03, node7, gpu1. Raises ValueError if it cannot."""
     hosts: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hostlist):
         match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\]([^\[\]]*)", part)
@@ -185,23 +185,23 @@ def _fill(
 
 
 def _find_outer_address() -> str | None:
-    """This host's address on the default route, or of its name; None where it has neither."""
-    # A documentation address, to which nothing is sent.
+    """Returns this host's address on the default route, or else of its name; None if it has neither."""
+    # 192.0.2.1 is reserved for documentation, and nothing is sent to it.
     candidates = [find_source("192.0.2.1"), *resolve(socket.gethostname())]
     return next((address for address in candidates if address and not is_loopback(address)), None)
 
 
 def choose_address(outer: str | None, hosts: Sequence[Sequence[tuple[str, str, str]]]) -> str:
-    """Rank 0's address for all hosts: that to the outside, else one in a network that every host has an address in.
+    """Chooses rank 0's address for all hosts: the one to the outside, or else one in a network that all hosts share.
 
     Args:
-        outer: rank 0's address to the outside, where it has one.
+        outer: rank 0's address to the outside, if it has one.
         hosts: list_addresses() of every rank's host, rank 0's first.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     own, others = list(hosts[0]), [list(host) for host in hosts[1:] if list(host) != list(hosts[0])]
-    # An address that other hosts have too, as that of a bridge for containers, leads to themselves.
+    # An address that other hosts have too, such as that of a bridge for containers, leads them to themselves.
     taken = {address for host in others for _, address, _ in host}
     if outer is not None and outer not in taken:
         return outer

@@ -1,4 +1,4 @@
-"""Asks other hosts questions over ssh, each within a deadline: host.py runs there and answers."""
+"""Asks other hosts questions over ssh, each within a deadline; host.py runs there and answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tempo_megatron.cluster import host as host_program
 
 _NO_FOLDER, _NO_PYTHON, _NO_VENV_SCRIPT = 81, 82, 83
 _CONNECT_SECONDS = 5
-# What ssh says, and what to do about it.
+# What ssh prints, and what to do about it.
 _SSH_ERRORS = (
     (
         "Could not resolve hostname",
@@ -38,12 +38,12 @@ _SSH_ERRORS = (
 
 
 class HostError(Exception):
-    """What is wrong with one host, and what to do, without its name."""
+    """Says what is wrong with one host and what to do, without its name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ssh:
-    """How to get to the hosts, and what runs there: what DeepSpeed's pdsh launcher would do."""
+    """How to reach the hosts and which folder and Python to use there, as DeepSpeed's pdsh launcher would."""
 
     port: int | None = None
     folder: str = dataclasses.field(default_factory=os.getcwd)
@@ -51,7 +51,7 @@ class Ssh:
     venv_script: str | None = None
 
     def make_command(self, host: str, program: str, *arguments: str) -> list[str]:
-        """`program` on `host`, in this folder, by this Python; nothing asks for a password."""
+        """Makes the command that runs `program` on `host` in this folder, by this Python, asking for no password."""
         paths = os.pathsep.join([self.folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         steps = [
             f"cd {shlex.quote(self.folder)} 2>/dev/null || exit {_NO_FOLDER}",
@@ -59,7 +59,7 @@ class Ssh:
             f"test -x {shlex.quote(self.python)} || exit {_NO_PYTHON}",
             f"PYTHONPATH={shlex.quote(paths)} exec {shlex.join([self.python, '-u', '-c', program, *arguments])}",
         ]
-        # As pdsh does, so that what makes ssh work for one makes it work for the other.
+        # pdsh reads this variable too: options that make one work make the other work.
         options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
         port = [] if self.port is None else ["-p", str(self.port)]
         settings = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}", *port, *options]
@@ -67,12 +67,12 @@ class Ssh:
         return ["ssh", "-T", *settings, host, shlex.join(["exec", "sh", "-c", "; ".join(steps)])]
 
     def _enter_venv(self) -> list[str]:
-        # A shell ends where it cannot read what it is to source.
+        # A POSIX shell exits if it cannot read the file to source, so test for it first.
         script = shlex.quote(self.venv_script or "")
         return [f"test -r {script} || exit {_NO_VENV_SCRIPT}", f". {script}"] if self.venv_script else []
 
     def explain(self, host: str, code: int, said: str) -> str:
-        """Why a command of make_command ended with this exit code."""
+        """Explains why a command of make_command ended with this exit code."""
         if code == _NO_FOLDER:
             return f"the folder {self.folder} is not there; share it, or copy it to the same path"
         if code == _NO_PYTHON:
@@ -89,7 +89,7 @@ class Ssh:
 
 
 class HostConnection:
-    """host.py at work on one host; a context manager, whose end ends it there."""
+    """A running host.py on one host; a context manager that ends it."""
 
     def __init__(self, host: str, ssh: Ssh) -> None:
         self.host, self._ssh, self._received = host, ssh, b""
@@ -100,19 +100,19 @@ class HostConnection:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for this process, which ends them
+                start_new_session=True,  # Ctrl-C goes to this process, which ends them
             )
         except FileNotFoundError as error:
             raise HostError("there is no ssh here; install openssh-client") from error
 
     def ask(self, deadline: float, kind: str, **question: Any) -> dict[str, Any]:
-        """Its answer, by time.monotonic() == deadline. Raises HostError where there is none."""
+        """Returns the host's answer. Raises HostError if there is none at time.monotonic() == deadline."""
         assert self._process.stdin
         try:
             self._process.stdin.write(json.dumps({"kind": kind, **question}).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended; what is left to read says why
+            pass  # it has ended; its output says why
         while True:
             line = self._read_line(deadline)
             if line.startswith(host_program.ANSWER):
@@ -159,9 +159,9 @@ class HostConnection:
 
 
 def run_on_hosts(arguments: dict[str, list[str]], ssh: Ssh, program: str, seconds: float) -> dict[str, str | HostError]:
-    """What a Python program printed on each host, or why it did not run there; all at once, within `seconds`.
+    """Runs a Python program on all hosts at once; returns what each printed within `seconds`, or why it did not run.
 
-    `arguments` has those of the program on each host.
+    `arguments` maps each host to the program's arguments there.
     """
 
     def run(host: str) -> str | HostError:

@@ -1,4 +1,4 @@
-"""Looks at all hosts of a job at once, over ssh: what each says of itself, and who reaches rank 0's port."""
+"""Surveys all hosts of a job at once over ssh: what each reports of itself, and which ones reach rank 0's port."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from tempo_megatron.cluster.versions import PACKAGES
 
 SOURCES = ("tempo_megatron", "tempo_kernels")
 DEFAULT_SECONDS = 10.0
-# Shares of the time that all takes: until hosts have described themselves, and for rank 0's port to be tried.
+# Shares of the total time: for hosts to describe themselves, for rank 0 to listen, for others to reach its port.
 _DESCRIBE_SHARE, _LISTEN_SHARE, _REACH_SHARE = 0.65, 0.1, 0.2
 
 
 @dataclasses.dataclass
 class HostReport:
-    """What was found out about one host."""
+    """The findings about one host."""
 
     host: Host
     error: str | None = None
-    """Why nothing else is known of it."""
+    """The reason if nothing else is known."""
 
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """As describe_host of host.py gives them."""
+    """The result of host.describe_host there."""
 
     clock_ahead: float = 0.0
-    """Seconds its clock is ahead of this host's, beyond what the way there can explain."""
+    """By how many seconds its clock is ahead of this host's, at least: the message's travel time is subtracted."""
 
     reached: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """As reach of host.py gives it: which of rank 0's addresses accepted a connection."""
+    """The result of host.reach there: which of rank 0's addresses accepted a connection."""
 
     interface: str | None = None
-    """By which its ranks reach rank 0."""
+    """The interface by which its ranks reach rank 0."""
 
 
 @dataclasses.dataclass
 class Survey:
-    """All hosts' reports, in the order of their ranks, and the address of rank 0 that all can reach."""
+    """All hosts' reports in the order of their ranks, and an address of rank 0 that all can reach."""
 
     reports: list[HostReport]
     port: int
     port_error: str | None = None
-    """Why rank 0's host does not get the port."""
+    """The reason if rank 0's host cannot open the port."""
 
     address: str | None = None
     candidates: list[str] = dataclasses.field(default_factory=list)
@@ -70,14 +70,14 @@ def survey_hosts(
     files: tuple[str, ...] = (),
     seconds: float = DEFAULT_SECONDS,
 ) -> Survey:
-    """Ask all hosts, in parallel, and never for longer than `seconds`.
+    """Asks all hosts in parallel, for at most `seconds`.
 
     Args:
         hosts: those of the job; rank 0 runs on the first.
         ssh: how to get there.
-        port: that rank 0 will listen on.
-        master_addr: its address; found where it is left out.
-        files: whose content is to be the same on all hosts.
+        port: the one on which rank 0 will listen.
+        master_addr: rank 0's address; found if it is left out.
+        files: those that must have the same content on all hosts.
     """
     start = time.monotonic()
     survey = Survey([HostReport(host) for host in hosts], port)
@@ -87,7 +87,7 @@ def survey_hosts(
             try:
                 connection = stack.enter_context(HostConnection(report.host.name, ssh))
                 names = {"packages": list(PACKAGES), "sources": list(SOURCES), "files": list(files)}
-                # The time of a question that takes nothing but the way there and back.
+                # A second, empty question takes only the time of the way there and back.
                 report.facts = connection.ask(start + _DESCRIBE_SHARE * seconds, "describe", **names)
                 asked = time.time()
                 again = connection.ask(start + _DESCRIBE_SHARE * seconds, "describe", packages=[], sources=[], files=[])
@@ -115,7 +115,7 @@ def survey_hosts(
 def _connect_all(
     survey: Survey, connections: list[HostConnection | None], threads: ThreadPoolExecutor, seconds: float
 ) -> None:
-    """Let every host try rank 0's addresses, and take the first that all reach."""
+    """Lets every host try rank 0's addresses, and takes the first that all reach."""
     deadline = time.monotonic() + seconds
 
     def reach(report: HostReport, connection: HostConnection | None) -> None:
@@ -142,16 +142,17 @@ def _connect_all(
 
 
 def _find_candidates(first: HostReport, master_addr: str) -> list[str]:
-    """The addresses that rank 0 may have, the best first: the given one, or its name's, then its interfaces'."""
+    """Lists the addresses that rank 0 may have, best first: the given one, or its name's, then its interfaces'."""
     if master_addr:
         return this_host.resolve(master_addr) or [master_addr]
     name = first.host.name.rpartition("@")[2]
     own = [address for _, address, _ in first.facts["addresses"]]
-    # An alias of ~/.ssh/config is no name that resolves.
+    # An alias in ~/.ssh/config does not resolve; then the interfaces' addresses remain.
     return list(dict.fromkeys([*(a for a in this_host.resolve(name) if a in own), *own]))
 
 
 def _find_clock_difference(asked: float, told: float, answered: float) -> float:
+    """Returns how far `told`, the other clock's time, lies outside of this clock's interval [asked, answered]."""
     if asked <= told <= answered:
         return 0.0
     return told - answered if told > answered else told - asked

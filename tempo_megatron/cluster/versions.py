@@ -1,4 +1,4 @@
-"""Which packages are installed here, and whether their versions fit together by what each of them says it needs."""
+"""Finds which packages are installed here, and whether their versions meet one another's requirements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 from tempo_megatron.extras import check_installed
 
-# What may be missing is said to be missing; what Tempo needs or has been tested with has a range, that of setup.py.
+# Packages that doctor lists. Those that Tempo needs or was tested with have the range of setup.py; others have none.
 PACKAGES: dict[str, str] = {
     "torch": ">=2.6",
     "megatron-core": ">=0.14,<0.21",
@@ -21,7 +21,7 @@ PACKAGES: dict[str, str] = {
     "mpi4py": "",
 }
 MINIMUM_PYTHON = ">=3.10"
-# Built against one torch and one CUDA, which no metadata says: whether they can be imported does.
+# These are built against one torch and one CUDA. No metadata says which, so only an import shows that they fit.
 _IMPORTS = {
     "apex": "import apex",
     "transformer_engine": "import transformer_engine.pytorch",
@@ -35,7 +35,7 @@ _REMEDIES = {
 
 
 def find_version(distribution: str) -> str | None:
-    """The installed version; None where it is not installed."""
+    """Returns the installed version, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -43,9 +43,9 @@ def find_version(distribution: str) -> str | None:
 
 
 def find_misfits() -> list[str]:
-    """One sentence for each installed package that is out of Tempo's range, or not what another installed one needs.
+    """Lists a sentence for each installed package that is out of Tempo's range or that of another installed package.
 
-    Raises MissingExtraError without the package packaging, which megatron-core and deepspeed bring.
+    Raises MissingExtraError without the package packaging, which megatron-core and deepspeed install.
     """
     check_installed("a comparison of versions", "train", "packaging")
     found = []
@@ -63,12 +63,12 @@ def find_misfits() -> list[str]:
 def _fits(version: str, expected: str) -> bool:
     from packaging.specifiers import SpecifierSet
 
-    # 2.6.0+cu124 and a nightly count as what they say before that.
+    # prereleases: nightly builds and 2.6.0+cu124 count as their base version.
     return SpecifierSet(expected).contains(version, prereleases=True)
 
 
 def _find_unmet_requirements(name: str) -> list[str]:
-    """What an installed package says it needs of the others, and of Python, against what is installed."""
+    """Lists the requirements of an installed package, on Python and on PACKAGES, that are not met."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -96,7 +96,7 @@ def _find_unmet_requirements(name: str) -> list[str]:
 
 
 def find_broken_imports() -> list[str]:
-    """A sentence for each package that is installed and cannot be imported, asked of a Python of its own."""
+    """Lists a sentence for each package that is installed but cannot be imported, tried in a separate Python."""
     found = []
     for name, statement in _IMPORTS.items():
         if find_version(name) is None:

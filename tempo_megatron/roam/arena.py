@@ -1,9 +1,9 @@
-"""A captured step whose tensors lie in one arena, at the addresses of a layout, as far as operations can write there.
+"""Runs a captured step with its tensors in one arena, at planned addresses, as far as operations can write there.
 
-An operation writes to a given address if it has a kernel with out= arguments of its own, or copies, or only allocates.
-Most of ATen's pointwise operations, reductions and matrix products do. Not so convolutions, layer norms, embeddings and
-fused attention: ATen has out= of them only as a copy of what they allocate. These, and the results of Tempo's
-operations, are left to torch's allocator, and so are what a step returns and what operations hold inside.
+An operation can write to a given address if ATen has a kernel of its out= form, or if it copies or only allocates. Most
+pointwise operations, reductions and matrix products have one. Convolutions, layer norms, embeddings and fused attention
+do not: their out= forms copy a result that they have allocated. These, the results of Tempo's operations, the step's
+own results and operations' scratch memory are left to torch's allocator.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.utils.dlpack import from_dlpack
 
 from tempo_megatron.roam.execute import OrderedStep
 from tempo_megatron.roam.graph import count_bytes
-from tempo_megatron.roam.layout import WORK_LIMIT, find_layout, list_rectangles
+from tempo_megatron.roam.placement import WORK_LIMIT, find_placement, list_rectangles
 from tempo_megatron.roam.read_graph import CapturedStep
 
-# Of every address, as torch's allocators give them: a kernel may compute in another order from others.
+# The alignment of torch's own allocators. With another one a kernel may add up in another order.
 _ALIGNMENT = {"cpu": 64, "cuda": 512}
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten._to_copy.default, _aten.lift_fresh_copy.default)
@@ -32,10 +32,10 @@ _ALLOCATES = (
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 )
-# Whose out= has the strides of what they return, whatever those of their arguments; as have pointwise operations.
+# For these, and for pointwise operations, the out= form gives the strides of the ordinary form for any arguments.
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
-# Whose out= has the strides of what they return if their arguments are contiguous. Not all out= forms have: of losses
-# that are reduced it is resized on the way.
+# For these the out= form gives the strides of the ordinary form if all arguments are contiguous. Others do not: reduced
+# losses resize their out= tensor on the way.
 _OTHERS = (
     *("sum", "mean", "amax", "amin", "max", "min", "cumsum", "linalg_vector_norm", "triu", "tril"),
     *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "native_batch_norm"),
@@ -44,7 +44,7 @@ _OTHERS = (
     *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "upsample_nearest2d"),
     *("upsample_nearest2d_backward", "upsample_bilinear2d", "upsample_bilinear2d_backward"),
 )
-# These take a number, and with out= a tensor of one element.
+# These take a number, but their out= forms a tensor of one element.
 _OF_NUMBERS = {getattr(_aten, name).Scalar: getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div")}
 _FILLS = {
     _aten.ones.default: 1,
@@ -56,15 +56,15 @@ _FILLS = {
 
 
 class ArenaStep(OrderedStep):
-    """`OrderedStep`, with what can be written there in an arena that is allocated once, here.
+    """An `OrderedStep` that writes as many results as possible into an arena, allocated once, here.
 
     The numbers are those of OrderedStep bit for bit.
 
     Args:
         captured: the step.
-        model: the one that was captured, of real tensors.
-        order: of the captured graph's operations; None is the order of eager mode.
-        work_limit: of the layout.
+        model: the model that was captured, with real tensors.
+        order: an order of the captured graph's operations; None is the order of eager mode.
+        work_limit: that of `find_placement`.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class ArenaStep(OrderedStep):
         alignment = _ALIGNMENT.get(device.type, max(_ALIGNMENT.values()))
         storages, rectangles = list_rectangles(captured.graph, order)
         chosen = {storage: each for storage, each in zip(storages, rectangles, strict=True) if storage in placed}
-        layout = find_layout(list(chosen.values()), alignment=alignment, work_limit=work_limit)
-        arena = torch.empty(layout.height, dtype=torch.uint8, device=device)
-        self.arena_bytes = layout.height
+        placement = find_placement(list(chosen.values()), alignment=alignment, work_limit=work_limit)
+        arena = torch.empty(placement.height, dtype=torch.uint8, device=device)
+        self.arena_bytes = placement.height
         self.allocated_bytes = _count_rest(captured, order, placed)
-        """What the allocator gives out at most beside the arena and what is there throughout."""
+        """The peak of what the allocator gives out beside the arena and the storages that exist throughout."""
         self.left_out = tuple(
             operation.name
             for operation in captured.graph.operations
@@ -95,13 +95,13 @@ class ArenaStep(OrderedStep):
             )
         )
         """The operations whose results are not in the arena."""
-        offsets = dict(zip(chosen, layout.offsets, strict=True))
+        offsets = dict(zip(chosen, placement.offsets, strict=True))
         tensors = {storage: _make_tensor(arena, offsets[storage], like) for storage, like in placed.items()}
         _write_into(self._module, captured, tensors)
 
 
 def find_out_variant(operator: Any, device_type: str) -> Any | None:
-    """The overload that does the same into given tensors, where it has a kernel of its own."""
+    """Returns the overload that writes the same results to given tensors, if it has a kernel of its own, else None."""
     if not isinstance(operator, torch._ops.OpOverload):
         return None
     if operator in _OF_NUMBERS:
@@ -121,7 +121,7 @@ def find_out_variant(operator: Any, device_type: str) -> Any | None:
 
 
 def _find_placed(captured: CapturedStep, device: torch.device) -> dict[int, Tensor]:
-    """The storages that can lie in an arena, each with the fake tensor that is all of it."""
+    """Finds the storages that can lie in an arena, each with the fake tensor that fills it."""
     found = dict[int, Tensor]()
     for operation, nodes in zip(captured.graph.operations, captured.nodes, strict=True):
         tensors = [t for t in tree_leaves(nodes[0].meta.get("val")) if isinstance(t, Tensor)]
@@ -142,7 +142,7 @@ def _can_write(node: fx.Node, device_type: str) -> bool:
 
 
 def _has_known_strides(node: fx.Node) -> bool:
-    """Whether its result has, in truth, the strides that its fake tensors have."""
+    """Whether the operation's real result has the strides of its fake result."""
     name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
     if name in _PRODUCTS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return True
@@ -151,7 +151,7 @@ def _has_known_strides(node: fx.Node) -> bool:
 
 
 def _fills_storage(t: Tensor) -> bool:
-    """Whether its elements are all of its storage, each with bytes of its own."""
+    """Whether the tensor's elements fill its storage, each with bytes of its own."""
     distance = 1
     for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
         if stride != distance:
@@ -168,14 +168,14 @@ def _count_rest(captured: CapturedStep, order: Sequence[int], placed: dict[int, 
 
 
 def _make_tensor(arena: Tensor, offset: int, like: Tensor) -> Tensor:
-    """A part of the arena with a storage of its own, whose offset is 0 as that of any new tensor."""
+    """Makes a tensor of a part of the arena. It has a storage of its own with offset 0, as any new tensor."""
     num_bytes = like.numel() * like.element_size()
     part = from_dlpack(arena[offset : offset + num_bytes])
     return part.view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def _write_into(module: fx.GraphModule, captured: CapturedStep, tensors: dict[int, Tensor]) -> None:
-    """Let the module's calls write to these tensors, by storage."""
+    """Makes the module's calls write to these tensors, given by storage."""
     calls = {node.name: node for node in module.graph.nodes}
     for operation, nodes in zip(captured.graph.operations, captured.nodes, strict=True):
         if not operation.makes or operation.makes[0] not in tensors:

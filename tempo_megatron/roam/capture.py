@@ -1,8 +1,8 @@
 """Captures a training step as a graph: the operations of eager mode in their order, without memory or values.
 
-Forward and backward are traced through autograd as they run, not made functional: what works in place does so in the
-graph, and a view shares the storage of what it is a view of. What two operations may not change places for follows
-from the storages they read and write. Random numbers and collectives stay in their order.
+Forward and backward are traced through autograd as they run and are not made functional: operations in place stay in
+place in the graph, and a view shares the storage of its base. Which operations depend on one another follows from the
+storages that they read and write. Random numbers and collectives stay in their order.
 """
 
 from __future__ import annotations
@@ -38,20 +38,19 @@ def capture_step(
     batch: Sequence[Any],
     optimizer: Optimizer | None = None,
 ) -> CapturedStep:
-    """Trace one step of a model in its present mode, without running it.
+    """Traces one step of a model in its present mode, without running it.
 
     Args:
-        model: of real or of fake tensors; it is left as it was.
+        model: has real or fake tensors; it is left as it was.
         compute_loss: called with model and *batch; returns the loss, one number.
-        batch: tensors, real or fake, and anything else; what is no tensor is compiled in.
-        optimizer: of the model's parameters; without one the gradients are kept.
+        batch: tensors, real or fake, and any other values, which are compiled in.
+        optimizer: that of the model's parameters; without one the gradients are kept.
 
-    What the model computes in Python is compiled in, too: a step of another branch is another step.
+    Values that the model computes in Python are compiled in, too: a step that takes another branch is another step.
 
-    Raises ValueError, with the operation and the module in which it is, where a shape or a branch depends on data, or
-    an operation has no fake kernel; where a module replaces a buffer or sets an attribute, where a storage is resized
-    or sparse, or a hook waits for a gradient, which a trace does not call; and for an optimizer whose updates may
-    depend on one another.
+    Raises ValueError, naming the operation and its module, if a shape or a branch depends on data, an operation has no
+    fake kernel, a module replaces a buffer or sets an attribute, or a storage is resized or sparse. It also raises for
+    a hook on a gradient, which a trace does not call, and for an optimizer whose updates may depend on one another.
     """
     check_model(model)
     if optimizer is not None:
@@ -75,7 +74,7 @@ def capture_step(
 
 
 class _Trace:
-    """What is traced, and with which tensors."""
+    """A function to trace, and the tensors to trace it with."""
 
     def __init__(self, model: torch.nn.Module, compute_loss: Callable[..., Tensor], batch: Sequence[Any]) -> None:
         self._model, self._compute_loss = model, compute_loss
@@ -85,7 +84,7 @@ class _Trace:
         self.batch = BatchStructure(batch)
         self.batch_tensors = self.batch.list_tensors(batch)
         self.recomputes_draws = False
-        """Whether backward draws random numbers, where eager mode repeats those of forward."""
+        """Whether backward draws new random numbers, where eager mode would repeat those of forward."""
         if not self.trained:
             raise ValueError("no parameter of the model needs a gradient; expected a model that trains")
 
@@ -101,7 +100,7 @@ class _Trace:
         batch = self.batch.fill(tensors[len(state) :])
         for name in self.trained:
             state[name].grad = None
-        # stack_weights: of a module that has two names the last replacement is taken back first.
+        # stack_weights: for a module with two names, the last replacement is undone first.
         with _reparametrize_module(self._model, state, tie_weights=True, stack_weights=True):
             loss = self._compute_loss(self._model, *batch)
             for name, buffer in self._model.named_buffers():
@@ -115,7 +114,7 @@ class _Trace:
                     "compute_loss returned no single number that depends on a parameter; let it return the loss"
                 )
             draws = self._count_draws()
-            # What backward recomputes reads the model's parameters, too.
+            # Inside the context, because backward may recompute modules, which read the model's parameters.
             grads = _differentiate(loss, [state[name] for name in self.trained])
             self.recomputes_draws = self._count_draws() > draws
         return [loss.detach(), *grads]
@@ -127,11 +126,11 @@ class _Trace:
 
 
 def _differentiate(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients, without the copies that eager mode makes of those which something else holds, too.
+    """Returns the gradients without the copies that eager mode makes of gradients that something else holds, too.
 
-    What the reentrant forms of checkpointing recompute (torch's, Megatron's, DeepSpeed's) is differentiated for itself
-    and added to .grad, as is what compute_loss differentiates by backward(). They want backward() for that alone: so
-    that nothing of it is lost.
+    Reentrant checkpointing (torch's, Megatron's, DeepSpeed's) differentiates its recomputed region by a backward() of
+    its own, which adds to .grad, as does a compute_loss that calls backward(). These gradients are added here.
+    Checkpointing refuses to run under autograd.grad only because .grad would get lost, so its check is switched off.
     """
     with mock.patch.object(torch.autograd, "_is_checkpoint_valid", return_value=True):
         grads = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -145,7 +144,7 @@ def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 @contextlib.contextmanager
 def _see_operations() -> Iterator[dict[str, Opaque]]:
-    """The operations of tempo_kernels that are called inside, by name."""
+    """Collects the operations of tempo_kernels that are called inside the context, by name."""
     seen, call = dict[str, Opaque](), Opaque.__call__
 
     def note(self: Opaque, first: Tensor, *others: Any) -> Sequence[Tensor]:
@@ -159,7 +158,7 @@ def _see_operations() -> Iterator[dict[str, Opaque]]:
 def _append_updates(
     module: fx.GraphModule, optimizer: Optimizer, trained: Mapping[str, Tensor], grads: Sequence[fx.Node | None]
 ) -> None:
-    """An update for each parameter of the optimizer that has a gradient, in the optimizer's order."""
+    """Appends an update for each parameter of the optimizer that has a gradient, in the optimizer's order."""
     placeholders = {node.meta["name"]: node for node in module.graph.nodes if node.op == "placeholder"}
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     found = {id(p): (name, grad) for (name, p), grad in zip(trained.items(), grads, strict=True) if grad is not None}

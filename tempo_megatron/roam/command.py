@@ -1,4 +1,4 @@
-"""The order command and its plot: a training step on tensors without memory, in the order that needs least of it."""
+"""`tempo-megatron order` and its plot: finds a training step's order of least memory, on tensors without memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape, pad_vocab_size
 from tempo_megatron.plots import COLOURS, import_pyplot, save, tidy
 from tempo_megatron.roam.capture import capture_step
-from tempo_megatron.roam.flatten import find_arena
 from tempo_megatron.roam.graph import count_bytes, show_progress
-from tempo_megatron.roam.layout import Layout
-from tempo_megatron.roam.order import OrderPlan, find_order
+from tempo_megatron.roam.order import OperationOrder, find_order
+from tempo_megatron.roam.placement import Placement, find_arena
 from tempo_megatron.roam.read_graph import CapturedStep
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
@@ -37,12 +36,12 @@ from tempo_megatron.words.argument_types import format_bytes
 from tempo_megatron.words.json_text import read_object
 
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-# Of every address: what torch's allocators align to.
+# The alignment of every address, as torch's CUDA allocator has it.
 _ALIGNMENT = 512
 
 
 def run_order(args: argparse.Namespace) -> int:
-    """Capture, order and lay out one step, and print what that gains. Raises ValueError for what cannot be captured."""
+    """Captures, orders and places one step, and prints the gain. Raises ValueError for what cannot be captured."""
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
     tempo_config = _read_tempo_config(args)
@@ -54,26 +53,24 @@ def run_order(args: argparse.Namespace) -> int:
     with show_progress("order") as note:
         plan = find_order(captured.graph, work_limit=args.work_limit, note_progress=note)
     ordered_at = time.perf_counter()
-    layout = None
+    placement = None
     if not args.no_layout:
         with show_progress("layout") as note:
             arena = find_arena(captured.graph, plan.order, alignment=_ALIGNMENT, note_progress=note)
-        plan, layout = dataclasses.replace(plan, order=arena.order), arena.layout
+        plan, placement = dataclasses.replace(plan, order=arena.order), arena.placement
     seconds = {
         "capture": captured_at - start,
         "order": ordered_at - captured_at,
         "layout": time.perf_counter() - ordered_at,
     }
     print(title)
-    print(format_order(captured, plan, layout, seconds))
+    print(format_order(captured, plan, placement, seconds))
     if args.plot:
-        from tempo_megatron.roam.command import plot_order
-
         plot_order(
             captured.count_eager_bytes(), count_bytes(captured.graph, plan.order), plan.lower_bound, args.plot, title
         )
     if args.json:
-        figures = list_figures(captured, plan, layout, seconds)
+        figures = list_figures(captured, plan, placement, seconds)
         Path(args.json).write_text(json.dumps({"title": title, **figures}, indent=2) + "\n", encoding="utf-8")
     return 0
 
@@ -86,7 +83,7 @@ def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
 
 
 def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: argparse.Namespace) -> CapturedStep:
-    """One micro batch forward and backward, and the update, on one rank, in the dtype of the parameters."""
+    """Captures forward and backward of one micro batch, and the update, on one rank, in the dtype of the parameters."""
     cpu.use_cpu()
     with simulate_layout(1):
         model_parallel_cuda_manual_seed(1234)
@@ -99,7 +96,7 @@ def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: ar
             model = build_model(shape, config, chosen, vocab_size)
             convert_parameters(model, dtype)
             model.train()
-            # Stock attention needs the mask given on a CPU.
+            # On a CPU stock attention needs the causal mask as an input.
             gives_mask = any(chosen.for_layer(0, stack).attention == "off" for stack in STACKS)
             inputs = make_inputs(shape, vocab_size, args.micro_batch_size, causal_mask=gives_mask)
             optimizer = _OPTIMIZERS[args.optimizer](model.parameters())
@@ -112,8 +109,10 @@ def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: ar
             return capture_step(model, compute_loss, (inputs,), optimizer)
 
 
-def format_order(captured: CapturedStep, plan: OrderPlan, layout: Layout | None, seconds: dict[str, float]) -> str:
-    """The peak before and after, what bounds it, the arena, and how long that took."""
+def format_order(
+    captured: CapturedStep, plan: OperationOrder, placement: Placement | None, seconds: dict[str, float]
+) -> str:
+    """Formats the peak before and after, its bound, the arena, and the time that it took."""
     given, peak, standing = max(captured.count_eager_bytes()), plan.peak_bytes, captured.standing_bytes
     proof = "no order needs less" if plan.is_optimal else f"no order needs less than {format_bytes(plan.lower_bound)}"
     lines = [
@@ -122,11 +121,9 @@ def format_order(captured: CapturedStep, plan: OrderPlan, layout: Layout | None,
         f"peak of this plan        {format_bytes(peak)}, {_percent(given - peak, given)} less "
         f"({_percent(given - peak, given - standing)} of what is not there throughout); {proof}",
     ]
-    if layout is not None:
-        waste = layout.height - layout.lower_bound
-        lines.append(
-            f"arena                    {format_bytes(layout.height)}, {_percent(waste, layout.height)} above its bound"
-        )
+    if placement is not None:
+        waste = _percent(placement.height - placement.lower_bound, placement.height)
+        lines.append(f"arena                    {format_bytes(placement.height)}, {waste} above its bound")
     times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
     return "\n".join([*lines, times])
 
@@ -136,29 +133,29 @@ def _percent(part: int, whole: int) -> str:
 
 
 def list_figures(
-    captured: CapturedStep, plan: OrderPlan, layout: Layout | None, seconds: dict[str, float]
+    captured: CapturedStep, plan: OperationOrder, placement: Placement | None, seconds: dict[str, float]
 ) -> dict[str, Any]:
-    """What --json writes: the plan, its order by name, and the arena."""
+    """Lists what --json writes: the plan's figures, its order by name, and the arena."""
     return {
         **{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "order"},
         "eager_peak_bytes": max(captured.count_eager_bytes()),
         "standing_bytes": captured.standing_bytes,
-        "arena_bytes": layout.height if layout else None,
-        "arena_lower_bound": layout.lower_bound if layout else None,
+        "arena_bytes": placement.height if placement else None,
+        "arena_lower_bound": placement.lower_bound if placement else None,
         "seconds": seconds,
         "order": [captured.graph.operations[place].name for place in plan.order],
     }
 
 
 def plot_order(given: Sequence[int], planned: Sequence[int], lower_bound: int, png: str | Path, title: str) -> None:
-    """Draw what is alive while each operation runs.
+    """Draws how many bytes are alive while each operation runs.
 
     Args:
-        given: bytes of each operation of eager mode.
-        planned: of the plan's.
-        lower_bound: below which no order's peak is.
+        given: bytes at each operation of eager mode.
+        planned: bytes at each operation of the found order.
+        lower_bound: a bound of every order's peak.
         png: the file to write.
-        title: above the plot.
+        title: the text above the plot.
     """
     pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")

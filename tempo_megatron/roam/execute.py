@@ -1,6 +1,6 @@
 """Runs a captured step in a given order, and frees each tensor as soon as nothing needs it.
 
-`measure_allocated` says what a step really allocates, as torch's CPU allocator reports it.
+`measure_allocated` measures what a step really allocates, as torch's CPU allocator reports it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tempo_megatron.roam.updates import ParameterUpdate
 
 
 class OrderedStep:
-    """Forward, backward and update of a model, in the order of a plan.
+    """Forward, backward and update of a model in a given order.
 
-    It calls the operations that eager mode calls, on the same numbers: losses and parameters are the same bit for bit.
-    A gradient is gone as soon as its parameter is updated; none is left in `.grad`.
+    It calls the operations that eager mode calls, on the same numbers, so losses and parameters are the same bit for
+    bit. A gradient is freed as soon as its parameter is updated; none is left in `.grad`.
 
     Args:
         captured: the step.
-        model: the one that was captured, of real tensors.
-        order: of the captured graph's operations; None is the order of eager mode.
+        model: the model that was captured, with real tensors.
+        order: an order of the captured graph's operations; None is the order of eager mode.
 
-    Raises ValueError where dropout draws from what is no part of the trace.
+    Raises ValueError if dropout draws from a state that is not part of the trace.
     """
 
     def __init__(self, captured: CapturedStep, model: torch.nn.Module, order: Sequence[int] | None = None) -> None:
@@ -42,10 +42,10 @@ class OrderedStep:
         self._updates = [each for each in captured.module.children() if isinstance(each, ParameterUpdate)]
 
     def __call__(self, *batch: Any) -> Tensor:
-        """One step with a micro batch of the shapes that were captured. Returns the loss.
+        """Runs one step with a micro batch of the captured shapes, and returns the loss.
 
-        Raises ValueError for another structure, other shapes and other numbers than were captured, and where a
-        parameter has a gradient already: eager mode would add to it.
+        Raises ValueError for a structure, shapes or numbers that differ from the captured ones, and if a parameter has
+        a gradient already, to which eager mode would add.
         """
         tensors = self._batch.list_tensors(batch)
         _check_shapes(self._module, len(self._state), tensors)
@@ -60,7 +60,7 @@ class OrderedStep:
 
 
 def reorder(captured: CapturedStep, order: Iterable[int]) -> fx.GraphModule:
-    """The module with its calls in this order. Its code drops each name behind its last use."""
+    """Returns the module with its calls in this order. Its code drops each name behind its last use."""
     order = list(order)
     check_order(captured.graph, order)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -74,7 +74,7 @@ def reorder(captured: CapturedStep, order: Iterable[int]) -> fx.GraphModule:
 
 
 def _check_draws(captured: CapturedStep, model: torch.nn.Module) -> None:
-    """Raises ValueError where a run would draw other random numbers than eager mode."""
+    """Raises ValueError if a run would draw other random numbers than eager mode."""
     if captured.recomputes_draws:
         raise ValueError(
             "the model recomputes what draws random numbers, and a trace draws others the second time; expected no "
@@ -96,7 +96,7 @@ def _check_draws(captured: CapturedStep, model: torch.nn.Module) -> None:
 
 
 def _check_shapes(module: fx.GraphModule, num_state: int, tensors: Sequence[Tensor]) -> None:
-    """Raises ValueError where the micro batch is not of the shapes that were captured."""
+    """Raises ValueError unless the micro batch has the shapes that were captured."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"][num_state:]
     expected = [(tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in placeholders]
     given = [(tuple(t.shape), t.dtype) for t in tensors]
@@ -108,10 +108,10 @@ _Result = TypeVar("_Result")
 
 
 def measure_allocated(function: Callable[[], _Result]) -> tuple[_Result, int]:
-    """What `function` returns, and the most bytes that it held at once of those that the allocator gave out in it.
+    """Returns function()'s result, and the most bytes that it held at once of those that it allocated.
 
-    Every allocation counts, also those that an operation makes and gives back inside itself. What was there before and
-    is given back inside does not: torch knows such a block's size only where an earlier profile saw its address.
+    Every allocation counts, even those that an operation makes and frees inside itself. Blocks that existed before and
+    are freed inside do not count: torch knows their size only if an earlier profile saw their address.
     """
     torch.empty(1, dtype=torch.float32)
     with _keep_garbage(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
@@ -129,7 +129,7 @@ def measure_allocated(function: Callable[[], _Result]) -> tuple[_Result, int]:
 
 
 def _read_allocations(found: profile) -> list[tuple[int, int]]:
-    """The address and size of each block, in the order of time; the size of one that is given back is negative."""
+    """Lists (address, size) of each allocation in the order of time; the size is negative when a block is freed."""
     assert found.profiler is not None and found.profiler.kineto_results is not None
     waiting = list(found.profiler.kineto_results.experimental_event_tree())
     allocations = []
@@ -144,7 +144,7 @@ def _read_allocations(found: profile) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _keep_garbage() -> Iterator[None]:
-    """No collection of Python's garbage inside, which would give back at any moment what was there before."""
+    """Switches Python's garbage collector off inside the context, because it could free older blocks at any time."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,6 +1,7 @@
-"""A training step as a graph: operations, and the storages that they make, read, write and free.
+"""Describes a training step as a graph: operations, and the storages that they make, read, write and free.
 
-A `Problem` is the form in which the order is sought: numbers only, and cut where every order has to pass.
+`StepGraph` has names, for captured steps. `Problem` is the same in numbers only, for the search of an order; `cut` and
+`restrict` take it apart where every order passes.
 """
 
 from __future__ import annotations
@@ -14,34 +15,34 @@ from functools import cached_property
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One call. Storages and operations are numbers: their places in the StepGraph."""
+    """One call. Storages and operations are given by their indices in the StepGraph."""
 
     name: str
 
     makes: tuple[int, ...] = ()
-    """Storages that it allocates. They are alive while it runs."""
+    """Storages that it allocates. They are alive from the start of the call."""
 
     reads: tuple[int, ...] = ()
-    """Storages that it reads. A view reads the storage of what it is a view of, and makes none."""
+    """Storages that it reads. A view reads its base's storage and makes none."""
 
     writes: tuple[int, ...] = ()
-    """Storages of others that it changes in place. Whoever used one before still has to, and whoever did after, too."""
+    """Storages of others that it changes in place. Their other users have to stay before or after it, as they were."""
 
     after: tuple[int, ...] = ()
-    """Operations that it has to come after, whatever they share: random numbers are drawn in their order."""
+    """Operations that it has to come after although they share no storage, as draws of random numbers."""
 
     scratch_bytes: int = 0
-    """What it holds beside all of this while it runs."""
+    """Bytes that it holds while it runs, beside these storages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepGraph:
-    """A step in the order in which it was given, which is one of those that are allowed.
+    """A step, with its operations in an order that is allowed.
 
-    A storage is alive from the operation that makes it, or from the start where none does, until after the last
-    operation that uses it; those in `kept` until the end. A storage that nothing uses and nobody keeps has no bytes.
+    A storage is alive from the operation that makes it, or from the start if none does, until after the last operation
+    that uses it; storages in `kept` stay until the end. A storage that is neither used nor kept has no bytes.
 
-    Raises ValueError where the given order is none: an operation uses what a later one makes, or two make one storage.
+    Raises ValueError if the given order cannot run: an operation uses a storage before it is made, or two make it.
     """
 
     operations: tuple[Operation, ...]
@@ -76,7 +77,7 @@ class StepGraph:
             raise ValueError("a storage or an operation has fewer than 0 bytes; give sizes of 0 or more")
 
     def find_predecessors(self) -> list[list[int]]:
-        """For each operation those that have to come before it, without most of those that follow from others."""
+        """Lists for each operation those that have to come before it; most that follow from others are left out."""
         found = []
         last_writer = dict[int, int]()
         readers = dict[int, list[int]]()
@@ -99,13 +100,13 @@ class StepGraph:
         return found
 
     def list_uses(self) -> list[frozenset[int]]:
-        """The storages that each operation makes, reads or writes."""
+        """Lists the storages that each operation makes, reads or writes."""
         return [frozenset((*each.makes, *each.reads, *each.writes)) for each in self.operations]
 
 
 @dataclasses.dataclass(frozen=True)
 class Lifetime:
-    """Of a storage in an order: the first and the last step in which it is alive."""
+    """The first and the last step of an order in which a storage is alive."""
 
     storage: int
     first: int
@@ -113,7 +114,7 @@ class Lifetime:
 
 
 def find_lifetimes(graph: StepGraph, order: Sequence[int]) -> list[Lifetime]:
-    """When each storage that is used or kept is alive."""
+    """Finds when each storage that is used or kept is alive."""
     first, last = dict[int, int](), dict[int, int]()
     made = {storage for operation in graph.operations for storage in operation.makes}
     uses, end = graph.list_uses(), len(order) - 1
@@ -128,7 +129,7 @@ def find_lifetimes(graph: StepGraph, order: Sequence[int]) -> list[Lifetime]:
 
 
 def count_bytes(graph: StepGraph, order: Sequence[int]) -> list[int]:
-    """The bytes that are alive while each step of the order runs, its scratch included."""
+    """Counts the bytes that are alive while each step of the order runs, its scratch included."""
     changes = [0] * (len(order) + 1)
     for each in find_lifetimes(graph, order):
         changes[each.first] += graph.sizes[each.storage]
@@ -141,7 +142,7 @@ def count_bytes(graph: StepGraph, order: Sequence[int]) -> list[int]:
 
 
 def check_order(graph: StepGraph, order: Sequence[int]) -> None:
-    """Assert that the order has every operation once, and each after all that it has to come after."""
+    """Asserts that the order has every operation once, behind all its predecessors."""
     steps = {place: step for step, place in enumerate(order)}
     assert len(order) == len(graph.operations) == len(steps), "an operation is missing, or is there twice"
     for place, before in enumerate(graph.find_predecessors()):
@@ -150,12 +151,12 @@ def check_order(graph: StepGraph, order: Sequence[int]) -> None:
 
 
 NoteProgress = Callable[[int, int], None]
-"""Called with how much is done, and all."""
+"""Called with the numbers of operations done and in all."""
 
 
 @contextlib.contextmanager
 def show_progress(what: str) -> Iterator[NoteProgress | None]:
-    """A progress bar, where stderr is a terminal; yields what is called with the number done and all."""
+    """Shows a progress bar if stderr is a terminal; yields the function to call with the numbers done and in all."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -171,16 +172,16 @@ def show_progress(what: str) -> Iterator[NoteProgress | None]:
 
 
 def scale_progress(note: NoteProgress | None, done: int, size: int, total: int) -> Callable[[float], None] | None:
-    """Notes a share, from 0 to 1, of the next `size` of `total`, of which `done` are done."""
+    """Returns a function that notes a share, from 0 to 1, of the next `size` operations of `total`."""
     return (lambda share: note(done + int(min(share, 1.0) * size), total)) if note else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Operations 0 to n - 1, of which that order is allowed, and the storages that they share.
+    """Operations 0 to n - 1, for which this order is allowed, and the storages that they share.
 
-    What is alive follows from which operations have run, whatever their order was. A set of operations that may have
-    run, each with all that comes before it, is called a state here and is written as an integer: bit i is operation i.
+    Which storages are alive depends on which operations have run, but not on their order. A set of operations that
+    contains all predecessors of its members is called a state, and written as an integer: bit i is operation i.
     """
 
     predecessors: tuple[tuple[int, ...], ...]
@@ -189,7 +190,7 @@ class Problem:
     """Storages that an operation makes, reads or writes."""
     scratch_bytes: tuple[int, ...]
     sizes: tuple[int, ...]
-    """Of storages that change: those that are alive throughout are in `base_bytes`."""
+    """Bytes of each storage that comes or goes; those that are alive throughout are in `base_bytes`."""
     kept: frozenset[int]
     """Storages that are alive from the operation that makes them until the end."""
     base_bytes: int = 0
@@ -211,7 +212,7 @@ class Problem:
 
     @cached_property
     def transient_bytes(self) -> tuple[int, ...]:
-        """What is added to the memory while an operation runs."""
+        """The bytes that each operation adds while it runs."""
         return tuple(made + scratch for made, scratch in zip(self.made_bytes, self.scratch_bytes, strict=True))
 
     @cached_property
@@ -220,7 +221,7 @@ class Problem:
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """The operations that use each storage, in order."""
+        """The operations that use each storage, in ascending order."""
         found: list[list[int]] = [[] for _ in self.sizes]
         for place, used in enumerate(self.uses):
             for storage in used:
@@ -229,13 +230,13 @@ class Problem:
 
     @cached_property
     def start_bytes(self) -> int:
-        """What is alive before anything has run."""
+        """The bytes that are alive before any operation has run."""
         inputs = (s for s, users in enumerate(self.users) if users and s not in self.makers)
         return self.base_bytes + sum(self.sizes[storage] for storage in inputs)
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
-        """Of each operation the state right before the earliest step at which it may run."""
+        """For each operation the smallest state in which it may run."""
         found = list[int]()
         for before in self.predecessors:
             state = 0
@@ -253,7 +254,7 @@ class Problem:
         return tuple(found)
 
     def count_steps(self, order: Sequence[int]) -> list[int]:
-        """The bytes that are alive while each step runs."""
+        """Counts the bytes that are alive while each step runs."""
         left = [len(users) + (s in self.kept) for s, users in enumerate(self.users)]
         alive, found = self.start_bytes, []
         for place in order:
@@ -266,12 +267,12 @@ class Problem:
         return found
 
     def count_peak(self, order: Sequence[int]) -> int:
-        """The most bytes that are alive at once."""
+        """Returns the most bytes that are alive at once."""
         return max(self.count_steps(order), default=self.start_bytes)
 
 
 def make_problem(graph: StepGraph) -> Problem:
-    """The whole of a graph."""
+    """Makes the problem of a whole graph."""
     made = {storage for operation in graph.operations for storage in operation.makes}
     constant = graph.kept - made
     return Problem(
@@ -286,7 +287,7 @@ def make_problem(graph: StepGraph) -> Problem:
 
 
 def renumber(problem: Problem, order: Sequence[int]) -> Problem:
-    """The same problem with the operations numbered as they stand in an order that is allowed."""
+    """Renumbers a problem's operations by their place in an order that is allowed."""
     numbers = {place: number for number, place in enumerate(order)}
     return dataclasses.replace(
         problem,
@@ -298,10 +299,11 @@ def renumber(problem: Problem, order: Sequence[int]) -> Problem:
 
 
 def cut(problem: Problem) -> list[range]:
-    """Ranges of operations that every order runs one after the other.
+    """Cuts the operations into ranges that every order runs one after the other.
 
-    A range ends in front of an operation that every other one comes before or after, and behind it. At its ends what
-    has run is the same in every order, so that each range is a problem of its own, and the peak is their greatest.
+    A cut lies before and behind each operation that is comparable with every other one: all others come either before
+    or after it (ROAM's segmentation). At a cut the same operations have run in every order. So each range is a problem
+    of its own, and the peak of the whole is the greatest of theirs.
     """
     n = len(problem)
     ends = {0, n}
@@ -315,7 +317,7 @@ def cut(problem: Problem) -> list[range]:
 
 
 def restrict(problem: Problem, inside: range) -> Problem:
-    """The problem of the operations of a range alone: what is alive from before to behind the range is in its base."""
+    """Makes the problem of a range alone; storages that are alive before and behind it count as its base bytes."""
     before = {s for s, users in enumerate(problem.users) if users and problem.makers.get(s, -1) < inside.start}
     entering = {s for s in before if s in problem.kept or problem.users[s][-1] >= inside.start}
     used = sorted({storage for place in inside for storage in problem.uses[place]})

@@ -1,15 +1,15 @@
-"""A backend of torch.compile: Inductor, with the kernels that it fused in the order of least peak memory.
+"""A backend of torch.compile: Inductor, with its fused kernels in the order of least peak memory.
 
     model = torch.compile(model, backend="tempo_order")
 
-Inductor makes fused kernels and calls of libraries of each graph, forward and backward for themselves. It orders them
-by three list schedules (`reorder_for_peak_memory`) and takes the best. Here our order goes before them as one more to
-choose from, so that the peak which Inductor estimates is never above its own choice's. Only the order of the kernels
-changes, and no kernel: results are the same bit for bit.
+Inductor turns each graph, forward or backward, into fused kernels and calls of libraries. It orders them by three list
+schedules (`reorder_for_peak_memory`) and takes the best. This backend adds our order as a fourth choice, so the peak
+that Inductor estimates is never above that of its own choice. Only the order of the kernels changes, so results are
+the same bit for bit.
 
-What it cannot change: what runs in forward and what in backward (torch.compile cuts the step there, and keeps every
-gradient until backward is over), what is fused, and on a CPU what stands between two calls of libraries: Inductor makes
-one function of it, which frees nothing until it returns.
+It cannot change the split into forward and backward (torch.compile cuts the step there, and keeps every gradient until
+backward is over), nor the fusion. On a CPU it cannot reorder between two calls of libraries: Inductor makes one
+function of all kernels there, which frees nothing until it returns.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tempo_megatron.roam.graph import Operation, StepGraph
 from tempo_megatron.roam.order import find_order
 from tempo_megatron.words.argument_types import format_bytes
 
-# As in the entry points of setup.py, through which torch.compile finds it.
+# The name among the entry points of setup.py, by which torch.compile finds the backend.
 NAME = "tempo_order"
-# Operations that the exact search of each range looks at: a compilation should not wait for it.
+# Operations that the exact search of each range examines; few, so that a compilation does not wait for it.
 WORK_LIMIT = 30_000
 _HOOK = "_post_fusion_custom_pass"
 _log = logging.getLogger(__name__)
@@ -44,15 +44,14 @@ def compile_ordered(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    """What Inductor makes of a graph, with its kernels in our order.
+    """Compiles a graph by Inductor, with its kernels in our order.
 
     Args:
         module: the graph that torch.compile traced.
-        inputs: of the graph.
-        mode: as of the backend "inductor".
-        options: likewise.
+        inputs: the graph's inputs.
+        mode, options: those of the backend "inductor".
 
-    Raises ValueError where the options name another function that orders Inductor's kernels.
+    Raises ValueError if the options name another function that orders Inductor's kernels.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -65,14 +64,14 @@ def compile_ordered(
 
 
 class OrderKernels(CustomSchedulerPass):
-    """What Inductor calls with its scheduler's nodes once it has fused them."""
+    """The pass that Inductor calls with its scheduler's nodes after fusion."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        """The nodes in the order of least peak that is found; as they were given, where none is better."""
+        """Returns the nodes in the order of least peak that it finds, or as given if none is better."""
         if not nodes:
             return nodes
         scheduler = nodes[0].scheduler
-        # It counts the bytes of all buffers, calls our method, and compares the peaks.
+        # This counts the bytes of all buffers, calls our method, and compares the peaks.
         return memory.reorder_for_peak_memory(
             nodes,
             scheduler.name_to_buf,
@@ -83,12 +82,12 @@ class OrderKernels(CustomSchedulerPass):
         )
 
     def uuid(self) -> Any:
-        """By which Inductor's cache knows what was compiled with this version."""
+        """Identifies this version of the pass to Inductor's cache."""
         return get_hash_for_files(tuple(map(str, sorted(Path(__file__).parent.glob("*.py")))), str(WORK_LIMIT))
 
 
 def order_nodes(nodes: Sequence[Any]) -> list[Any]:
-    """The nodes of Inductor's scheduler, whose memory it has counted, in the order of least peak."""
+    """Orders nodes of Inductor's scheduler, whose memory it has counted, for least peak."""
     plan = find_order(read_nodes(nodes, frozenset(V.graph.get_output_names())), work_limit=WORK_LIMIT)
     _log.info(
         "%d kernels: peak %s, of Inductor's order before %s, of no order less than %s",
@@ -99,10 +98,10 @@ def order_nodes(nodes: Sequence[Any]) -> list[Any]:
 
 
 def read_nodes(nodes: Sequence[Any], output_names: frozenset[str]) -> StepGraph:
-    """The graph of scheduler nodes: their buffers are its storages.
+    """Makes a graph of scheduler nodes, with their buffers as its storages.
 
-    A buffer that is changed in place has no bytes under its new name, and its users are those of the old name, too.
-    What a call with several results allocates lies in the buffers of those results, whose own nodes allocate nothing.
+    A buffer that is changed in place has no bytes under its new name, whose users count as users of the old name, too.
+    A call with several results allocates them, but Inductor lists their bytes at buffers of separate nodes.
     """
     places = {node: place for place, node in enumerate(nodes)}
     sizes, kept = list[int](), set[int]()
@@ -144,7 +143,7 @@ def read_nodes(nodes: Sequence[Any], output_names: frozenset[str]) -> StepGraph:
 
 
 def _find_maker(node: Any, places: dict[Any, int]) -> int:
-    """The call whose results this node takes apart; the node itself where there is none."""
+    """Finds the call of whose results this node takes one; returns the node itself if there is none."""
     for before in node.mpi_node.pred_nodes:
         if any(buffer.mpi_buffer.size_alloc > buffer.mpi_buffer.size_free for buffer in before.get_outputs()):
             return places[before]

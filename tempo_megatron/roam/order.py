@@ -1,32 +1,60 @@
-"""Finds the order of a step's operations with the least memory at its peak, and a lower bound beside it."""
+"""Finds the order of a step's operations with the least memory at its peak, and a lower bound of every order's peak.
+
+This is the first of the two problems of ROAM (arXiv 2310.19295), which solves it by integer programs over parts of the
+graph. Here it takes no solver:
+
+1. `cut` splits the step at operations that are comparable with every other one, as ROAM does. Every order runs the
+   parts one after the other. The part with the highest peak goes first; the others need not get below its bound.
+2. `_tighten` improves an order of a part without ever raising its peak: operations that only free memory move forward
+   (`advance_frees`), operations that only allocate move back (`delay_makes`). It starts from the given order and, if
+   that is not enough, from two list schedules (`list_by_memory`, `list_depth_first`).
+3. `_Repair` takes the operation at the peak. A minimum cut (search.py) gives the state of least memory in which it can
+   run: a lower bound of every order's peak, and a state through which the order is led, until none is better.
+4. Where bound and peak still differ, `Search` looks for the least peak, within its work limit.
+
+Lemma: moving operations so never raises a peak. The bytes alive, M, are submodular over states: M(S & T) + M(S | T) <=
+M(S) + M(T). Let S become X, with M(X) <= M(S), by one operation that fits below the limit. Any order that goes on from
+S over states T may go on from X over T | X instead, and M(T | X) <= M(T) + M(X) - M(T & X) <= M(T), because T & X is S
+or X. The same holds from the end backward.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+from bisect import insort
 from collections.abc import Callable, Sequence
 
-from tempo_megatron.roam.graph import Problem, StepGraph, check_order, cut, make_problem, restrict, scale_progress
+from tempo_megatron.roam.graph import (
+    Problem,
+    StepGraph,
+    check_order,
+    cut,
+    make_problem,
+    renumber,
+    restrict,
+    scale_progress,
+)
 from tempo_megatron.roam.search import LeastState, Search, find_least_state
-from tempo_megatron.roam.shift import advance_frees, delay_makes, list_by_memory, list_depth_first
 
 WORK_LIMIT = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
-class OrderPlan:
-    """An order, and what is known of it. All bytes are those of `count_bytes`."""
+class OperationOrder:
+    """An order of a graph's operations, and what is known of it. Bytes are counted as by `count_bytes`."""
 
     order: tuple[int, ...]
-    """Places in the graph's operations."""
+    """Indices of the graph's operations."""
     peak_bytes: int
     given_peak_bytes: int
-    """Of the order in which the graph was given."""
+    """The peak of the order in which the graph was given."""
     lower_bound: int
     """No order needs less."""
     num_cuts: int
-    """Of how many ranges the problem was made that have no influence on each other."""
+    """The number of independent ranges into which the problem was cut."""
     work: int
-    """Operations that the exact search looked at."""
+    """Operations that the exact search examined."""
 
     @property
     def is_optimal(self) -> bool:
@@ -36,17 +64,14 @@ class OrderPlan:
 
 def find_order(
     graph: StepGraph, *, work_limit: int = WORK_LIMIT, note_progress: Callable[[int, int], None] | None = None
-) -> OrderPlan:
-    """The order of least peak that is found, never of a higher peak than the given one.
-
-    The graph is cut where every order has to pass. In each range that reaches above the others, a minimum cut says what
-    at least is alive at the step of the peak, and in which state; orders that pass through it are tried until none is
-    better. What is left to gain is left to a search that finds the least peak, if its work suffices.
+) -> OperationOrder:
+    """Finds an order whose peak is as low as the steps above get it, and never higher than that of the given order.
 
     Args:
         graph: the step.
-        work_limit: of the exact search of each range, in operations; the answer depends on it and on no clock.
-        note_progress: called with the operations that are in order, and all, also during a long search.
+        work_limit: the operations that the exact search of each range may examine. The result depends on it and on no
+            clock.
+        note_progress: called with the numbers of operations ordered and in all, also during a long search.
     """
     problem = make_problem(graph)
     ranges = cut(problem)
@@ -55,7 +80,7 @@ def find_order(
     fixed = [given[inside.start] for inside in ranges if len(inside) == 1]
     solved, lower_bound, work = 0, max(fixed, default=problem.start_bytes), 0
     peaks = [lower_bound]
-    # The range that needs most first: where another one needs less, there is nothing to gain.
+    # The range with the highest peak first: the others have nothing to gain below its bound.
     for inside in sorted((each for each in ranges if len(each) > 1), key=lambda r: -max(given[r.start : r.stop])):
         note_share = scale_progress(note_progress, solved, len(inside), len(problem))
         part = solve_range(restrict(problem, inside), max(lower_bound, 0), work_limit, note_share)
@@ -69,12 +94,12 @@ def find_order(
     check_order(graph, order)
     peak = max(peaks)
     assert peak == problem.count_peak(order) and lower_bound <= peak <= max(given, default=peak)
-    return OrderPlan(tuple(order), peak, max(given, default=peak), lower_bound, num_cuts=len(ranges), work=work)
+    return OperationOrder(tuple(order), peak, max(given, default=peak), lower_bound, num_cuts=len(ranges), work=work)
 
 
 @dataclasses.dataclass(frozen=True)
 class RangeOrder:
-    """An order of one range, its peak, and what bounds it."""
+    """An order of one range, its peak, and a lower bound of every order's peak."""
 
     order: Sequence[int]
     peak: int
@@ -85,7 +110,7 @@ class RangeOrder:
 def solve_range(
     problem: Problem, enough: int, work_limit: int, note_share: Callable[[float], None] | None = None
 ) -> RangeOrder:
-    """The best order found of a range; one whose peak is at most `enough` needs no improvement."""
+    """Finds the best order of a range; it stops improving at a peak of `enough`."""
     order = _tighten(problem, range(len(problem)))
     peak = problem.count_peak(order)
     if peak > enough:
@@ -112,14 +137,14 @@ _MOST_CUTS = 200
 
 
 class _Repair:
-    """Leads an order through the states in which least is alive at its peak."""
+    """Leads an order through the states of least memory for the operations at its peak."""
 
     def __init__(self, problem: Problem, order: Sequence[int], enough: int) -> None:
         self._problem, self._order, self._enough = problem, list(order), enough
         self._found = dict[int, LeastState]()
 
     def run(self) -> tuple[list[int], int]:
-        """The best order, and a lower bound of every order's peak."""
+        """Returns the best order and a lower bound of every order's peak."""
         problem = self._problem
         while self._bound() < problem.count_peak(self._order) and len(self._found) < _MOST_CUTS:
             steps = problem.count_steps(self._order)
@@ -131,7 +156,7 @@ class _Repair:
         return self._order, min(max(self._bound(), self._enough), problem.count_peak(self._order))
 
     def _bound(self) -> int:
-        """The least that the steps need whose states are known."""
+        """Returns the greatest lower bound among the operations whose least states are known."""
         transient = self._problem.transient_bytes
         return max((least.bytes_before + transient[place] for place, least in self._found.items()), default=0)
 
@@ -141,7 +166,7 @@ class _Repair:
         return self._found[place]
 
     def _lead_through(self, place: int) -> bool:
-        """Take the order through the state of least memory before an operation, if that is better."""
+        """Leads the order through the state of least memory before an operation, if that is better."""
         problem, least = self._problem, self._find(place)
         for state in (least.smallest, least.largest):
             ahead = [each for each in self._order if state >> each & 1]
@@ -153,7 +178,7 @@ class _Repair:
         return False
 
     def _raise_bound(self) -> None:
-        """Look at the other steps that may prove the order best."""
+        """Finds the least states of further operations that may prove the order optimal."""
         steps = zip(self._problem.count_steps(self._order), self._order, strict=True)
         for step, place in sorted(steps, reverse=True):
             if step <= max(self._bound(), self._enough) or len(self._found) >= _MOST_CUTS:
@@ -165,3 +190,213 @@ def _weigh(problem: Problem, order: Sequence[int]) -> tuple[int, int]:
     steps = problem.count_steps(order)
     peak = max(steps)
     return peak, steps.count(peak)
+
+
+class State:
+    """Which operations of a problem have run, what is alive, and which can run next."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.alive = problem.start_bytes
+        self.order = list[int]()
+        self._left = [len(users) + (s in problem.kept) for s, users in enumerate(problem.users)]
+        self._waiting = [len(before) for before in problem.predecessors]
+        self.ready = {place for place, number in enumerate(self._waiting) if not number}
+
+    def find_change(self, place: int) -> int:
+        """Returns by how many bytes this operation changes what is alive."""
+        problem, left = self.problem, self._left
+        freed = sum(problem.sizes[s] for s in problem.uses[place] if left[s] == 1)
+        return problem.made_bytes[place] - freed
+
+    def run(self, place: int) -> list[int]:
+        """Runs a ready operation. Returns those that it makes ready."""
+        self.alive += self.find_change(place)
+        self.order.append(place)
+        self.ready.remove(place)
+        for storage in self.problem.uses[place]:
+            self._left[storage] -= 1
+        enabled = []
+        for other in self.problem.successors[place]:
+            self._waiting[other] -= 1
+            if not self._waiting[other]:
+                enabled.append(other)
+        self.ready.update(enabled)
+        return enabled
+
+    def list_last_users(self, place: int) -> list[int]:
+        """Lists ready operations that became the last user of a storage when this one ran, so that they free it now."""
+        problem = self.problem
+        alone = (s for s in problem.uses[place] if self._left[s] == 1)
+        return [other for s in alone for other in problem.users[s] if other in self.ready]
+
+
+def advance_frees(problem: Problem, order: Sequence[int]) -> list[int]:
+    """Moves each operation forward to where it is ready, fits below the peak and leaves no more alive than before."""
+    limit = problem.count_peak(order)
+    state, waits = State(problem), dict[int, None]()
+    for place in order:
+        while place in state.ready:
+            free = next((each for each in waits if _fits(state, each, limit)), None)
+            if free is None:
+                free = place
+            waits.pop(free, None)
+            changed = [*state.run(free), *state.list_last_users(free)]
+            waits.update((each, None) for each in changed if state.find_change(each) <= 0)
+    return state.order
+
+
+def _fits(state: State, place: int, limit: int) -> bool:
+    return place in state.ready and state.alive + state.problem.transient_bytes[place] <= limit
+
+
+def delay_makes(problem: Problem, order: Sequence[int]) -> list[int]:
+    """Moves operations back: builds the order from its end, and prefers operations before which no more is alive than
+    behind them and which fit below the peak."""
+    state, limit = _StateFromEnd(problem), problem.count_peak(order)
+    for wished in reversed(order):
+        while not state.is_placed[wished]:
+            state.place(next((each for _, each in state.frees if state.fits(each, limit)), wished))
+    return state.order[::-1]
+
+
+class _StateFromEnd:
+    """Which operations of a problem are placed, from the end backward, and which may be placed next."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem, n = problem, len(problem)
+        self.order, self.is_placed = list[int](), [False] * n
+        self.frees = list[tuple[int, int]]()
+        """(number, place) of the placeable operations before which no more is alive than behind them, oldest first."""
+        self._alive = problem.base_bytes + sum(
+            problem.sizes[s] for s in problem.kept if s in problem.makers or problem.users[s]
+        )
+        self._is_used_later = [s in problem.kept for s in range(len(problem.sizes))]
+        self._waiting = [len(after) for after in problem.successors]
+        self._numbers = dict[int, int]()
+        # By how much more is alive before each operation than behind it: storages that no later operation uses, less
+        # those that it makes.
+        self._rises = [
+            sum(problem.sizes[s] for s in problem.uses[place] if not self._is_used_later[s])
+            - sum(problem.sizes[s] for s in problem.makes[place])
+            for place in range(n)
+        ]
+        for place in range(n):
+            if not self._waiting[place]:
+                self._admit(place)
+
+    def fits(self, place: int, limit: int) -> bool:
+        return self._alive + self._rises[place] + self._problem.transient_bytes[place] <= limit
+
+    def place(self, place: int) -> None:
+        problem = self._problem
+        self._alive += self._rises[place]
+        self.order.append(place)
+        self.is_placed[place] = True
+        if self._rises[place] <= 0:
+            self.frees.remove((self._numbers[place], place))
+        for storage in problem.uses[place]:
+            if not self._is_used_later[storage]:
+                self._is_used_later[storage] = True
+                for other in problem.users[storage]:
+                    self._lower(other, problem.sizes[storage])
+        for other in problem.predecessors[place]:
+            self._waiting[other] -= 1
+            if not self._waiting[other]:
+                self._admit(other)
+
+    def _admit(self, place: int) -> None:
+        self._numbers[place] = len(self._numbers)
+        if self._rises[place] <= 0:
+            insort(self.frees, (self._numbers[place], place))
+
+    def _lower(self, place: int, size: int) -> None:
+        before = self._rises[place]
+        self._rises[place] -= size
+        if before > 0 >= self._rises[place] and place in self._numbers and not self.is_placed[place]:
+            insort(self.frees, (self._numbers[place], place))
+
+
+def list_by_memory(problem: Problem) -> list[int]:
+    """Makes LESCEA's list schedule, with which the paper compares.
+
+    Of the ready operations that do not exceed the peak so far, it takes the one that leaves least alive, or, if all
+    exceed it, the one with the smallest new peak.
+    """
+    state, peak = State(problem), problem.start_bytes
+    changes = {place: state.find_change(place) for place in state.ready}
+    by_change = [(change, place) for place, change in changes.items()]
+    heapq.heapify(by_change)
+    while state.ready:
+        place = _pop_lowest(by_change, changes, peak - state.alive, problem)
+        if place is None:
+            place = min(state.ready, key=lambda each: (problem.transient_bytes[each], changes[each], each))
+        peak = max(peak, state.alive + problem.transient_bytes[place])
+        del changes[place]
+        for other in [*state.run(place), *state.list_last_users(place)]:
+            changes[other] = state.find_change(other)
+            heapq.heappush(by_change, (changes[other], other))
+    return state.order
+
+
+def list_depth_first(problem: Problem) -> list[int]:
+    """Makes a depth-first schedule: each operation right behind those that it needs, the fewest bytes touched first."""
+    touched = [sum(problem.sizes[storage] for storage in used) for used in problem.uses]
+    by_bytes = sorted(range(len(problem)), key=lambda place: (touched[place], place))
+    ranks = {place: rank for rank, place in enumerate(by_bytes)}
+    order = dict[int, None]()
+    for last in by_bytes:
+        waiting = [last]
+        while waiting:
+            missing = [each for each in problem.predecessors[waiting[-1]] if each not in order]
+            if missing:
+                waiting += sorted(missing, key=ranks.__getitem__, reverse=True)
+            else:
+                order[waiting.pop()] = None
+    return list(order)
+
+
+def _pop_lowest(entries: list[tuple[int, int]], changes: dict[int, int], room: int, problem: Problem) -> int | None:
+    """Pops the lowest entry that is up to date and fits into `room`; entries that do not fit stay."""
+    passed, found = [], None
+    while entries:
+        entry = heapq.heappop(entries)
+        if changes.get(entry[1]) != entry[0]:
+            continue
+        passed.append(entry)
+        if problem.transient_bytes[entry[1]] <= room:
+            found = passed.pop()[1]
+            break
+    for entry in passed:
+        heapq.heappush(entries, entry)
+    return found
+
+
+def flatten_order(graph: StepGraph, order: Sequence[int], depth: int, work_limit: int) -> list[int]:
+    """Finds an order whose peak is no higher, but in which fewer steps need almost as much.
+
+    The operation at the peak stays where it is. The operations before it and those behind it are two problems of their
+    own, each of which gets its lowest peak that `find_order` finds without a search. The same is repeated for the
+    highest of the remaining problems, until all are `depth` bytes below the first peak, or more than `work_limit`
+    operations were reordered.
+    """
+    problem = renumber(make_problem(graph), order)
+    steps = problem.count_steps(range(len(problem)))
+    enough = max(steps, default=0) - depth
+    found, work = list(order), 0
+    waiting = [(-max(steps, default=0), 0, problem)]
+    while waiting and work <= work_limit:
+        _, start, part = heapq.heappop(waiting)
+        steps = part.count_steps(range(len(part)))
+        place = steps.index(max(steps))
+        for inside in (range(place), range(place + 1, len(part))):
+            if len(inside) < 2 or max(steps[inside.start : inside.stop]) <= enough:
+                continue
+            side = restrict(part, inside)
+            solved = solve_range(side, enough, work_limit=0).order
+            work += len(side)
+            first = start + inside.start
+            found[first : first + len(side)] = [found[first + each] for each in solved]
+            side = renumber(side, solved)
+            heapq.heappush(waiting, (-side.count_peak(range(len(side))), first, side))
+    return found

@@ -1,4 +1,4 @@
-"""Reads the graph to order from a traced step: which node makes, reads and writes which storage."""
+"""Reads a StepGraph from a traced step: which node makes, reads and writes which storage."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tempo_megatron.roam.graph import Operation, StepGraph, count_bytes
 from tempo_megatron.roam.refusals import BatchStructure
 from tempo_megatron.roam.updates import UpdateBytes
 
-# They write to the running statistics, which their schemas do not say: the places of these among the arguments, and of
-# the one that says whether they do.
+# These write to running statistics although their schemas do not say so: the indices of the statistics among the
+# arguments, and of the flag that switches the writing on.
 _WRITE_STATISTICS = {"aten::native_batch_norm": ((3, 4), 5), "aten::cudnn_batch_norm": ((3, 4), 5)}
 
 
-# Their order is the order in which ranks meet.
+# Namespaces of collectives, which keep their order, because all ranks must call them in the same one.
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What the node of an optimizer's update stands for."""
+    """The update of one parameter by the optimizer, as metadata of its node."""
 
     parameter: str
     placeholder: fx.Node
@@ -38,40 +38,40 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class CapturedStep:
-    """A step that runs, and the same step as a graph to order."""
+    """A step as a module that runs, and as a graph to order."""
 
     module: fx.GraphModule
     """Takes parameters, buffers and the micro batch's tensors, each tensor once; returns the loss, and the gradients
     where no optimizer uses them."""
     graph: StepGraph
     nodes: tuple[tuple[fx.Node, ...], ...]
-    """Of each operation of the graph: a call, then the views of what it made."""
+    """For each operation of the graph its call, then the views of the call's results."""
     storage_names: tuple[str, ...]
-    """The node that makes each storage, the parameter or buffer that it is of, or whose optimizer state it has."""
+    """For each storage the node that makes it, or the name of its parameter, buffer or optimizer state."""
     standing_bytes: int
-    """Of what is there before and after: parameters, buffers, optimizer states, constants and the micro batch."""
+    """Bytes that exist before and after: parameters, buffers, optimizer states, constants and the micro batch."""
     batch: BatchStructure = dataclasses.field(default_factory=lambda: BatchStructure(()))
-    """Of the micro batch."""
+    """The structure of the micro batch."""
     recomputes_draws: bool = False
-    """Whether backward draws random numbers, where eager mode repeats those of forward."""
+    """Whether backward draws new random numbers, where eager mode would repeat those of forward."""
 
     def make_eager_graph(self) -> StepGraph:
-        """The graph of an eager step, which keeps every gradient until the step is over."""
+        """Makes the graph of an eager step, which keeps every gradient until the step is over."""
         operations = zip(self.graph.operations, self.nodes, strict=True)
         gradients = {s for operation, nodes in operations if nodes[0].meta.get("update") for s in operation.reads}
         return dataclasses.replace(self.graph, kept=self.graph.kept | gradients)
 
     def count_eager_bytes(self) -> list[int]:
-        """What is alive at each operation of an eager step."""
+        """Counts the bytes that are alive at each operation of an eager step."""
         return count_bytes(self.make_eager_graph(), range(len(self.nodes)))
 
 
 class GraphReader:
-    """Reads the storages of a module's nodes, whose `val` are fake tensors that share them as the real ones will.
+    """Reads the storages of a module's nodes from their fake tensors `val`, which share storages as real ones will.
 
     Args:
-        module: what was traced.
-        opaque: operations of tempo_kernels by name: what they hold inside is measured.
+        module: the traced step.
+        opaque: operations of tempo_kernels by name, whose scratch memory is measured.
     """
 
     def __init__(self, module: fx.GraphModule, opaque: dict[str, Opaque]) -> None:
@@ -87,10 +87,10 @@ class GraphReader:
         self._scratch = dict[Any, int]()
 
     def read(self) -> CapturedStep:
-        """The graph.
+        """Returns the captured step.
 
-        Raises ValueError where a storage was resized while it was traced, for a sparse tensor, and for mkldnn's
-        recurrent layers.
+        Raises ValueError if a storage was resized during the trace, for a sparse tensor, and for mkldnn's recurrent
+        layers.
         """
         kept = set[int]()
         for node in self._module.graph.nodes:
@@ -117,7 +117,7 @@ class GraphReader:
         )
 
     def _joins(self, node: fx.Node) -> bool:
-        """Whether it is a view or a part of what one operation made, and runs with that operation."""
+        """Whether a node is a view or a part of one operation's results, and so runs with that operation."""
         inputs = node.all_input_nodes
         if len(inputs) != 1 or inputs[0] not in self._places:
             return False
@@ -138,7 +138,7 @@ class GraphReader:
         reads = {s for each in node.all_input_nodes for s in self._number(each)} - writes
         known = len(self._sizes)
         made = [s for s in self._number(node) if s >= known]
-        # A view of a parameter makes no storage, and is there only when its node has run.
+        # Storages do not tell of views of parameters, which make none and yet exist only after their node has run.
         after = sorted({self._places[each] for each in node.all_input_nodes if each in self._places})
         if is_random(node):
             after += [self._last_random] if self._last_random is not None else []
@@ -169,7 +169,7 @@ class GraphReader:
         )
 
     def _number(self, node: fx.Node, name: str | None = None) -> list[int]:
-        """The numbers of a node's storages; new ones get new numbers."""
+        """Returns the indices of a node's storages; new storages get new indices."""
         found = []
         for t in _list_tensors(node):
             if t.layout != torch.strided:
@@ -191,7 +191,7 @@ class GraphReader:
         return list(dict.fromkeys(found))
 
     def _count_scratch(self, node: fx.Node) -> int:
-        """What an operation of tempo_kernels has alive inside beside its results, run on fake tensors."""
+        """Measures on fake tensors what an operation of tempo_kernels holds inside beside its results."""
         space, _, name = _get_name(node).partition("::")
         if space != "tempo_kernels" or name not in self._opaque:
             return 0
@@ -214,12 +214,12 @@ class GraphReader:
 
 
 def is_part(node: fx.Node) -> bool:
-    """Whether it takes one result of an operation that has several."""
+    """Whether a node takes one result of an operation that has several."""
     return getattr(node.target, "__name__", "") == "getitem"
 
 
 def list_written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node changes in place."""
+    """Lists the arguments that a node changes in place."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return []
@@ -234,14 +234,14 @@ def list_written(node: fx.Node) -> list[fx.Node]:
 
 
 def get_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operation by the names of its schema."""
+    """Returns the arguments of an operation by the names of its schema."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema else []
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _check_workspace(node: fx.Node) -> None:
-    """Raises ValueError for what keeps more than its fake kernel says, and keeps it under autograd only."""
+    """Raises ValueError for an operation that keeps more for backward than its fake kernel shows."""
     if _get_name(node) == "aten::mkldnn_rnn_layer":
         raise ValueError(
             f"{node.name} keeps a workspace of which a trace sees nothing; expected recurrent layers without mkldnn "
@@ -250,7 +250,7 @@ def _check_workspace(node: fx.Node) -> None:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether it draws from a generator."""
+    """Whether a node draws from a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -264,7 +264,7 @@ def _list_tensors(node: fx.Node) -> list[Tensor]:
 
 
 def _count_span(t: Tensor) -> int:
-    """Bytes of the smallest storage that holds it."""
+    """Counts the bytes of the smallest storage that holds t."""
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return int(t.storage_offset() + last + 1) * t.element_size() if t.numel() else 0
 

@@ -1,7 +1,7 @@
-"""Says in one sentence why a step cannot be captured, with the operation and the module in which it is called.
+"""Explains in one sentence why a step cannot be captured, naming the operation and the module that calls it.
 
-`BatchStructure` takes a micro batch of any structure apart: its tensors are inputs of the captured step, whatever else
-is in it is compiled in, and a later batch that differs there is refused.
+`BatchStructure` takes a micro batch of any structure apart. Its tensors are inputs of the captured step; all other
+values are compiled in, and a later batch in which they differ is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# What torch's errors say, and what to make of it.
+# Parts of torch's errors, and the sentences for them.
 _SENTENCES = {
     "Please convert all Tensors to FakeTensors first": "is given a tensor that is neither parameter, buffer nor part "
     "of the micro batch; register it as a buffer",
@@ -30,7 +30,7 @@ _SIMPLE = (bool, int, float, str, Tensor, type(None))
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raises ValueError for what happens to gradients in eager mode and would not in a traced step."""
+    """Raises ValueError for hooks on gradients, which run in eager mode but not in a traced step."""
     for name, module in model.named_modules():
         if type(module).__name__ == "DistributedDataParallel":
             raise ValueError(
@@ -46,7 +46,7 @@ def check_model(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def refuse_changed_attributes(model: torch.nn.Module) -> Iterator[None]:
-    """Puts every module's attributes back; raises ValueError where the step has set a number, a text or a tensor."""
+    """Restores every module's attributes, and raises ValueError if the step has set a number, a text or a tensor."""
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     try:
         yield
@@ -66,7 +66,7 @@ def refuse_changed_attributes(model: torch.nn.Module) -> Iterator[None]:
 
 
 def differ(before: Any, after: Any) -> bool:
-    """Whether it is another number, text or tensor; what else it may be is not compared."""
+    """Whether a number, text or tensor differs; values of other types are not compared."""
     if before is after or not isinstance(after, _SIMPLE):
         return False
     return isinstance(after, Tensor) or type(before) is not type(after) or before != after
@@ -74,7 +74,7 @@ def differ(before: Any, after: Any) -> bool:
 
 @contextlib.contextmanager
 def explain_refusals(model: torch.nn.Module) -> Iterator[None]:
-    """Turns what fake tensors refuse into a ValueError."""
+    """Turns errors of fake tensors into ValueErrors."""
     try:
         yield
     except fake_tensor.DynamicOutputShapeException as error:
@@ -102,7 +102,7 @@ def explain_refusals(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _find_operator_without_fake(error: BaseException) -> str | None:
-    """Its name from the text of the error, which has no other place for it."""
+    """Finds the operator's name in the text of the error, which has it nowhere else."""
     text = str(error)
     if "no fake impl" not in text and not ("Could not run" in text and "Meta" in text):
         return None
@@ -111,13 +111,13 @@ def _find_operator_without_fake(error: BaseException) -> str | None:
 
 
 def _find_called(error: BaseException) -> str:
-    """The operation that the error names, or what else."""
+    """Names the operation in the error's text, or says "what runs"."""
     found = re.search(r"\baten\.\w+", str(error))
     return found.group() if found else "what runs"
 
 
 def _say_where(model: torch.nn.Module, error: BaseException) -> str:
-    """The innermost module that was running, by name."""
+    """Names the innermost module that was running."""
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     found = "in compute_loss"
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -128,7 +128,7 @@ def _say_where(model: torch.nn.Module, error: BaseException) -> str:
 
 
 class BatchStructure:
-    """Where the tensors of a micro batch are, and the values beside them; it holds no tensor."""
+    """The structure of a micro batch: the places of its tensors, and all other values. It holds no tensor."""
 
     def __init__(self, batch: Sequence[Any]) -> None:
         leaves, self._tree = tree_flatten(tuple(batch))
@@ -136,9 +136,9 @@ class BatchStructure:
         self._values = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def list_tensors(self, batch: Sequence[Any]) -> list[Tensor]:
-        """The tensors of another micro batch in the same order, whatever the order of its keys.
+        """Lists the tensors of another micro batch in the same order, whatever the order of its keys.
 
-        Raises ValueError where it has another structure, or other numbers or texts.
+        Raises ValueError if its structure, numbers or texts differ.
         """
         try:
             leaves = self._tree.flatten_up_to(tuple(batch))
@@ -158,7 +158,7 @@ class BatchStructure:
         return tensors
 
     def fill(self, tensors: Sequence[Tensor]) -> Sequence[Any]:
-        """The micro batch with these tensors."""
+        """Returns the micro batch with these tensors in it."""
         leaves = list(self._values)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor

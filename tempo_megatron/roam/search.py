@@ -1,7 +1,7 @@
-"""Searches the order of least peak of a small problem, or of one whose states are few: best first, over states.
+"""Finds the order of least peak exactly, for problems with few states, and lower bounds of the peak for any problem.
 
-`find_least_state` gives the bound of the search: the least that can be alive when an operation runs, by a minimum cut,
-and the state in which that is so.
+`Search` is a best-first search over states. `find_least_state` computes by a minimum cut the least memory that can be
+alive when an operation runs, and the state in which this is so.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from tempo_megatron.roam.graph import Problem
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """What a search knows when it ends, or when its work is spent."""
+    """The result of a search that ended or spent its work."""
 
     order: list[int] | None
-    """One whose peak is below the limit; None where none was found."""
+    """An order whose peak is below the limit; None if none was found."""
     lower_bound: int
-    """No order's peak is below it. The limit itself where there is no better order."""
+    """No order's peak is below it. It is the limit itself if no order's peak is below the limit."""
     work: int
 
 
 class Search:
-    """Looks for an order whose peak is below a limit.
+    """Searches an order whose peak is below a limit.
 
-    The state that needs the lowest peak so far is looked at first, and of equals the one in which most has run. All
-    that follows from it is then of that peak or a higher one, so that the first complete order is of the least peak.
-    An operation that fits below the peak so far, and leaves no more alive than there was, is run at once and nothing
-    else tried beside it: no order is better without (see shift.py).
+    It always expands the state that was reached with the lowest peak, and of equals the one in which most operations
+    have run. A successor's peak is never lower, so the first complete order has the least peak of all. An operation
+    that fits below the peak so far, and leaves no more alive than before, runs at once without a branch, because no
+    order is better without it (the lemma in order.py).
     """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         masks = [reduce(or_, (1 << each for each in users), 0) for users in problem.users]
-        # What an operation frees where all others of a mask have run.
+        # For each operation (others, size): it frees `size` bytes if all operations of the mask `others` have run.
         self._frees = [
             [(masks[s] & ~(1 << place), problem.sizes[s]) for s in used if s not in problem.kept and problem.sizes[s]]
             for place, used in enumerate(problem.uses)
@@ -47,9 +47,9 @@ class Search:
         self._before = [reduce(or_, (1 << each for each in before), 0) for before in problem.predecessors]
 
     def run(self, limit: int, work_limit: int, note_share: Callable[[float], None] | None = None) -> SearchResult:
-        """Search until an order is found, none is left, or `work_limit` operations have been looked at.
+        """Searches until an order is found, no state is left, or `work_limit` operations have been examined.
 
-        `note_share` is called with the share of the work limit that is spent, now and then.
+        It calls `note_share` now and then with the share of the work limit that is spent.
         """
         problem = self._problem
         roots = tuple(place for place, before in enumerate(problem.predecessors) if not before)
@@ -95,7 +95,7 @@ class Search:
         )
 
     def _run_free(self, front: _Front) -> _Front:
-        """Run what fits below the peak so far and leaves no more alive than there was."""
+        """Runs all operations that fit below the peak so far and leave no more alive than before."""
         is_changed = True
         while is_changed:
             is_changed = False
@@ -110,7 +110,7 @@ class Search:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Front:
-    """A state, what is alive in it, what can run next, the peak until it, and the operations since the last branch."""
+    """A state, its bytes alive, the operations ready to run, the peak so far, and the path since the last branch."""
 
     state: int
     alive: int
@@ -133,7 +133,7 @@ _SOURCE, _SINK = 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class LeastState:
-    """What has run right before an operation, where least is alive: the smallest and the largest such state."""
+    """The states of least memory right before an operation: the smallest and the largest of them."""
 
     bytes_before: int
     smallest: int
@@ -141,11 +141,13 @@ class LeastState:
 
 
 def find_least_state(problem: Problem, place: int) -> LeastState:
-    """The state of least memory right before operation `place`.
+    """Finds the states of least memory right before operation `place`, by a minimum cut.
 
-    Every order passes through a state that has all of the operation's ancestors, and neither itself nor a descendant.
-    For the other operations both are allowed. A storage costs its bytes where its maker has run and a user has not: a
-    cut of a graph whose source side has run. No order's step is below the least of them, which bounds every peak.
+    Every order passes through a state that contains all ancestors of the operation, but neither itself nor any of its
+    descendants; the other operations are free. A storage costs its bytes if its maker has run and a user has not. That
+    is the cost of a cut in a network with an edge from each storage's maker to its users, where the source side has
+    run; edges of infinite capacity keep an operation from running before its predecessors. The minimum cut is a lower
+    bound of the memory in which the operation can run, and so of every order's peak.
     """
     before, behind = problem.ancestors[place], problem.descendants[place] | 1 << place
     free = [each for each in range(len(problem)) if not (before | behind) >> each & 1]
@@ -183,7 +185,7 @@ def find_least_state(problem: Problem, place: int) -> LeastState:
 
 
 class _Network:
-    """A flow network; Dinic's algorithm."""
+    """A flow network with Dinic's algorithm for its maximum flow."""
 
     def __init__(self, num_nodes: int) -> None:
         self._arcs: list[list[int]] = [[] for _ in range(num_nodes)]
@@ -195,14 +197,14 @@ class _Network:
         return len(self._arcs) - 1
 
     def connect(self, tail: int, head: int, capacity: int) -> None:
-        # Arc i ^ 1 goes back along arc i.
+        # Arcs come in pairs: arc i ^ 1 is the reverse of arc i.
         self._arcs[tail].append(len(self._heads))
         self._arcs[head].append(len(self._heads) + 1)
         self._heads += [head, tail]
         self._room += [capacity, 0]
 
     def push_flow(self) -> int:
-        """Push all that goes from source to sink; return how much that is."""
+        """Pushes the maximum flow from source to sink; returns its value."""
         total = 0
         while (levels := self._measure_levels())[_SINK] >= 0:
             positions = [0] * len(self._arcs)

@@ -1,4 +1,4 @@
-"""The optimizer's update of one parameter as an operation that can run anywhere behind its gradient."""
+"""Splits an optimizer's step into updates of single parameters, which can run anywhere behind their gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from tempo_megatron.memory.storages import PeakBytes, list_storages
 
-# Whose update of an element depends on that element alone: one parameter after the other is the same as all at once.
+# In these optimizers the update of an element depends on that element alone, so parameters can be updated one by one.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -30,14 +30,14 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 class ParameterUpdate(torch.nn.Module):
-    """`optimizer.step()` for one parameter, given its gradient: the same call, with a group of one."""
+    """Calls `optimizer.step()` for one parameter, given its gradient, with a group of one."""
 
     def __init__(self, optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
         super().__init__()
         groups = enumerate(optimizer.param_groups)
         place = next(place for place, group in groups if any(p is parameter for p in group["params"]))
-        # In a tuple, so that the parameter is not one of this module. The group's place, not the group: loading the
-        # optimizer's state makes new ones.
+        # In a tuple, so that the parameter is not registered with this module. The group's index instead of the group,
+        # because loading the optimizer's state makes new groups.
         self._held = optimizer, place, parameter
 
     def has_gradient(self) -> bool:
@@ -55,7 +55,7 @@ class ParameterUpdate(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class UpdateBytes:
-    """What an update holds while it runs, and its state always: (bytes, bytes per element of the parameter)."""
+    """The scratch memory and the state of an update, each as (bytes, bytes per element of the parameter)."""
 
     scratch: tuple[int, int]
     state: tuple[int, int]
@@ -68,7 +68,7 @@ class UpdateBytes:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raises ValueError where the update of a parameter may depend on another one, or a hook sees it."""
+    """Raises ValueError if the update of a parameter may depend on another one, or a hook sees the step."""
     if type(optimizer) not in ELEMENTWISE:
         known = ", ".join(each.__name__ for each in ELEMENTWISE)
         raise ValueError(
@@ -83,9 +83,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def measure_update(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> UpdateBytes:
-    """Run the update of two small parameters of this dtype with the group's settings, and count.
+    """Measures the updates of two small parameters of this dtype with the group's settings.
 
-    It is linear in the number of elements, so that two numbers say what it is for any.
+    The bytes are linear in the number of elements, so two sizes determine them for any size.
     """
     with unset_fake_temporarily():
         few_scratch, few_state = _measure_elements(optimizer, group, dtype, 4096)
@@ -102,7 +102,7 @@ def _find_line(few: int, more: int) -> tuple[int, int]:
 def _measure_elements(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, num_elements: int
 ) -> tuple[int, int]:
-    """Bytes of scratch and of state."""
+    """Measures the bytes of scratch memory and of state."""
     parameter = torch.nn.Parameter(torch.ones(num_elements, dtype=dtype))
     make: Any = type(optimizer)
     small: Optimizer = make([parameter], lr=group["lr"])

@@ -1,4 +1,4 @@
-"""Parses words of a command line, sizes of memory such as 80GiB too; a word that cannot be read is one sentence."""
+"""Parses words of a command line, sizes of memory such as 80GiB too; an unreadable word is a one-sentence error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 _LARGEST = 10**12
-"""Beyond it no run has a size, and arithmetic with sizes would leave 64 bits."""
+"""No size of a run exceeds it, and products of larger sizes would not fit into 64 bits."""
 
 
 def parse_whole(text: str) -> int:
@@ -23,7 +23,7 @@ def parse_whole(text: str) -> int:
 
 
 def parse_seed(text: str) -> int:
-    """What every generator takes: numpy's has 32 bits."""
+    """Reads a seed that every generator accepts: numpy's has 32 bits."""
     value = parse_not_negative(text)
     if value >= 2**32:
         raise argparse.ArgumentTypeError(f"{text} is not below {2**32}")
@@ -37,7 +37,7 @@ def parse_minutes(text: str) -> int:
 
 
 def parse_heartbeat(text: str) -> float:
-    """Seconds; below 5 a machine that is busy for a moment would be taken for one that is gone."""
+    """Reads seconds; with fewer than 5, a machine that is busy for a moment would count as lost."""
     value = parse_not_negative_float(text)
     if value and not 5.0 <= value <= 1e6:
         raise argparse.ArgumentTypeError(f"{text} is neither 0 nor from 5 to 1000000 seconds")
@@ -80,7 +80,7 @@ def parse_not_negative_float(text: str) -> float:
 
 
 def parse_output(text: str) -> str:
-    """A file to write when the work is done, whose folder is made: that it cannot be is found before."""
+    """Reads the path of a file that is written after the work; makes its folder and checks that it can be written."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; give a file in it")
@@ -90,7 +90,7 @@ def parse_output(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text} cannot be written, the folder {path.parent} cannot be made ({error.strerror}); give another place"
         ) from None
-    # Permissions do not tell of file systems such as /proc, so it is opened. A pipe would wait for its reader.
+    # Open it, because permissions do not tell on file systems such as /proc. Not a pipe, which would wait for a reader.
     existed = path.exists()
     try:
         if path.is_file() or not existed:

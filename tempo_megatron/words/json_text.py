@@ -1,4 +1,4 @@
-"""JSON as people write it by hand: read strictly, and refused with one sentence where it is not what it seems."""
+"""Reads JSON that people write by hand: strictly, with one sentence for what is ambiguous or wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 
 def read_json(path: str | Path) -> Any:
-    """The content of a JSON file; OSError where it cannot be read, else as parse_json, with the file's name."""
+    """Reads a JSON file. Raises OSError if it cannot be read, and parse_json's errors with the file's name."""
     content = Path(path).read_bytes()
     try:
         return parse_json(decode(content))
@@ -20,7 +20,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """As read_json, of a file that holds an object; ValueError where it holds anything else."""
+    """Reads a JSON file that must hold an object; raises ValueError if it holds anything else."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; expected a JSON object")
@@ -28,10 +28,10 @@ def read_object(path: str | Path) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Returns the value of a JSON text.
 
-    Raises ValueError, without the text, for what is no JSON, for a name that appears twice in an object, for a number
-    that is not finite and for a nesting that is too deep.
+    Raises ValueError, without quoting the text, for invalid JSON, a name that appears twice in an object, a number that
+    is not finite, and too deep nesting.
     """
     if not text.strip():
         raise ValueError("it is empty")
@@ -44,7 +44,7 @@ def parse_json(text: str) -> Any:
 
 
 def decode(content: bytes) -> str:
-    """UTF-8, with a byte order mark or without; ValueError for other bytes."""
+    """Decodes UTF-8, with or without a byte order mark; raises ValueError for other bytes."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -52,7 +52,7 @@ def decode(content: bytes) -> str:
 
 
 def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these names and values; ValueError where a name appears twice."""
+    """Makes an object of names and values; raises ValueError if a name appears twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -61,10 +61,10 @@ def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def find_near_name(key: str, names: Iterable[str]) -> str | None:
-    """The known name that somebody may have meant with `key`, whatever its capitals; None where none is near.
+    """Returns the known name that `key` may stand for, ignoring case, or None.
 
-    Near are names of nearly the same letters, and those that begin or end with all words of the other: `zero` is near
-    `zero_optimization`, and `tempo_config` near `tempo`.
+    It accepts names with nearly the same letters, and names of which one begins or ends with all words of the other:
+    `zero` stands for `zero_optimization`, and `tempo_config` for `tempo`.
     """
     word, known = key.lower(), list(names)
     if close := difflib.get_close_matches(word, known, n=1, cutoff=0.85):
@@ -79,7 +79,7 @@ def _shares_an_end(one: str, other: str) -> bool:
 
 
 def read_finite(text: str) -> float:
-    """A number with a point or an exponent; ValueError where it is beyond what a float holds."""
+    """Reads a number with a point or an exponent; raises ValueError if a float cannot hold it."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is beyond the numbers that there are")
     return value

@@ -18,7 +18,7 @@ from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fak
 from tempo_megatron.roam.arena import ArenaStep, find_out_variant
 from tempo_megatron.roam.capture import capture_step
 from tempo_megatron.roam.execute import measure_allocated
-from tempo_megatron.roam.order import OrderPlan, find_order
+from tempo_megatron.roam.order import OperationOrder, find_order
 from tempo_megatron.slots import dropout_rng
 
 
@@ -34,7 +34,7 @@ def train_in_arena(
     optimizer, eager_optimizer = make_optimizer(model.parameters()), make_optimizer(eager.parameters())
     with context():
         captured = capture_step(model, compute_loss, draw(0), optimizer)
-    plan: OrderPlan = find_order(captured.graph)
+    plan: OperationOrder = find_order(captured.graph)
     step = ArenaStep(captured, model, plan.order)
     allocated = list[int]()
     for number in range(3):

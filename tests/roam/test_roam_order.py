@@ -29,9 +29,8 @@ from tempo_megatron.roam.graph import (
     restrict,
     show_progress,
 )
-from tempo_megatron.roam.order import find_order
+from tempo_megatron.roam.order import advance_frees, delay_makes, find_order, list_by_memory, list_depth_first
 from tempo_megatron.roam.search import Search, find_least_state
-from tempo_megatron.roam.shift import advance_frees, delay_makes, list_by_memory, list_depth_first
 
 
 @settings(max_examples=120, deadline=None)

@@ -1,4 +1,4 @@
-"""Addresses in an arena: compared with every layout there is of few rectangles, and with the bound of many."""
+"""Addresses in an arena: compared with every placement there is of few rectangles, and with the bound of many."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roam_cases import graphs, make_training_graph
 
-from tempo_megatron.roam.fill import Filler
-from tempo_megatron.roam.flatten import find_arena, flatten_order
 from tempo_megatron.roam.graph import Operation, StepGraph, check_order, count_bytes
-from tempo_megatron.roam.layout import (
+from tempo_megatron.roam.order import find_order, flatten_order
+from tempo_megatron.roam.placement import (
     BranchAndBound,
+    Filler,
     Rectangle,
-    check_layout,
-    find_layout,
+    check_placement,
+    find_arena,
     find_most_alive,
+    find_placement,
     list_rectangles,
     place_longest_first,
 )
-from tempo_megatron.roam.order import find_order
 
 
 @st.composite
@@ -51,18 +51,20 @@ def find_lowest(given: list[Rectangle]) -> int:
 @settings(max_examples=100, deadline=None)
 @given(rectangles(most=5))
 def test_the_layout_is_as_low_as_any(given: list[Rectangle]) -> None:
-    layout = find_layout(given)
-    assert layout.height == find_lowest(given) == layout.lower_bound
+    placement = find_placement(given)
+    assert placement.height == find_lowest(given) == placement.lower_bound
 
 
 @settings(max_examples=100, deadline=None)
 @given(rectangles(most=30), st.sampled_from([1, 4]))
 def test_layouts_of_many_overlap_nowhere_and_keep_their_bound(given: list[Rectangle], alignment: int) -> None:
-    layout = find_layout(given, alignment=alignment, work_limit=2000)
-    check_layout(given, layout.offsets)
-    assert all(offset % alignment == 0 for offset in layout.offsets)
-    assert find_most_alive(given) <= layout.lower_bound <= layout.height <= sum(-(-r.size // 4) * 4 for r in given)
-    assert layout == find_layout(given, alignment=alignment, work_limit=2000)
+    placement = find_placement(given, alignment=alignment, work_limit=2000)
+    check_placement(given, placement.offsets)
+    assert all(offset % alignment == 0 for offset in placement.offsets)
+    assert (
+        find_most_alive(given) <= placement.lower_bound <= placement.height <= sum(-(-r.size // 4) * 4 for r in given)
+    )
+    assert placement == find_placement(given, alignment=alignment, work_limit=2000)
 
 
 @settings(max_examples=100, deadline=None)
@@ -70,7 +72,7 @@ def test_layouts_of_many_overlap_nowhere_and_keep_their_bound(given: list[Rectan
 def test_branch_and_bound_alone_finds_the_lowest(given: list[Rectangle]) -> None:
     stacked = [sum(other.size for other in given[:i]) for i in range(len(given))]
     offsets, height = BranchAndBound(given, stacked, sum(r.size for r in given), goal=find_most_alive(given)).run()
-    check_layout(given, offsets)
+    check_placement(given, offsets)
     assert height == find_lowest(given) == max((o + r.size for o, r in zip(offsets, given, strict=True)), default=0)
 
 
@@ -85,7 +87,7 @@ def test_an_arena_of_a_given_height_is_filled_without_overlaps(
     filler = Filler([r.size for r in given], [r.first for r in given], [r.last for r in given], height)
     offsets = filler.place(np.array(ranks, np.int64)).tolist()
     placed = [(each, offset) for each, offset in zip(given, offsets, strict=True) if offset >= 0]
-    check_layout([each for each, _ in placed], [offset for _, offset in placed])
+    check_placement([each for each, _ in placed], [offset for _, offset in placed])
     assert all(offset + each.size <= height for each, offset in placed)
     if more < 2:
         assert len(placed) < len(given) or not given
@@ -94,8 +96,8 @@ def test_an_arena_of_a_given_height_is_filled_without_overlaps(
 @pytest.mark.parametrize("seed", [0, 3])
 def test_the_arena_of_a_training_step_is_filled_at_once(seed: int) -> None:
     graph = make_training_graph(300, seed)
-    layout = find_layout(list_rectangles(graph, find_order(graph, work_limit=0).order)[1], work_limit=1)
-    assert layout.is_optimal
+    placement = find_placement(list_rectangles(graph, find_order(graph, work_limit=0).order)[1], work_limit=1)
+    assert placement.is_optimal
 
 
 @settings(max_examples=80, deadline=None)
@@ -122,36 +124,36 @@ def test_a_flatter_order_has_fewer_steps_near_its_peak() -> None:
 def test_the_arena_of_a_flatter_order_is_tight_where_that_of_the_first_is_not(num_layers: int, seed: int) -> None:
     graph = make_training_graph(num_layers, seed)
     order = find_order(graph, work_limit=0).order
-    assert not find_layout(list_rectangles(graph, order)[1], work_limit=30_000).is_optimal
+    assert not find_placement(list_rectangles(graph, order)[1], work_limit=30_000).is_optimal
     arena = find_arena(graph, order, work_limit=30_000)
-    assert arena.layout.is_optimal
+    assert arena.placement.is_optimal
     check_order(graph, arena.order)
     rectangles = list_rectangles(graph, arena.order)[1]
-    check_layout(rectangles, arena.layout.offsets)
-    assert arena.layout.height == find_most_alive(rectangles) == find_most_alive(list_rectangles(graph, order)[1])
+    check_placement(rectangles, arena.placement.offsets)
+    assert arena.placement.height == find_most_alive(rectangles) == find_most_alive(list_rectangles(graph, order)[1])
 
 
 @settings(max_examples=50, deadline=None)
 @given(graphs(max_operations=10), st.sampled_from([1, 4]))
 def test_an_arena_is_no_higher_than_the_layout_of_the_order_alone(graph: StepGraph, alignment: int) -> None:
     order = find_order(graph).order
-    alone = find_layout(list_rectangles(graph, order)[1], alignment=alignment, work_limit=500)
+    alone = find_placement(list_rectangles(graph, order)[1], alignment=alignment, work_limit=500)
     arena = find_arena(graph, order, alignment=alignment, work_limit=500)
-    assert arena.layout.height <= alone.height
-    check_layout(list_rectangles(graph, arena.order)[1], arena.layout.offsets)
+    assert arena.placement.height <= alone.height
+    check_placement(list_rectangles(graph, arena.order)[1], arena.placement.offsets)
     assert arena == find_arena(graph, order, alignment=alignment, work_limit=500)
 
 
 def test_what_the_paper_compares_with_is_never_lower() -> None:
     rng = random.Random(1)
     given = [Rectangle(rng.randint(1, 50), first := rng.randint(0, 60), first + rng.randint(0, 20)) for _ in range(80)]
-    layout = find_layout(given)
-    assert find_most_alive(given) <= layout.height <= place_longest_first(given)
+    placement = find_placement(given)
+    assert find_most_alive(given) <= placement.height <= place_longest_first(given)
 
 
 def test_an_overlap_is_found() -> None:
     with pytest.raises(AssertionError, match="rectangle 0 overlaps another"):
-        check_layout([Rectangle(4, 0, 2), Rectangle(4, 2, 3)], [0, 3])
+        check_placement([Rectangle(4, 0, 2), Rectangle(4, 2, 3)], [0, 3])
 
 
 def test_rectangles_are_what_is_alive_with_scratch() -> None:
