@@ -1,12 +1,12 @@
-"""The grid: models x layouts x Megatron's recomputation x Tempo's choices x dropout x dtype, on gloo processes.
+"""Runs the grid of models x layouts x Megatron's recomputation x Tempo's choices x dropout x dtype on gloo processes.
 
     python benchmarks/compatibility.py --pairwise      # a subset in which every pair of values meets: minutes
     python benchmarks/compatibility.py --full          # all that can be: an hour on 4 cores; goes on where it ended
     python benchmarks/compatibility.py --write-docs    # docs/compatibility.md from the results
 
-What a case must meet stands in grid/judge.py, what cannot be and why in grid/cases.py. Each result is a line of
-benchmarks/results/grid.jsonl as soon as it is known. A line of versions comes first: results of others are not added
-to.
+grid/judge.py says what a case must meet, grid/cases.py which cases are impossible and why. Each result becomes a line
+of benchmarks/results/grid.jsonl as soon as it is known. The first line names the versions: a run with other versions
+does not add to the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-# What imports torch and Megatron waits until the command line is read: --help comes at once and without warnings.
+# Modules that import torch and Megatron are imported after the command line is read, so that --help comes at once.
 if TYPE_CHECKING:
     from grid.cases import Case
 
@@ -33,7 +33,7 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 
 def describe_versions() -> dict[str, str]:
-    """What the results depend on, beside this tree."""
+    """Lists the versions on which the results depend, beside this tree."""
     import torch
     from megatron.core import __version__ as megatron_version
 
@@ -41,9 +41,9 @@ def describe_versions() -> dict[str, str]:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Key of a case -> its result; a line that a killed run left unfinished is not one.
+    """Reads {key of a case: its result}, without a line that a killed run left unfinished.
 
-    Raises ValueError where the results are of other versions.
+    Raises ValueError if the results are of other versions.
     """
     if not path.exists():
         return {}
@@ -64,7 +64,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 class Results:
-    """The file of results, to which each is added as it comes."""
+    """The file of results, to which each result is added as it comes."""
 
     def __init__(self, path: Path) -> None:
         self.known = read_results(path)
@@ -78,7 +78,7 @@ class Results:
         self._lock = threading.Lock()
 
     def add(self, case: Case, result: dict[str, Any]) -> None:
-        """Known from now on, and in the file."""
+        """Adds a result here and to the file."""
         compact = {name: _round(value) for name, value in result.items() if value not in ("", None)}
         with self._lock:
             self.known[case.key] = compact
@@ -91,7 +91,7 @@ def _round(value: Any) -> Any:
 
 
 class _Progress:
-    """A bar on a terminal, elsewhere a line now and then."""
+    """Shows a bar on a terminal, and elsewhere a line now and then."""
 
     def __init__(self, total: int) -> None:
         self._counts: Counter[str] = Counter()
@@ -117,7 +117,7 @@ class _Progress:
 
 
 def run(cases: list[Case], path: Path, jobs: int) -> dict[str, dict[str, Any]]:
-    """Run the cases that have not passed yet, `jobs` pools of four processes beside each other; all their results."""
+    """Runs the cases that have not passed yet in `jobs` pools of four processes; returns the results of all cases."""
     from grid.pool import run_cases
 
     results = Results(path)

@@ -1,11 +1,11 @@
-"""One GPT layer on the CPU: time of forward and backward beside what it keeps, Tempo's choices beside torch.compile.
+"""Measures time and kept bytes of one GPT layer on the CPU: stock, Tempo's choices, and torch.compile.
 
 python benchmarks/cpu_layer.py                  # h 768, s 512, b 2: appends to benchmarks/results/cpu_layer.jsonl
 
 Stock is Megatron's layer with torch's scaled_dot_product_attention, without dropout, in the attention slot. The same
-layer in plain torch goes through torch.compile with several activation memory budgets; in Megatron's a budget changes
-nothing, since its linears are autograd functions of their own. All of them alternate in one process, and the ratio of
-the medians to stock's is the result. sbh is bytes per token and hidden unit, in float32 halved to compare with bf16.
+layer in plain torch is compiled with several activation memory budgets. In Megatron's own layer a budget changes
+nothing, because its linears are autograd.Functions. All of them alternate in one process, and the result is the ratio
+of the medians to stock's. sbh is bytes per token and hidden unit, in float32 halved to compare with bf16.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4)
 
 
 class Rival(NamedTuple):
-    """A layer as a function, and its parameters' memory, which does not count."""
+    """A layer as a function, and the storages of its parameters, which do not count as kept."""
 
     run: Callable[[Tensor], Tensor]
     layer: torch.nn.Module
 
 
 def make_layer(shape: ModelShape, config: TempoConfig, dtype: torch.dtype) -> torch.nn.Module:
-    """Megatron's layer with the choice's modules, and stock's with torch's attention."""
+    """Makes Megatron's layer with Tempo's modules, or the stock layer with torch's attention."""
     transformer_config = build_transformer_config(shape, dtype=dtype)
     block = TransformerBlock(transformer_config, tempo_block_spec(transformer_config, config)).to(dtype)
     layer: torch.nn.Module = block.layers[0]
@@ -66,20 +66,20 @@ def make_layer(shape: ModelShape, config: TempoConfig, dtype: torch.dtype) -> to
 
 
 def make_rivals(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Rival]]:
-    """Stock, Tempo's choices, and plain torch under torch.compile."""
+    """Yields stock, Tempo's choices, and plain torch under torch.compile."""
     stock = make_layer(shape, TempoConfig.off(), dtype)
     yield "stock", Rival(lambda x: stock(x, None)[0], stock)
     for name, config in CHOICES.items():
         layer = make_layer(shape, config, dtype)
         yield name, Rival(lambda x, layer=layer: layer(x, None)[0], layer)
     for budget in BUDGETS:
-        # A type of its own: torch takes what it compiled for one layer for all others of the type.
+        # A class of its own: torch reuses compiled code for all modules of a class, whatever the budget.
         layer = type(f"Layer{budget}", (PlainLayer,), {})(shape.hidden_size).to(dtype)
         yield f"torch.compile, budget {budget}", Rival(compile_layer(layer, budget), layer)
 
 
 class PlainLayer(torch.nn.Module):
-    """The layer of h [s, b, h] in plain torch, for torch.compile to cut as it likes."""
+    """The same layer in plain torch, of hidden states [s, b, h], which torch.compile can partition freely."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class PlainLayer(torch.nn.Module):
 
 
 def compile_layer(layer: torch.nn.Module, budget: float) -> Callable[[Tensor], Tensor]:
-    """Compiled at its first call, with this budget."""
+    """Makes a function that is compiled at its first call, with this memory budget."""
     compiled = torch.compile(layer, dynamic=False)
 
     def run(x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def compile_layer(layer: torch.nn.Module, budget: float) -> Callable[[Tensor], T
 
 
 def find_sbh(rival: Rival, x: Tensor) -> float:
-    """What autograd holds after forward, without the layer's parameters."""
+    """Measures what autograd holds after forward, without the layer's parameters."""
     kept: dict[int, Tensor] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def find_sbh(rival: Rival, x: Tensor) -> float:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One record per rival."""
+    """Yields one record per rival."""
     dtype = DTYPES[args.dtype]
     sizes: dict[str, Any] = {
         "num_layers": 1,

@@ -1,10 +1,10 @@
-"""Each operation on the CPU, forward and backward, beside the torch operations that it replaces.
+"""Times each operation on the CPU, forward and backward, beside the torch operations that it replaces.
 
 python benchmarks/cpu_operations.py        # appends to benchmarks/results/cpu_operations.jsonl
 
-Both sides alternate in one process; the ratio of the medians is the result, 1 is torch's time. What is compiled has
-been compiled before. The loss head stands beside Megatron's: its linear layer and vocab_parallel_cross_entropy.
-On a machine that is busy otherwise, --clock thread counts the time that one thread computes, and not what it waits for.
+Both sides alternate in one process; the result is the ratio of the medians, where 1 is torch's time. Compilation is not
+timed. The loss head runs beside Megatron's: its linear layer and vocab_parallel_cross_entropy. On a busy machine use
+--clock thread, which counts the time that one thread computes, without the time that it waits.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tempo_megatron.cpu import use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 
 P, VOCAB_SIZE, HEAD_SIZE = 0.1, 50304, 64
-# On a CPU, torch runs a backward in the thread that asks for it.
+# thread_time covers backward, too: on a CPU torch runs it in the calling thread.
 CLOCKS = {"wall": time.perf_counter, "thread": time.thread_time}
 
 
 class Shape(NamedTuple):
-    """What a layer's hidden states are."""
+    """The sizes of a layer's hidden states."""
 
     seq_length: int
     batch: int
@@ -117,7 +117,7 @@ def cases(shape: Shape) -> Iterator[tuple[str, Case]]:
 
 
 def loss_heads(shape: Shape) -> Iterator[tuple[str, Case]]:
-    """The head of batches of 1 to 4, Megatron's beside ours: with a fourth matrix product beside three, where backward
+    """Yields the head for batches of 1 to 4, Megatron's beside both of ours: with four matrix products, where backward
     makes the logits again, and with three, where forward makes the gradients."""
     for batch in range(1, 5):
         labels = torch.randint(VOCAB_SIZE, (batch, shape.seq_length), generator=torch.Generator().manual_seed(2))
@@ -153,7 +153,7 @@ def _stock_head(hidden: Tensor, weight: Tensor, *, labels: Tensor) -> Tensor:
 
 
 def inputs_of(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """Random leaves; a vector is a weight near 1, a matrix one near 0."""
+    """Makes random leaves; a vector is a weight near 1, a matrix a weight near 0."""
     generator = torch.Generator().manual_seed(1)
     values = (torch.randn(shape, generator=generator) for shape in case.shapes)
     values = (1 + 0.1 * t if t.dim() == 1 else 0.02 * t if t.dim() == 2 else t for t in values)
@@ -163,7 +163,7 @@ def inputs_of(case: Case, dtype: torch.dtype) -> list[Tensor]:
 def median_ms(
     functions: Sequence[Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Of functions that take turns, after two of each that do not count."""
+    """Returns the median time of functions that take turns, after two calls of each that do not count."""
     seconds: list[list[float]] = [[] for _ in functions]
     for number in range(rounds + 2):
         for took, function in zip(seconds, functions, strict=True):
@@ -202,7 +202,7 @@ def main() -> None:
         parser.error(f"--clock thread with --threads {args.threads} leaves threads out; expected --threads 1")
     use_cpu()
     philox.DRAWS_BEFORE_COMPILING = 0
-    # As in a process that trains: once a tensor of this size was freed, glibc gives smaller ones back to nobody.
+    # As in a process that trains: after a tensor of this size was freed, glibc keeps the memory of smaller ones.
     large = torch.empty(31 << 20, dtype=torch.uint8)
     del large
     with simulate_layout(1):

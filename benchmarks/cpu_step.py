@@ -1,4 +1,4 @@
-"""One training step on the CPU, stock beside Tempo: forward, backward and AdamW of the same GPT on the same batch.
+"""Times a training step on the CPU, stock beside Tempo: forward, backward and AdamW of the same GPT and batch.
 
 python benchmarks/cpu_step.py                           # gpt2_124m, s 512: appends to benchmarks/results/cpu_step.jsonl
 python benchmarks/cpu_step.py --stock-attention sdpa    # stock with torch's scaled_dot_product_attention in its slot
@@ -39,7 +39,7 @@ class SdpaAttention(torch.nn.Module):
         self.dropout = dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
-        """[s, b, h] of q, k, v [s, b, a, d]; causal."""
+        """Returns causal attention [s, b, h] of q, k, v [s, b, a, d]."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -75,7 +75,7 @@ class Job:
         self.steps = 0
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Runs one step and returns its seconds."""
         start = time.perf_counter()
         dropout_rng.set_micro_batch(1234, self.steps * self.tokens.size(0))
         self.model(self.tokens, self.positions, self.mask, labels=self.tokens).mean().backward()
@@ -86,7 +86,7 @@ class Job:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Medians of alternating steps, after two of each that do not count."""
+    """Returns medians of alternating steps, after two of each that do not count."""
     sizes = json.loads(Path(args.model).read_text(encoding="utf-8"))
     sizes["num_layers"] = args.num_layers or sizes["num_layers"]
     cpu.use_cpu()

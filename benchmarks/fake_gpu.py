@@ -1,8 +1,8 @@
-"""A GPU that takes every launch and computes nothing, for what a launch costs the host.
+"""Fakes a GPU that accepts every launch and computes nothing, to measure what a launch costs the host.
 
 Triton's own driver runs: it compiles a kernel for the faked architecture, loads it, reads the arguments of each launch
-in C and hands them over. The library below it, libcuda, is a stub of a few lines that answers "done" and counts. To
-torch every tensor is on a GPU as far as Python asks; memory and torch's own operations stay the CPU's.
+in C and passes them on. Below it libcuda is a stub of a few lines that counts calls and answers "done". Python code
+sees every tensor on a GPU; memory and torch's own operations stay on the CPU.
 """
 
 from __future__ import annotations
@@ -92,20 +92,20 @@ class FakeDriver(nvidia.CudaDriver):  # type: ignore[misc]
 
 
 def _find_current_device() -> int:
-    """As torch.cuda.current_device: a test whether CUDA is initialised, and a call."""
+    """Costs as much as torch.cuda.current_device: a test whether CUDA is initialised, and a call."""
     torch.cuda.is_initialized()
     return 0
 
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[Any]:
-    """Inside, kernels are launched on a GPU that does nothing; gives the function that counts its launches."""
+    """Launches kernels inside the context on a GPU that does nothing; yields a function that counts the launches."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
         library = Path(folder, "libcuda.so.1")
         Path(folder, "libcuda.c").write_text(_LIBCUDA, encoding="utf-8")
         command = ["gcc", "-O2", "-shared", "-fPIC", "-w", f"-I{_INCLUDES}", "-Wl,-soname,libcuda.so.1"]
         subprocess.run([*command, "-o", str(library), str(Path(folder, "libcuda.c"))], check=True)
-        # By its name, a library that is already there is what Triton's driver finds.
+        # Triton's driver opens libcuda by name, and so finds the library that is already loaded.
         loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         patches.enter_context(triton.knobs.nvidia.scope())
         triton.knobs.nvidia.libcuda_path = folder
@@ -121,7 +121,7 @@ def fake_gpu() -> Iterator[Any]:
 
 
 def _list_substitutes() -> dict[str, Any]:
-    """What Python asks torch about a tensor or a device, and the answers of a machine with one GPU."""
+    """Lists what Python asks torch about tensors and devices, with the answers of a machine with one GPU."""
     return {
         "torch.Tensor.is_cuda": True,
         "torch.Tensor.get_device": lambda tensor: 0,

@@ -1,8 +1,8 @@
-"""What it would cost GELU to carry its branch bit in the lowest mantissa bit of y, in place of a packed bit.
+"""Measures the error of GELU' if the branch bit were carried in the lowest mantissa bit of y instead of a packed bit.
 
-Only negative outputs are ambiguous. Each is rounded to the nearest number whose lowest bit is the expected one. The
-error of GELU' is then measured for an exact inverse, and for the best decoder there can be: one that returns the middle
-of all the derivatives that share a code. An exact inverse of a correctly rounded y is the measure for both.
+Only negative outputs are ambiguous. Each is rounded to the nearest number whose lowest bit is the branch bit. The error
+of GELU' is measured for an exact inverse, and for the best possible decoder, which returns the middle of all
+derivatives that share a code. Both are compared with an exact inverse of a correctly rounded y.
 
 python benchmarks/gelu_branch_bit.py       # appends to benchmarks/results/gelu_branch_bit.jsonl
 """
@@ -26,7 +26,7 @@ POINTS = 400_001
 
 
 def measure() -> Iterator[dict[str, Any]]:
-    """One record per form and dtype."""
+    """Yields one record per form and dtype."""
     for form in INVERSES:
         for dtype in DTYPES:
             yield {
@@ -38,7 +38,7 @@ def measure() -> Iterator[dict[str, Any]]:
 
 
 def _figures(form: str, dtype: torch.dtype) -> dict[str, float | bool]:
-    """Errors over the negative inputs; each bit may mean either branch, and the meaning with the smaller one counts."""
+    """Measures errors over the negative inputs. A set bit may mean either branch; the better meaning counts."""
     x, x_min = _negative_inputs(form), INVERSES[form].x_min
     is_right, y, slope = x >= x_min, gelu_float64(x, form), gelu_derivative_float64(x, form)
     rounded = y.to(dtype)
@@ -64,14 +64,14 @@ def _figures(form: str, dtype: torch.dtype) -> dict[str, float | bool]:
 
 
 def _negative_inputs(form: str) -> Tensor:
-    """[-8, 0), dense about the minimum, in float64."""
+    """Returns points of [-8, 0), dense around the minimum, in float64."""
     x_min = INVERSES[form].x_min
     near = [x_min + torch.linspace(-r, r, POINTS, dtype=torch.float64) for r in (0.12, 1e-3)]
     return torch.cat([torch.linspace(-8, -1e-6, POINTS, dtype=torch.float64), *near])
 
 
 def _nearest_with_lowest_bit(y: Tensor, bit: Tensor, dtype: torch.dtype) -> Tensor:
-    """The number of dtype nearest to y among those whose pattern ends in bit: at most one ulp away."""
+    """Returns the number of dtype nearest to y among those whose pattern ends in bit: at most one ulp away."""
     rounded = y.to(dtype)
     pattern = rounded.view(torch.int32 if dtype.itemsize == 4 else torch.int16)
     outwards = torch.where(y.abs() > rounded.double().abs(), 1, -1)
@@ -83,7 +83,7 @@ def _inverse_error(y: Tensor, is_right: Tensor, slope: Tensor, form: str) -> flo
 
 
 def _smallest_error(y: Tensor, is_right: Tensor, slope: Tensor) -> float:
-    """Half of the widest range of derivatives that one code of one branch stands for."""
+    """Returns half of the widest range of derivatives that one code of one branch stands for."""
     errors = []
     for side in (is_right, ~is_right):
         codes, place = y[side].double().unique(return_inverse=True)

@@ -1,4 +1,4 @@
-"""First contact with a GPU: the kernels' tests, the operations, and attention and the loss head, under 9 minutes each.
+"""Tests and measures the kernels on a GPU in three parts of less than 9 minutes: tests, operations, attention and loss.
 
 python benchmarks/gpu_suite.py tests
 python benchmarks/gpu_suite.py operations             # --only gelu layer_norm
@@ -6,13 +6,13 @@ python benchmarks/gpu_suite.py attention              # and the loss head and lo
 python benchmarks/gpu_suite.py                        # the three, one after another
 python benchmarks/gpu_suite.py --profile gelu         # the kernels of one operation
 
-Every result is in the folder --output as soon as it is there: tests.jsonl, operations.jsonl, attention.jsonl. What
-fails is told and stops nothing else. For each operation: forward and backward at 8192 tokens and h 4096 in bfloat16,
-milliseconds beside the device's own copy of the fewest bytes that the pass must move, beside torch eager, torch.compile
-and Liger's kernel, the bytes kept for backward, the wall-clock time of small calls, and, in what time is left,
-torch.compile's max-autotune. Attention stands beside torch's, the loss head beside torch, torch.compile and Liger.
---dry-run goes through the same without a GPU: the tests are skipped one by one, steps are told and not measured. Exit
-code: 0 where every goal is met, 1 where one is not or a test fails, 2 without a GPU.
+Every result is written to the folder --output as soon as it is known: tests.jsonl, operations.jsonl, attention.jsonl. A
+failure is reported and stops nothing else. Each operation runs forward and backward at 8192 tokens and h 4096 in
+bfloat16. Its milliseconds stand beside those of a copy of the fewest bytes that the pass must move, of torch eager, of
+torch.compile and of Liger's kernel. Also measured are the bytes kept for backward, the wall-clock time of small calls,
+and, if time is left, torch.compile's max-autotune. Attention is compared with torch's, the loss head with torch,
+torch.compile and Liger. --dry-run goes through the same without a GPU: it skips the tests and names the steps without
+measuring. The exit code is 0 if every goal is met, 1 if one is missed or a test fails, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from gpu.timing import CudaClock
 from measurements import RESULTS, ROOT
 
 PARTS = ("tests", "operations", "attention")
-# What a part compiled, the next one finds.
+# The parts share what they compile.
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 MAX_THREADS = 8
 
-# The steps in the order of their importance, and seconds for the first of each; a later one is taken for as long as
-# the longest so far.
+# The kinds of steps by importance, each with the seconds expected of its first step. A later step is expected to take
+# as long as the longest one so far.
 FIRST_GUESS_S = {"time": 40.0, "attention": 15.0, "loss head": 25.0, "log prob": 20.0, "host": 20.0, "autotune": 40.0}
 OPTIONAL = ("autotune",)
 WHOLE = {
@@ -54,7 +54,7 @@ WHOLE = {
 
 
 def steps(suite: Suite, operations: Sequence[Operation], whole: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
-    """(kind, name, what to call) of every step; `whole` names those of WHOLE, which are not operations of a layer."""
+    """Yields (kind, name, function) of every step; `whole` names those of WHOLE, which are no operations of a layer."""
     for kind in FIRST_GUESS_S:
         if kind in WHOLE and kind in whole:
             measure, shapes = WHOLE[kind]
@@ -67,7 +67,7 @@ def steps(suite: Suite, operations: Sequence[Operation], whole: Sequence[str]) -
 
 
 def run_all(suite: Suite, operations: Sequence[Operation], budget: Budget, whole: Sequence[str] = ()) -> list[str]:
-    """Every step that the budget has time for; returns a sentence for each that failed or, being required, was cut."""
+    """Runs every step that fits into the budget; returns a sentence for each that failed or was required but cut."""
     missing = []
     for kind, name, call in steps(suite, operations, whole):
         if not budget.allows(kind):
@@ -87,7 +87,7 @@ def run_all(suite: Suite, operations: Sequence[Operation], budget: Budget, whole
 
 
 def forget() -> None:
-    """What one operation compiled and allocated shall not weigh on the next."""
+    """Frees what one operation compiled and allocated, so that it does not affect the next."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_tests(folder: Path, args: argparse.Namespace) -> int:
-    """1 if one fails or has not run."""
+    """Runs the tests; returns 1 if one fails or has not run."""
     print(f"the kernels' own tests; see {folder}/tests.jsonl and {folder}/tests/*.log", flush=True)
     outcome = kernel_tests.run(ROOT, folder, args.budget_s)
     print(kernel_tests.describe(folder), f"tests: {outcome}", sep="\n", flush=True)
@@ -126,7 +126,7 @@ def run_tests(folder: Path, args: argparse.Namespace) -> int:
 
 
 def measure(part: str, folder: Path, args: argparse.Namespace) -> int:
-    """The steps of "operations" or of "attention"; 1 if one of them fails or misses a goal, or a test failed before."""
+    """Runs the steps of "operations" or "attention"; returns 1 if one fails or misses a goal, or a test failed."""
     budget, tests = Budget(args.budget_s, FIRST_GUESS_S), kernel_tests.read_outcome(folder)
     large, path = LARGE._replace(s=args.tokens // LARGE.b), folder / f"{part}.jsonl"
     results = records.Results(path, records.environment(ROOT, device_of(args), args.commit, tests))
@@ -153,7 +153,7 @@ def device_of(args: argparse.Namespace) -> str:
 
 
 def name_device() -> str:
-    """The GPU's name as a folder's."""
+    """Makes a folder's name of the GPU's."""
     return re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_")
 
 

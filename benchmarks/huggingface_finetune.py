@@ -1,10 +1,10 @@
-"""A small BERT with random weights trained on masked bytes, stock and Tempo, of several seeds.
+"""Trains a small BERT with random weights on masked bytes, stock and with Tempo, for several seeds.
 
     python benchmarks/huggingface_finetune.py
 
 Writes benchmarks/results/huggingface_finetune.jsonl: a line per run with its losses. Both sides of a seed start from
-the same weights and see the same samples; their dropout masks differ, as those of two seeds do. It ends with an error
-where the mean curves of stock and Tempo differ by more than the stock seeds do.
+the same weights and see the same samples; their dropout masks differ, as those of two seeds do. It fails if the mean
+curves of stock and Tempo differ by more than the stock seeds do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 def train(seed: int, is_tempo: bool) -> list[float]:
-    """The loss of each step."""
+    """Trains and returns the loss of each step."""
     torch.manual_seed(seed)
     model = BertForMaskedLM(
         BertConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=LENGTH, pad_token_id=PAD, **SIZES)
@@ -54,12 +54,12 @@ def train(seed: int, is_tempo: bool) -> list[float]:
 
 
 def smooth(losses: list[float]) -> torch.Tensor:
-    """Means over windows of steps."""
+    """Returns means over windows of steps."""
     return torch.tensor(losses, dtype=torch.float64).view(-1, WINDOW).mean(1)
 
 
 def find_distance(records: list[dict]) -> float:
-    """The largest distance of Tempo's mean curve from stock's, over the spread of the stock seeds at that window."""
+    """Returns the largest distance of Tempo's mean curve from stock's, relative to the stock seeds' spread there."""
     curves = {
         kind: torch.stack([smooth(r["losses"]) for r in records if r["kind"] == kind]) for kind in ("stock", "Tempo")
     }

@@ -1,4 +1,4 @@
-"""Models of transformers under tempoize: is a forward stock's at p 0, can it be repeated, what is kept, what is left?
+"""Checks models of transformers under tempoize: equal to stock at p = 0, repeatable, what is kept, and what is left.
 
     python benchmarks/huggingface_models.py [ARCHITECTURE ...]
 
@@ -163,7 +163,7 @@ MODELS: dict[str, Case] = {
 
 
 def run(case: Case, model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """A forward's first output, which is the loss where the model has one, and all gradients."""
+    """Returns a forward's first output, which is the loss if the model has one, and all gradients."""
     out = model(**case.make_inputs(dtype, small=True))[0]
     (out * torch.linspace(1, -1, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -172,8 +172,8 @@ def run(case: Case, model: nn.Module, dtype: torch.dtype = torch.float32) -> dic
 
 
 def difference_without_dropout(case: Case) -> float:
-    """The largest difference at p 0 between stock's and Tempo's output and gradients, relative to each one's largest
-    element. A gradient of nothing but rounding, as of a key's bias, does not count."""
+    """Returns the largest difference at p = 0 between stock's and Tempo's output and gradients, relative to each one's
+    largest element. A gradient of rounding errors only, such as that of a key's bias, does not count."""
     ours, stock = run(case, tempoize(case.build(0.0, small=True))), run(case, case.build(0.0, small=True))
     assert ours.keys() == stock.keys()
     largest = max(value.abs().max().item() for value in stock.values())
@@ -183,7 +183,7 @@ def difference_without_dropout(case: Case) -> float:
 
 
 def is_repeatable(case: Case, model: nn.Module) -> bool:
-    """Whether a forward and backward of the same samples are the same whatever torch's generator holds."""
+    """Whether forward and backward of the same samples are equal for any state of torch's generator."""
     found = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -193,7 +193,7 @@ def is_repeatable(case: Case, model: nn.Module) -> bool:
 
 
 def examine(case: Case) -> dict[str, Any]:
-    """One row of the table."""
+    """Makes one row of the table."""
     model = tempoize(case.build(0.1, small=True), seed=1)
     repeatable = is_repeatable(case, model)
     report = report_on(model)
@@ -206,7 +206,7 @@ def examine(case: Case) -> dict[str, Any]:
 
 
 def make_table(records: list[dict]) -> str:
-    """The table in Markdown."""
+    """Formats the table in Markdown."""
     lines = [
         "| | stock | Tempo | floor | Tempo / stock | p 0 | repeatable | left |",
         "| --- | ---: | ---: | ---: | ---: | --- | --- | --- |",

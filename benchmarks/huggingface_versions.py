@@ -2,10 +2,10 @@
 
     python benchmarks/huggingface_versions.py [--again] [--folder FOLDER] [VERSION ...]
 
-Installs each set of `SETS` into a folder of its own, without torch, and runs `TESTS` with that folder first on the
-path. Writes benchmarks/results/huggingface_versions.jsonl and the table of docs/huggingface.md whenever a set is done.
-A set that has a line in the results runs with --again only. A VERSION of transformers chooses its set; the default is
-all of them.
+It installs each set of `SETS` into a folder of its own, without torch, and runs `TESTS` with that folder first on the
+path. After each set it writes benchmarks/results/huggingface_versions.jsonl and the table of docs/huggingface.md. A set
+that has a line in the results runs again only with --again. A VERSION of transformers chooses its set; by default all
+sets run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENT, RESULTS = ROOT / "docs/huggingface.md", ROOT / "benchmarks/results/huggingface_versions.jsonl"
 BEGIN, END = "<!-- huggingface versions: begin -->\n", "<!-- huggingface versions: end -->"
 
-# The oldest first: the first releases of OLDEST_VERSIONS that pip installs, which knows no transformers 4.57.0.
+# The oldest set first: the first releases of OLDEST_VERSIONS that pip can install (transformers 4.57.0 was withdrawn).
 SETS: list[dict[str, str]] = [
     {"transformers": "4.57.1", "peft": "0.17.0", "accelerate": "1.10.0", "trl": "0.24.0"},
     {"transformers": "5.0.0", "peft": "0.18.1", "accelerate": "1.12.0", "trl": "0.27.0"},
@@ -45,14 +45,14 @@ ALSO_RECORDED = ("huggingface_hub", "tokenizers", "datasets")
 
 
 def install(versions: dict[str, str], folder: Path) -> dict[str, str]:
-    """Fills `folder` with a set unless it holds it, and returns the versions it holds."""
+    """Fills `folder` with a set unless it has it already, and returns the installed versions."""
     if read_installed(folder).items() >= versions.items():
         return read_installed(folder)
     shutil.rmtree(folder, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
     needs_torch = [f"{name}=={version}" for name, version in versions.items() if name != "transformers"]
     subprocess.run([*pip, "--no-deps", *needs_torch], check=True)
-    # What else these three import comes with transformers, datasets and torch; torch was built for this numpy.
+    # Other packages that these three import come with transformers, datasets and torch. torch was built for this numpy.
     others = [f"transformers=={versions['transformers']}", "datasets", f"numpy=={metadata.version('numpy')}"]
     subprocess.run([*pip, *others], check=True)
     found = read_installed(folder)
@@ -61,12 +61,12 @@ def install(versions: dict[str, str], folder: Path) -> dict[str, str]:
 
 
 def read_installed(folder: Path) -> dict[str, str]:
-    """The packages in a folder, and their versions."""
+    """Reads the packages in a folder, and their versions."""
     return {each.metadata["Name"]: each.version for each in metadata.distributions(path=[str(folder)])}
 
 
 def read_outcome(junit: str) -> dict[str, Any]:
-    """How many tests passed, and which failed or were skipped and why, of a report in JUnit's XML."""
+    """Reads from a JUnit report how many tests passed, and which failed or were skipped and why."""
     outcome: dict[str, Any] = {"passed": 0, "failed": [], "skipped": []}
     for case in ElementTree.fromstring(junit).iter("testcase"):
         name, skip = case.get("name"), case.find("skipped")
@@ -80,7 +80,7 @@ def read_outcome(junit: str) -> dict[str, Any]:
 
 
 def run_tests(folder: Path) -> dict[str, Any]:
-    """The outcome of `TESTS` with the packages in `folder`."""
+    """Runs `TESTS` with the packages in `folder` and returns their outcome."""
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as scratch:
@@ -95,7 +95,7 @@ def run_tests(folder: Path) -> dict[str, Any]:
 
 
 def make_table(records: list[dict[str, Any]]) -> str:
-    """The table in Markdown, of records in the order of `SETS`."""
+    """Formats the table in Markdown, of records in the order of `SETS`."""
     packages = [*SETS[0], "torch"]
     lines = [f"| {' | '.join(packages)} | passed | failed | skipped |"]
     lines.append(f"|{' --- |' * len(packages)} ---: | --- | --- |")
@@ -107,14 +107,14 @@ def make_table(records: list[dict[str, Any]]) -> str:
 
 
 def read_records() -> list[dict[str, Any]]:
-    """What was found so far."""
+    """Reads the records so far."""
     if not RESULTS.exists():
         return []
     return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
 
 
 def is_of(record: dict[str, Any], versions: dict[str, str]) -> bool:
-    """Whether a record is that of a set."""
+    """Whether a record belongs to a set."""
     return bool(record["versions"].items() >= versions.items())
 
 
@@ -127,7 +127,7 @@ def write(records: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the sets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="also run sets that have a line")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/huggingface_versions", help="default: %(default)s")
@@ -141,7 +141,7 @@ def main() -> None:
         is_done = any(is_of(record, versions) for record in read_records())
         if name not in (arguments.versions or names) or (is_done and not arguments.again):
             continue
-        # dill, with which datasets hashes, takes what lies elsewhere for code of the user, and fails to pickle pyarrow.
+        # datasets hashes with dill, which takes packages elsewhere for the user's code and fails to pickle pyarrow.
         folder = arguments.folder.resolve() / name / "site-packages"
         installed = install(versions, folder)
         recorded = {**versions, **{package: installed[package] for package in ALSO_RECORDED}}

@@ -1,7 +1,7 @@
-"""The orders that Inductor's own memory pass would take for a graph of ours, for comparison.
+"""Finds the orders that Inductor's own memory pass would choose for a graph of ours, for comparison.
 
-`torch._inductor.memory` schedules the nodes of Inductor's scheduler by three list schedules. They look at a few fields
-of a node only, so that operations of any graph can stand in for nodes.
+`torch._inductor.memory` orders the nodes of Inductor's scheduler by three list schedules. These read only a few fields
+of a node, so operations of any graph can take the place of nodes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class _Node:
 
 
 def count_inductor_peak(graph: StepGraph) -> int:
-    """The peak of the best of Inductor's orders, the given one among them."""
+    """Returns the peak of the best of Inductor's orders, including the given one."""
     return min(max(count_bytes(graph, order)) for order in list_inductor_orders(graph))
 
 
 def list_inductor_orders(graph: StepGraph) -> Iterator[Sequence[int]]:
-    """The given order, and those of topological_sort_lpmf, _bfs and _dfs."""
+    """Yields the given order, and those of topological_sort_lpmf, _bfs and _dfs."""
     yield range(len(graph.operations))
     problem = make_problem(graph)
     nodes = [
@@ -70,7 +70,7 @@ def list_inductor_orders(graph: StepGraph) -> Iterator[Sequence[int]]:
             add(name, problem.sizes[storage], problem.makers.get(storage), users)
         if storage in problem.kept:
             outputs.add(name)
-    # Of no bytes: that one comes after the other.
+    # A buffer of no bytes says that one operation comes after another.
     for place, after in enumerate(problem.successors):
         add(f"order {place}", 0, place, after)
         for other in after:

@@ -1,7 +1,8 @@
-"""What one GPT-2 layer keeps for backward, stock and with Tempo: measures it and writes the README's table.
+"""Measures what one GPT-2 layer keeps for backward, stock and with Tempo, and writes the README's table.
 
-Measured is what Megatron's own modules keep on a CPU, where softmax is unfused and a mask has the tensor's dtype. What
-stock keeps on a GPU, with Transformer Engine's modules and fused or unfused attention, is the formula's, and marked so.
+The measured figures are those of Megatron's own modules on a CPU, where softmax is unfused and a mask has the tensor's
+dtype. Stock's figures on a GPU, with Transformer Engine's modules and fused or unfused attention, come from the formula
+and are marked so.
 
 python benchmarks/kept_bytes.py            # benchmarks/results/kept_bytes.jsonl and README.md
 """
@@ -35,7 +36,7 @@ LAYOUTS: tuple[tuple[str, int, bool, tuple[str, ...]], ...] = (
 
 
 def measure() -> Iterator[dict[str, Any]]:
-    """One record per layout."""
+    """Yields one record per layout."""
     shape = make_shape(**read_shape_file(ROOT / MODEL), attention_dropout=DROPOUT, hidden_dropout=DROPOUT)
     for name, tp, sequence_parallel, recomputed in LAYOUTS:
         stock, tempo, recompute = (
@@ -73,7 +74,7 @@ def _figures(ledger: Ledger) -> dict[str, float]:
 def _figures_on_gpu(
     shape: ModelShape, tp: int, sequence_parallel: bool, recomputed: tuple[str, ...], attention: str
 ) -> dict[str, float | str]:
-    """Stock with Transformer Engine's modules, by the formula."""
+    """Computes the figures of stock with Transformer Engine's modules by the formula."""
     layer = LayerShape(
         seq_length=shape.seq_length,
         micro_batch_size=1,
@@ -95,7 +96,7 @@ def _figures_on_gpu(
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The records as the README's Markdown table."""
+    """Formats the records as the README's Markdown table."""
     lines = [
         "| GPT-2 124M, s 1024, bf16, dropout 0.1 | stock on a GPU | Tempo | Tempo / stock | Tempo, recompute | "
         "stock, unfused attention | Tempo / stock |",

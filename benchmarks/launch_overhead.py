@@ -1,15 +1,16 @@
-"""What the host pays for an operation on a GPU: forward and backward, in units of an empty autograd.Function's.
+"""Measures the host's time for an operation's forward and backward on a GPU, in units of an empty autograd.Function.
 
-A kernel of a few microseconds is hidden behind its launch only if the launch is as short. This measures it without a
-GPU (fake_gpu.py): tensors of 512 numbers, a real compiled kernel, Triton's real driver, a libcuda that does nothing.
+A GPU waits for the host if a kernel of a few microseconds takes longer to launch than to run. This measures the launch
+without a GPU (fake_gpu.py): tensors of 512 elements, real compiled kernels, Triton's real driver, and a libcuda that
+does nothing.
 
-Included: the checks, autograd's bookkeeping, allocations, Triton's choice of the compiled kernel, the reading of its
-arguments in C, and torch's own small operations in between (on a CPU, where they cost about what a launch of theirs
-costs). Not included: the CUDA runtime and driver (about 2 us a launch, which nobody can spare), the allocator of CUDA
-memory in place of the CPU's, and waiting for the GPU.
+The time includes checks, autograd's bookkeeping, allocations, Triton's choice of the compiled kernel, the reading of
+its arguments in C, and torch's own small operations in between, which cost about as much on a CPU as their launches. It
+does not include the CUDA runtime and driver (about 2 us per launch, which nobody can avoid), CUDA's allocator, and
+waiting for the GPU.
 
-An empty autograd.Function takes one tensor, and returns empty memory in forward and in backward. Every round times each
-operation and the empty function in turn, and the result is the median of the rounds' ratios.
+The empty autograd.Function takes one tensor and returns an uninitialized one in forward and in backward. Every round
+times each operation and the empty function in turn; the result is the median of the rounds' ratios.
 
     python benchmarks/launch_overhead.py --label after
 """
@@ -50,7 +51,7 @@ class _Empty(torch.autograd.Function):
 
 
 def list_steps() -> dict[str, Callable[[], Any]]:
-    """One forward and backward of the empty function, the first, and of each operation."""
+    """Lists one forward and backward of each operation, with the empty function first."""
 
     def make(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
@@ -86,7 +87,7 @@ def list_steps() -> dict[str, Callable[[], Any]]:
 
 
 def time_step(step: Callable[[], Any]) -> float:
-    """Seconds of the processor for one call: what other processes take of it is not counted."""
+    """Returns the processor's seconds for one call, without time that other processes take."""
     start = time.thread_time()
     for _ in range(CALLS_PER_ROUND):
         step()
@@ -94,7 +95,7 @@ def time_step(step: Callable[[], Any]) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Units per operation, the unit in microseconds, and launches per forward and backward."""
+    """Returns units per operation, the unit in microseconds, and launches per forward and backward."""
     torch.set_num_threads(1)
     with fake_gpu() as count_launches:
         steps = list_steps()

@@ -1,12 +1,12 @@
-"""The loss head on the CPU, Megatron's beside the fused one: forward, backward and peak memory of the head alone.
+"""Measures the loss head alone on the CPU, Megatron's beside the fused one: time of forward and backward, peak memory.
 
 python benchmarks/loss_head.py             # gpt2_124m, 8 x 512 tokens: appends to benchmarks/results/loss_head.jsonl
 python benchmarks/loss_head.py --log-prob --softcap 30 --entropy     # log-probabilities and entropies of the labels
 
 Stock is ColumnParallelLinear and vocab_parallel_cross_entropy; the fused head runs in both of its forms. With
---log-prob linear_log_prob runs beside the full computation, log_softmax of all logits in float32. All live in one
-process and alternate; ratios of medians are the result. Peak memory is what tensors made inside hold at most, gradients
-included, in a run of its own.
+--log-prob, linear_log_prob runs beside the full computation, log_softmax of all logits in float32. All of them
+alternate in one process; the results are ratios of medians. Peak memory is the most that tensors made inside hold at
+once, gradients included, in a separate run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tempo_megatron.models.shape import make_shape, read_shape_file
 class Heads:
     """All heads on one problem: `hidden` [s, b, h], `weight` [v, h], `labels` [b, s] and a loss mask of ones.
 
-    The first of `forms` is what the others are held against.
+    The others are compared with the first of `forms`.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -91,12 +91,12 @@ class Heads:
         return self.policy_loss(*(found if self.scaling[2] else (found, None)))
 
     def policy_loss(self, log_prob: Tensor, entropy: Tensor | None) -> Tensor:
-        """What a policy minimises, with a bonus for entropy."""
+        """Computes a policy-gradient loss with a bonus for entropy."""
         losses = -log_prob if entropy is None else -log_prob - 0.01 * entropy
         return (losses * self.mask).sum() / self.mask.sum()
 
     def step(self, form: str) -> tuple[float, float, float]:
-        """Seconds of forward and backward, those of this process's processors, and the loss."""
+        """Returns the seconds of forward and backward, the processors' seconds of this process, and the loss."""
         self.hidden.grad = self.weight.grad = None
         start, cpu_start = time.perf_counter(), time.process_time()
         loss = self.forms[form]()
@@ -111,7 +111,7 @@ class Heads:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Medians of alternating steps; the runs that measure memory come first and warm up."""
+    """Returns medians of alternating steps; the runs that measure memory come first and warm up."""
     cpu.use_cpu()
     with simulate_layout(1):
         heads = Heads(args)

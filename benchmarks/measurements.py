@@ -1,4 +1,4 @@
-"""What every benchmark needs beside its measurement: where results go, and on what each of them depends."""
+"""Writes results of benchmarks, with the versions, commit and machine on which each of them depends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def describe_software() -> dict[str, Any]:
-    """The version of everything that changes a result; None where it is not installed."""
+    """Lists the version of every package that may change a result; None if it is not installed."""
     return {
         "torch": torch.__version__,
         "triton": find_version("triton"),
@@ -31,13 +31,13 @@ def describe_software() -> dict[str, Any]:
 
 
 def describe_cpu_run() -> dict[str, Any]:
-    """The fields that every record of a measurement on a CPU ends with."""
+    """Lists the fields at the end of every record of a measurement on a CPU."""
     device = f"cpu ({platform.machine()}), {torch.get_num_threads()} threads"
     return {"commit": find_commit(ROOT), "device": device, "versions": describe_software()}
 
 
 def find_commit(root: Path) -> str | None:
-    """The commit, marked where the kernels differ from it; None where there is no repository."""
+    """Returns the commit, marked if the kernels differ from it; None without a repository."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
@@ -62,7 +62,7 @@ def add_output_argument(parser: argparse.ArgumentParser, default: Path) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, micro_batch_size: int) -> None:
-    """The sizes of one step: GPT-2 124M at s 512 unless somebody asks for others."""
+    """Adds the sizes of one step, by default those of GPT-2 124M at s 512."""
     parser.add_argument("--model", default=str(ROOT / "configs" / "model" / "gpt2_124m.json"), metavar="JSON")
     parser.add_argument("--seq-length", type=int, default=512, help="default %(default)s")
     parser.add_argument("--micro-batch-size", type=int, default=micro_batch_size, help="default %(default)s")
@@ -87,14 +87,14 @@ def record_measurement(
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Those of a JSON-lines file; none where there is no file."""
+    """Reads the records of a JSON-lines file, or none if there is no file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Adds each record to the JSON-lines file as soon as the iterable gives it."""
+    """Appends each record to the JSON-lines file as soon as the iterable yields it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as stream:
         for record in records:

@@ -1,12 +1,12 @@
-"""Stock beside Tempo in an unmodified Megatron-LM checkout: loss, memory and step time of GPT-2 345M, on GPUs.
+"""Compares stock and Tempo in an unmodified Megatron-LM checkout: loss, memory and step time of GPT-2 345M on GPUs.
 
     bash benchmarks/megatron_lm.sh MEGATRON_LM_ROOT
 
-Four runs of pretrain_gpt.py over mock data, stock and `--use-tempo` in turns: at dropout 0, where the losses must
-agree, and at 0.1, where memory and time are those of GPT-2's own pretraining. Stock runs without our launcher. Every
-run becomes a line of the results file as soon as it ends; at 50 steps all of them take about five minutes on one GPU
-that does a step in half a second. Stock is the strongest that is installed: Transformer Engine's layers and Apex's
-fused kernels where they are there, and the record says which.
+It runs pretrain_gpt.py four times over mock data, stock and `--use-tempo` in turns: at dropout 0, where the losses must
+agree, and at 0.1, where memory and time are those of GPT-2's own pretraining. Stock runs without our launcher. Each run
+becomes a line of the results file when it ends; 50 steps of all runs take about five minutes on a GPU that does a step
+in half a second. Stock is the strongest that is installed, with Transformer Engine's layers and Apex's fused kernels if
+available; the record says which.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_command(options: argparse.Namespace, dropout: float, with_tempo: bool) -> list[str]:
-    """The run as somebody would type it."""
+    """Makes the command line of a run as a user would type it."""
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     has_apex = importlib.util.find_spec("apex") is not None
     model = {
@@ -103,7 +103,7 @@ def make_command(options: argparse.Namespace, dropout: float, with_tempo: bool) 
 
 
 def run_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A record per run, as soon as it ended."""
+    """Yields a record per run as soon as it ends."""
     for dropout in (0.0, 0.1):
         for with_tempo in (False, True):
             name = f"dropout {dropout:g}, {'Tempo' if with_tempo else 'stock'}"
@@ -135,7 +135,7 @@ def run_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _run(command: Sequence[str], time_limit_s: int, log: Any) -> str | None:
-    """Run to the end; what went wrong, or None."""
+    """Runs a command to its end; returns what went wrong, or None."""
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -152,7 +152,7 @@ def _run(command: Sequence[str], time_limit_s: int, log: Any) -> str | None:
 
 
 def parse_log(text: str) -> dict[str, Any]:
-    """What Megatron printed: the losses of all steps, the median step without the first ones, the largest memory."""
+    """Reads from Megatron's output the losses, the median step time without the first ones, and the largest memory."""
     steps = [(float(ms), float(loss)) for _, ms, loss in _STEP.findall(text)]
     timed = [ms for ms, _ in steps[_WARM_UP_STEPS:]]
     memory = [float(found) for found in _MEMORY.findall(text)]
@@ -171,7 +171,7 @@ def _remember(records: Iterator[dict[str, Any]], kept: list[dict[str, Any]]) -> 
 
 
 def print_comparison(records: Sequence[dict[str, Any]]) -> None:
-    """Tempo over stock, run by run."""
+    """Prints the ratios of Tempo to stock, run by run."""
     found = {(record["p"], record["side"]): record for record in records}
     for p in sorted({record["p"] for record in records}):
         stock, tempo = found[p, "stock"], found[p, "tempo"]

@@ -1,7 +1,7 @@
-"""How much memory the order of operations saves, model by model: benchmarks/results/roam.jsonl and docs/order.md.
+"""Measures for many models how much memory the order of operations saves: benchmarks/results/roam.jsonl.
 
-Each model takes one training step on fake tensors: nothing is downloaded, and no weight has a value. Those that fit
-into this machine's memory can be run, too. Needs torchvision and transformers.
+Each model takes one training step on fake tensors: nothing is downloaded, and no weight has a value. Models that fit
+into this machine's memory can also run. It needs torchvision and transformers.
 
     python benchmarks/roam_models.py CASE...          # a line for each is appended; all without names
     python benchmarks/roam_models.py --run CASE...    # real steps on a CPU
@@ -50,7 +50,7 @@ _ALIGNMENT = 64
 Made = tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]
 
 
-# A torchvision built for another torch has no operators. Its definitions of models need none; its import wants one.
+# A torchvision built for another torch has no operators. Its models need none, but its import needs this one.
 _TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
 if not hasattr(torch.ops.torchvision, "nms"):
     for operator in ("nms", "qnms"):
@@ -99,7 +99,7 @@ CASES = [f"{model} {dtype}" for dtype in DTYPES for model in (*_MODELS, *_GPT)]
 
 
 def capture(case: str) -> CapturedStep:
-    """The step of a case with Adam, on fake tensors."""
+    """Captures the step of a case with Adam, on fake tensors."""
     name, _, dtype = case.rpartition(" ")
     if name in _GPT:
         kind, batch = _GPT[name]
@@ -117,7 +117,7 @@ def capture(case: str) -> CapturedStep:
 
 @contextlib.contextmanager
 def use_dtype(name: str) -> Iterator[None]:
-    """What is made inside is of this dtype."""
+    """Makes this the default dtype inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[name])
     try:
@@ -127,7 +127,7 @@ def use_dtype(name: str) -> Iterator[None]:
 
 
 def simulate_reserved(graph: StepGraph, order: Sequence[int]) -> int:
-    """What torch's CUDA allocator takes from the device in two steps, fragmentation included, by its rules."""
+    """Simulates what torch's CUDA allocator reserves on the device in two steps, fragmentation included."""
     allocator, made = CachingAllocator(), {s for operation in graph.operations for s in operation.makes}
     lives = [life for life in find_lifetimes(graph, order) if life.storage in made]
     for storage in sorted(graph.kept - made):
@@ -147,7 +147,7 @@ def simulate_reserved(graph: StepGraph, order: Sequence[int]) -> int:
 
 
 def measure(case: str) -> dict[str, Any]:
-    """One line of the results. Its seconds are of a core: others may use the machine."""
+    """Measures one line of the results. Its seconds are processor time, because others may use the machine."""
     start = time.process_time()
     captured = capture(case)
     captured_at = time.process_time()
@@ -187,12 +187,12 @@ _KINDS = ("eager", "ordered", "arena")
 
 
 def run(case: str) -> dict[str, Any]:
-    """What real steps allocate on this machine's CPU: in eager mode, in the planned order, and in an arena."""
+    """Measures what real steps allocate on this machine's CPU: in eager mode, in the found order, and in an arena."""
     name, _, dtype = case.rpartition(" ")
     torch.manual_seed(0)
     with use_dtype(dtype):
         made, compute_loss, batch = _MODELS[name]()
-    # Numbers in place of whatever lies in the memory.
+    # Give the weights defined values, instead of uninitialized memory.
     batch = tuple(torch.randn_like(t) if t.is_floating_point() else t for t in batch)
     models = {kind: copy.deepcopy(made).train() for kind in _KINDS}
     optimizers = {kind: torch.optim.Adam(m.parameters(), weight_decay=1e-4) for kind, m in models.items()}

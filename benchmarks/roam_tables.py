@@ -1,4 +1,4 @@
-"""Writes the tables of docs/order.md from roam.jsonl and roam_runs.jsonl in results: the last line of a case counts.
+"""Writes the tables of docs/order.md from results/roam.jsonl and results/roam_runs.jsonl; a case's last line counts.
 
 python benchmarks/roam_tables.py
 """
@@ -17,7 +17,7 @@ _KINDS = ("eager", "ordered", "arena")
 
 
 def write_tables() -> None:
-    """Put a row for the last line of each case into docs/order.md, and what they come to on average."""
+    """Writes a row for the last line of each case into docs/order.md, and the averages."""
     planned, runs = (
         {line["model"]: line for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
         for path in (RESULTS, RUNS)
@@ -42,12 +42,12 @@ def write_tables() -> None:
     DOCS.write_text(before + BEGIN + "\n" + "\n".join(rows) + "\n" + END + rest.partition(END)[2], encoding="utf-8")
 
 
-# What the arena is less than: the titles are those of the paper's averages.
+# The figures that the arena is compared with, titled as the paper's averages.
 _BASES = ("eager_bytes", "eager_reserved_bytes", "lescea_llfb_bytes")
 
 
 def _find_gain(line: dict[str, Any], base: str) -> float:
-    """Per cent that the planned arena is less than a figure of the same line."""
+    """Returns by how many per cent the planned arena is below a figure of the same line."""
     return 100 - 100 * float(line["plan_arena_bytes"]) / float(line[base])
 
 
@@ -74,7 +74,7 @@ def _format_plan(line: dict[str, Any]) -> str:
 
 
 def _format_averages(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """The means of the paper's cases as it forms them (its seven models, fp32, batch 1 and 32), and of all."""
+    """Formats the means over the paper's cases (its seven models, fp32, batch 1 and 32), and over all cases."""
     names = "alexnet vgg11 mnasnet0_5 mobilenet_v2 efficientnet_b0 vit_b_16 bert".split()
     paper = {f"{name} {batch} fp32" for name in names for batch in (1, 32)}
     chosen = {

@@ -61,9 +61,8 @@ def test_layouts_of_many_overlap_nowhere_and_keep_their_bound(given: list[Rectan
     placement = find_placement(given, alignment=alignment, work_limit=2000)
     check_placement(given, placement.offsets)
     assert all(offset % alignment == 0 for offset in placement.offsets)
-    assert (
-        find_most_alive(given) <= placement.lower_bound <= placement.height <= sum(-(-r.size // 4) * 4 for r in given)
-    )
+    stacked = sum(-(-r.size // 4) * 4 for r in given)
+    assert find_most_alive(given) <= placement.lower_bound <= placement.height <= stacked
     assert placement == find_placement(given, alignment=alignment, work_limit=2000)
 
 
