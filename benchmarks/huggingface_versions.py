@@ -86,7 +86,7 @@ def run_tests(folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         junit = Path(scratch) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={junit}"]
-        done = subprocess.run([*command, *(f"tests/tempo_torch/{test}" for test in TESTS)], cwd=ROOT, env=environment)
+        done = subprocess.run([*command, *(f"tests/tempoize/{test}" for test in TESTS)], cwd=ROOT, env=environment)
         if done.returncode not in (0, 1):  # 1: a test failed
             raise RuntimeError(
                 f"pytest ended with {done.returncode} before it had run every test; see its output above"
