@@ -29,10 +29,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--exhaustive"):
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    left_out = {item for item in items if is_left_out(item, config)}
+    if config.getoption("--quick"):
+        # Of each test function one case.
+        first: dict[str, pytest.Item] = {}
+        for item in items:
+            if item not in left_out and first.setdefault(item.nodeid.partition("[")[0], item) is not item:
+                left_out.add(item)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     # One of its tests takes minutes: if it came late, one process would work and the others wait.
     items.sort(key=lambda item: item.path.name != "test_readme.py")
     if torch.cuda.is_available():
@@ -42,7 +47,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
 
 
+def is_left_out(item: pytest.Item, config: pytest.Config) -> bool:
+    marks = {mark.name for mark in item.iter_markers()}
+    if config.getoption("--quick"):
+        return bool(marks & {"slow", "gpu", "exhaustive"})
+    return "quick" in marks or ("exhaustive" in marks and not config.getoption("--exhaustive"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="one case of each test that needs neither a GPU nor seconds")
     parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive: minutes more")
     parser.addoption("--megatron-root", metavar="DIR", help="a Megatron-LM checkout (default: MEGATRON_LM_ROOT)")
     parser.addoption("--megatron-bridge", metavar="DIR", help="an unpacked megatron-bridge (default: MEGATRON_BRIDGE)")
@@ -106,6 +119,6 @@ def fresh_plans() -> Iterator[None]:
 @pytest.fixture
 def nan_poison() -> Iterator[None]:
     """torch.empty and its like give NaN (the largest value for integers), so that an element nobody wrote shows."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms does the same, and imports Inductor
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")

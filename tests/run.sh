@@ -1,21 +1,18 @@
 #!/usr/bin/env bash
-# Installs what is missing, then runs the tests: bash tests/run.sh [--quick] [PYTEST ARGUMENTS...]
+# Installs what is missing, then runs the tests: bash tests/run.sh [--quick | --exhaustive] [PYTEST ARGUMENTS...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
-    echo "bash tests/run.sh [--quick] [PYTEST ARGUMENTS...]"
-    echo "  --quick  only the tests that need neither a GPU nor more than a few seconds each; must come first"
+    echo "bash tests/run.sh [--quick | --exhaustive] [PYTEST ARGUMENTS...]"
+    echo "  --quick       one case of each test that needs neither a GPU nor seconds: two minutes on two cores"
+    echo "  --exhaustive  also more cases of what others test: much longer"
     echo "As many processes as there are cores share the tests, 8 at most; -n NUMBER says otherwise, -n 0 takes this one."
     echo "Where there is a GPU, one process has it for itself."
     echo "Variables VENV, PYTHON and TORCH_INDEX_URL: see launch/environment.sh."
     exit 0
 fi
 arguments=(--dist worksteal --durations=10 --durations-min=10)
-if [ "${1:-}" = --quick ]; then
-    shift
-    arguments+=(-m "not slow and not gpu")
-fi
 
 . launch/environment.sh
 prepare_environment test

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import parametrize_covering
 from gelu_inputs import ACTIVATION, FORMS
 from witness import assert_within_rule
 
@@ -44,9 +45,7 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES, activation=ACTIVATIONS.keys())
 def test_an_activation_in_chunks_is_the_specification_bit_for_bit(shape, dtype, activation):
     torch.manual_seed(0)
     x, grad = (torch.rand(shape) * 16 - 8).to(dtype), torch.randn(shape).to(dtype)
@@ -64,9 +63,7 @@ def test_an_activation_in_chunks_is_the_specification_bit_for_bit(shape, dtype, 
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES, form=FORMS)
 def test_gelus_gradient_in_chunks_is_that_of_the_specification(shape, dtype, form):
     torch.manual_seed(0)
     x, grad = (torch.rand(shape) * 16 - 8).to(dtype), torch.randn(shape).to(dtype)
@@ -95,9 +92,11 @@ def test_gelus_table_is_as_exact_as_the_specification_for_every_number(dtype, fo
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(37, 3, 48), (5, 34), (1, 2), (0, 16), (3, 0), (1024,)], ids=str)
+@parametrize_covering(
+    each={"shape": [(37, 3, 48), (5, 34), (1, 2), (0, 16), (3, 0), (1024,)]},
+    dtype=DTYPES,
+    activation=["silu", "gelu", "gelu_tanh", "relu"],
+)
 def test_gated_units_in_blocks_are_the_specification(shape, dtype, activation):
     torch.manual_seed(0)
     x = (torch.rand(shape) * 16 - 8).to(dtype)
@@ -147,20 +146,22 @@ def test_the_loss_in_blocks_is_the_specification(dtype, shares):
 MASK = torch.zeros(2, 1, 40, 56, dtype=torch.bool)
 MASK[0, :, 3] = True  # a row whose every key is hidden
 MASK[1, :, :, 30:] = True
+# causal; window; mask; key_lengths
+ATTENTION_FORMS = {
+    "full": (False, None, None, None),
+    "causal": (True, None, None, None),
+    "mask": (False, None, MASK, None),
+    "window": (True, (7, 0), None, None),
+    "window and lengths": (False, (5, 9), None, torch.tensor([0, 41])),
+    "causal, mask and lengths": (True, None, MASK, torch.tensor([56, 20])),
+}
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("keeps_probabilities", [False, True])
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("causal", "window", "mask", "key_lengths"),
-    [(False, None, None, None), (True, None, None, None), (False, None, MASK, None), (True, (7, 0), None, None),
-     (False, (5, 9), None, torch.tensor([0, 41])), (True, None, MASK, torch.tensor([56, 20]))],
-    ids=["full", "causal", "mask", "window", "window and lengths", "causal, mask and lengths"],
-)  # fmt: skip
-def test_attention_in_blocks_is_the_specification(causal, window, mask, key_lengths, dtype, p, keeps_probabilities):
+@parametrize_covering(form=ATTENTION_FORMS, dtype=DTYPES, p=[0.0, 0.3], keeps_probabilities=[False, True])
+def test_attention_in_blocks_is_the_specification(form, dtype, p, keeps_probabilities):
     torch.manual_seed(0)
+    causal, window, mask, key_lengths = form
     q, grad = (torch.randn(40, 2, 4, 16) for _ in range(2))
     k, v = (torch.randn(56, 2, 2, 16) for _ in range(2))
     settings = Settings(causal, 0.25, p, 0x123456789ABCDEF, 5, 3, window)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from activations import ACTIVATIONS
+from covering import parametrize_covering
 from torch import Tensor
 
 from tempo_kernels.attention import attention
@@ -93,9 +94,11 @@ def results(name: str, dtype: torch.dtype, default: torch.dtype) -> list[Tensor 
     return [y.detach(), x.grad, bias.grad]
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", OPERATIONS)
+@parametrize_covering(
+    each={"default": [torch.bfloat16, torch.float16, torch.float64]},
+    name=OPERATIONS.keys(),
+    dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64],
+)
 def test_a_default_dtype_changes_no_bit(name: str, dtype: torch.dtype, default: torch.dtype) -> None:
     for found, wanted in zip(results(name, dtype, default), results(name, dtype, torch.float32), strict=True):
         assert (found is None and wanted is None) or (found.dtype == wanted.dtype and torch.equal(found, wanted))

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed; it is part of thi
 
 import triton
 from ahead_of_time import CAPABILITIES, Launch, compiled, narrow_accesses, record_launches, resources, source_of
+from covering import exhaustive
 from torch import Tensor
 
 from tempo_kernels.dropout_add import Draw
@@ -144,35 +145,47 @@ def activation_launches(dtype: torch.dtype, hidden_size: int) -> Iterator[tuple[
         yield name, launch
 
 
-def cases() -> Iterator[tuple[str, Launch]]:
-    """The production shapes: 16-bit rows that are multiples of eight, short, medium and long, and float32."""
-    shapes = [(dropout_launches, torch.bfloat16, 4096), (dropout_launches, torch.float16, 1000)]
-    shapes += [(dropout_launches, torch.float32, 4096), (norm_launches, torch.float32, 4096)]
-    shapes += [(norm_launches, torch.bfloat16, hidden_size) for hidden_size in (1000, 4096, 8192, 12288, 20480)]
-    shapes += [(float32_residual_launches, torch.bfloat16, hidden_size) for hidden_size in (8192, 12288)]
-    shapes += [(activation_launches, torch.bfloat16, 16384), (activation_launches, torch.float32, 4096)]
+# The production shapes: 16-bit rows that are multiples of eight, short, medium and long, and float32.
+SHAPES: list[tuple[Callable[[torch.dtype, int], Iterator[tuple[str, Launch]]], torch.dtype, int]] = [
+    *((dropout_launches, *shape) for shape in ((torch.bfloat16, 4096), (torch.float16, 1000), (torch.float32, 4096))),
+    (norm_launches, torch.float32, 4096),
+    *((norm_launches, torch.bfloat16, hidden_size) for hidden_size in (1000, 4096, 8192, 12288, 20480)),
+    *((float32_residual_launches, torch.bfloat16, hidden_size) for hidden_size in (8192, 12288)),
+    *((activation_launches, *shape) for shape in ((torch.bfloat16, 16384), (torch.float32, 4096))),
+]
+# Of every kernel the form with the most registers: the longest row that stays in them, and one that is read in parts.
+LARGEST = [SHAPES[index] for index in (0, 6, 8, 10, 11)]
+
+
+def cases(shapes: list[Any] = SHAPES) -> Iterator[tuple[str, Launch]]:
     for launches, dtype, hidden_size in shapes:
         for name, launch in launches(dtype, hidden_size):
             yield f"{name}, {str(dtype).removeprefix('torch.')}, h {hidden_size}", launch
 
 
-def measured(kernel: Any) -> dict[str, int]:
-    return {"registers": resources(kernel.asm["cubin"])["REG"], "shared_bytes": kernel.metadata.shared}
+def measured(kernel: Any, usage: dict[str, int]) -> dict[str, int]:
+    return {"registers": usage["REG"], "shared_bytes": kernel.metadata.shared}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_keep_to_registers_and_to_the_recorded_resources(capability):
+@pytest.mark.parametrize(
+    ("capability", "shapes"),
+    [
+        pytest.param(90, SHAPES[:1], marks=pytest.mark.quick),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((90, SHAPES), (80, LARGEST), (100, LARGEST))),
+        *exhaustive((80, SHAPES), (100, SHAPES)),
+    ],
+    ids=["90 quick", "90", "80", "100", "80 all", "100 all"],
+)
+def test_kernels_keep_to_registers_and_recorded_resources_and_access_16_bytes_at_a_time(capability, shapes):
     tables = json.loads(TABLE.read_text(encoding="utf-8"))["kernels"]
-    found, launches = {}, dict(cases())
-    for name, launch in launches.items():
+    found = {}
+    for name, launch in cases(shapes):
         kernel = compiled(launch, capability)
         usage = resources(kernel.asm["cubin"])
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
-        found[name] = measured(kernel)
-    recorded = {
-        version: {name: sizes[f"sm_{capability}"] for name, sizes in table.items()} for version, table in tables.items()
-    }
+        found[name] = measured(kernel, usage)
+        check_widths(name, launch, narrow_accesses(kernel.asm["ptx"]))
+    recorded = {version: {name: table[name][f"sm_{capability}"] for name in found} for version, table in tables.items()}
     if triton.__version__ in recorded:
         assert found == recorded[triton.__version__]
     for name, usage in found.items():
@@ -181,24 +194,26 @@ def test_kernels_keep_to_registers_and_to_the_recorded_resources(capability):
             assert number <= most * 1.25, f"{name}: {resource} {number}, {most} recorded"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_tensors_are_read_and_written_16_bytes_at_a_time(capability):
-    for name, launch in cases():
-        narrow = narrow_accesses(compiled(launch, capability).asm["ptx"])
-        if "lost channels" in name:
-            # Each of a thread's elements may be one of those few that are kept one by one.
-            narrow = [access for access in narrow if not access.endswith((".b16", ".b32", " 0x4 bytes"))]
-        if launch.arguments.get("bits_ptr") is not None:
-            # A thread's eight neighbours have one byte of bits; it has at most 64 elements.
-            narrow_bits = [access for access in narrow if access.endswith(".b8")]
-            assert len(narrow_bits) <= 8, f"{name}: {narrow_bits}"
-            narrow = [access for access in narrow if access not in narrow_bits]
-        # What is left is one number per row, or a vector [h] of which a thread has fewer than eight elements; a tile
-        # that is read or written narrowly takes at least eight accesses. Of sums over rows a thread has one column.
-        sums_rows = any(launch.arguments.get(name) is not None for name in ("counters_ptr", "sums_ptr"))
-        assert len(narrow) <= (7 if sums_rows else 4), f"{name}: {narrow}"
-        assert sums_rows or not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
+def check_widths(name: str, launch: Launch, narrow: list[str]) -> None:
+    """Tensors are read and written 16 bytes at a time."""
+    if "lost channels" in name:
+        # Each of a thread's elements may be one of those few that are kept one by one.
+        narrow = [access for access in narrow if not access.endswith((".b16", ".b32", " 0x4 bytes"))]
+    if launch.arguments.get("bits_ptr") is not None:
+        # A thread's eight neighbours have one byte of bits; it has at most 64 elements.
+        narrow_bits = [access for access in narrow if access.endswith(".b8")]
+        assert len(narrow_bits) <= 8, f"{name}: {narrow_bits}"
+        narrow = [access for access in narrow if access not in narrow_bits]
+    # What is left is one number per row, or a vector [h] of which a thread has fewer than eight elements; a tile
+    # that is read or written narrowly takes at least eight accesses. Of sums over rows a thread has one column.
+    sums_rows = any(launch.arguments.get(name) is not None for name in ("counters_ptr", "sums_ptr"))
+    assert len(narrow) <= (7 if sums_rows else 4), f"{name}: {narrow}"
+    assert sums_rows or not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
+
+
+def test_the_recorded_table_has_every_kernel():
+    tables = json.loads(TABLE.read_text(encoding="utf-8"))["kernels"]
+    assert all(list(table) == list(dict(cases())) for table in tables.values())
 
 
 def test_a_tensor_that_is_not_aligned_is_read_narrowly_and_found_to_be():
@@ -223,10 +238,10 @@ def test_new_keys_probabilities_and_positions_compile_nothing_anew():
 
 
 def write_table() -> None:
-    kernels = {
-        name: {f"sm_{capability}": measured(compiled(launch, capability)) for capability in CAPABILITIES}
-        for name, launch in cases()
-    }
+    kernels: dict[str, dict[str, dict[str, int]]] = {}
+    for name, launch in cases():
+        binaries = {capability: compiled(launch, capability) for capability in CAPABILITIES}
+        kernels[name] = {f"sm_{c}": measured(one, resources(one.asm["cubin"])) for c, one in binaries.items()}
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     table["kernels"][triton.__version__] = kernels
     TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

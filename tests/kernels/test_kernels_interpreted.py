@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import parametrize_covering
 
 pytest.importorskip("triton", reason="triton is not installed; it is part of this project's `test` extra")
 
@@ -28,7 +29,7 @@ from tempo_kernels.pointwise import kernel_sums
 KEYS = [0, 0xFEDCBA9876543210, 0x80000000_7FFFFFFF, 2**64 - 1]
 FILES = [Path(__file__), *sorted(Path(__file__).parent.rglob("test_*_kernels.py"))]
 # In how many processes the files of a family run, for other cores to help; each takes seconds to import torch.
-NUM_PARTS = {"attention": 3, "norm": 2, "others": 2}
+NUM_PARTS = {"attention": 1, "norm": 2, "others": 1}
 PARTS = [(family, part) for family, number in NUM_PARTS.items() for part in range(number)]
 
 
@@ -45,29 +46,26 @@ def what_to_run(family: str, part: int) -> list[str]:
     return tests[part :: NUM_PARTS[family]]
 
 
+def interpret(*arguments: str) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-m", "not gpu"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout and "failed" not in result.stdout
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "part"), PARTS)
 def test_every_kernel_does_under_the_interpreter_what_its_specification_says(family: str, part: int, pytestconfig):
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:hypothesispytest",
-        "-m",
-        "not gpu",
-        *(["--exhaustive"] if pytestconfig.getoption("--exhaustive") else []),
-        *what_to_run(family, part),
-    ]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout and "failed" not in result.stdout
+    interpret(*(["--exhaustive"] if pytestconfig.getoption("--exhaustive") else []), *what_to_run(family, part))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+@pytest.mark.quick
+def test_one_case_of_each_test_of_kernels_holds_under_the_interpreter():
+    interpret("--quick", *map(str, FILES))
 
 
 @triton.jit
@@ -128,8 +126,7 @@ def check_dropout_add(x, bias, residual, grad):
 
 
 @kernel_test
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES)
 def test_dropout_add_does_what_is_specified(shape, dtype):
     x, residual, grad = ((torch.rand(shape, device=DEVICE) * 16 - 8).to(dtype) for _ in range(3))
     check_dropout_add(x, torch.randn(shape[-1], device=DEVICE).to(dtype), residual, grad)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_cases import ours, reference
 from attention_kernel_cases import KEY, check, dropped_elements, random_inputs, run, settings
+from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, kernel_test
 from witness import assert_within_rule
 
@@ -33,8 +34,7 @@ SHAPES = {
 
 
 @kernel_test
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES)
 def test_attention_does_what_is_specified(shape, dtype):
     check(*random_inputs(*shape, dtype), settings())
 
@@ -94,10 +94,9 @@ MASKS = {
 
 
 @kernel_test
-@pytest.mark.parametrize(("causal", "dtype"), [(True, torch.float32), (False, torch.float16), (False, torch.bfloat16)])
-@pytest.mark.parametrize("name", MASKS)
-def test_a_given_mask_does_what_is_specified(name, dtype, causal):
-    check(*random_inputs(70, 70, 3, 4, 2, 32, dtype), settings(causal), MASKS[name]().to(DEVICE))
+@parametrize_covering(each={"make_mask": MASKS, "causal": [True, False]}, dtype=DTYPES)
+def test_a_given_mask_does_what_is_specified(make_mask, dtype, causal):
+    check(*random_inputs(70, 70, 3, 4, 2, 32, dtype), settings(causal), make_mask().to(DEVICE))
 
 
 @kernel_test

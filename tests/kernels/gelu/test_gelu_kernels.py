@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import parametrize_covering
 from gelu_inputs import ACTIVATION, FORMS, exact_derivative, floor_of, inputs, minimum_of
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test, round_sums
 from pointwise_activations import misaligned, strided
@@ -17,6 +18,7 @@ from tempo_kernels.pointwise import kernel_sums
 
 # The interpreter computes with NumPy, which warns where exp(-x) is infinite and its reciprocal, the result, is 0.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")
+SHAPES = [(3, 2, 768), (5, 1000), (9, 33), (1, 1), (2, 2049), (40, 8), (0, 16), (3, 0)]
 
 
 def forward(x, bias, form):
@@ -46,11 +48,7 @@ def random_gelu(shape, dtype):
 
 
 @kernel_test
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(3, 2, 768), (5, 1000), (9, 33), (1, 1), (2, 2049), (40, 8), (0, 16), (3, 0)], ids=str
-)
+@parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES, form=FORMS)
 def test_gelu_does_what_is_specified_for_any_shape(shape, dtype, form):
     check_gelu(*random_gelu(shape, dtype), form)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test, round_sums
 from pointwise_activations import misaligned, strided
 from squared_relu_inputs import every_number
@@ -12,6 +13,8 @@ from tempo_kernels.pointwise import eager as pointwise_eager
 from tempo_kernels.pointwise import kernel as pointwise_kernel
 from tempo_kernels.pointwise import kernel_sums
 from tempo_kernels.squared_relu import eager, kernel
+
+SHAPES = [(3, 2, 768), (5, 1000), (9, 33), (1, 1), (2, 2049), (40, 8), (0, 16), (3, 0)]
 
 
 def forward(x):
@@ -31,10 +34,7 @@ def random_input(shape, dtype):
 
 
 @kernel_test
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(3, 2, 768), (5, 1000), (9, 33), (1, 1), (2, 2049), (40, 8), (0, 16), (3, 0)], ids=str
-)
+@parametrize_covering(each={"shape": SHAPES}, dtype=DTYPES)
 def test_squared_relu_does_what_is_specified_for_any_shape(shape, dtype):
     check_squared_relu(*random_input(shape, dtype))
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from ahead_of_time import CAPABILITIES, Launch, compiled, narrow_accesses, record_launches, resources, source_of
+from ahead_of_time import Launch, compiled, narrow_accesses, record_launches, resources, source_of
+from covering import exhaustive
 
 from tempo_kernels.linear_cross_entropy import kernel
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
@@ -52,15 +53,13 @@ def run_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, first: int = 
         kernel.write_gradient_(logits, Rows(columns, *vectors), shares)
 
 
-def cases() -> Iterator[tuple[str, Launch]]:
-    """GPT-2's padded vocabulary, Llama 3's, one that is a multiple of eight only, and a shard of one."""
-    for dtype, num_columns in [
-        (torch.bfloat16, 50304),
-        (torch.bfloat16, 128256),
-        (torch.float16, 50264),
-        (torch.bfloat16, 6288),
-        (torch.float32, 50304),
-    ]:
+# GPT-2's padded vocabulary, Llama 3's, one that is a multiple of eight only, and a shard of one.
+SHAPES = [(torch.bfloat16, columns) for columns in (50304, 128256, 6288)]
+SHAPES += [(torch.float16, 50264), (torch.float32, 50304)]
+
+
+def cases(shapes: list[tuple[torch.dtype, int]]) -> Iterator[tuple[str, Launch]]:
+    for dtype, num_columns in shapes:
         names = ("statistics", "gradient", "statistics with sum", "smoothed gradient")
         launches = launches_of(lambda dtype=dtype, num_columns=num_columns: run_chunk(64, num_columns, dtype))
         launches += launches_of(
@@ -70,9 +69,17 @@ def cases() -> Iterator[tuple[str, Launch]]:
             yield f"{name}, {dtype}, v {num_columns}", launch
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_keep_to_few_registers_and_read_16_bytes_at_a_time(capability):
-    for name, launch in cases():
+@pytest.mark.parametrize(
+    ("capability", "shapes"),
+    [
+        pytest.param(90, SHAPES, marks=pytest.mark.slow),
+        *((capability, SHAPES[:1]) for capability in (80, 100)),
+        *exhaustive((80, SHAPES), (100, SHAPES)),
+    ],
+    ids=["90", "80", "100", "80 all", "100 all"],
+)
+def test_kernels_keep_to_few_registers_and_read_16_bytes_at_a_time(capability, shapes):
+    for name, launch in cases(shapes):
         binary = compiled(launch, capability)
         usage = resources(binary.asm["cubin"])
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, kernel_test
 from torch.nn import functional as F
 from witness import assert_three_witnesses
@@ -54,9 +55,8 @@ def check(logits, targets, num_real, target_and_other=SHARES["smoothed"]):
 
 
 @kernel_test
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(5, 1000), (3, 4096), (2, 4097), (3, 12289), (1, 1), (4, 7), (9, 33), (2, 8200)], ids=str
+@parametrize_covering(
+    each={"shape": [(5, 1000), (3, 4096), (2, 4097), (3, 12289), (1, 1), (4, 7), (9, 33), (2, 8200)]}, dtype=DTYPES
 )
 def test_statistics_and_gradient_are_as_specified_for_any_vocabulary(shape, dtype):
     logits, targets = chunk_of_logits(*shape, dtype)

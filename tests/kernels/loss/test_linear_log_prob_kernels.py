@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 from log_prob_inputs import CASES, reference
 from loss_head_inputs import head_inputs, random_labels
@@ -60,9 +61,7 @@ def check(logits, targets, shares):
 
 
 @kernel_test
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
-@pytest.mark.parametrize("shape", [(5, 1000), (2, 4097), (3, 8200), (1, 1), (4, 7)], ids=str)
+@parametrize_covering(each={"shape": [(5, 1000), (2, 4097), (3, 8200), (1, 1), (4, 7)]}, dtype=DTYPES, scaling=SCALINGS)
 def test_statistics_and_gradient_are_as_specified_for_any_vocabulary(shape, scaling, dtype):
     logits, targets = chunk_of_logits(*shape, dtype)
     for num_real in {shape[1], max(1, shape[1] - 5), 0} if scaling[0] else {shape[1]}:

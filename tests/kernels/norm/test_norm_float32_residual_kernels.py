@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import parametrize_covering
 from interpreted import DEVICE, kernel_test
 from norm_kernel_checks import check_both_forms, norm_of, random_norm
 
@@ -20,9 +21,11 @@ def float32_residual(name, shape, dtype):
 
 
 @kernel_test
-@pytest.mark.parametrize("rows_are_long", [False, True], ids=["whole rows", "long rows"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["trained", "one in a hundred gamma 0", "beta / gamma 100"])
+@parametrize_covering(
+    rows_are_long={"whole rows": False, "long rows": True},
+    dtype=DTYPES,
+    name=["trained", "one in a hundred gamma 0", "beta / gamma 100"],
+)
 def test_norm_does_what_is_specified(name, dtype, rows_are_long, monkeypatch):
     if rows_are_long:
         for constant in ("FORWARD_ROW_BYTES", "BACKWARD_ROW_BYTES"):

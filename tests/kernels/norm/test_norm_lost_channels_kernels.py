@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, kernel_test
 from norm_kernel_checks import cast_sums, check_norm, norm_forward_and_backward, norm_of, random_norm
 
@@ -159,9 +160,7 @@ def test_gradients_are_right_in_every_step_while_an_optimizer_takes_gammas_throu
 
 @kernel_test
 @both_lengths
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("room", [0, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize_covering(has_bias=[True, False], room=[0, 8], dtype=DTYPES)
 def test_lost_channels_without_room_have_nan_gradients_and_spoil_no_other_sum(dtype, room, has_bias, rows_are_long):
     x, weight, bias, grad = random_norm("initial", (9, 136), dtype)
     bias = bias if has_bias else None
