@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -104,10 +104,8 @@ def is_inside(path: str, folder: str) -> bool:
     return os.path.commonpath([root, os.path.realpath(path)]) == root
 
 
-def find_foreign_files(prefix: str, suffixes: Iterable[str], published: Mapping[str, object]) -> list[str]:
-    """The files PREFIX + suffix that are there and that prepare_data did not write.
-
-    Its own are those that PREFIX.json tells of, and what a killed run had published: suffix -> stamp_file(path).
+def find_foreign_files(prefix: str, suffixes: Iterable[str]) -> list[str]:
+    """The files PREFIX + suffix that are there and that PREFIX.json, of prepare_data, does not tell of.
 
     Raises: DataError (a ValueError) where PREFIX.json cannot be read.
     """
@@ -117,19 +115,7 @@ def find_foreign_files(prefix: str, suffixes: Iterable[str], published: Mapping[
         own = {".json"} if _has_other_data(prefix, content.get("tokens")) else {".json", ".bin", ".idx"}
         named = {content.get("vocab_file"), content.get("merge_file")}
         own |= {suffix for suffix in suffixes if os.path.basename(prefix) + suffix in named}
-    return [
-        prefix + suffix
-        for suffix in suffixes
-        if os.path.lexists(prefix + suffix)
-        and suffix not in own
-        and published.get(suffix) != stamp_file(prefix + suffix)
-    ]
-
-
-def stamp_file(path: str) -> list[int]:
-    """What tells a file from another one of its name."""
-    info = os.lstat(path)
-    return [info.st_size, info.st_mtime_ns]
+    return [prefix + suffix for suffix in suffixes if os.path.lexists(prefix + suffix) and suffix not in own]
 
 
 def _has_other_data(prefix: str, tokens: object) -> bool:
