@@ -3,3 +3,7 @@
 from tempo_megatron.extras import check_installed
 
 check_installed("data preparation", "train", "tokenizers", "tqdm")
+
+
+class DataError(ValueError):
+    """Something about the user's own data, vocabulary or disk: the text says what was found and what to do."""

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from tempo_megatron.data.data_error import DataError
+from tempo_megatron.data import DataError
 from tempo_megatron.data.dataset_files import is_inside
-from tempo_megatron.data.partial_output import SUFFIXES
+from tempo_megatron.data.dataset_writer import SUFFIXES
 
 JSON_SUFFIXES = (".json", ".jsonl")  # in capitals too, as all suffixes
 _COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zip")

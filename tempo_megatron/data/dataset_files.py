@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tempo_megatron.data.data_error import DataError
+from tempo_megatron.data import DataError
 from tempo_megatron.data.tokenizer_types import GPT2_BPE, TYPES, list_given_files, load_tokenizer
 
 _FORMAT_NAME = "tempo-megatron data set"

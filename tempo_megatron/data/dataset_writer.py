@@ -1,17 +1,25 @@
-"""PREFIX.bin and PREFIX.idx, byte for byte as megatron-core's IndexedDatasetBuilder writes them.
+"""Writes a data set in a folder beside its place: PREFIX.bin and PREFIX.idx as megatron-core has them.
 
-Written here because importing megatron-core takes seconds and prints warnings about packages that tokenizing does
-without.
+DatasetWriter writes byte for byte what megatron-core's IndexedDatasetBuilder does. It is written anew because importing
+megatron-core takes seconds and prints warnings about packages that tokenizing does without.
+
+PartialOutput renames the files at the end. A process that is killed at any time leaves the old data set, the new one,
+or none: nothing loads without the index, which is removed first and renamed last. PREFIX.json, which tells whose the other
+files are, is renamed first, so that the next run may replace what a killed one had renamed.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 
-from tempo_megatron.data.dataset_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
+from tempo_megatron.data import DataError
+from tempo_megatron.data.dataset_files import DTYPES, INDEX_HEADER, INDEX_MAGIC, find_foreign_files
+from tempo_megatron.disk import flush_to_disk
 
 _FIRST_SIZE_IN_32_BITS = 65500  # megatron-core's own limit: its readers expect what it would have chosen
 
@@ -65,3 +73,136 @@ class DatasetWriter:
             stream.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, code, lengths.size, borders.size))
             for part in (lengths, offsets * self._dtype.itemsize, borders):
                 stream.write(part.tobytes())
+
+
+# What a data set consists of, in the order of the renames.
+SUFFIXES = (".json", "-vocab.txt", "-vocab.json", "-merges.txt", ".bin", ".idx")
+_LOCK = "prepare_data.lock"  # a folder that holds it is one of ours
+
+
+class PartialOutput:
+    """The folder PREFIX.partial, for a `with` block. Its files have names that no reader of data sets looks for.
+
+    A second process that writes to the same prefix is refused. What a killed one left in the folder is removed, and
+    only that.
+
+    Args:
+        prefix: PREFIX.
+        suffixes: of the files that will be written.
+        obsolete: of the files that the new data set does not have; publish() removes those that prepare_data made.
+        overwrite: whether they may replace files that prepare_data did not make.
+
+    Raises: DataError where the place cannot be written, or holds what prepare_data did not make.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        suffixes: Sequence[str] = SUFFIXES,
+        *,
+        obsolete: Sequence[str] = (),
+        overwrite: bool = False,
+    ):
+        self.prefix, self.folder = prefix, prefix + ".partial"
+        self._suffixes, self._obsolete, self._overwrite = suffixes, obsolete, overwrite
+
+    def __enter__(self) -> PartialOutput:
+        parent, name = os.path.split(self.prefix)
+        if not name or os.path.isdir(self.prefix):
+            raise DataError(f"--output-prefix {self.prefix} is a directory; add the beginning of a file name to it")
+        if not os.path.isdir(parent or "."):
+            raise DataError(f"--output-prefix {self.prefix}: there is no directory {parent}; make it first")
+        folder = next((self.prefix + suffix for suffix in SUFFIXES if os.path.isdir(self.prefix + suffix)), None)
+        if folder is not None:
+            raise DataError(f"--output-prefix {self.prefix}: {folder} is a directory; choose another prefix")
+        try:
+            self._refuse_strangers()
+            self._lock()
+            try:
+                self._check_is_free()
+                self._empty()
+            except BaseException:
+                self._leave()
+                raise
+        except OSError as error:
+            raise DataError(
+                f"--output-prefix {self.prefix}: cannot write in {parent or '.'} "
+                f"({error.filename or self.folder}: {error.strerror}); choose another place"
+            ) from error
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with suppress(OSError):
+            self._empty()
+        self._leave()
+
+    def locate(self, suffix: str) -> str:
+        """Where to write the file that will be called PREFIX + suffix."""
+        return os.path.join(self.folder, suffix[1:])
+
+    def publish(self) -> None:
+        """Rename every file; the data set that had the names before is gone from the first step on."""
+        written = [suffix for suffix in SUFFIXES if os.path.exists(self.locate(suffix))]
+        assert set(written) <= set(self._suffixes)
+        self._check_is_free()  # once more: writing may have taken hours
+        for suffix in written:
+            flush_to_disk(self.locate(suffix))
+        obsolete = {self.prefix + suffix for suffix in self._obsolete}
+        obsolete -= set(find_foreign_files(self.prefix, self._obsolete))
+        parent = os.path.dirname(self.prefix) or "."
+        for path in (self.prefix + SUFFIXES[-1], *sorted(obsolete)):
+            if os.path.lexists(path):
+                os.remove(path)
+                flush_to_disk(parent)
+        for suffix in written:
+            os.replace(self.locate(suffix), self.prefix + suffix)
+            flush_to_disk(parent)
+
+    def _check_is_free(self) -> None:
+        foreign = find_foreign_files(self.prefix, self._suffixes)
+        if foreign and not self._overwrite:
+            raise DataError(
+                f"{foreign[0]} exists and was not made by prepare_data; choose another --output-prefix, or replace it "
+                "with --overwrite"
+            )
+
+    def _refuse_strangers(self) -> None:
+        names = set(os.listdir(self.folder)) if os.path.lexists(self.folder) else set()
+        strangers = names - {_LOCK, *(suffix[1:] for suffix in SUFFIXES)} if _LOCK in names else names
+        if strangers:
+            raise DataError(
+                f"{os.path.join(self.folder, min(strangers))} was not made by prepare_data, which needs that folder "
+                "for itself; move it away, or choose another --output-prefix"
+            )
+
+    def _lock(self) -> None:
+        lock = os.path.join(self.folder, _LOCK)
+        while True:
+            os.makedirs(self.folder, exist_ok=True)
+            try:
+                self._lock_fd = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o644)
+            except FileNotFoundError:
+                continue  # the process that had it removed the folder just now
+            try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(self._lock_fd)
+                raise DataError(
+                    f"another process is writing {self.prefix}; wait for it, or choose another --output-prefix"
+                ) from error
+            if os.path.exists(lock) and os.path.samestat(os.stat(lock), os.fstat(self._lock_fd)):
+                return
+            os.close(self._lock_fd)
+
+    def _empty(self) -> None:
+        for suffix in SUFFIXES:
+            with suppress(FileNotFoundError):
+                os.remove(self.locate(suffix))
+
+    def _leave(self) -> None:
+        """Let another process have the folder, and remove it where nothing else is in it."""
+        with suppress(OSError):
+            if os.listdir(self.folder) == [_LOCK]:
+                os.remove(os.path.join(self.folder, _LOCK))
+                os.rmdir(self.folder)
+        os.close(self._lock_fd)

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from tempo_megatron.data import DataError
 from tempo_megatron.data.corpus import InputFile, LeftOut, Part, Piece, format_path
-from tempo_megatron.data.data_error import DataError
 from tempo_megatron.data.sentences import LONGEST_SENTENCE, split_sentences
 from tempo_megatron.data.tokenizer_types import TextTokenizer, load_tokenizer
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tempo_megatron.data.data_error import DataError
+from tempo_megatron.data import DataError
 from tempo_megatron.data.tokenizer import ByteLevelTokenizer, cut_batches, read_tokenizer_file
 
 if TYPE_CHECKING:

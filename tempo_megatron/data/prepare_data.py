@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tempo_megatron.data import corpus
-from tempo_megatron.data.data_error import DataError
+from tempo_megatron.data import DataError, corpus
 from tempo_megatron.data.dataset_files import (
     FORMAT,
     Sidecar,
@@ -24,9 +23,8 @@ from tempo_megatron.data.dataset_files import (
     load_dataset_tokenizer,
     validate_dataset,
 )
-from tempo_megatron.data.dataset_writer import DatasetWriter, choose_token_dtype
+from tempo_megatron.data.dataset_writer import SUFFIXES, DatasetWriter, PartialOutput, choose_token_dtype
 from tempo_megatron.data.documents import Encoded, Encoding, check_first_lines, encode, read_texts
-from tempo_megatron.data.partial_output import SUFFIXES, PartialOutput
 from tempo_megatron.data.prepare_arguments import PrepareOptions, parse_prepare_arguments
 from tempo_megatron.data.prepare_progress import Progress
 from tempo_megatron.data.tokenizer_types import (

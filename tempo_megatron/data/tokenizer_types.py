@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tempo_megatron.data.data_error import DataError
+from tempo_megatron.data import DataError
 from tempo_megatron.data.masked_tokenizers import (
     CasedWordPieceTokenizer,
     LowerCaseWordPieceTokenizer,

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import random
 import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from tempo_megatron.disk import flush_all_to_disk
 from tempo_megatron.training.checkpoint_files.files import (
@@ -20,13 +25,14 @@ from tempo_megatron.training.checkpoint_files.files import (
     try_to_write,
 )
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_unfinished, parse_iteration
-from tempo_megatron.training.checkpoint_files.integrity import describe_files, find_damage, write_description
+from tempo_megatron.training.checkpoint_files.integrity import FORMAT, describe_files, find_damage, write_description
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 from tempo_megatron.training.engine import Engine
 from tempo_megatron.training.resharding import describe_rank, load_resharded
-from tempo_megatron.training.rng_state import get_rng_state, seed_all, set_rng_state
+from tempo_megatron.training.run.deepspeed_config import read_offload_device
+from tempo_megatron.training.run.resume import REMEDIES, describe_conflict
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.run_description import check_same_run, describe_layout, has_other_layout
+from tempo_megatron.training.tasks.task import Vocabulary
 from tempo_megatron.training.watch.agreement import differs_between_ranks, is_true_on_any_rank, raise_on_all_ranks
 
 
@@ -247,3 +253,80 @@ def check_all_ranks_share(folder: Path) -> None:
     dist.barrier()
     names[rank].unlink(missing_ok=True)
     raise_on_all_ranks(sentence)
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, numpy, torch and Megatron's tracker; tensor-parallel ranks differ in the tracker's regions only."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def get_rng_state(on_gpu: bool) -> dict[str, Any]:
+    """The states of Python, numpy, torch's CPU and CUDA generators and Megatron's tracker."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if on_gpu else None,
+        "tracker": dict(get_cuda_rng_tracker().get_states()),
+    }
+
+
+def set_rng_state(state: dict[str, Any], on_gpu: bool) -> None:
+    """Put back what get_rng_state gave."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if on_gpu:
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+# How weights and moments lie on the ranks. A run goes on in another layout: see resharding.py.
+_LAYOUT = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage", "optimizer", "offload_device")
+
+
+def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], load: str) -> None:
+    """Raise ValueError for the first field of describe_run in which the checkpoint is of another run."""
+    where = f"--load {load}/{saved['checkpoint']}"
+    for name, remedy in REMEDIES.items():
+        ours, theirs = description.get(name), saved.get(name)
+        if ours == theirs:
+            continue
+        if name in ("data", "tokenizer"):
+            raise ValueError(
+                f"{where} was trained on {' '.join(saved['data_path'])}, and {' '.join(description['data_path'])} "
+                f"has another {'content' if name == 'data' else 'tokenizer'}; change {remedy} to go on with what it "
+                "was trained on, or start a new run"
+            )
+        raise ValueError(describe_conflict(where, name, theirs, ours))
+
+
+def has_other_layout(saved: Mapping[str, Any], description: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's files are divided in another way than those of this run will be."""
+    return any(saved.get(name, description[name]) != description[name] for name in _LAYOUT)
+
+
+def describe_layout(description: Mapping[str, Any]) -> str:
+    tp, dp, stage = (description[name] for name in _LAYOUT[:3])
+    return f"TP {tp}, DP {dp}, ZeRO {stage}"
+
+
+def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
+    """What a checkpoint belongs to; a run resumes only from one whose description is its own.
+
+    `more` holds what only the built run knows, such as the optimizer's name.
+    """
+    described = {name: getattr(run, name) for name in (*REMEDIES, *_LAYOUT) if hasattr(run, name)}
+    described |= {"offload_device": read_offload_device(run.deepspeed), "vocab_padding_tp": run.vocab_padding_tp}
+    described |= run.model.describe() | vocabulary.describe()
+    if run.masking is None:  # a run for GPT has none, and says nothing of it
+        del described["masking"]
+    else:
+        described["masking"] = dataclasses.asdict(run.masking)
+    return {**described, "format": FORMAT, "data_path": list(run.data_path), **more}

@@ -23,8 +23,8 @@ from tempo_megatron.training.checkpoint_files.files import CheckpointFiles
 from tempo_megatron.training.checkpoint_files.layout import find_cuts
 from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.watch.agreement import STORE, open_store
 from tempo_megatron.training.watch.build_locks import refuse_stale_locks
-from tempo_megatron.training.watch.store import STORE, open_store
 
 # What a user whose model has diverged can do; the last checkpoint is one from before.
 REMEDY = (

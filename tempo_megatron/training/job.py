@@ -15,15 +15,14 @@ from tempo_megatron.models.build import build_model, choose_for_model, count_par
 from tempo_megatron.slots.report import report_on
 from tempo_megatron.training import checkpoint, engine, metrics, model
 from tempo_megatron.training.banner import find_versions, write_banner
+from tempo_megatron.training.checkpoint import describe_run, seed_all
 from tempo_megatron.training.checkpoint_files.folder import LATEST
 from tempo_megatron.training.facts import collect_facts, identify_data, list_settings
 from tempo_megatron.training.loop import Trainer
 from tempo_megatron.training.planning import plan_memory
 from tempo_megatron.training.plots import plot_losses
-from tempo_megatron.training.rng_state import seed_all
 from tempo_megatron.training.run.resume import describe_changes
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.run_description import describe_run
 from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary
 from tempo_megatron.training.tasks.task import Task
 from tempo_megatron.training.watch.team import Team

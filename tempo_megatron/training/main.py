@@ -20,8 +20,7 @@ from tempo_megatron.training.run.checks import check_run, check_weights_fit
 from tempo_megatron.training.run.deepspeed_config import read_deepspeed_config
 from tempo_megatron.training.run.resume import read_saved_run
 from tempo_megatron.training.run.run_config import RunConfig, complete_run
-from tempo_megatron.training.watch.launchers import find_launchers
-from tempo_megatron.training.watch.rank_log import RankLog
+from tempo_megatron.training.watch.rank_process import RankLog, find_launchers
 
 if TYPE_CHECKING:
     from tempo_megatron.training.watch.team import Team

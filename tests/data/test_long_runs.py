@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
-from tempo_megatron.data import corpus, long_runs
+from tempo_megatron.data import corpus
 from tempo_megatron.data import tokenizer as tokenizer_module
-from tempo_megatron.data.long_runs import LONGEST_RUN, cut_long_runs
-from tempo_megatron.data.tokenizer import GPT2Tokenizer
+from tempo_megatron.data.tokenizer import LONGEST_RUN, GPT2Tokenizer, cut_long_runs
 
 # Every kind of character and what lies between two kinds: controls that only `re` takes for white space, numbers that
 # are no digits, marks, contractions.
@@ -35,7 +34,7 @@ def pretokens(text: str) -> list[str]:
 @given(text=st.one_of(KINDS, REPEATED))
 def test_parts_are_the_text_and_what_gpt_2_keeps_together_is_short(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_runs, "LONGEST_RUN", 6)
+        patch.setattr(tokenizer_module, "LONGEST_RUN", 6)
         parts = list(cut_long_runs(text))
         assert "".join(parts) == text
         # Two runs of at most 6, and the space in front of them.
@@ -49,7 +48,7 @@ def test_parts_are_the_text_and_what_gpt_2_keeps_together_is_short(text: str) ->
 @given(text=REPEATED)
 def test_a_text_with_long_runs_round_trips(text: str, tokenizer: GPT2Tokenizer) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_runs, "LONGEST_RUN", 6)
+        patch.setattr(tokenizer_module, "LONGEST_RUN", 6)
         ids = tokenizer.tokenize(text)
         assert tokenizer.detokenize(ids) == text
         assert ids == [token for part in cut_long_runs(text) for token in tokenizer.tokenize(part)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tempo_megatron.data import corpus
-from tempo_megatron.data.partial_output import PartialOutput
+from tempo_megatron.data.dataset_writer import PartialOutput
 from tempo_megatron.data.prepare_data import main
 
 Refuse = Callable[..., None]

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tempo_megatron.data.dataset_files import load_dataset_tokenizer
-from tempo_megatron.data.dataset_writer import DatasetWriter
-from tempo_megatron.data.partial_output import PartialOutput
+from tempo_megatron.data.dataset_writer import DatasetWriter, PartialOutput
 from tempo_megatron.data.prepare_data import main
 
 

@@ -22,7 +22,7 @@ import pytest
 from training_job import Data, Run, arguments, finished, make_data, start_ranks
 
 from tempo_megatron.training.differences import find_difference, flatten
-from tempo_megatron.training.watch.launchers import find_launchers, is_launcher
+from tempo_megatron.training.watch.rank_process import find_launchers, is_launcher
 from tempo_megatron.training.watch.team import check_open_files, open_listener, start_process
 
 ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
 # The ranks of a team that does nothing but wait, in processes that import torch alone.
 _RANK = """
 import sys, time
-from tempo_megatron.training.watch.rank_log import RankLog
+from tempo_megatron.training.watch.rank_process import RankLog
 from tempo_megatron.training.watch.team import Team
 rank, what = int(sys.argv[1]), sys.argv[2]
 log = RankLog(rank)

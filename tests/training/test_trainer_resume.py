@@ -17,6 +17,7 @@ from training_job import Data, Run, make_data, run, successful, write_unsealed
 
 from tempo_megatron.models.shape import NAMES
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.training.checkpoint import describe_run
 from tempo_megatron.training.checkpoint_files.integrity import write_description
 from tempo_megatron.training.config_command import describe_settings
 from tempo_megatron.training.facts import list_settings
@@ -32,7 +33,6 @@ from tempo_megatron.training.run.resume import (
     read_saved_run,
 )
 from tempo_megatron.training.run.run_config import RunConfig, complete_run
-from tempo_megatron.training.run_description import describe_run
 from tempo_megatron.training.tasks.task import Vocabulary
 
 STAGES = {

@@ -28,11 +28,9 @@ from typing import Any
 from tempo_megatron.cluster.host import is_loopback, list_addresses
 from tempo_megatron.training.differences import find_difference
 from tempo_megatron.training.watch import heartbeat_process
-from tempo_megatron.training.watch.agreement import AgreedError
+from tempo_megatron.training.watch.agreement import AgreedError, open_store
 from tempo_megatron.training.watch.heartbeat_process import CAUSE_SECONDS, FIRST_SECONDS
-from tempo_megatron.training.watch.launchers import find_launchers
-from tempo_megatron.training.watch.rank_log import RankLog
-from tempo_megatron.training.watch.store import open_store
+from tempo_megatron.training.watch.rank_process import RankLog, find_launchers
 
 _KEY = "tempo"
 # How long a rank that has failed waits for the cause that all ranks agree upon.
