@@ -4,8 +4,8 @@ DatasetWriter writes byte for byte what megatron-core's IndexedDatasetBuilder do
 megatron-core takes seconds and prints warnings about packages that tokenizing does without.
 
 PartialOutput renames the files at the end. A process that is killed at any time leaves the old data set, the new one,
-or none: nothing loads without the index, which is removed first and renamed last. PREFIX.json, which tells whose the other
-files are, is renamed first, so that the next run may replace what a killed one had renamed.
+or none: nothing loads without the index, which is removed first and renamed last. PREFIX.json, which tells whose the
+other files are, is renamed first, so that the next run may replace what a killed one had renamed.
 """
 
 from __future__ import annotations
