@@ -1,4 +1,4 @@
-"""The `tempo-megatron` command, which `python -m tempo_megatron` is too, and `tempo-pretrain-gpt`."""
+"""The console commands: `tempo-megatron`, also `python -m tempo_megatron`, and `tempo-pretrain-gpt` and `-bert`."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _describe(error: Exception) -> str:
 
 
 def pretrain_gpt() -> int:
-    """`tempo-pretrain-gpt` and launch/pretrain_gpt.py: the trainer, or one sentence where it misses a package."""
+    """`tempo-pretrain-gpt` and launch/pretrain_gpt.py: the trainer, or one sentence where a package is missing."""
     return _train("gpt")
 
 

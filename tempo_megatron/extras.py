@@ -1,4 +1,4 @@
-"""What to install where a package is missing: the extras of setup.py, in one sentence.
+"""Says in one sentence what to install where a package is missing: one of the extras of setup.py.
 
 `pip install tempo-megatron` brings torch and numpy, which is all that the operations need.
 """

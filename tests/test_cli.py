@@ -29,6 +29,11 @@ def test_both_commands_say_their_version(capsys: pytest.CaptureFixture[str]) -> 
         assert capsys.readouterr().out == f"{name} {tempo_megatron.__version__}\n"
 
 
+@pytest.mark.parametrize("name", tempo_megatron.__all__)
+def test_a_public_name_is_found_where_the_package_says(name: str) -> None:
+    assert getattr(tempo_megatron, name) is not None
+
+
 @pytest.mark.parametrize(
     ("argv", "status"),
     [

@@ -46,8 +46,8 @@ _OVERRIDES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class KeptBytes:
-    """Bytes that one layer keeps for backward on one rank, in this run's sizes, or why nobody knows; where layers are
-    not alike, their mean."""
+    """Bytes that one layer keeps for backward on one rank, in this run's sizes, or why they are unknown; where
+    layers are not alike, their mean."""
 
     stock: int | None = None
     tempo: int | None = None

@@ -1,4 +1,4 @@
-"""The Tempo group of Megatron-LM's command line, read before Megatron is imported, so that mistakes show at once."""
+"""Reads the Tempo group of Megatron-LM's command line before Megatron is imported, so that mistakes show at once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_options(argv: Sequence[str]) -> tuple[TempoConfig, int | None, str | No
 
 
 def read_ledger_prefix(argv: Sequence[str]) -> str | None:
-    """What --tempo-ledger says; it works with Tempo on and off."""
+    """The prefix that --tempo-ledger gives, with Tempo on or off; None without the option."""
     parser = add_options(_Parser(allow_abbrev=False, add_help=False))
     prefix: str | None = parser.parse_known_args(list(argv))[0].tempo_ledger
     return prefix

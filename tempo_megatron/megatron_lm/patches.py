@@ -1,4 +1,4 @@
-"""Everything of Megatron-LM that is replaced in memory while it runs under `--use-tempo`; none of its files changes.
+"""Patches Megatron-LM in memory for a run under `--use-tempo`; none of its files changes.
 
 Its argument parser gets the Tempo group. Where Tempo is on, the constructors of its models build layers with Tempo's
 slots, and its schedules say which micro batch begins. Where Tempo is off the argument group is all.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tempo_megatron.megatron_lm.options import add_options
 from tempo_megatron.megatron_lm.planning import Planning
-from tempo_megatron.megatron_lm.report import ModelReport, Report
+from tempo_megatron.megatron_lm.report import BuiltModel, RunReport
 from tempo_megatron.megatron_lm.versions import Hooks, LaunchError, Model, get_hook, replace_hook
 from tempo_megatron.settings.config import TempoConfig
 
@@ -34,7 +34,7 @@ def patch_arguments(hooks: Hooks, version: str) -> None:
 
 
 def patch_models(
-    hooks: Hooks, version: str, tempo_config: TempoConfig, report: Report, budget: int | None = None
+    hooks: Hooks, version: str, tempo_config: TempoConfig, report: RunReport, budget: int | None = None
 ) -> None:
     """Let Megatron's models be built with Tempo's slots, and its schedules say which samples a micro batch holds.
 
@@ -69,7 +69,7 @@ def patch_models(
 
 
 def patch_steps(hooks: Hooks, version: str, prefix: str) -> None:
-    """Let the first two training steps be looked at, whatever the models are built of.
+    """Let `--tempo-ledger` watch the first two training steps, with Tempo on or off.
 
     Raises LaunchError where the place is not there.
     """
@@ -104,7 +104,7 @@ def _wrap_constructor(
     planning: Planning,
     find_args: Callable[[], Any],
     micro_batches: Any,
-    report: Report,
+    report: RunReport,
 ) -> Callable[..., None]:
     signature = inspect.signature(construct)
     missing = [name for name in (*model.specs, *model.specs.values()) if name not in signature.parameters]
@@ -135,7 +135,7 @@ def _wrap_constructor(
     return construct_with_tempo
 
 
-def _publish_before_forward(model: Any, report: Report) -> None:
+def _publish_before_forward(model: Any, report: RunReport) -> None:
     """A loop without Megatron's schedules begins no micro batch; the first forward publishes as well."""
 
     def publish(*_: Any) -> None:
@@ -145,11 +145,11 @@ def _publish_before_forward(model: Any, report: Report) -> None:
     handle = model.register_forward_pre_hook(publish)
 
 
-def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoConfig, run: Any) -> ModelReport:
+def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoConfig, run: Any) -> BuiltModel:
     """Put Tempo's specs in the place of those that a constructor is given."""
     from tempo_megatron.slots.layer_spec import tempoize
 
-    found = ModelReport(name=model.place.partition(":")[2], tempo_config=tempo_config)
+    found = BuiltModel(name=model.place.partition(":")[2], tempo_config=tempo_config)
     for spec_name, config_name in model.specs.items():
         config = arguments[config_name]
         block = tempoize(
@@ -164,7 +164,7 @@ def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoC
     return found
 
 
-def _finish_model(model: Any, found: ModelReport, tempo_config: TempoConfig) -> None:
+def _finish_model(model: Any, found: BuiltModel, tempo_config: TempoConfig) -> None:
     """What no spec names: the embedding's dropout and the loss head."""
     from tempo_megatron.slots.dropout import tempoize_embedding
     from tempo_megatron.slots.loss import choose_loss, tempoize_loss

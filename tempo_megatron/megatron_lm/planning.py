@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tempo_megatron.megatron_lm.report import Report
+from tempo_megatron.megatron_lm.report import RunReport
 from tempo_megatron.megatron_lm.versions import Model
 from tempo_megatron.memory.plan.formula import refuse_unknown_settings
 from tempo_megatron.settings.config import TempoConfig
@@ -28,7 +28,7 @@ class Planning:
         report: is told of the plan.
     """
 
-    def __init__(self, tempo_config: TempoConfig, budget: int | None, report: Report) -> None:
+    def __init__(self, tempo_config: TempoConfig, budget: int | None, report: RunReport) -> None:
         self._tempo_config, self._budget, self._report = tempo_config, budget, report
 
     def choose(self, model: Model, arguments: dict[str, Any], run: Any) -> TempoConfig:

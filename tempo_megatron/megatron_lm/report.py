@@ -20,7 +20,7 @@ NOTHING_TO_REPLACE = (
 
 
 @dataclasses.dataclass
-class ModelReport:
+class BuiltModel:
     """One model, or pipeline stage of it, that was built with Tempo's slots."""
 
     name: str
@@ -55,7 +55,7 @@ class ModelReport:
         self.knows_its_mask &= hides_the_future(block)
 
 
-class Report:
+class RunReport:
     """The report of a run. `publish_once` prints it on rank 0, before the first forward.
 
     Args:
@@ -68,14 +68,14 @@ class Report:
         self.megatron_version = megatron_version
         self.megatron_root = megatron_root
         self._file = file
-        self.models: list[ModelReport] = []
+        self.models: list[BuiltModel] = []
         self._is_published = False
         self.plan: str | None = None
         """What a memory budget has decided, in lines."""
         self._is_first_rank = int(os.environ.get("RANK", "0")) == 0
         self._kept_bytes = KeptBytes(unknown="no model is built")
 
-    def add(self, model: ModelReport, config: Any, run: Any) -> None:
+    def add(self, model: BuiltModel, config: Any, run: Any) -> None:
         """A model that was built for `config`, a TransformerConfig; a pipeline stage may have several.
 
         run: Megatron's arguments, or None.

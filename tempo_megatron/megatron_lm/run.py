@@ -21,7 +21,7 @@ from tempo_megatron.megatron_lm.options import add_tempo_options, read_ledger_pr
 from tempo_megatron.megatron_lm.versions import LaunchError, find_hooks
 
 if TYPE_CHECKING:
-    from tempo_megatron.megatron_lm.report import Report
+    from tempo_megatron.megatron_lm.report import RunReport
     from tempo_megatron.memory.run import Run
 
 _SECONDS_FOR_RANK_0 = 3
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "run_megatron.py") -> in
     return 0
 
 
-def _run_script(script: Path, report: Report | None, prog: str) -> None:
+def _run_script(script: Path, report: RunReport | None, prog: str) -> None:
     """Run it as Python would. A report that no forward has published is published at its end.
 
     Raises LaunchError where a model begins to train that Tempo does not know.
@@ -112,7 +112,7 @@ def _find_rank() -> int:
     return int(next((os.environ[name] for name in names if name in os.environ), "0"))
 
 
-def _prepare(root: Path | None, script: Path, arguments: list[str]) -> Report | None:
+def _prepare(root: Path | None, script: Path, arguments: list[str]) -> RunReport | None:
     """Replace what `--use-tempo` replaces; what will say so, where Tempo is on."""
     tempo_config, budget, report_file = read_options(arguments)
     ledger = read_ledger_prefix(arguments)
@@ -141,7 +141,7 @@ def _prepare(root: Path | None, script: Path, arguments: list[str]) -> Report | 
     hooks, warning = find_hooks(version)
     # What patches touch is imported here and not before: the checkout's, now that it comes first.
     from tempo_megatron.megatron_lm import patches
-    from tempo_megatron.megatron_lm.report import Report
+    from tempo_megatron.megatron_lm.report import RunReport
 
     patches.patch_arguments(hooks, version)
     if ledger is not None:
@@ -150,7 +150,7 @@ def _prepare(root: Path | None, script: Path, arguments: list[str]) -> Report | 
         return None
     if warning:
         warnings.warn(warning, stacklevel=1)
-    report = Report(version, root, report_file)
+    report = RunReport(version, root, report_file)
     patches.patch_models(hooks, version, tempo_config, report, budget)
     return report
 

@@ -1,4 +1,4 @@
-"""The modules of a ModelShape: Megatron's GPTModel, BertModel or T5Model with stock or Tempo modules in its slots."""
+"""Builds the modules of a ModelShape: GPTModel, BertModel or T5Model with stock or Tempo modules in their slots."""
 
 from __future__ import annotations
 
@@ -195,8 +195,10 @@ _CLASSES = {"gpt": (GPTModel, TempoGPTModel), "bert": (BertModel, TempoBertModel
 
 @contextlib.contextmanager
 def _norm_of_the_head() -> Iterator[None]:
-    """BERT's head names its norm itself. Without Apex that is Megatron's wrapper, which refuses sequence parallelism
-    and is torch's LayerNorm otherwise; TorchLayerNorm is the same and does not."""
+    """Within, BERT's head is built with TorchLayerNorm, for sequence parallelism.
+
+    The head names its norm itself (models/bert/bert_lm_head.py:16 of megatron-core 0.16.1). Without Apex that is
+    Megatron's wrapper around torch's LayerNorm, which refuses sequence parallelism (transformer/torch_norm.py:32)."""
     if bert_lm_head.LNImpl is not WrappedTorchNorm:
         yield
         return

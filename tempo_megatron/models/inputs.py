@@ -1,4 +1,4 @@
-"""A micro batch for any family of models: random tokens of which all count, and the masks that its forward takes."""
+"""Makes a micro batch for any family of models: random tokens, each of which counts, and the masks of its forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--use-tempo` and its companions, and how they are joined with the `"tempo"` block of a DeepSpeed JSON."""
+"""Adds `--use-tempo` and `--tempo-...` to a parser, and joins them with the `"tempo"` block of a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def tempo_config_from(args: argparse.Namespace, deepspeed_config: Mapping[str, A
 def read_tempo_of_run(
     args: argparse.Namespace, deepspeed_config: Mapping[str, Any] | None = None
 ) -> tuple[TempoConfig, int | None]:
-    """As `tempo_config_from`, and the bytes that a rank of the run may hold, None where nothing says so."""
+    """(As `tempo_config_from`, the bytes that a rank of the run may hold or None where no budget is given)."""
     block = check_block(deepspeed_config["tempo"]) if deepspeed_config and "tempo" in deepspeed_config else None
     names = (*CHOICES, "layers", BUDGET)
     given = {name: value for name in names if (value := getattr(args, f"tempo_{name}")) is not None}

@@ -14,13 +14,12 @@ from tempo_megatron.settings.layer_values import (
     FrozenDict,
     check_reach,
     check_stacks,
-    check_value,
     freeze_layers,
     read_range,
     write_key,
     write_layers,
 )
-from tempo_megatron.settings.operations import CHOICES, OPERATIONS, RENAMED
+from tempo_megatron.settings.operations import CHOICES, OPERATIONS, RENAMED, check_value
 from tempo_megatron.words.argument_types import parse_memory
 from tempo_megatron.words.json_text import read_object
 
@@ -36,7 +35,7 @@ class TempoConfig:
     `layers` gives single layers values of their own; what they leave out, the final norm, the embedding's dropout and
     the loss head have those of the fields.
 
-    Raises ValueError for a choice that does not exist, and for ranges of layers that are none or share a layer.
+    Raises ValueError for a value that does not exist, a key that is no range of layers, and ranges that share a layer.
     """
 
     activation: str = "auto"
@@ -183,11 +182,11 @@ class TempoConfig:
         """One line: `activation=inplace norm=auto dropout=recompute attention=flash loss=auto`, and of single layers
         ` layers 0-11: activation=recompute attention=off, 12: norm=off`."""
         return " ".join(
-            [f"{name}={getattr(self, name)}" for name in self.list_spoken_of()] + [self.describe_layers()]
+            [f"{name}={getattr(self, name)}" for name in self.list_mentioned()] + [self.describe_layers()]
         ).rstrip()
 
-    def list_spoken_of(self) -> list[str]:
-        """The operations, without those that are stock because nobody asked for them."""
+    def list_mentioned(self) -> list[str]:
+        """The operations that banners and reports mention: all but the opt-in ones that nobody asked for."""
         return [
             name
             for name, operation in OPERATIONS.items()

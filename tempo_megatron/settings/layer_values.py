@@ -9,13 +9,12 @@ decoder's.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
-from tempo_megatron.settings.operations import CHOICES, OPERATIONS, RENAMED
+from tempo_megatron.settings.operations import CHOICES, OPERATIONS, check_value
 
 LAYER_OPERATIONS = tuple(operation.name for operation in OPERATIONS.values() if operation.slots)
 """What is a layer's; the loss head is the model's."""
@@ -57,8 +56,7 @@ class LayerRange:
 
 
 class FrozenDict(dict[str, Any]):
-    """A dict that has a hash and cannot be changed; json, copy, pickle and dataclasses.asdict take it for the dict that
-    it is."""
+    """A dict that has a hash and cannot be changed, and a plain dict to json, copy, pickle and dataclasses.asdict."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -164,16 +162,3 @@ def _check_values(key: object, values: object) -> FrozenDict:
             )
         check_value(f"{where}.", name, value, LAYER_OPERATIONS)
     return FrozenDict({name: values[name] for name in LAYER_OPERATIONS if name in values})
-
-
-def check_value(where: str, name: Any, value: object, known: tuple[str, ...]) -> None:
-    """Raise ValueError where `name`, an operation's in the block `where`, is not `known`, or has no such `value`."""
-    if name in RENAMED:
-        new = RENAMED[name]
-        raise ValueError(f"{where}{name} is now {where}{new}; write {new} instead of {name}")
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-        raise ValueError(f"{where}{name} is unknown; the nearest known name is {where}{near}")
-    if name in CHOICES and value not in CHOICES[name]:
-        choices = ", ".join(map(repr, CHOICES[name]))
-        raise ValueError(f"{where}{name} is {value!r}; it must be one of {choices}")

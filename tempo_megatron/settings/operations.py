@@ -1,4 +1,4 @@
-"""The operations that Tempo replaces: one table of what belongs together.
+"""One table of the operations that Tempo replaces: their switches, their slots, and their rows in the ledger.
 
 TempoConfig, the arguments, the specs, the ledger, `doctor` and a run's banner all read it. A new operation is a row of
 OPERATIONS and a field of TempoConfig; what it keeps shows in the ledger under the rows that name it.
@@ -7,6 +7,8 @@ OPERATIONS and a field of TempoConfig; what it keeps shows in the ledger under t
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LedgerRow:
-    """One row of the ledger: what a module of a model with one layer in each stack is the first to save."""
+    """One row of the ledger: the tensors that a module is the first to save, in a model of one layer in each stack."""
 
     title: str
     module: str
@@ -137,11 +139,25 @@ CHOICES = {name: operation.choices for name, operation in OPERATIONS.items()}
 RENAMED = {"gelu": "activation"}
 """Former names of switches, which are refused with the new one."""
 
+
+def check_value(where: str, name: Any, value: object, known: tuple[str, ...]) -> None:
+    """Raise ValueError where `name`, an operation's in the block `where`, is not `known`, or has no such `value`."""
+    if name in RENAMED:
+        new = RENAMED[name]
+        raise ValueError(f"{where}{name} is now {where}{new}; write {new} instead of {name}")
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+        raise ValueError(f"{where}{name} is unknown; the nearest known name is {where}{near}")
+    if name in CHOICES and value not in CHOICES[name]:
+        choices = ", ".join(map(repr, CHOICES[name]))
+        raise ValueError(f"{where}{name} is {value!r}; it must be one of {choices}")
+
+
 STACKS = ("encoder", "decoder")
 ACTIVATION = "activation"
 """Stands in LEDGER_ROWS for the name of the activation that was measured: gelu, swiglu, ..."""
 MASK = "attention mask"
-"""The module of a row that no module is for: masks that a model makes and all of its layers share."""
+"""Stands in for a module in the row of the masks, which a model makes once, outside of its modules."""
 
 
 def _list_rows_of_stack(stack: str) -> tuple[LedgerRow, ...]:

@@ -1,4 +1,4 @@
-"""What Megatron asks for: a file for each slot of its transformer layer, and `layer_spec`, which fills the slots."""
+"""Modules for the slots of Megatron's transformer layer, a file for each slot, and `layer_spec`, which fills them."""
 
 from tempo_megatron.slots.megatron_versions import check_megatron
 

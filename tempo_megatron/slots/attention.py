@@ -1,8 +1,4 @@
-"""TempoDotProductAttention: Megatron's core attention without any s*s tensor or mask kept.
-
-TempoSelfAttention is Megatron's self attention that keeps the input of its projection and neither queries nor keys nor
-values.
-"""
+"""Megatron's core attention that keeps no s*s tensor and no mask, and its self attention that keeps no q, k and v."""
 
 from __future__ import annotations
 
@@ -59,7 +55,8 @@ class TempoDotProductAttention(DotProductAttention):
         self.stack = stack
         self.has_pinned_projection = has_pinned_projection
         self.site = Site.CROSS_ATTENTION if self.attention_type == "cross" else Site.ATTENTION
-        # The stock class divides its scale by the layer number and lets the softmax multiply it back.
+        # The stock class divides its scale by the layer number and lets the softmax multiply it back
+        # (transformer/dot_product_attention.py:91 and :107 of megatron-core 0.16.1).
         coefficient = self.layer_number if config.apply_query_key_layer_scaling else 1
         self.scale = self.softmax_scale * coefficient
         # Megatron keeps the group since 0.16; before 0.15 the collection has another name, and no layer a window.
@@ -126,7 +123,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tenso
 
 
 def _copy_without_the_rest(*tensors: Tensor) -> list[Tensor]:
-    """The tensors; those whose memory holds more than the tensors themselves are copied, as a view keeps all of it."""
+    """The tensors, copied where their memory holds more than these tensors: a view would keep all of it."""
     # By the storage itself: traced tensors have no address.
     used: Counter[int] = Counter()
     for tensor in tensors:
@@ -204,7 +201,7 @@ class TempoSelfAttention(SelfAttention):
 
 
 class _Watched(torch.nn.Module):
-    """A module that remembers what it was given first."""
+    """A module that remembers the arguments of its first call."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()

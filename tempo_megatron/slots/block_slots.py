@@ -1,4 +1,4 @@
-"""A block's submodules as `tempoize` returns them, and what the slots of such a spec, or of a built block, hold."""
+"""Lists the slots of a block, built or as a spec, and says which of Tempo's modules they hold."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _TEMPO_CLASSES: dict[str, tuple[type, ...]] = {
 
 @dataclasses.dataclass
 class TempoBlockSubmodules(TransformerBlockSubmodules):
-    """A block's submodules that every model takes, and what `tempo_megatron.slots.report.report_on` tells of them."""
+    """The spec that `tempoize` returns: a block's submodules, as every model takes them, and what `report_on` reads."""
 
     submodules: Any = None
-    """The given layer's, which BertModel asks for its mask."""
+    """Those of the given layer: BertModel reads `attn_mask_type` there (models/bert/bert_model.py:201 of 0.16.1)."""
 
     choices: Choices | None = None
     """What was asked for and what was taken; None in a block that `tempoize` has not made."""

@@ -250,7 +250,7 @@ class Choices:
         groups = []
         # A reason is of each "auto"; where only a layer's values say so, it stands behind them.
         of_all = {name: reason for name, reason in self.reasons.items() if getattr(self.written, name) == "auto"}
-        for reason, names in itertools.groupby(self.config.list_spoken_of(), key=of_all.get):
+        for reason, names in itertools.groupby(self.config.list_mentioned(), key=of_all.get):
             values = " ".join(f"{name}={getattr(self.config, name)}" for name in names)
             groups.append(f"{values} (auto: {reason})" if reason else values)
         of_layers = [f"{name}: {reason}" for name, reason in self.reasons.items() if name not in of_all]

@@ -51,7 +51,7 @@ class TempoRowParallelLinear(DropsInput, RowParallelLinear):
 
 
 class NormInFront:
-    """A base of linears with a norm of their own, which tell what the norm gave to the linear."""
+    """A base of linears that have a norm in front of them and say what it gave them."""
 
     normed: Callable[[], Tensor] | None = None
     """The linear's input, as `hold` gives it, from a forward with a graph until `take_normed`."""
@@ -116,7 +116,7 @@ class LinearCall(torch.nn.Module):
 
 
 class Return(torch.nn.Module):
-    """A linear that returns what it is made with, or else its input and no bias."""
+    """Stands in for a linear: returns what it was made with, or its input and no bias."""
 
     def __init__(self, *result: Any) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def describe_activation(config: TransformerConfig) -> str:
 
 
 def find_activation_refusal(config: TransformerConfig, choice: str) -> str | None:
-    """Why the MLP's activation has no form for tempo.activation = `choice`; None where it has one."""
+    """Why the MLP's activation cannot have tempo.activation = `choice`; None where it can."""
     name = name_activation(config)
     if name is None:
         *others, last = (each.replace("_", " ") for each in ACTIVATIONS)
@@ -88,7 +88,7 @@ def _choose_activation(
 
 def _may_be_recomputed() -> bool:
     """Whether this forward may be one of a checkpointed region: the first runs without a graph, the second inside of a
-    backward. Megatron's own answer, `is_checkpointing`, is there since 0.16 only."""
+    backward. Megatron's `is_checkpointing` exists since 0.16 only."""
     return not torch.is_grad_enabled() or is_in_backward()
 
 
@@ -136,7 +136,7 @@ class TempoMLP(MLP):
         output, output_bias = self._run(hidden_states)
         if output_bias is not None and _may_be_recomputed():
             # A parameter that a recomputed region returns as it is would become that region's output, and its
-            # backward would recompute the region without end: what happens to Megatron's own MLP.
+            # backward would recompute the region without end, as it does around Megatron's own MLP.
             output_bias = output_bias.clone()
         return output, output_bias
 

@@ -157,9 +157,9 @@ def _report_block(block: Any, spec: Any, choices: Choices | None) -> Iterator[Re
         )
     choices = choices or spec.choices
     stack = spec.stack.name.lower()
-    spoken_of = choices.written.list_spoken_of()
+    mentioned = choices.written.list_mentioned()
     for slot in list_slots(block):
-        if slot.operation not in spoken_of:
+        if slot.operation not in mentioned:
             continue
         layer = None if slot.layer is None else spec.first_layer + slot.layer
         yield ReportedSlot(

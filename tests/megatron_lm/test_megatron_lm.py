@@ -20,7 +20,7 @@ from tempo_megatron.cli import main as tempo_megatron
 from tempo_megatron.megatron_lm import run, versions
 from tempo_megatron.megatron_lm.options import read_options
 from tempo_megatron.megatron_lm.patches import _find_obstacles_to_masks
-from tempo_megatron.megatron_lm.report import Report
+from tempo_megatron.megatron_lm.report import RunReport
 from tempo_megatron.megatron_lm.samples import find_first_sample
 from tempo_megatron.megatron_lm.versions import LaunchError
 from tempo_megatron.slots.choose import choose
@@ -206,7 +206,7 @@ def _kept_and_measured(order: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def test_a_script_that_builds_none_of_the_models_is_refused() -> None:
-    report = Report("0.16.1", ROOT, None)
+    report = RunReport("0.16.1", ROOT, None)
     with pytest.raises(LaunchError, match="builds no GPTModel, BertModel or T5Model"):
         report.publish_once()
 
