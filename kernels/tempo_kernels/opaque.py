@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tempo_kernels.fakes import find_simulation
+
 Function = Callable[..., Sequence[Tensor]]
 ResultT = TypeVar("ResultT")
 
@@ -45,11 +47,16 @@ class Opaque:
                 return self._function(first, *others, **more)
         return self._function(first, *others, **more)
 
+    def trace(self, first: Tensor, *others: Any) -> Sequence[Tensor]:
+        """A node of a graph, or empty results of fake tensors."""
+        results: Sequence[Tensor] = self._operator(first, *others)
+        return results
+
     def __call__(self, first: Tensor, *others: Any) -> Sequence[Tensor]:
         """Calls the function, as an operator if `first` is traced."""
         if is_traced(first):
-            results: Sequence[Tensor] = self._operator(first, *others)
-            return results
+            simulation = find_simulation(first)
+            return self.trace(first, *others) if simulation is None else simulation(self, first, *others)
         return self.call(first, *others) if _is_autocast(first) else self._function(first, *others)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from unittest import mock
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -16,24 +16,23 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tempo_megatron.slots.loss import LateCheck
-
 
 @contextlib.contextmanager
 def use_fake_tensors() -> Iterator[None]:
     """Every tensor that is made inside has a shape, a dtype and a storage, and nothing else.
 
-    No random states are swapped, and no flag is read: both need values. What Megatron compiles runs as it is written:
-    compiled code would read memory that is not there.
+    What Megatron compiles runs as it is written: compiled code would read memory that is not there.
     """
-    tracker = get_cuda_rng_tracker()
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        torch.compiler.set_stance("force_eager"),
-        mock.patch.object(tracker, "fork", lambda *_, **__: contextlib.nullcontext()),
-        mock.patch.object(LateCheck, "note", lambda *_: None),
-    ):
-        yield
+    tracker: Any = get_cuda_rng_tracker()
+    fork = tracker.fork
+    # It swaps random states and compares them, which needs values. Megatron has a tracker without it for inference
+    # only, which knows no states, and Tempo's masks need theirs.
+    tracker.fork = lambda *_, **__: contextlib.nullcontext()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        tracker.fork = fork
 
 
 @contextlib.contextmanager
@@ -55,13 +54,26 @@ def simulate_layout(tensor_model_parallel_size: int) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+def set_global_buffer(buffer: Any) -> None:
+    """Let Megatron use this global memory buffer until its model parallelism ends.
+
+    Megatron's own setter takes no buffer, and refuses where there is one.
+    """
+    parallel_state._GLOBAL_MEMORY_BUFFER = buffer
+
+
 @contextlib.contextmanager
 def use_megatron_fakes() -> Iterator[None]:
-    """`use_fake_tensors`, with a global memory buffer of its own: Megatron's would keep fake tensors for later steps.
+    """`use_fake_tensors`, and an empty global memory buffer before and after: it would keep fake tensors for later
+    steps.
 
     A step whose dropout draws from Megatron's random states can be ordered with it, and not run: those states are no
     part of the trace. Nor is the micro batch by which Tempo draws its masks.
     """
     buffer = parallel_state.get_global_memory_buffer().buffer
-    with use_fake_tensors(), mock.patch.dict(buffer, clear=True):
-        yield
+    buffer.clear()
+    try:
+        with use_fake_tensors():
+            yield
+    finally:
+        buffer.clear()

@@ -1,7 +1,8 @@
-"""Counts the bytes of tensors alive at most while operations run, storage by storage."""
+"""Follows the storages that operations make, from the operation that makes each until nobody holds it any more."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -14,13 +15,21 @@ from torch.utils._pytree import tree_leaves
 _Result = TypeVar("_Result")
 
 
-class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make inside, and how many of them are alive at most.
+@dataclasses.dataclass(eq=False)
+class MadeStorage:
+    """A storage that an operation made, with the size that it had then."""
 
-    It sees every operation that reaches torch's dispatcher, in forward and in backward, and looks after each one: what
-    the operation read is then alive still, and what it made is alive already. It works on real and on fake tensors, on
-    any device, and costs some microseconds an operation. A storage counts from the operation that made it until nobody
-    holds it any more, with the size that it was made with.
+    reference: StorageWeakRef
+    num_bytes: int
+    number: int
+    """How many were made before it."""
+
+
+class StorageFollower(TorchDispatchMode):
+    """Sees every operation that reaches torch's dispatcher, in forward and in backward, and the storages it makes.
+
+    It works on real and on fake tensors, on any device, and costs some microseconds an operation. Whether somebody
+    still holds a storage is asked in `drop_freed`: a subclass decides how often, since asking takes long.
 
     It does not see memory that an operation takes and gives back inside itself (a product's packed operands, workspaces
     of cuBLAS), nor what an allocator rounds up or keeps for itself. Enter it inside of a FakeTensorMode, not outside.
@@ -29,23 +38,84 @@ class PeakBytes(TorchDispatchMode):
         known: tensors whose storages do not count, whoever returns them: parameters, a micro batch.
     """
 
-    def __init__(self, *known: Tensor) -> None:
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        """The most bytes alive at once since the start, or since `begin_phase`."""
         self._known = {t.untyped_storage()._cdata for t in known}
-        # Of `make_known`: while somebody holds them, nobody else has their addresses.
+        # Storages of `make_known`: while somebody holds them, no other storage has their addresses.
         self._held: list[torch.UntypedStorage] = []
         self._looks_away = False
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        # Of all storages in _alive, of which some may be gone.
+        self._alive: dict[int, MadeStorage] = {}
+        self._num_made = 0
+        # The bytes of all storages in _alive, some of which may have been freed.
         self._upper_bound = 0
+
+    def make_known(self, function: Callable[[], Tensor]) -> Tensor:
+        """What `function` returns, whose storage does not count from then on; nothing that it makes counts."""
+        self._looks_away = True
+        try:
+            made = function()
+        finally:
+            self._looks_away = False
+        self._held.append(made.untyped_storage())
+        self._known.add(made.untyped_storage()._cdata)
+        return made
+
+    def drop_freed(self) -> None:
+        """Forget every storage that nobody holds any more."""
+        for key in [key for key, made in self._alive.items() if made.reference.expired()]:
+            self._drop(key)
 
     def count_alive(self) -> int:
         """The bytes that are alive now."""
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        self._upper_bound = sum(size for _, size in self._alive.values())
+        self.drop_freed()
         return self._upper_bound
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        new: dict[int, torch.UntypedStorage] = {}
+        for t in tree_leaves(out):
+            if not isinstance(t, Tensor) or t.is_meta or self._looks_away:
+                continue  # a meta tensor has a size and no memory
+            storage = t.untyped_storage()
+            made = self._alive.get(storage._cdata)
+            if storage._cdata not in self._known and (made is None or made.reference.expired()):
+                new[storage._cdata] = storage
+        if new:
+            self.note(new, (args, kwargs))
+        return out
+
+    def note(self, new: dict[int, torch.UntypedStorage], inputs: Any) -> None:
+        """Follow storages that an operation with these inputs returned for the first time; for subclasses to extend."""
+        for key, storage in new.items():
+            if key in self._alive:
+                self._drop(key)  # freed: the new storage has its address
+            self._alive[key] = self.describe(storage, inputs)
+            self._upper_bound += self._alive[key].num_bytes
+            self._num_made += 1
+
+    def describe(self, storage: torch.UntypedStorage, inputs: Any) -> MadeStorage:
+        """What is remembered of a storage; for subclasses that remember more."""
+        return MadeStorage(StorageWeakRef(storage), storage.nbytes(), self._num_made)
+
+    def note_freed(self, made: MadeStorage) -> None:
+        """Hear that a storage was freed; for subclasses that record it."""
+
+    def _drop(self, key: int) -> None:
+        made = self._alive.pop(key)
+        self._upper_bound -= made.num_bytes
+        self.note_freed(made)
+
+
+class PeakBytes(StorageFollower):
+    """Counts how many bytes of the storages made inside are alive at most.
+
+    It looks after each operation: what the operation read is then alive still, and what it made is alive already.
+    """
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__(known)
+        self.peak = 0
+        """The most bytes alive at once since the start, or since `begin_phase`."""
 
     def begin_phase(self) -> int:
         """Let `peak` begin anew at what is alive now, which is returned."""
@@ -60,45 +130,48 @@ class PeakBytes(TorchDispatchMode):
         self.peak = max(self.peak, peak)
         return result, rise
 
-    def make_known(self, function: Callable[[], Tensor]) -> Tensor:
-        """What `function` returns, whose storage does not count from then on; nothing that it makes counts."""
-        self._looks_away = True
-        try:
-            made = function()
-        finally:
-            self._looks_away = False
-        self._held.append(made.untyped_storage())
-        self._known.add(made.untyped_storage()._cdata)
-        return made
-
     def raise_peak(self, num_bytes: int) -> None:
-        """Take it that `num_bytes` more than now were alive for a moment."""
+        """Count `num_bytes` more than now as alive for a moment."""
         self.peak = max(self.peak, self.count_alive() + num_bytes)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._note(t for t in tree_leaves(out) if isinstance(t, Tensor))
-        return out
-
-    def _note(self, tensors: Iterable[Tensor]) -> None:
-        for t in tensors:
-            if t.is_meta or self._looks_away:
-                continue  # a meta tensor has a size and no memory
-            storage = t.untyped_storage()
-            key = storage._cdata
-            if key in self._known:
-                continue
-            if (entry := self._alive.get(key)) is not None:
-                if not entry[0].expired():
-                    continue
-                self._upper_bound -= entry[1]
-            self._alive[key] = (StorageWeakRef(storage), storage.nbytes())
-            self._upper_bound += storage.nbytes()
-        # To ask each storage takes long; most operations make too little for a new peak.
+    def note(self, new: dict[int, torch.UntypedStorage], inputs: Any) -> None:
+        super().note(new, inputs)
+        # Most operations make too little for a new peak.
         if self._upper_bound > self.peak:
             self.peak = max(self.peak, self.count_alive())
 
 
-def list_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The distinct storages of tensors."""
-    return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
+class AllocationTrace(PeakBytes):
+    """PeakBytes that lists when each storage is made and freed; a free is seen when memory is next made."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__(*known)
+        self.events: list[tuple[int, int]] = []
+        """(number, bytes) where a storage is made, (number, -1) where it is freed."""
+
+    def note(self, new: dict[int, torch.UntypedStorage], inputs: Any) -> None:
+        self.drop_freed()
+        super().note(new, inputs)
+
+    def describe(self, storage: torch.UntypedStorage, inputs: Any) -> MadeStorage:
+        made = super().describe(storage, inputs)
+        self.events.append((made.number, made.num_bytes))
+        return made
+
+    def note_freed(self, made: MadeStorage) -> None:
+        self.events.append((made.number, -1))
+
+
+def find_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Distinct storages -> their bytes. ZeRO-3's partitions count in place of the weights that they are parts of."""
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        part = getattr(tensor, "ds_tensor", None)
+        storage = (tensor if part is None else part).untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return storages
+
+
+def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the tensors' distinct storages."""
+    return sum(find_storages(tensors).values())

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 
+from tempo_kernels.fakes import simulate
 from tempo_kernels.opaque import Opaque
 from tempo_megatron.roam.read_graph import CapturedStep, GraphReader, Update, is_random
 from tempo_megatron.roam.refusals import (
@@ -130,10 +130,14 @@ def _differentiate(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | 
 
     Reentrant checkpointing (torch's, Megatron's, DeepSpeed's) differentiates its recomputed region by a backward() of
     its own, which adds to .grad, as does a compute_loss that calls backward(). These gradients are added here.
-    Checkpointing refuses to run under autograd.grad only because .grad would get lost, so its check is switched off.
+    Checkpointing refuses to run under autograd.grad only because .grad would get lost. Torch has no switch for its
+    check, so the check is replaced.
     """
-    with mock.patch.object(torch.autograd, "_is_checkpoint_valid", return_value=True):
+    is_valid, torch.autograd._is_checkpoint_valid = torch.autograd._is_checkpoint_valid, lambda: True
+    try:
         grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+    finally:
+        torch.autograd._is_checkpoint_valid = is_valid
     with torch.no_grad():
         return [_add(parameter.grad, grad) for parameter, grad in zip(parameters, grads, strict=True)]
 
@@ -145,13 +149,15 @@ def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 @contextlib.contextmanager
 def _see_operations() -> Iterator[dict[str, Opaque]]:
     """Collects the operations of tempo_kernels that are called inside the context, by name."""
-    seen, call = dict[str, Opaque](), Opaque.__call__
+    seen = dict[str, Opaque]()
 
-    def note(self: Opaque, first: Tensor, *others: Any) -> Sequence[Tensor]:
-        seen[self.name] = self
-        return call(self, first, *others)
+    def note(function: Any, *inputs: Any, **numbers: Any) -> Any:
+        if not isinstance(function, Opaque):
+            return function(*inputs, **numbers)
+        seen[function.name] = function
+        return function.trace(*inputs)
 
-    with mock.patch.object(Opaque, "__call__", note):
+    with simulate(note):
         yield seen
 
 

@@ -10,9 +10,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from tempo_kernels.opaque import Opaque
-from tempo_megatron.memory.simulated.device import on_device, replay_repeated_operations
-from tempo_megatron.memory.simulated.replay import PLACES
-from tempo_megatron.memory.storages import PeakBytes, list_storages
+from tempo_megatron.memory.simulated.device import PLACES, on_device
+from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
 from tempo_megatron.roam.graph import Operation, StepGraph, count_bytes
 from tempo_megatron.roam.refusals import BatchStructure
 from tempo_megatron.roam.updates import UpdateBytes
@@ -204,12 +203,11 @@ class GraphReader:
             with (
                 tensors[0].fake_mode,  # type: ignore[attr-defined]
                 torch.no_grad(),
-                on_device("cpu"),
                 PeakBytes(*tensors) as seen,
-                replay_repeated_operations(seen, "cpu"),
+                on_device("cpu", seen),
             ):
                 results, rise = seen.measure(lambda: self._opaque[name].call(*args))
-            self._scratch[key] = max(0, rise - sum(storage.nbytes() for storage in list_storages(results)))
+            self._scratch[key] = max(0, rise - count_storage_bytes(results))
         return self._scratch[key]
 
 

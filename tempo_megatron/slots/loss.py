@@ -24,7 +24,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import get_attr_wrapped_model, get_pg_rank, get_pg_size
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
@@ -47,7 +47,10 @@ class LateCheck:
         self._under_way: collections.deque[tuple[Tensor, Callable[[], bool]]] = collections.deque()
 
     def note(self, flag: Tensor) -> None:
-        """Take one 0-dim bool flag; ignore it during the capture of a CUDA graph, which the host does not follow."""
+        """Take one 0-dim bool flag; ignore it where it is fake and has no value, and during the capture of a CUDA
+        graph, which the host does not follow."""
+        if isinstance(flag, FakeTensor):
+            return
         if flag.device.type == "cpu":
             self._raise_if(flag)
         elif not torch.cuda.is_current_stream_capturing():

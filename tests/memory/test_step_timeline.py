@@ -14,9 +14,9 @@ from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.cli import main
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.ledger import build_ledger_config
-from tempo_megatron.memory.kept.standing_bytes import WEIGHTS, find_storages
+from tempo_megatron.memory.kept.standing_bytes import WEIGHTS
 from tempo_megatron.memory.kept.timeline import LOSS_HEAD, StepTimeline
-from tempo_megatron.memory.storages import PeakBytes, list_storages
+from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes, find_storages
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import make_shape
@@ -60,12 +60,12 @@ def test_the_peak_is_that_of_peak_bytes(
         with StepTimeline([model], {WEIGHTS: find_storages(model.parameters())}) as timeline:
             step()
     found = timeline.finish("a step")
-    weights = sum(storage.nbytes() for storage in list_storages(model.parameters()))
-    given = sum(storage.nbytes() for storage in list_storages(t for t in batch.values() if t is not None))
+    weights = count_storage_bytes(model.parameters())
+    given = count_storage_bytes(t for t in batch.values() if t is not None)
     assert 0 <= found.peak_bytes - weights - seen.peak <= given
     assert found.peak_bytes == max(map(sum, zip(*found.levels.values(), strict=True)))
-    gradients = list_storages(p.grad for p in model.parameters() if p.grad is not None)
-    assert LOSS_HEAD in found.levels and found.levels["gradients"][-1] == sum(each.nbytes() for each in gradients)
+    gradients = count_storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
+    assert LOSS_HEAD in found.levels and found.levels["gradients"][-1] == gradients
     phases = {each.operation.partition(" of ")[0] for each in found.at_peak}
     assert "forward" in phases
 

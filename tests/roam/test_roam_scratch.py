@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tempo_kernels import fakes
 from tempo_kernels.attention import cpu
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
-from tempo_megatron.memory.simulated.device import on_device
 from tempo_megatron.memory.storages import PeakBytes
 
 HEADS, LENGTH, SIZE = 4, 128, 16
@@ -30,10 +29,9 @@ class CountCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure(batch: int, settings: Settings, dtype: torch.dtype, *, is_short: bool, has_mask: bool) -> tuple[int, ...]:
+def measure(batch: int, settings: Settings, dtype: torch.dtype, *, has_mask: bool) -> tuple[int, ...]:
     """The bytes alive in forward and in backward beside what was there, and the operations of both."""
-    short = on_device("cpu") if is_short else contextlib.nullcontext()
-    with FakeTensorMode(), torch.no_grad(), short, CountCalls() as calls:
+    with FakeTensorMode(), torch.no_grad(), CountCalls() as calls:
         q, k, v, grad = (torch.empty(LENGTH, batch, HEADS, SIZE, dtype=dtype) for _ in range(4))
         mask = torch.zeros(batch, 1, LENGTH, LENGTH, dtype=torch.bool) if has_mask else None
         inputs = Inputs(q, k, v, mask)
@@ -66,7 +64,8 @@ def test_the_rounds_that_are_left_out_hold_no_more(
     # A round is of 2 samples, the last of 2 or 1: of 7 samples only the third round is left out, of 9 two.
     monkeypatch.setattr(cpu, "_find_block", lambda *_: (64, 2))
     settings = Settings(causal, 0.25, 0.1, 7, 0, 0, window)
-    *whole, num_whole = measure(num_samples, settings, dtype, is_short=False, has_mask=has_mask)
-    *short, num_short = measure(num_samples, settings, dtype, is_short=True, has_mask=has_mask)
+    *short, num_short = measure(num_samples, settings, dtype, has_mask=has_mask)
+    monkeypatch.setattr(fakes, "NUM_ROUNDS", num_samples)
+    *whole, num_whole = measure(num_samples, settings, dtype, has_mask=has_mask)
     assert short == whole
     assert (num_short < num_whole) == (num_samples > 6)

@@ -10,12 +10,12 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from tempo_kernels.gelu import make_tables
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.kept.ledger import build_ledger_config
 from tempo_megatron.memory.run import OptimizerSettings, Run
-from tempo_megatron.memory.simulated.device import make_gelu_tables
-from tempo_megatron.memory.storages import PeakBytes, list_storages
+from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape
@@ -137,14 +137,14 @@ def make_step(step: Step, device: str) -> ReadyStep:
 
 def measure_step(step: Step) -> int:
     """Bytes on the CPU of weights, micro batch and everything that forward and backward make, at most."""
-    make_gelu_tables()
+    make_tables()
     # Megatron's memory for what sequence parallelism gathers grows and stays: a step before may have left more.
     parallel_state.destroy_global_memory_buffer()
     parallel_state._set_global_memory_buffer()
     ready = make_step(step, "cpu")
     with PeakBytes(*ready.there, *ready.buffers) as seen:
         ready.forward().backward()
-    return seen.peak + sum(storage.nbytes() for storage in list_storages(ready.there))
+    return seen.peak + count_storage_bytes(ready.there)
 
 
 def estimate_step(step: Step) -> int:

@@ -11,11 +11,11 @@ import torch
 from megatron.core import parallel_state
 from peak_cases import AUTO, OFF, Step
 
+from tempo_kernels.gelu import make_tables
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory import run as memory_run
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.kept.ledger import build_ledger_config
-from tempo_megatron.memory.simulated.device import make_gelu_tables
 from tempo_megatron.memory.storages import PeakBytes
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
@@ -88,7 +88,7 @@ def _measure(run: Run) -> int:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    make_gelu_tables()
+    make_tables()
     # That of a run before has its size, which counts as soon as a tensor of it is made.
     parallel_state.destroy_global_memory_buffer()
     parallel_state._set_global_memory_buffer()

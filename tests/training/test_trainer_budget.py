@@ -33,14 +33,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
 
 def count_bytes() -> None:
     """Let a rank count its storages while it trains, and say at the end how many bytes they were at most."""
-    from tempo_megatron.memory.simulated.device import make_gelu_tables
+    from tempo_kernels.gelu import make_tables
     from tempo_megatron.memory.storages import PeakBytes
     from tempo_megatron.training.job import Job
 
     # What Inductor's own code makes, no dispatcher sees.
     os.environ["CXX"] = "no-compiler"
     torch.compiler.set_stance("force_eager")
-    make_gelu_tables()  # of a process, 512 KiB of each dtype, and in no estimate
+    make_tables()  # of a process, 512 KiB of each dtype, and in no estimate
     seen, build, train = PeakBytes(), Job.__init__, Job.train
 
     def build_in_sight(self: Job, *args: Any) -> None:

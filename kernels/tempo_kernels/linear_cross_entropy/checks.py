@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +17,18 @@ from tempo_kernels.linear_cross_entropy.shards import Shards
 # it must not be small. 28 MiB hold 144 tokens of GPT-2's vocabulary in float32: on a CPU about as fast as 256 tokens,
 # while 64 are a tenth slower.
 CHUNK_BYTES = {"cpu": 28 << 20, "cuda": 512 << 20}
+_chunk_bytes: int | None = None
+
+
+@contextlib.contextmanager
+def use_chunk_bytes(num_bytes: int) -> Iterator[None]:
+    """Inside, a chunk's logits take num_bytes on every device, in place of CHUNK_BYTES."""
+    global _chunk_bytes
+    before, _chunk_bytes = _chunk_bytes, num_bytes
+    try:
+        yield
+    finally:
+        _chunk_bytes = before
 
 
 def check_tensors(
@@ -140,7 +154,8 @@ def _find_chunk_rows(
             raise ValueError(f"chunk_tokens is {chunk_tokens}; expected at least 1, or None")
         return max(1, chunk_tokens // shards.num_segments)
     num_rows, element_bytes = hidden.size(0) * hidden.size(1), weight.element_size()
-    logit_bytes, chunk_bytes = weight.size(0) * element_bytes, CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]
+    logit_bytes = weight.size(0) * element_bytes
+    chunk_bytes = _chunk_bytes or CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]
     if sums_weight:
         # Under sequence parallelism a chunk also holds the gathered tokens of all ranks and their gradients.
         token_bytes = logit_bytes + (2 * hidden.size(2) * element_bytes if shards.num_segments > 1 else 0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tempo_kernels.fakes import skip_alike
 from tempo_kernels.linear_cross_entropy import eager
 from tempo_kernels.linear_cross_entropy.eager import locate_columns, make_finite
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
@@ -76,6 +77,5 @@ def _cut_into_blocks(logits: Tensor, compute_dtype: torch.dtype) -> Iterator[tup
     num_rows, num_columns = logits.shape
     step = min(num_rows, max(1, BLOCK_ELEMENTS // num_columns))
     memory = torch.empty(step, num_columns, dtype=compute_dtype, device=logits.device)
-    for start in range(0, num_rows, max(1, step)):
-        stop = min(start + step, num_rows)
-        yield slice(start, stop), memory[: stop - start]
+    blocks = [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, max(1, step))]
+    yield from ((block, memory[: block.stop - block.start]) for block in skip_alike(blocks, logits))

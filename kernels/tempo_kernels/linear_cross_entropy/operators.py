@@ -93,11 +93,16 @@ def _make_empty_losses(
 
 @opaque(f"linear_cross_entropy({_HEAD}, {_SETTINGS}) -> Tensor[]", _make_empty_losses)
 def find_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *settings: Any
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *settings: Any, backend: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns losses [1, t, m] or losses and entropies [2, t, m], and the statistics for backward, [2 or 3, t, m]."""
+    """Returns losses [1, t, m] or losses and entropies [2, t, m], and the statistics for backward, [2 or 3, t, m].
+
+    Of all three operations `backend` is no operand: only `call` takes it. It has cpu.py's functions and is by default
+    the one of the device.
+    """
     found = _read_settings(*settings)
-    return chunks.forward(_make_head(hidden, weight, bias, labels, found), found, choose_backend(hidden, cpu))
+    head = _make_head(hidden, weight, bias, labels, found)
+    return chunks.forward(head, found, backend or choose_backend(hidden, cpu))
 
 
 def _make_empty_gradients(grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, *operands: Any) -> list[Tensor]:
@@ -116,7 +121,12 @@ def _make_empty_gradients(grad: Tensor, grad_entropy: Tensor | None, kept: Tenso
     _make_empty_gradients,
 )
 def find_gradients(
-    grad: Tensor, grad_entropy: Tensor | None, kept: Tensor, *operands: Any, total: Tensor | None = None
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+    kept: Tensor,
+    *operands: Any,
+    total: Tensor | None = None,
+    backend: Any = None,
 ) -> list[Tensor]:
     """Returns the gradients that are asked for: of hidden [m, h], of weight in `Settings.find_weight_dtype`, and of
     bias in float32.
@@ -125,8 +135,8 @@ def find_gradients(
     `total` if that is given. An operator cannot take it; only `find_gradients.call` does.
     """
     head, has_grads, settings = _read_problem(*operands)
-    grads = grad, grad_entropy
-    return _list(chunks.backward(grads, kept, head, has_grads, total, settings, choose_backend(head.hidden, cpu)))
+    backend = backend or choose_backend(head.hidden, cpu)
+    return _list(chunks.backward((grad, grad_entropy), kept, head, has_grads, total, settings, backend))
 
 
 def _make_empty_losses_and_gradients(token_weights: Tensor, *operands: Any) -> list[Tensor]:
@@ -137,13 +147,17 @@ def _make_empty_losses_and_gradients(token_weights: Tensor, *operands: Any) -> l
     f"weighted_linear_cross_entropy(Tensor token_weights, {_HEAD}, {_HAS_GRADS}, {_SETTINGS}) -> Tensor[]",
     _make_empty_losses_and_gradients,
 )
-def find_losses_and_gradients(token_weights: Tensor, *operands: Any) -> list[Tensor]:
+def find_losses_and_gradients(token_weights: Tensor, *operands: Any, backend: Any = None) -> list[Tensor]:
     """Returns losses [t, m] and the gradients of sum(token_weights * losses) as in `find_gradients`."""
     head, has_grads, settings = _read_problem(*operands)
-    backend = choose_backend(head.hidden, cpu)
+    backend = backend or choose_backend(head.hidden, cpu)
     losses, gradients = chunks.forward_with_gradients(token_weights, head, has_grads, settings, backend)
     return [losses, *_list(gradients)]
 
 
 def _list(gradients: Gradients) -> list[Tensor]:
     return [t for t in (gradients.hidden, gradients.weight, gradients.bias) if t is not None]
+
+
+OPERATIONS = (find_losses, find_gradients, find_losses_and_gradients)
+"""What has a chunk's logits alive inside itself, on a GPU too."""

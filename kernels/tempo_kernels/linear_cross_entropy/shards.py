@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from tempo_kernels.fakes import skip_alike
+
 
 def take(t: Tensor, block: slice, dim: int = 0) -> Tensor:
     """Returns t from block.start to block.stop along a dimension, or t itself if that is all of it: a view costs the
@@ -45,7 +47,7 @@ class Shards(NamedTuple):
         """Yields per chunk of hidden [m, h] the slice of rows and their tokens [t * k, h] from every rank. The next
         chunk is gathered while the caller works on this one."""
         starts = range(0, hidden.size(0), chunk_rows)
-        chunks = [slice(start, min(start + chunk_rows, hidden.size(0))) for start in starts]
+        chunks = skip_alike([slice(start, min(start + chunk_rows, hidden.size(0))) for start in starts], hidden)
         if self.num_segments == 1:
             yield from ((rows, take(hidden, rows)) for rows in chunks)
             return

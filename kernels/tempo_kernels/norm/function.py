@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.fakes import run_or_simulate
 from tempo_kernels.norm import cpu
 from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dtype
 from tempo_kernels.opaque import call_untraced, is_traced, opaque
@@ -247,7 +248,7 @@ class _FromInput(torch.autograd.Function):
 def _refill(ctx: Any, out: Tensor) -> None:
     """Writes y into `out` again, bit for bit."""
     x, weight, bias, *statistics = ctx.saved_tensors
-    choose_backend(x, cpu).refill(out, x, Norm(weight, bias, *ctx.form), Statistics(*statistics))
+    run_or_simulate(choose_backend(x, cpu).refill, out, x, Norm(weight, bias, *ctx.form), Statistics(*statistics))
 
 
 def _parameter_dtypes(norm: Norm) -> tuple[torch.dtype, torch.dtype | None]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.compiled import Compiled
+from tempo_kernels.fakes import run_or_simulate
 
 ROUNDS = 7
 """The fewest rounds of Philox4x32 that pass BigCrush (Salmon et al., table 2)."""
@@ -157,7 +158,7 @@ def keep_bits(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, 
     _drawn += group.numel() * c1.numel()
     # Sizes of 1 would be compiled in, each combination anew, and torch 2.13's Inductor gets one of these wrong.
     if _drawn < DRAWS_BEFORE_COMPILING or min(group.numel(), c1.numel()) < 2:
-        bits = _keep_bits(group, c1, c2, c3, k0, k1, limit)
+        bits = run_or_simulate(_keep_bits, group, c1, c2, c3, k0=k0, k1=k1, limit=limit)
     else:
         numbers = (torch.tensor(number, dtype=torch.int64, device=row.device) for number in (k0, k1, limit))
         bits = _compiled_keep_bits(group, c1, c2, c3, *numbers)

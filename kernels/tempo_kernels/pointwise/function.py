@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
+from tempo_kernels.fakes import run_or_simulate
 from tempo_kernels.opaque import opaque
 from tempo_kernels.pointwise import cpu
 from tempo_kernels.pointwise.activations import ACTIVATIONS
@@ -85,8 +86,6 @@ class OperationOfInput:
     """
 
     def __init__(self, name: str, cpu: ModuleType, columns_per_output: int = 1) -> None:
-        self._cpu = cpu
-
         def shape_output(x: Tensor, bias: Tensor | None, activation: str) -> list[Tensor]:
             shape = (*x.shape[:-1], x.size(-1) // columns_per_output) if columns_per_output > 1 else x.shape
             return [torch.empty(shape, dtype=x.dtype, device=x.device)]
@@ -104,7 +103,10 @@ class OperationOfInput:
         ) -> list[Tensor]:
             return list_gradients(*choose_backend(x, cpu).backward(grad_y, x, bias, activation, has_grad_bias))
 
-        self._forward, self._backward = forward, backward
+        def refill(x: Tensor, bias: Tensor | None, activation: str, out: Tensor) -> None:
+            choose_backend(x, cpu).forward(x, bias, activation, out)
+
+        self._forward, self._backward, self._refill = forward, backward, refill
 
     def apply(self, operation: str, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         """Returns y, differentiable; errors name it `operation`."""
@@ -125,7 +127,7 @@ class OperationOfInput:
     def refill(self, x: Tensor, bias: Tensor | None, activation: str, out: Tensor) -> None:
         """Writes the same y, bit for bit, to out."""
         with torch.no_grad():
-            choose_backend(x, self._cpu).forward(x, bias, activation, out)
+            run_or_simulate(self._refill, x, bias, activation, out)
 
 
 class _OfInput(torch.autograd.Function):

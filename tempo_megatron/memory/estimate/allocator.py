@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Iterator
+
+from tempo_megatron.memory.estimate.model_states import ModelStates
 
 ROUNDING_BYTES = 512
 SMALL_BYTES = 1 << 20
@@ -19,6 +22,24 @@ SMALL_SEGMENT_BYTES = 2 << 20
 LARGE_SEGMENT_BYTES = 20 << 20
 OWN_SEGMENT_BYTES = 10 << 20
 SEGMENT_ROUNDING_BYTES = 2 << 20
+STEPS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocations:
+    """Of one rank: what stays, and what a micro batch does."""
+
+    parameter_bytes: tuple[int, ...]
+    """Of each parameter."""
+
+    batch_bytes: tuple[int, ...]
+    """Of each tensor of the micro batch."""
+
+    global_buffer_bytes: int
+    """Megatron's global memory buffer."""
+
+    events: tuple[tuple[int, int], ...]
+    """(number, bytes) where a storage is made, (number, -1) where it is freed."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,6 +127,58 @@ class CachingAllocator:
         free = self._free[block.is_small]
         del free[bisect.bisect_left(free, (block.size, block.address))]
         del self._blocks[block.address]
+
+
+def simulate_allocator(
+    allocations: Allocations, states: ModelStates, *, has_flat_gradients: bool, num_micro_batches: int
+) -> CachingAllocator:
+    """The caching allocator after STEPS steps.
+
+    Args:
+        allocations: of the rank's chunk.
+        states: gradients, optimizer states and buffers; weights are those of `allocations`.
+        has_flat_gradients: whether gradients lie in one buffer, else each is allocated.
+        num_micro_batches: of a step.
+    """
+    allocator = CachingAllocator()
+    for num_bytes in _list_lasting(allocations, states, has_flat_gradients):
+        allocator.allocate(num_bytes)
+    for _ in range(STEPS):
+        for _ in range(min(num_micro_batches, STEPS)):
+            _play(allocator, allocations)
+        at_step = [allocator.allocate(max(0, states.gradients - states.standing_gradients))]
+        at_step.append(allocator.allocate(states.step_transient))
+        for block in at_step:
+            allocator.free(block)
+    return allocator
+
+
+def _list_lasting(allocations: Allocations, states: ModelStates, has_flat_gradients: bool) -> Iterator[int]:
+    yield from allocations.parameter_bytes
+    total = sum(allocations.parameter_bytes)
+    if has_flat_gradients:
+        yield states.standing_gradients
+    else:
+        yield from (states.standing_gradients * size // total for size in allocations.parameter_bytes)
+    # Two moments and the weights' copy.
+    yield from [states.optimizer_states // 3] * 3
+    yield states.communication_buffers
+    yield allocations.global_buffer_bytes
+    yield states.bucket
+    yield states.reduced_gradients
+
+
+def _play(allocator: CachingAllocator, allocations: Allocations) -> None:
+    blocks: dict[int, Block | None] = {}
+    batch = [allocator.allocate(size) for size in allocations.batch_bytes]
+    for number, size in allocations.events:
+        if size < 0:
+            allocator.free(blocks.pop(number))
+        else:
+            blocks[number] = allocator.allocate(size)
+    # What the next micro batch begins without: the loss, and gradients that the step frees.
+    for block in [*blocks.values(), *batch]:
+        allocator.free(block)
 
 
 def _round_up(num_bytes: int, multiple: int) -> int:

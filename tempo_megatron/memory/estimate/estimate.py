@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from tempo_megatron.memory.estimate.allocation_trace import simulate_allocator
+from tempo_megatron.memory.estimate.allocator import simulate_allocator
 from tempo_megatron.memory.estimate.model_states import (
     ModelStates,
     count_model_states,

@@ -6,12 +6,14 @@ they step with are the gradients, and what they remember afterwards are the stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tempo_megatron.memory.storages import find_storages
 
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
 
@@ -26,8 +28,8 @@ class StandingBytes:
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._models = models
-        self._gradients: dict[Any, int] = {}
-        self._states: dict[Any, int] = {}
+        self._gradients: dict[int, int] = {}
+        self._states: dict[int, int] = {}
         self._seen: set[int] = set()
         self._hooks = [
             register_optimizer_step_pre_hook(self._note_gradients),
@@ -44,7 +46,7 @@ class StandingBytes:
         found = {**self.list_lasting(), GRADIENTS: self._gradients}
         return {kind: sum(storages.values()) for kind, storages in found.items()}
 
-    def list_lasting(self) -> dict[str, dict[Any, int]]:
+    def list_lasting(self) -> dict[str, dict[int, int]]:
         """The storages of weights and states, as find_storages has them."""
         return {WEIGHTS: find_storages(self._list_parameters()), STATES: self._states}
 
@@ -62,13 +64,3 @@ class StandingBytes:
         remembered = [value for state in optimizer.state.values() for value in state.values()]
         found = find_storages(t for t in (*stepped, *remembered) if isinstance(t, Tensor))
         self._states |= {key: size for key, size in found.items() if key not in weights}
-
-
-def find_storages(tensors: Iterable[Tensor]) -> dict[Any, int]:
-    """Distinct storages -> their bytes. ZeRO-3's partitions count in place of the weights that they are parts of."""
-    storages: dict[Any, int] = {}
-    for tensor in tensors:
-        part = getattr(tensor, "ds_tensor", None)
-        storage = (tensor if part is None else part).untyped_storage()
-        storages[storage._cdata] = storage.nbytes()
-    return storages

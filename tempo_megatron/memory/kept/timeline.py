@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tempo_megatron.memory.kept.attribution import attribute_all, find_row, name_row
 from tempo_megatron.memory.kept.recorder import Scopes
-from tempo_megatron.memory.kept.standing_bytes import GRADIENTS, STATES, WEIGHTS, find_storages
+from tempo_megatron.memory.kept.standing_bytes import GRADIENTS, STATES, WEIGHTS
+from tempo_megatron.memory.storages import MadeStorage, StorageFollower, find_storages
 from tempo_megatron.slots.mlp import describe_activation
 
 LOSS_HEAD, OTHERS, TRANSIENTS = "loss head", "micro batch and others", "transients"
@@ -34,12 +33,10 @@ _NO_OPERATION = 2**63
 _EVENTS_BETWEEN = 32
 
 
-@dataclasses.dataclass
-class _Made:
+@dataclasses.dataclass(eq=False)
+class _Made(MadeStorage):
     """A storage, from the event that made it."""
 
-    reference: StorageWeakRef
-    num_bytes: int
     phase: str
     """forward, backward or recomputation; empty outside of them."""
     operation: str
@@ -107,8 +104,8 @@ class _Sequence(Scopes):
         self._operations.append(self._scopes[-1])
 
 
-class StepTimeline(TorchDispatchMode):
-    """Follows the operations inside.
+class StepTimeline(StorageFollower):
+    """Follows the storages of one step, each with the operation of the model that made it.
 
     Args:
         models: Megatron's, without wrappers.
@@ -116,19 +113,20 @@ class StepTimeline(TorchDispatchMode):
             Gradients that are made inside are found automatically.
     """
 
-    def __init__(self, models: Sequence[Any], standing: Mapping[str, Mapping[Any, int]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, models: Sequence[Any], standing: Mapping[str, Mapping[int, int]]) -> None:
+        super().__init__(buffer for model in models for buffer in model.buffers())
         self._models = models
         self._standing = {kind: sum(storages.values()) for kind, storages in standing.items()}
-        self._known = {key for storages in standing.values() for key in storages}
-        self._known |= set(find_storages(buffer for model in models for buffer in model.buffers()))
+        self._known |= {key for storages in standing.values() for key in storages}
         self._sequences = [_Sequence(model) for model in models]
         self._running: _Sequence | None = None
-        self._alive: dict[int, _Made] = {}
         self._made: list[_Made] = []
-        self._event = self._asked = 0
-        # Of all storages in _alive, of which some may be gone.
-        self._upper_bound = self._highest = 0
+        self._event = self._asked = self._highest = 0
+        # The event that ends a storage which is found freed now: the one that is noted, or between two the next.
+        self._end = 1
+        # Of the event that is noted: phase and operation, and the storages that the operation was given.
+        self._place = ("", "")
+        self._read: set[int] = set()
         self._marks: list[tuple[int, str]] = []
         self._forward_ends: list[int] = []
         self._context = contextlib.ExitStack()
@@ -153,27 +151,15 @@ class StepTimeline(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._context.close()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        new = {}
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and (key := t.untyped_storage()._cdata) not in self._known:
-                entry = self._alive.get(key)
-                if entry is None or entry.reference.expired():
-                    new[key] = t
-        if new:
-            self._note(new, {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)})
-        return out
-
     def note_gradients(self, tensors: Iterable[Tensor]) -> None:
-        """These are gradients, whatever made them."""
+        """Count these as gradients, whatever made them."""
         for key in find_storages(tensors):
-            if (entry := self._alive.get(key)) is not None:
-                entry.is_gradient = True
+            if isinstance(made := self._alive.get(key), _Made):
+                made.is_gradient = True
 
     def finish(self, title: str) -> Timeline:
         """What was seen. Nothing is followed after it."""
-        self._drop_what_is_gone(self._event + 1)
+        self.drop_freed()
         num_events = self._event + 1
         changes: dict[str, np.ndarray] = {}
         for made in self._made:
@@ -207,37 +193,41 @@ class StepTimeline(TorchDispatchMode):
     def _end_forward(self) -> None:
         if self._running is not None:
             self._running = None
-            self._drop_what_is_gone(self._event + 1)
+            self.drop_freed()
             self._forward_ends.append(self._event)
 
     def _mark(self, name: str) -> None:
         if not self._marks or self._marks[-1][1] != name or name == "forward":
             self._marks.append((self._event + 1, name))
 
-    def _note(self, new: Mapping[int, Tensor], read: set[int]) -> None:
-        phase, operation = self._find_place()
+    def note(self, new: dict[int, torch.UntypedStorage], inputs: Any) -> None:
+        self._place = self._find_place()
+        self._read = {t.untyped_storage()._cdata for t in tree_leaves(inputs) if isinstance(t, Tensor)}
         self._event += 1
-        for key, t in new.items():
-            storage = t.untyped_storage()
-            # An output that shares storage with an input existed before; this is only the first time we see it.
-            was_there = key in read
-            made = _Made(
-                StorageWeakRef(storage),
-                storage.nbytes(),
-                "" if was_there else phase,
-                "" if was_there else operation,
-                0 if was_there else self._event,
-            )
-            if (gone := self._alive.get(key)) is not None:
-                gone.end = self._event
-                self._upper_bound -= gone.num_bytes
-            self._alive[key] = made
-            self._made.append(made)
-            self._upper_bound += made.num_bytes
-        # To ask each storage takes long. Those that are gone count a little longer, but never for the peak.
+        self._end = self._event
+        super().note(new, inputs)
+        # To ask each storage takes long. Those that are freed count a little longer, but never for the peak.
         if self._upper_bound > self._highest or self._event - self._asked >= _EVENTS_BETWEEN:
-            self._drop_what_is_gone(self._event)
+            self.drop_freed()
             self._highest = max(self._highest, self._upper_bound)
+        self._end = self._event + 1
+
+    def describe(self, storage: torch.UntypedStorage, inputs: Any) -> MadeStorage:
+        # An output that shares storage with an input existed before; this is only the first time we see it.
+        was_there = storage._cdata in self._read
+        phase, operation = ("", "") if was_there else self._place
+        made = super().describe(storage, inputs)
+        start = 0 if was_there else self._event
+        self._made.append(_Made(made.reference, made.num_bytes, made.number, phase, operation, start))
+        return self._made[-1]
+
+    def drop_freed(self) -> None:
+        self._asked = self._end
+        super().drop_freed()
+
+    def note_freed(self, made: MadeStorage) -> None:
+        assert isinstance(made, _Made)
+        made.end = self._end
 
     def _find_place(self) -> tuple[str, str]:
         node: Any = torch._C._current_autograd_node()
@@ -252,14 +242,6 @@ class StepTimeline(TorchDispatchMode):
             return "backward", "gradient accumulation"
         found = [sequence.find(number) for sequence in self._sequences]
         return "backward", next((operation for operation in found if operation), "")
-
-    def _drop_what_is_gone(self, event: int) -> None:
-        """Record `event` as the end of every storage that has been freed."""
-        self._asked = event
-        for key in [key for key, made in self._alive.items() if made.reference.expired()]:
-            gone = self._alive.pop(key)
-            gone.end = event
-            self._upper_bound -= gone.num_bytes
 
     def _note_gradient(self, parameter: Tensor) -> None:
         self.note_gradients(g for g in (parameter.grad, getattr(parameter, "main_grad", None)) if g is not None)

@@ -20,29 +20,22 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
+from tempo_kernels.gelu import make_tables
 from tempo_megatron import cpu
-from tempo_megatron.memory.estimate.allocation_trace import Allocations, TracedBytes
-from tempo_megatron.memory.fake_tensors import simulate_layout, use_fake_tensors
+from tempo_megatron.memory.estimate.allocator import Allocations
+from tempo_megatron.memory.fake_tensors import set_global_buffer, simulate_layout, use_fake_tensors
 from tempo_megatron.memory.kept.attribution import attribute_all, divide_by_layer
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.run import OptimizerSettings, Run
-from tempo_megatron.memory.simulated.device import (
-    LastingBuffer,
-    make_gelu_tables,
-    on_device,
-    put_softmax_kernels,
-    replay_repeated_operations,
-)
+from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
-from tempo_megatron.memory.storages import PeakBytes, list_storages
+from tempo_megatron.memory.storages import AllocationTrace, PeakBytes, count_storage_bytes, find_storages
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.settings.config import TempoConfig
@@ -118,11 +111,11 @@ def _simulate(run: Run) -> Iterator[None]:
         raise ValueError(f"stock is {run.stock!r}; expected one of {', '.join(STACKS_OF_MODULES)}")
     cpu.use_cpu()
     if run.stock == "cpu":
-        make_gelu_tables()
+        make_tables()
     with simulate_layout(run.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
-        with use_fake_tensors(), on_device(run.stock):
+        with use_fake_tensors():
             yield
 
 
@@ -206,10 +199,9 @@ class _Chunk:
             )
             for is_backward in (False, True)
         )
-        storages = list_storages(value for value in batch.values() if isinstance(value, Tensor))
         return ChunkMemory(
             *self._count_parameters(),
-            sum(s.nbytes() for s in storages),
+            count_storage_bytes(value for value in batch.values() if isinstance(value, Tensor)),
             self._count_largest(),
             self._buffer.count_bytes(),
             forward,
@@ -218,18 +210,17 @@ class _Chunk:
 
     def trace(self) -> Allocations:
         batch = self._make_batch()
-        seen = self._follow(batch, TracedBytes)
-        seen.note_freed()
-        storages = list_storages(value for value in batch.values() if isinstance(value, Tensor))
+        seen = self._follow(batch, AllocationTrace)
+        seen.drop_freed()
+        storages = find_storages(value for value in batch.values() if isinstance(value, Tensor))
         parameters = tuple(_count([parameter], in_bytes=True) for parameter in self._model.parameters())
-        batch_bytes = tuple(s.nbytes() for s in storages)
-        return Allocations(parameters, batch_bytes, self._buffer.count_bytes(), tuple(seen.events))
+        return Allocations(parameters, tuple(storages.values()), self._buffer.count_bytes(), tuple(seen.events))
 
     def record(self) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
         # With a mask whatever the layers are: what a layer keeps must not depend on its neighbours.
         batch = self._make_batch(gives_mask=True)
         recorder = Recorder(self._model, exclude=tuple(t for t in batch.values() if isinstance(t, Tensor)))
-        with attribute_all(recorder, self._model), recorder.record():
+        with on_device(self._run.stock), attribute_all(recorder, self._model), recorder.record():
             output = self._run_forward(batch)
         saved = recorder.list_saved()
         del output
@@ -245,12 +236,9 @@ class _Chunk:
         seen = count_with(*(t for t in known if isinstance(t, Tensor)))
         self._seen = seen
         self._buffer = LastingBuffer(seen)
+        set_global_buffer(self._buffer)
         self._add_marks()
-        with (
-            mock.patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", self._buffer),
-            self._seen,
-            replay_repeated_operations(self._seen, self._run.stock),
-        ):
+        with self._seen, on_device(self._run.stock, self._seen):
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
             self._run_micro_batch(batch)
         return seen
@@ -355,8 +343,7 @@ class _Chunk:
     def _count_gradients(self) -> int:
         if self._has_gradients:
             return 0
-        found = [p.grad for p in self._model.parameters() if p.grad is not None]
-        return sum(storage.nbytes() for storage in list_storages(found))
+        return count_storage_bytes(p.grad for p in self._model.parameters() if p.grad is not None)
 
     def _count_parameters(self) -> tuple[int, int]:
         """Parameters of the whole chunk, and their bytes."""

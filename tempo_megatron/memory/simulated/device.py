@@ -1,85 +1,82 @@
 """Makes fake tensors allocate as torch's and Tempo's operations would on a device that is not here.
 
-On a CPU Tempo's operations run block by block, and what they make inside themselves counts. A loop over blocks is cut
-short: its first round, the second, which those after it are like, and its last. On a GPU Tempo's operations are kernels
-that make nothing inside, but for the loss head's chunks.
+On a CPU Tempo's operations run block by block, and what they make inside themselves counts. On fake tensors each block
+costs as much time as a whole tensor would, and equal layers call the same operations: what a call makes, and how much
+it has alive inside itself, depends on the sizes of its tensors and on its numbers only. Its first call is run and
+recorded, those after it are replayed. On a GPU Tempo's operations are kernels that make nothing inside, except for the
+loss head's chunks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
-import pkgutil
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
-from unittest import mock
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tempo_kernels.gelu import gelu
+from tempo_kernels.fakes import simulate
+from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, OPERATIONS, use_chunk_bytes
 from tempo_kernels.opaque import Opaque
-from tempo_megatron.memory.simulated.replay import Replay
 from tempo_megatron.memory.storages import PeakBytes
 
-philox = pkgutil.resolve_name("tempo_kernels.philox.eager")
-draw_bits = philox._keep_bits
-# The loss head's own files: only here does it matter how it computes.
-head_checks, head_chunks, head_on_cpu, head_shards = (
-    pkgutil.resolve_name(f"tempo_kernels.linear_cross_entropy.{name}") for name in ("checks", "chunks", "cpu", "shards")
-)
-attention_on_cpu = pkgutil.resolve_name("tempo_kernels.attention.cpu")
-norm_on_cpu = pkgutil.resolve_name("tempo_kernels.norm.cpu")
-OperationOfInput = pkgutil.resolve_name("tempo_kernels.pointwise.function:OperationOfInput")
-refill_norm, refill_operation = norm_on_cpu.refill, OperationOfInput.refill
-_Round = TypeVar("_Round")
-# Of a loop: the first round, one after another that is like it, and the last.
-_NUM_ROUNDS = 3
-
-
-def make_gelu_tables() -> None:
-    """Let the in-place GELU of 16 bits make the tables that it makes once in a process, and that outlive a step."""
-    for dtype, approximate in itertools.product((torch.bfloat16, torch.float16), ("none", "tanh")):
-        gelu(torch.zeros(1, dtype=dtype, requires_grad=True), approximate=approximate).sum().backward()
+PLACES = ("key_low", "key_high", "sample", "first_head", "first_row")
+"""Arguments of operations that say which random bits are drawn, not how many."""
 
 
 @contextlib.contextmanager
-def on_device(stock: str) -> Iterator[None]:
-    """Make the CPU's modules allocate memory as `stock`'s modules would."""
+def on_device(stock: str, seen: PeakBytes | None = None) -> Iterator[None]:
+    """Make the CPU's modules allocate memory as `stock`'s modules would.
+
+    Args:
+        stock: one of `tempo_megatron.memory.simulated.chunk.STACKS_OF_MODULES`.
+        seen: counts the bytes; it is entered around this. Without it the CPU's operations only give their results.
+    """
     if stock == "cpu":
-        with (
-            mock.patch.object(head_shards.Shards, "gather", _gather_some_chunks),
-            mock.patch.object(head_on_cpu, "_cut_into_blocks", _cut_into_some_blocks),
-            mock.patch.object(attention_on_cpu, "_cut", _make_cut_of_some_samples()),
-        ):
+        with contextlib.nullcontext() if seen is None else simulate(_Replay(seen).run):
             yield
         return
-    with (
-        mock.patch.object(Opaque, "__call__", _call_on_gpu),
-        mock.patch.object(head_shards.Shards, "gather", _gather_some_chunks),
-        mock.patch.dict(head_checks.CHUNK_BYTES, cpu=head_checks.CHUNK_BYTES["cuda"]),
-        mock.patch.object(head_chunks, "CPU_BLOCK_COLUMNS", sys.maxsize),
-        mock.patch.multiple(head_on_cpu, find_statistics=_find_statistics_on_gpu, write_gradient_=lambda *_: None),
-        mock.patch.object(torch.nn.functional, "dropout", _drop_on_gpu),
-        # On a GPU the output buffer already exists, so refilling allocates nothing.
-        mock.patch.object(norm_on_cpu, "refill", lambda *_: None),
-        mock.patch.object(OperationOfInput, "refill", lambda *_: None),
-    ):
+    with simulate(_run_on_gpu), use_chunk_bytes(CHUNK_BYTES["cuda"]), _GpuDropout():
         yield
 
 
-_call_operator = Opaque.__call__
+def _run_on_gpu(function: Any, *inputs: Any) -> Any:
+    """A kernel makes its results only; one that refills a tensor makes nothing."""
+    if function in OPERATIONS:
+        return function.call(*inputs, backend=_HeadKernels)
+    return function.trace(*inputs) if isinstance(function, Opaque) else None
 
 
-def _call_on_gpu(operation: Opaque, first: Tensor, *others: Any) -> Sequence[Tensor]:
-    """Only the loss head is more than one kernel."""
-    return (operation.call if "linear_cross_entropy" in operation.name else _call_operator.__get__(operation))(
-        first, *others
-    )
+class _HeadKernels:
+    """What the loss head's kernels make of a chunk's logits."""
+
+    @staticmethod
+    def find_statistics(logits: Tensor, columns: Tensor, shares: Any) -> Tensor:
+        return logits.new_empty(shares.num_statistics, logits.size(0), dtype=torch.float32)
+
+    @staticmethod
+    def write_gradient_(logits: Tensor, rows: Any, shares: Any) -> None:
+        """It writes over the logits."""
+
+
+class _GpuDropout(TorchFunctionMode):
+    """torch's dropout with the mask that a GPU keeps, a byte per element."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.dropout:
+            return _drop_on_gpu(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    assert not inplace
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
 def put_softmax_kernels(model: torch.nn.Module) -> None:
@@ -139,87 +136,66 @@ class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]
         return sum(t.untyped_storage().nbytes() for t in self.buffer.values())
 
 
-@contextlib.contextmanager
-def replay_repeated_operations(seen: PeakBytes, stock: str) -> Iterator[None]:
-    """With stock="cpu", run each of Tempo's operations once per set of sizes and replay the other calls."""
-    if stock != "cpu":
-        yield
-        return
-    replay = Replay(seen)
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a call did: its new tensors, and the bytes alive inside at most beyond those that were there."""
 
-    def call(operation: Opaque, *inputs: Any) -> Sequence[Tensor]:
-        return replay.call_operation(operation, *inputs)
-
-    def draw(*inputs: Any) -> Any:
-        return replay.call(("keep_bits", *inputs[:4]), lambda: draw_bits(*inputs))
-
-    def refill(function: Callable[..., None], *inputs: Any) -> None:
-        replay.call((function, *inputs), lambda: (function(*inputs), ())[1])  # type: ignore[func-returns-value]
-
-    with (
-        mock.patch.object(Opaque, "__call__", call),
-        mock.patch.object(philox, "_keep_bits", draw),
-        mock.patch.object(norm_on_cpu, "refill", functools.partial(refill, refill_norm)),
-        mock.patch.object(OperationOfInput, "refill", functools.partialmethod(_call_first, refill, refill_operation)),
-    ):
-        yield
+    results: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    structure: Any
+    rise: int
 
 
-def _call_first(room: Any, refill: Callable[..., None], function: Callable[..., None], *inputs: Any) -> None:
-    refill(function, room, *inputs)
+class _Replay:
+    """Runs functions under a PeakBytes, and replays the calls that it has recorded."""
+
+    def __init__(self, seen: PeakBytes) -> None:
+        self._seen = seen
+        self._calls: dict[Hashable, _Call | None] = {}
+
+    def run(self, function: Any, *inputs: Any, **numbers: Any) -> Any:
+        """What the function returns; no size depends on `numbers`, nor on an operation's PLACES."""
+        if not isinstance(function, Opaque):
+            return self._call((function, *inputs), lambda: function(*inputs, **numbers))
+        arguments = getattr(torch.ops.tempo_kernels, function.name).default._schema.arguments
+        key = (None if each.name in PLACES else value for each, value in zip(arguments, inputs, strict=True))
+        return self._call((function, *key), lambda: function.call(*inputs))
+
+    def _call(self, key: Iterable[Any], function: Callable[[], Any]) -> Any:
+        """What function returns; `key` names it and has everything on which sizes in it depend.
+
+        A function that returns anything but new tensors, or leaves anything else behind, is run each time.
+        """
+        key = tuple(_describe(value) for value in key)
+        call = self._calls.get(key)
+        if call is None:
+            start, known = self._seen.count_alive(), key in self._calls
+            found, rise = self._seen.measure(function)
+            if not known:
+                self._calls[key] = self._note(found, rise, self._seen.count_alive() - start)
+            return found
+        self._seen.raise_peak(call.rise)
+        results = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in call.results]
+        return tree_unflatten(results, call.structure)
+
+    @staticmethod
+    def _note(found: Any, rise: int, growth: int) -> _Call | None:
+        tensors, structure = tree_flatten(() if found is None else found)
+        if not all(isinstance(t, Tensor) and not t.requires_grad for t in tensors):
+            return None
+        results = [(t.shape, t.stride(), t.dtype) for t in tensors]
+        # Storages of their own, each no larger than its tensor.
+        if growth != sum(t.untyped_storage().nbytes() for t in tensors) or growth != sum(map(_count_bytes, tensors)):
+            return None
+        return _Call(results, structure, rise)
 
 
-def _find_statistics_on_gpu(logits: Tensor, _: Tensor, shares: Any) -> Tensor:
-    """The result of the loss head's kernel; that of its gradient has none."""
-    return logits.new_empty(shares.num_statistics, logits.size(0), dtype=torch.float32)
+def _count_bytes(t: Tensor) -> int:
+    """Of the smallest storage that holds it."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return (last + 1) * t.element_size() if t.numel() else 0
 
 
-_gather_chunks = head_shards.Shards.gather
-
-
-def _gather_some_chunks(shards: Any, hidden: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """The first two chunks and the last one; those between make and free what the second one does."""
-    num_rows = hidden.size(0)
-    skipped = (-(-num_rows // chunk_rows) - _NUM_ROUNDS) * chunk_rows
-    if skipped <= 0:
-        yield from _gather_chunks(shards, hidden, chunk_rows)
-        return
-    for rows, tokens in _gather_chunks(shards, hidden[: num_rows - skipped], chunk_rows):
-        shift = skipped if rows.start == (_NUM_ROUNDS - 1) * chunk_rows else 0
-        yield slice(rows.start + shift, rows.stop + shift), tokens
-
-
-_cut_into_blocks, _cut_attention = head_on_cpu._cut_into_blocks, attention_on_cpu._cut
-
-
-def _cut_into_some_blocks(logits: Tensor, compute_dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """As of the chunks; the memory of all blocks is one."""
-    yield from _choose_rounds(list(_cut_into_blocks(logits, compute_dtype)))
-
-
-def _make_cut_of_some_samples() -> Callable[[int, int], Iterator[slice]]:
-    """As of the chunks, of attention's samples. Of each, all blocks of queries are run: they see different keys."""
-    is_inside = False
-
-    def cut(size: int, step: int) -> Iterator[slice]:
-        nonlocal is_inside
-        if is_inside:
-            yield from _cut_attention(size, step)
-            return
-        is_inside = True
-        try:
-            yield from _choose_rounds(list(_cut_attention(size, step)))
-        finally:
-            is_inside = False
-
-    return cut
-
-
-def _choose_rounds(rounds: list[_Round]) -> list[_Round]:
-    return rounds if len(rounds) <= _NUM_ROUNDS else [*rounds[: _NUM_ROUNDS - 1], rounds[-1]]
-
-
-def _drop_on_gpu(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """torch's dropout with the mask that a GPU keeps, a byte per element."""
-    assert not inplace
-    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+def _describe(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.storage_offset() == 0
+    return tuple(map(_describe, value)) if isinstance(value, (list, tuple)) else value

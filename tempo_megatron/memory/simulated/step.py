@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from tempo_kernels.gelu import make_tables
 from tempo_megatron import cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_fake_tensors
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
-from tempo_megatron.memory.kept.standing_bytes import WEIGHTS, find_storages
+from tempo_megatron.memory.kept.standing_bytes import WEIGHTS
 from tempo_megatron.memory.kept.timeline import StepTimeline, Timeline
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.device import make_gelu_tables, on_device
+from tempo_megatron.memory.simulated.device import on_device
+from tempo_megatron.memory.storages import find_storages
 from tempo_megatron.models.build import build_model, choose_for_model
 from tempo_megatron.models.inputs import make_inputs
 from tempo_megatron.settings.operations import STACKS
@@ -25,7 +27,7 @@ def simulate_step(run: Run, *, title: str) -> Timeline:
     """
     shape, vocab_size = run.model, run.padded_vocab_size
     cpu.use_cpu()
-    make_gelu_tables()
+    make_tables()
     with simulate_layout(run.tensor_parallel):
         model_parallel_cuda_manual_seed(1234)
         dropout_rng.set_micro_batch(1234, 0)
