@@ -9,6 +9,8 @@ Each rule has a reason. Where one makes code worse, change the rule, not the cod
   it is needed;
 - a room of tempo_kernels is entered by its __init__.py, so that what lies behind can change; `philox` and `pointwise`
   are shared inside kernels, because a device function has no other door;
+- what is shipped replaces no name of another module with unittest.mock, nor reaches one by pkgutil: where code needs
+  another to behave differently, that one has a parameter or a context for it;
 - no test file imports another: what tests share lies in a module that is named after it, so that a reader finds it
   there, and a test that changes or goes takes nothing away from another.
 
@@ -83,6 +85,8 @@ def misplaced(where: str, name: str, module: str) -> str | None:
         return "imports point down"
     if floor < TOP_FLOOR and top == "triton" and not is_kernel(name):
         return "triton belongs in kernel*.py"
+    if floor < TOP_FLOOR and top in ("unittest", "pkgutil"):
+        return "what is shipped patches nothing"
     if floor < TOP_FLOOR and top == "deepspeed" and not where.startswith(DEEPSPEED_HOMES):
         return "deepspeed belongs in tempo_megatron/training, tempo_megatron/deepspeed_initialize.py and launch"
     if floor < FLOORS["tempo_megatron"] and top == "megatron":
@@ -180,6 +184,7 @@ def test_no_test_file_imports_another() -> None:
         ("kernels/tempo_torch/tempoize.py", "megatron.core"),
         ("kernels/tempo_torch/tempoize.py", "deepspeed"),
         ("tempo_megatron/slots/mlp.py", "deepspeed"),
+        ("tempo_megatron/memory/fake_tensors.py", "unittest.mock"),
         ("tempo_megatron/slots/mlp.py", "tempo_kernels.gelu.function.gelu"),
         ("tempo_megatron/slots/mlp.py", "launch.pretrain_gpt"),
         ("launch/pretrain_gpt.py", "tests.distributed"),
