@@ -52,7 +52,7 @@ class Planning:
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                found = [plan_beside(self._make_question(model, arguments, run), self._budget)]
+                found = [plan_beside(self._make_request(model, arguments, run), self._budget)]
             except ValueError as error:
                 found = [f"memory budget: {error}"]
         dist.broadcast_object_list(found, src=0)
@@ -63,12 +63,12 @@ class Planning:
         self._report.plan = f"{plan.describe()}, as written: it is not planned here"
         return self._tempo_config
 
-    def _make_question(self, model: Model, arguments: dict[str, Any], run: Any) -> Any:
+    def _make_request(self, model: Model, arguments: dict[str, Any], run: Any) -> Any:
         import torch
 
         from tempo_megatron.megatron_lm.run_reader import find_unknown, read_run
         from tempo_megatron.memory.live.aside import find_gpu
-        from tempo_megatron.memory.plan.request import Question
+        from tempo_megatron.memory.plan.planner import PlanRequest
 
         name, config = model.place.partition(":")[2], arguments["config"]
         unknown = find_unknown(name, config, run) or _find_unplanned(config)
@@ -77,7 +77,7 @@ class Planning:
                 f"the run has {unknown}; leave the memory budget out, and give the operations their values"
             )
         refuse_unknown_settings(config)
-        return Question(
+        return PlanRequest(
             run=read_run(name, config, arguments, run, self._tempo_config),
             gpu=find_gpu(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
             recompute=None,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tempo_megatron.memory.live.aside import RunPlan, find_gpu, plan_beside
-from tempo_megatron.memory.plan.request import RECOMPUTED, Question
+from tempo_megatron.memory.plan.planner import RECOMPUTED, PlanRequest
 from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.training.model import has_fused_softmax
@@ -30,13 +30,13 @@ def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunP
     found: list[RunPlan | str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            question = Question(
+            request = PlanRequest(
                 run=read_run(run, padded_vocab_size),
                 gpu=find_gpu(torch.cuda.get_device_name() if run.on_gpu else None),
                 remedy=_REMEDY,
                 recompute=None if run.recompute_granularity else RECOMPUTED,
             )
-            found = [plan_beside(question, run.memory_budget)]
+            found = [plan_beside(request, run.memory_budget)]
         except ValueError as error:
             found = [f"memory budget: {error}"]
     dist.broadcast_object_list(found, src=0)

@@ -25,7 +25,7 @@ from tempo_megatron.memory.plan.planner import (
     FixedBytes,
     LayerChoice,
     Plan,
-    PlanRequest,
+    Problem,
     make_plan,
     make_smallest_plan,
 )
@@ -76,10 +76,10 @@ def make_run(shape: ModelShape | None = None, **settings: Any) -> Run:
     return Run(model=shape or make_shape(), tempo=TempoConfig(), **settings)
 
 
-def make_request(num_layers: int = 12, **settings: Any) -> PlanRequest:
+def make_problem(num_layers: int = 12, **settings: Any) -> Problem:
     shape = dataclasses.replace(settings.pop("shape", None) or make_shape(), num_layers=num_layers)
     fields = {name: settings.pop(name) for name in RUN_FIELDS - {"recompute"} if name in settings}
-    return PlanRequest(
+    return Problem(
         **{
             "run": make_run(shape, **{"stock": "transformer_engine", **fields}),
             "gpu": read_gpu("h100"),
@@ -90,9 +90,9 @@ def make_request(num_layers: int = 12, **settings: Any) -> PlanRequest:
     )
 
 
-def list_budgets(request: PlanRequest, num: int) -> list[int]:
+def list_budgets(problem: Problem, num: int) -> list[int]:
     """From the least that fits to stock."""
-    least, most = make_smallest_plan(request).peak_bytes, list_switches(request)["stock"].peak_bytes
+    least, most = make_smallest_plan(problem).peak_bytes, list_switches(problem)["stock"].peak_bytes
     return [least + (most - least) * index // (num - 1) for index in range(num)]
 
 
@@ -121,19 +121,19 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_no_single_switch_beats_the_plan_at_its_own_budget(layout: dict[str, Any]) -> None:
-    request = make_request(**layout)
-    switches = list_switches(request)
+    problem = make_problem(**layout)
+    switches = list_switches(problem)
     assert {"stock", "Tempo, in place", "Tempo, recompute", "stock + core_attn", "stock + full"} <= set(switches)
     for name, switch in switches.items():
-        plan = make_plan(request, switch.peak_bytes)
+        plan = make_plan(problem, switch.peak_bytes)
         assert plan.peak_bytes <= switch.peak_bytes and plan.seconds <= switch.seconds, name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_more_memory_never_makes_a_step_longer_and_every_plan_fits(layout: dict[str, Any]) -> None:
-    request = make_request(**layout)
-    budgets = list_budgets(request, 12)
-    plans = [make_plan(request, budget) for budget in budgets]
+    problem = make_problem(**layout)
+    budgets = list_budgets(problem, 12)
+    plans = [make_plan(problem, budget) for budget in budgets]
     assert all(plan.peak_bytes <= budget for plan, budget in zip(plans, budgets, strict=True))
     seconds = [plan.seconds for plan in plans]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
@@ -154,37 +154,37 @@ def read_recompute(plan: Plan, layer_in_stage: int) -> frozenset[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_block_and_words_say_what_the_stages_were_counted_with(layout: dict[str, Any]) -> None:
-    request = make_request(**layout)
-    for budget in list_budgets(request, 6):
-        plan = make_plan(request, budget)
+    problem = make_problem(**layout)
+    for budget in list_budgets(problem, 6):
+        plan = make_plan(problem, budget)
         config = TempoConfig.from_dict(plan.block)
-        config.check_layers("decoder", request.run.model.num_layers)
-        assert [layer for stage in plan.stages for layer in stage.layers] == list(range(request.run.model.num_layers))
+        config.check_layers("decoder", problem.run.model.num_layers)
+        assert [layer for stage in plan.stages for layer in stage.layers] == list(range(problem.run.model.num_layers))
         for stage in plan.stages:
             kept = 0
             for index, number in enumerate(stage.layers):
                 recompute = read_recompute(plan, index)
                 assert stage.choices[index].recompute == recompute
-                layer = make_layer(dataclasses.replace(request.run, recompute=tuple(recompute)))
+                layer = make_layer(dataclasses.replace(problem.run, recompute=tuple(recompute)))
                 of_layer = dataclasses.replace(config.for_layer(number), loss="off")
                 assert of_layer == stage.choices[index].make_config()
-                stock = {"stock": request.run.stock, "stock_attention": request.run.stock_attention}
+                stock = {"stock": problem.run.stock, "stock_attention": problem.run.stock_attention}
                 kept += count_layer_bytes(layer, of_layer, **stock)
-            is_rotary = request.run.model.position_embedding_type == "rope"
+            is_rotary = problem.run.model.position_embedding_type == "rope"
             angles = 4 * 2048 * 128 if is_rotary and "full" in plan.megatron_arguments else 0
             assert stage.kept_bytes == kept + angles
             assert stage.peak_bytes >= 10**9 + stage.in_flight * stage.kept_bytes
 
 
 def test_an_impossible_budget_says_by_how_much_and_names_the_nearest_plan() -> None:
-    request = make_request(12)
-    smallest = make_smallest_plan(request)
+    problem = make_problem(12)
+    smallest = make_smallest_plan(problem)
     with pytest.raises(ValueError, match="a GPU are given") as error:
-        make_plan(request, smallest.peak_bytes - 3 * 2**20)
+        make_plan(problem, smallest.peak_bytes - 3 * 2**20)
     text = str(error.value)
     assert ", 3.00 MiB more: activation=" in text and "\n" not in text
     assert "--recompute-granularity full --recompute-method block --recompute-num-layers" in text
-    assert make_plan(request, smallest.peak_bytes) == smallest
+    assert make_plan(problem, smallest.peak_bytes) == smallest
 
 
 def test_flops_are_those_of_the_products() -> None:
@@ -202,21 +202,21 @@ def test_flops_are_those_of_the_products() -> None:
     assert llama.linear_fc1 == 4 * s * h * 14336 // 4 and llama.linear_qkv == 2 * s * h * (h + 2 * 1024) // 4
 
 
-def measure(plan: Plan, request: PlanRequest) -> tuple[float, float]:
+def measure(plan: Plan, problem: Problem) -> tuple[float, float]:
     """(sbh that a layer keeps, linears' FLOPs that run again as a share of the forward's), of the mean layer. As in
     torch.compile's figures core attention is not counted."""
     (stage,) = plan.stages
-    elements = request.run.model.seq_length * request.run.model.hidden_size * request.run.model.num_layers
-    linears = dataclasses.replace(request.flops, core_attention=0)
+    elements = problem.run.model.seq_length * problem.run.model.hidden_size * problem.run.model.num_layers
+    linears = dataclasses.replace(problem.flops, core_attention=0)
     again = sum(count_recomputed_flops(linears, each.recompute, each.make_config()) for each in stage.choices)
-    return stage.kept_bytes / elements, again / (request.run.model.num_layers * linears.total)
+    return stage.kept_bytes / elements, again / (problem.run.model.num_layers * linears.total)
 
 
-def find_plan(request: PlanRequest, sbh: float) -> Plan:
+def find_plan(problem: Problem, sbh: float) -> Plan:
     """The plan whose layers keep at most `sbh` on average: of many layers, so that what is made again of a single one
     does not count."""
-    elements = request.run.model.seq_length * request.run.model.hidden_size * request.run.model.num_layers
-    return make_plan(request, 10**9 + math.floor(sbh * elements))
+    elements = problem.run.model.seq_length * problem.run.model.hidden_size * problem.run.model.num_layers
+    return make_plan(problem, 10**9 + math.floor(sbh * elements))
 
 
 # sbh and share of torch.compile 2.13's budgets of 0.6 to 0.1, as measured: core attention runs again in each. It counts
@@ -236,8 +236,8 @@ def read_line(sbh: float) -> float:
 @pytest.mark.parametrize("sbh", [34.09, 22.13, 20.6, 18.2])
 def test_no_linear_runs_again_down_to_the_least_without_attentions_output(sbh: float) -> None:
     """34.09 and 22.13 sbh are what torch.compile keeps with a memory budget of 1.0 and of 0.95 to 0.65."""
-    request = make_request(160, gpu=FREE)
-    kept, share = measure(find_plan(request, sbh), request)
+    problem = make_problem(160, gpu=FREE)
+    kept, share = measure(find_plan(problem, sbh), problem)
     assert kept <= sbh and share == 0
 
 
@@ -245,44 +245,44 @@ def test_no_linear_runs_again_down_to_the_least_without_attentions_output(sbh: f
 def test_no_more_linears_run_again_than_torch_compile_runs_for_the_same_bytes(sbh: float) -> None:
     """Its figures are rounded to 0.1 sbh and 0.1 %: any bytes that round to them may be kept, and our share is rounded
     too. What one layer makes again in backward, all of an MLP's linear or attention's output, is not kept."""
-    request = make_request(160, gpu=FREE)
-    plans = (find_plan(request, sbh + ROUNDING + made_again / 160) for made_again in (8.03, 2.03))
-    _, share = next(found for plan in plans if (found := measure(plan, request))[0] <= sbh + ROUNDING)
+    problem = make_problem(160, gpu=FREE)
+    plans = (find_plan(problem, sbh + ROUNDING + made_again / 160) for made_again in (8.03, 2.03))
+    _, share = next(found for plan in plans if (found := measure(plan, problem))[0] <= sbh + ROUNDING)
     assert round(share, 3) <= COMPILED[sbh]
 
 
 def test_down_to_4_sbh_no_plan_is_above_the_line_through_torch_compiles_points() -> None:
     """Below, only whole layers can go, whose last products torch.compile does not run again. A tenth of a per cent is
     what its points are rounded to."""
-    request = make_request(160, gpu=FREE)
+    problem = make_problem(160, gpu=FREE)
     for sbh in (34, 25, 19, 18.3, 17.5, 16, 14, 12.5, 11, 9, 8, 6, 5, 4.1):
-        kept, share = measure(find_plan(request, sbh), request)
+        kept, share = measure(find_plan(problem, sbh), problem)
         assert kept <= sbh and share <= read_line(kept) + 1e-3, sbh
 
 
 @pytest.mark.parametrize("sbh", [18.2, 17.0, 13.5, 10.5, 7.0, 4.5])
 def test_where_elementwise_work_takes_time_the_plan_is_never_slower_than_the_one_of_fewest_products(sbh: float) -> None:
-    request = make_request(24)
-    fewest = find_plan(make_request(24, gpu=FREE), sbh)
+    problem = make_problem(24)
+    fewest = find_plan(make_problem(24, gpu=FREE), sbh)
     (stage,) = fewest.stages
-    flops = sum(count_recomputed_flops(request.flops, each.recompute, each.make_config()) for each in stage.choices)
-    moved = sum(count_moved_bytes(request.run, each.make_config(), each.recompute) for each in stage.choices)
-    seconds = convert_to_femtoseconds(request.gpu, request.run.dtype, flops=flops, moved_bytes=moved) * 1e-15
-    assert find_plan(request, sbh).stages[0].added_seconds <= seconds * (1 + 1e-9)
+    flops = sum(count_recomputed_flops(problem.flops, each.recompute, each.make_config()) for each in stage.choices)
+    moved = sum(count_moved_bytes(problem.run, each.make_config(), each.recompute) for each in stage.choices)
+    seconds = convert_to_femtoseconds(problem.gpu, problem.run.dtype, flops=flops, moved_bytes=moved) * 1e-15
+    assert find_plan(problem, sbh).stages[0].added_seconds <= seconds * (1 + 1e-9)
 
 
 def test_the_head_takes_the_form_that_needs_less_where_it_stands() -> None:
     sizes = {"off": 3 * 10**9, "fused": 2 * 10**9}
-    request = make_request(
+    problem = make_problem(
         4, pipeline_parallel=2, count_fixed_bytes=lambda stage, loss: FixedBytes(10**9, sizes[loss] * stage + 10**9)
     )
-    assert make_plan(request, 10**11).block["loss"] == "fused"
+    assert make_plan(problem, 10**11).block["loss"] == "fused"
     sizes["fused"] = 3 * 10**9
-    assert make_plan(request, 10**11).block["loss"] == "off"
+    assert make_plan(problem, 10**11).block["loss"] == "off"
 
 
 def test_plenty_of_memory_leaves_stock_but_what_costs_nothing() -> None:
-    plan = make_plan(make_request(), 10**15)
+    plan = make_plan(make_problem(), 10**15)
     off = dict.fromkeys(ALL_VALUES, "off")
     assert plan.block == {**off, "dropout": "recompute"}
     assert plan.megatron_arguments == () and plan.stages[0].added_seconds == 0
@@ -296,4 +296,4 @@ def test_a_choice_is_of_a_layer() -> None:
 
 def test_stages_share_the_layers() -> None:
     with pytest.raises(ValueError, match="--pp 5 does not divide the model's 12 layers"):
-        make_request(12, pipeline_parallel=5)
+        make_problem(12, pipeline_parallel=5)

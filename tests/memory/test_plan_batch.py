@@ -15,9 +15,8 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import make_smallest_plan
-from tempo_megatron.memory.plan.request import Question, make_plan_request
-from tempo_megatron.memory.plan.verify import answer, choose_trial, list_micro_batches, try_micro_batches
+from tempo_megatron.memory.plan.planner import PlanRequest, make_smallest_plan
+from tempo_megatron.memory.plan.verify import answer, choose_trial, list_micro_batches, make_problem, try_micro_batches
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
@@ -35,8 +34,8 @@ def make_bert(size: int, tempo: TempoConfig) -> Run:
     return Run(model=BERT, tempo=tempo, optimizer=ADAM, micro_batch_size=size, dtype=torch.float32, stock="local")
 
 
-def ask_bert(size: int) -> Question:
-    return Question(run=make_bert(size, ONCE), gpu=read_gpu("rtx4090"), recompute=frozenset())
+def ask_bert(size: int) -> PlanRequest:
+    return PlanRequest(run=make_bert(size, ONCE), gpu=read_gpu("rtx4090"), recompute=frozenset())
 
 
 @functools.cache
@@ -48,9 +47,9 @@ def estimate_bert(size: int, tempo: TempoConfig) -> int:
 @functools.cache
 def estimate_smallest(size: int) -> int:
     """What the plan that needs least needs."""
-    request, estimates = make_plan_request(ask_bert(size))
+    problem, estimates = make_problem(ask_bert(size))
     assert estimates is not None
-    return max(estimates.estimate_plan(make_smallest_plan(request)))
+    return max(estimates.estimate_plan(make_smallest_plan(problem)))
 
 
 def find_largest(needs: Callable[[int], int], budget: int) -> int:
@@ -85,21 +84,21 @@ def test_micro_batches_are_divisors_or_grow() -> None:
     assert list(itertools.islice(list_micro_batches(None), 9)) == [1, 2, 3, 4, 6, 8, 12, 16, 24]
 
 
-def make_small_question() -> Question:
+def make_small_request() -> PlanRequest:
     shape = make_shape(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=256, vocab_size=1000)
     run = Run(model=shape, tempo=TempoConfig(), pipeline_parallel=2, stock="transformer_engine")
-    return Question(run=run, gpu=read_gpu("h100"))
+    return PlanRequest(run=run, gpu=read_gpu("h100"))
 
 
 def test_the_micro_batch_is_that_of_least_time_a_sample_of_all_that_fit() -> None:
-    question = make_small_question()
+    request = make_small_request()
     budget = 60 * 2**20
-    trials = try_micro_batches(question, budget, 24)
+    trials = try_micro_batches(request, budget, 24)
     sizes = [trial.micro_batch_size for trial in trials]
     assert 1 < len(sizes) < 8 and sizes == list(list_micro_batches(24))[: len(sizes)]
     for trial in trials:
         assert trial.plan.peak_bytes <= budget
-        assert trial.request.run.num_micro_batches == 24 // trial.micro_batch_size
+        assert trial.problem.run.num_micro_batches == 24 // trial.micro_batch_size
     best = choose_trial(trials)
     assert best.seconds_per_sample == min(trial.seconds_per_sample for trial in trials)
     # Two stages: with few micro batches they wait for one another; with many small ones weights are read often.

@@ -11,7 +11,7 @@ import torch
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
-from tempo_megatron.memory.plan import request as plan_request
+from tempo_megatron.memory.plan import verify as plan_verify
 from tempo_megatron.memory.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -49,13 +49,13 @@ def test_without_fixed_memory_the_plan_fits_by_the_estimate_of_exactly_that_plan
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, tuple[str, ...]]] = []
-    estimate_ranks = plan_request.estimate_ranks
+    estimate_ranks = plan_verify.estimate_ranks
 
     def estimate(run: Run) -> Any:
         asked.append((run.tempo.describe(), run.recompute))
         return estimate_ranks(run)
 
-    monkeypatch.setattr(plan_request, "estimate_ranks", estimate)
+    monkeypatch.setattr(plan_verify, "estimate_ranks", estimate)
     file, model = tmp_path / "plan.json", MODELS / "gpt2_345m.json"
     arguments = ["plan", f"--model={model}", "--gpu=h100", "--gpu-memory=8GiB", "--micro-batch-size=4"]
     assert main([*arguments, f"--json={file}"]) == 0

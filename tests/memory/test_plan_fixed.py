@@ -12,12 +12,12 @@ from kept_formula import count_layer_bytes, make_layer
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
-from tempo_megatron.memory.commands.plan import read_question
+from tempo_megatron.memory.commands.plan import read_request
 from tempo_megatron.memory.estimate.estimate import RankEstimate
-from tempo_megatron.memory.plan import request as plan_request
+from tempo_megatron.memory.plan import verify as plan_verify
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import PlanRequest, make_smallest_plan
-from tempo_megatron.memory.plan.request import PlanEstimates, make_plan_request
+from tempo_megatron.memory.plan.planner import Problem, make_smallest_plan
+from tempo_megatron.memory.plan.verify import PlanEstimates, make_problem
 from tempo_megatron.memory.run import Run
 
 MODEL = Path(__file__).parents[2] / "configs" / "model" / "gpt2_345m.json"
@@ -27,7 +27,7 @@ IN_PLACE = dataclasses.replace(
 HEADS = {"off": 7 * 10**9, "fused": 6 * 10**9}
 
 
-def read_request(monkeypatch: pytest.MonkeyPatch, full_rise: int) -> tuple[PlanRequest, PlanEstimates, list[Any]]:
+def read_problem(monkeypatch: pytest.MonkeyPatch, full_rise: int) -> tuple[Problem, PlanEstimates, list[Any]]:
     """Two stages whose estimates are what layers keep, and around them the head's bytes, or so much more in the
     backward of a layer that is recomputed as a whole."""
     asked = []
@@ -38,35 +38,35 @@ def read_request(monkeypatch: pytest.MonkeyPatch, full_rise: int) -> tuple[PlanR
         around = HEADS[run.tempo.loss] + (full_rise if run.recompute else 0)
         return tuple(RankEstimate(f"stage {n}", 1, "", {"layers": (2 - n) * kept + around}) for n in (0, 1))
 
-    monkeypatch.setattr(plan_request, "estimate_ranks", estimate)
+    monkeypatch.setattr(plan_verify, "estimate_ranks", estimate)
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
     args = parser.parse_args([f"--model={MODEL}", "--gpu=a100", "--gpu-memory=80GB", "--pp=2", "--micro-batch-size=8"])
-    request, estimates = make_plan_request(read_question(args, read_gpu("a100"))[0])
+    problem, estimates = make_problem(read_request(args, read_gpu("a100"))[0])
     assert estimates is not None
-    return request, estimates, asked
+    return problem, estimates, asked
 
 
 @pytest.mark.parametrize("full_rise", [0, 10**9])
 def test_what_the_layers_keep_and_recompute_is_taken_away_from_two_estimates(
     monkeypatch: pytest.MonkeyPatch, full_rise: int
 ) -> None:
-    request, _, asked = read_request(monkeypatch, full_rise)
-    again = count_layer_bytes(make_layer(request.run), IN_PLACE, stock="transformer_engine")
+    problem, _, asked = read_problem(monkeypatch, full_rise)
+    again = count_layer_bytes(make_layer(problem.run), IN_PLACE, stock="transformer_engine")
     for stage in (0, 1):
-        fixed = request.count_fixed_bytes(stage, "fused")
+        fixed = problem.count_fixed_bytes(stage, "fused")
         assert fixed.at_head == HEADS["fused"]
         # Of the layer's backward is known what full recomputation shows, and that it is not more than the head.
         assert fixed.in_layers == min(HEADS["fused"], HEADS["fused"] + full_rise - again)
-    assert request.values["loss"] == ("fused",)
+    assert problem.values["loss"] == ("fused",)
     # Both forms of the head, then the layers' backward: each estimate once.
     assert asked == [(), (), ("full",)]
 
 
 def test_a_plan_that_recomputes_a_part_of_a_stage_is_bounded_by_two_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    request, estimates, _ = read_request(monkeypatch, 10**9)
-    plan = make_smallest_plan(dataclasses.replace(request, recompute=frozenset(("full",))))
+    problem, estimates, _ = read_problem(monkeypatch, 10**9)
+    plan = make_smallest_plan(dataclasses.replace(problem, recompute=frozenset(("full",))))
     assert plan.num_full == 12
     assert estimates.estimate_plan(plan) == [
-        (2 - n) * 12 * make_layer(request.run).hidden_bytes + HEADS["fused"] + 10**9 for n in (0, 1)
+        (2 - n) * 12 * make_layer(problem.run).hidden_bytes + HEADS["fused"] + 10**9 for n in (0, 1)
     ]

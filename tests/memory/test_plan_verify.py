@@ -13,10 +13,9 @@ from peak_cases import Step, measure_step
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import Plan, PlanRequest, make_plan, make_smallest_plan
+from tempo_megatron.memory.plan.planner import Plan, PlanRequest, Problem, make_plan, make_smallest_plan
 from tempo_megatron.memory.plan.plots import list_switches
-from tempo_megatron.memory.plan.request import PlanEstimates, Question, make_plan_request
-from tempo_megatron.memory.plan.verify import make_verified_plan
+from tempo_megatron.memory.plan.verify import PlanEstimates, make_problem, make_verified_plan
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 
@@ -25,9 +24,9 @@ SCALARS_BYTES = 16
 NO_OPTIMIZER = OptimizerSettings(kind="none")
 
 
-def ask(step: Step, **layout: int) -> tuple[PlanRequest, PlanEstimates]:
-    request, estimates = make_plan_request(
-        Question(
+def ask(step: Step, **layout: int) -> tuple[Problem, PlanEstimates]:
+    problem, estimates = make_problem(
+        PlanRequest(
             run=Run(
                 model=step.shape,
                 tempo=TempoConfig(),
@@ -41,13 +40,13 @@ def ask(step: Step, **layout: int) -> tuple[PlanRequest, PlanEstimates]:
         )
     )
     assert estimates is not None
-    return request, estimates
+    return problem, estimates
 
 
-def list_budgets(request: PlanRequest, estimates: PlanEstimates, num: int) -> list[int]:
+def list_budgets(problem: Problem, estimates: PlanEstimates, num: int) -> list[int]:
     """From the least that fits to what the shortest step of all needs, by the estimate."""
-    smallest = max(estimates.estimate_plan(make_smallest_plan(request)))
-    most = max(estimates.estimate_plan(make_plan(request, 10**15)))
+    smallest = max(estimates.estimate_plan(make_smallest_plan(problem)))
+    most = max(estimates.estimate_plan(make_plan(problem, 10**15)))
     return [smallest + (most - smallest) * index // (num - 1) for index in range(num)]
 
 
@@ -67,11 +66,11 @@ def test_no_real_step_exceeds_the_budget_of_its_plan(family: str, monkeypatch: p
     monkeypatch.setenv("CXX", "no-compiler")
     use_cpu()
     step = Step(family, False, TempoConfig.off())
-    request, estimates = ask(step)
+    problem, estimates = ask(step)
     measurements: dict[tuple[str, tuple[str, ...]], int] = {}
     seconds = []
-    for budget in list_budgets(request, estimates, 5):
-        plan, _ = make_verified_plan(request, budget, estimates.estimate_plan)
+    for budget in list_budgets(problem, estimates, 5):
+        plan, _ = make_verified_plan(problem, budget, estimates.estimate_plan)
         taken = str(plan.block), plan.megatron_arguments
         if taken not in measurements:  # the same step has the same bytes
             measurements[taken] = measure(step, plan)
@@ -87,7 +86,7 @@ def test_no_real_step_exceeds_the_budget_of_its_plan(family: str, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_where_all_layers_recomputed_would_fit_a_plan_is_found(family: str) -> None:
-    request, estimates = ask(Step(family, False, TempoConfig.off()))
+    problem, estimates = ask(Step(family, False, TempoConfig.off()))
     forms = (
         TempoConfig.off(),
         TempoConfig(activation="recompute", norm="recompute", dropout="recompute", attention="flash", loss="off"),
@@ -95,17 +94,17 @@ def test_where_all_layers_recomputed_would_fit_a_plan_is_found(family: str) -> N
     )
     for modules in (("full",), ()):
         budget = min(estimates.estimate(form, modules)[0].peak_bytes for form in forms)
-        assert make_verified_plan(request, budget, estimates.estimate_plan)[0].peak_bytes <= budget
+        assert make_verified_plan(problem, budget, estimates.estimate_plan)[0].peak_bytes <= budget
 
 
 @pytest.mark.parametrize(
     "layout", [{}, {"pipeline_parallel": 2, "num_micro_batches": 4}], ids=["one stage", "2 stages"]
 )
 def test_no_single_switch_that_fits_by_the_estimate_beats_the_plan(layout: dict[str, int]) -> None:
-    request, estimates = ask(Step("gpt", False, TempoConfig.off()), **layout)
-    for name, switch in list_switches(request).items():
+    problem, estimates = ask(Step("gpt", False, TempoConfig.off()), **layout)
+    for name, switch in list_switches(problem).items():
         needed = max(estimates.estimate_plan(switch))
-        plan, corrected = make_verified_plan(request, needed, estimates.estimate_plan)
+        plan, corrected = make_verified_plan(problem, needed, estimates.estimate_plan)
         assert plan.peak_bytes <= needed and plan.seconds <= switch.seconds, name
         assert [stage.peak_bytes for stage in plan.stages] == list(estimates.estimate_plan(plan))
         assert make_plan(corrected, needed).seconds <= plan.seconds
@@ -113,14 +112,14 @@ def test_no_single_switch_that_fits_by_the_estimate_beats_the_plan(layout: dict[
 
 def test_what_the_estimate_finds_more_is_made_up_for() -> None:
     """An estimate that is 5 % above the plan's own figures, and one that is 5 % below."""
-    request, estimates = ask(Step("gpt", False, TempoConfig.off()))
-    budget = int(0.9 * make_plan(request, 10**15).peak_bytes)
+    problem, estimates = ask(Step("gpt", False, TempoConfig.off()))
+    budget = int(0.9 * make_plan(problem, 10**15).peak_bytes)
 
     def judge(factor: float) -> Plan:
         def estimate(plan: Plan) -> Sequence[int]:
             return [int(factor * each) for each in estimates.estimate_plan(plan)]
 
-        return make_verified_plan(request, budget, estimate)[0]
+        return make_verified_plan(problem, budget, estimate)[0]
 
     strict, exact, loose = (judge(factor) for factor in (1.05, 1.0, 0.95))
     assert max(plan.peak_bytes for plan in (strict, exact, loose)) <= budget

@@ -15,8 +15,7 @@ from tempo_megatron.memory.commands.ledger import format_layout
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.live.aside import find_gpu
 from tempo_megatron.memory.plan.gpu import Gpu, read_gpu
-from tempo_megatron.memory.plan.planner import Plan, PlanRequest, StagePlan
-from tempo_megatron.memory.plan.request import Question
+from tempo_megatron.memory.plan.planner import Plan, PlanRequest, Problem, StagePlan
 from tempo_megatron.memory.plan.verify import answer, choose_trial, try_micro_batches
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.argument_types import format_bytes
@@ -31,20 +30,20 @@ def run_plan(args: argparse.Namespace) -> int:
     )
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
-    question, samples_per_rank = read_question(args, gpu)
+    request, samples_per_rank = read_request(args, gpu)
     trials = []
     if args.micro_batch_size == "auto":
-        trials = try_micro_batches(question, args.gpu_memory, samples_per_rank)
+        trials = try_micro_batches(request, args.gpu_memory, samples_per_rank)
         trial = choose_trial(trials)
-        plan, request = trial.plan, trial.request
+        plan, problem = trial.plan, trial.problem
     else:
-        plan, request = answer(question, args.gpu_memory)
-    run = request.run
+        plan, problem = answer(request, args.gpu_memory)
+    run = problem.run
     print(f"{Path(args.model).stem}, {args.dtype}, s {run.model.seq_length}, b {run.micro_batch_size}, ", end="")
     print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {format_bytes(args.gpu_memory)} a GPU")
     print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates")
-    print(f"stock modules, where a value is off: {describe_stock(question.run)}\n")
-    print(format_plan(request, plan))
+    print(f"stock modules, where a value is off: {describe_stock(run)}\n")
+    print(format_plan(problem, plan))
     for each in trials:
         rate = args.dp / each.seconds_per_sample
         print(f"b {each.micro_batch_size}: {rate:.1f} samples/s, peak {format_bytes(each.plan.peak_bytes)}")
@@ -63,11 +62,11 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.plot:
         from tempo_megatron.memory.plan.plots import plot_plan
 
-        plot_plan(request, plan, args.gpu_memory, args.plot, f"{Path(args.model).stem} on {gpu.title}")
+        plot_plan(problem, plan, args.gpu_memory, args.plot, f"{Path(args.model).stem} on {gpu.title}")
     return 0
 
 
-def read_question(args: argparse.Namespace, gpu: Gpu) -> tuple[Question, int | None]:
+def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int | None]:
     """What the arguments ask, and the samples of a step on one data-parallel rank where they say so.
 
     Raises ValueError where the model does not lie on the GPUs so, or the batch does not divide.
@@ -78,16 +77,16 @@ def read_question(args: argparse.Namespace, gpu: Gpu) -> tuple[Question, int | N
     samples = None if args.global_batch_size is None else args.global_batch_size // args.dp
     if samples is not None and args.micro_batch_size != "auto":
         args.num_micro_batches = samples // args.micro_batch_size
-    question = Question(
+    request = PlanRequest(
         run=read_requested_run(args, TempoConfig(), config),
         gpu=gpu,
         recompute=frozenset(args.recompute_allowed),
         fixed_sizes=tuple(args.fixed_memory or ()),
     )
-    return question, samples
+    return request, samples
 
 
-def format_plan(request: PlanRequest, plan: Plan) -> str:
+def format_plan(problem: Problem, plan: Plan) -> str:
     """A line per stage, then what its layers have."""
     lines = [
         f"{'stage':>5}{'layers':>10}{'in flight':>11}{'peak':>12}{'kept/micro batch':>18}"
@@ -101,8 +100,8 @@ def format_plan(request: PlanRequest, plan: Plan) -> str:
             f"{format_bytes(stage.peak_bytes):>12}{format_bytes(stage.kept_bytes):>18}{flops:>14}"
             f"{stage.added_seconds * 1e3:>11.3f}{stage.seconds * 1e3:>10.3f}"
         )
-    stages, added = request.run.pipeline_parallel, max(stage.added_seconds for stage in plan.stages)
-    num_micro_batches = request.run.num_micro_batches or stages
+    stages, added = problem.run.pipeline_parallel, max(stage.added_seconds for stage in plan.stages)
+    num_micro_batches = problem.run.num_micro_batches or stages
     step = plan.seconds * (num_micro_batches + stages - 1)
     lines.append(
         f"ms of one micro batch, forward and backward; the slowest stage has {plan.seconds * 1e3:.3f} "

@@ -16,7 +16,7 @@ import traceback
 from typing import Any
 
 from tempo_megatron.memory.plan.gpu import Gpu, list_gpus, read_gpu
-from tempo_megatron.memory.plan.request import Question
+from tempo_megatron.memory.plan.planner import PlanRequest
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.argument_types import format_bytes
 
@@ -64,11 +64,11 @@ def find_gpu(device_name: str | None) -> Gpu:
     return read_gpu(_UNKNOWN_DEVICE)
 
 
-def plan_beside(question: Question, budget: int) -> RunPlan:
+def plan_beside(request: PlanRequest, budget: int) -> RunPlan:
     """The plan, from a process of its own that has no GPU.
 
     Args:
-        question: what is to be planned.
+        request: what is to be planned.
         budget: bytes of one rank.
 
     Raises ValueError where nothing fits, or the planner does not know the model.
@@ -79,7 +79,7 @@ def plan_beside(question: Question, budget: int) -> RunPlan:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", __name__],
         env=environment,
-        input=base64.b64encode(pickle.dumps((question, budget))),
+        input=base64.b64encode(pickle.dumps((request, budget))),
         capture_output=True,
         check=False,
     )
@@ -93,27 +93,27 @@ def plan_beside(question: Question, budget: int) -> RunPlan:
     return found
 
 
-def make_run_plan(question: Question, budget: int) -> RunPlan:
+def make_run_plan(request: PlanRequest, budget: int) -> RunPlan:
     """As `plan_beside`, in this process."""
     from tempo_megatron.memory.plan.verify import answer
 
-    plan, _ = answer(question, budget)
+    plan, _ = answer(request, budget)
     return RunPlan(
         block=plan.block,
         recompute=tuple(sorted(plan.recompute)),
         num_full=plan.num_full,
         peak_bytes=plan.peak_bytes,
         budget=budget,
-        gpu_title=f"{question.gpu.title}{'' if question.gpu.calibrated else ' (data sheet)'}",
+        gpu_title=f"{request.gpu.title}{'' if request.gpu.calibrated else ' (data sheet)'}",
     )
 
 
 def main() -> int:
     """Read what `plan_beside` asks from stdin, write a RunPlan, or the sentence of an error, to stdout."""
-    question, budget = pickle.loads(base64.b64decode(sys.stdin.buffer.read()))
+    request, budget = pickle.loads(base64.b64decode(sys.stdin.buffer.read()))
     found: RunPlan | str
     try:
-        found = make_run_plan(question, budget)
+        found = make_run_plan(request, budget)
     except ValueError as error:
         frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
         if not frame.f_globals.get("__name__", "").startswith(("tempo_megatron", "tempo_kernels")):

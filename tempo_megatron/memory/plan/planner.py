@@ -2,7 +2,7 @@
 
 A layer may have any values of the operations that its model can have. Megatron's recomputation is the whole model's:
 none; `core_attn`, `mlp` or both in every layer; or the first N layers of every stage as a whole (`--recompute-method
-block`), N being one number. Within each of these the choice is exact (`plan_solver`). The loss head takes the form that
+block`), N being one number. Within each of these the choice is exact (`solver`). The loss head takes the form that
 needs less at the peak of the last stage: neither computes a product twice.
 """
 
@@ -30,6 +30,8 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, write_layers
 from tempo_megatron.words.argument_types import format_bytes
 
+RECOMPUTED = frozenset(("core_attn", "mlp", "full"))
+"""All of Megatron's recomputation that the planner knows."""
 RECOMPUTE_MODES = ((), ("core_attn",), ("mlp",), ("core_attn", "mlp"), ("full",))
 _FEMTO = 1e15
 
@@ -46,7 +48,7 @@ class FixedBytes:
 
 
 class CountFixedBytes(Protocol):
-    """The FixedBytes of a request."""
+    """The FixedBytes of a problem."""
 
     def __call__(self, stage: int, loss: str) -> FixedBytes:
         """Of `stage`, with the loss head "off" or "fused"."""
@@ -70,24 +72,17 @@ class LayerChoice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A model, its layout, and what is allowed. Raises ValueError where stages cannot share the layers."""
+    """What is to be planned. Raises ValueError where stages cannot share the layers."""
 
     run: Run
-    """Whose values and recomputation are planned, whatever it says of them."""
+    """What of its `tempo` is "auto" is planned, and any other value stays."""
     gpu: Gpu
-    count_fixed_bytes: CountFixedBytes
-    values: Mapping[str, Sequence[str]]
-    """Operation -> the values that the model can have, "off" first and the loss's too; without "auto"."""
-    recompute: frozenset[str] = frozenset(("core_attn", "mlp", "full"))
-    """What of Megatron's recomputation may be taken."""
-    keeps_recompute: bool = False
-    """Whether all of `recompute` is taken, not any of it."""
-    num_full: int | None = None
-    """Of full recomputation: how many layers of each stage; None is any number."""
+    recompute: frozenset[str] | None = RECOMPUTED
+    """What Megatron may recompute; None is what the run says, no more and no less."""
     remedy: str = "raise --gpu-memory, --tp or --pp, or lower --micro-batch-size"
     """What a user can do where nothing fits."""
-    corrections: tuple[int, ...] = ()
-    """Bytes of each stage, on top of its FixedBytes; empty is none."""
+    fixed_sizes: tuple[int, ...] = ()
+    """What the GPUs hold whatever the layers keep, of all stages or of each; empty is to be estimated."""
 
     def __post_init__(self) -> None:
         num_layers, num_stages = self.run.model.num_layers, self.run.pipeline_parallel
@@ -97,6 +92,16 @@ class PlanRequest:
     @property
     def layers_of_stage(self) -> int:
         return self.run.model.num_layers // self.run.pipeline_parallel
+
+    @property
+    def num_full(self) -> int | None:
+        """Of full recomputation: how many layers of each stage; None is any number."""
+        number = self.run.recompute_num_layers or self.layers_of_stage
+        return None if self.recompute is not None else min(number, self.layers_of_stage)
+
+    def may_recompute(self, modules: Iterable[str]) -> bool:
+        """Whether Megatron may recompute these modules, or "full", whole layers."""
+        return frozenset(self.run.recompute if self.recompute is None else self.recompute).issuperset(modules)
 
     def measure_rows(self, recompute: Iterable[str]) -> KeptRows:
         """What a layer keeps with Megatron's recomputation."""
@@ -115,6 +120,17 @@ class PlanRequest:
         run = self.run
         tokens = run.model.seq_length * run.micro_batch_size
         return 2 * tokens * run.model.hidden_size * run.padded_vocab_size // run.tensor_parallel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem(PlanRequest):
+    """A request, and what a plan of it is sought with."""
+
+    count_fixed_bytes: CountFixedBytes
+    values: Mapping[str, Sequence[str]]
+    """Operation -> the values that the model can have, "off" first and the loss's too; without "auto"."""
+    corrections: tuple[int, ...] = ()
+    """Bytes of each stage, on top of its FixedBytes; empty is none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,72 +179,71 @@ class Plan:
         return sum(stage.recomputed_flops for stage in self.stages)
 
 
-def make_plan(request: PlanRequest, budget: int) -> Plan:
+def make_plan(problem: Problem, budget: int) -> Plan:
     """The plan of the shortest step in which each GPU holds at most `budget` bytes.
 
     Raises ValueError, which says by how much it misses and names the nearest plan that fits, where none does.
     """
-    plan = find_plan(request, budget)
+    plan = find_plan(problem, budget)
     if plan.peak_bytes > budget:
-        raise_impossible(request, plan, budget)
+        raise_impossible(problem, plan, budget)
     return plan
 
 
-def find_plan(request: PlanRequest, budget: int) -> Plan:
+def find_plan(problem: Problem, budget: int) -> Plan:
     """As `make_plan`; where nothing fits, the shortest step of those that need least."""
-    planner = Planner(request)
+    planner = Planner(problem)
     solution = planner.solver.solve(budget)
     return planner.make_smallest() if solution is None else planner.describe(solution)
 
 
-def raise_impossible(request: PlanRequest, smallest: Plan, budget: int) -> NoReturn:
+def raise_impossible(problem: Problem, smallest: Plan, budget: int) -> NoReturn:
     """Raise ValueError: by how much the plan that needs least misses the budget, and what it is."""
     words = " ".join(smallest.megatron_arguments) or "no recomputation by Megatron"
     raise ValueError(
         f"{format_bytes(budget)} a GPU are given, and the least that fits is {format_bytes(smallest.peak_bytes)}, "
         f"{format_bytes(smallest.peak_bytes - budget)} more: {TempoConfig.from_dict(smallest.block).describe()}, "
-        f"{words}; {request.remedy}"
+        f"{words}; {problem.remedy}"
     )
 
 
-def make_smallest_plan(request: PlanRequest) -> Plan:
+def make_smallest_plan(problem: Problem) -> Plan:
     """Among the plans with the lowest peak, the one with the shortest step."""
-    return Planner(request).make_smallest()
+    return Planner(problem).make_smallest()
 
 
-def plan_alike(request: PlanRequest, values: Mapping[str, Sequence[str]], modules: Sequence[str]) -> Plan:
+def plan_alike(problem: Problem, values: Mapping[str, Sequence[str]], modules: Sequence[str]) -> Plan:
     """The plan that needs least of those in which all layers are alike.
 
     Args:
-        request: the model, and the values of operations that `values` does not name.
+        problem: the model, and the values of operations that `values` does not name.
         values: operation -> the values to choose from.
-        modules: what Megatron recomputes, in every layer; "full" is all layers, or as many as the request says.
+        modules: what Megatron recomputes, in every layer; "full" is all layers, or as many as the run says.
     """
     alike = dataclasses.replace(
-        request,
-        values={**request.values, **values},
-        recompute=frozenset(modules),
-        keeps_recompute=True,
-        num_full=request.num_full or request.layers_of_stage,
+        problem,
+        values={**problem.values, **values},
+        run=dataclasses.replace(problem.run, recompute=tuple(modules), recompute_num_layers=problem.num_full),
+        recompute=None,
     )
     return make_smallest_plan(alike)
 
 
-def list_modes(request: PlanRequest) -> list[tuple[str, ...]]:
-    """What of Megatron's recomputation a request may take together."""
-    if request.keeps_recompute:
-        return [tuple(sorted(request.recompute))]
-    return [each for each in RECOMPUTE_MODES if request.recompute.issuperset(each)]
+def list_modes(problem: Problem) -> list[tuple[str, ...]]:
+    """What of Megatron's recomputation a plan may take together."""
+    if problem.recompute is None:
+        return [tuple(sorted(problem.run.recompute))]
+    return [each for each in RECOMPUTE_MODES if problem.may_recompute(each)]
 
 
 class Planner:
-    """A request in the solver's terms, and its solution in the request's."""
+    """A problem in the solver's terms, and its solution as a plan."""
 
-    def __init__(self, request: PlanRequest) -> None:
-        self._request, self._flops = request, request.flops
-        last = request.run.pipeline_parallel - 1
-        self._loss = min(request.values["loss"], key=lambda form: request.count_fixed_bytes(last, form).at_head)
-        self.modes = [self._make_mode(frozenset(each)) for each in list_modes(request)]
+    def __init__(self, problem: Problem) -> None:
+        self._problem, self._flops = problem, problem.flops
+        last = problem.run.pipeline_parallel - 1
+        self._loss = min(problem.values["loss"], key=lambda form: problem.count_fixed_bytes(last, form).at_head)
+        self.modes = [self._make_mode(frozenset(each)) for each in list_modes(problem)]
         self.solver = Solver(self.modes)
 
     def make_smallest(self) -> Plan:
@@ -258,7 +273,7 @@ class Planner:
         mode = self.modes[solution.mode]
         kept = {kind.name: kind.kept_bytes for kind in (*mode.kinds, *mode.full_kinds)}
         recompute = frozenset(("full",)) if mode.full_kinds else mode.kinds[0].name.recompute
-        of_stack = self._request.measure_rows(recompute).stack_bytes
+        of_stack = self._problem.measure_rows(recompute).stack_bytes
         for index, (stage, found) in enumerate(zip(mode.stages, solution.stages, strict=True)):
             yield StagePlan(
                 layers=range(index * stage.num_layers, (index + 1) * stage.num_layers),
@@ -274,47 +289,47 @@ class Planner:
             )
 
     def _make_mode(self, recompute: frozenset[str]) -> Mode[LayerChoice]:
-        stages = tuple(self._make_stage(index, recompute) for index in range(self._request.run.pipeline_parallel))
+        stages = tuple(self._make_stage(index, recompute) for index in range(self._problem.run.pipeline_parallel))
         if "full" in recompute:
-            return Mode(self._list_kinds(frozenset()), stages, self._list_kinds(recompute), self._request.num_full)
+            return Mode(self._list_kinds(frozenset()), stages, self._list_kinds(recompute), self._problem.num_full)
         return Mode(self._list_kinds(recompute), stages)
 
     def _make_stage(self, index: int, recompute: frozenset[str]) -> Stage:
-        request = self._request
-        num_layers, num_stages = request.layers_of_stage, request.run.pipeline_parallel
-        head_flops = request.head_flops if index == num_stages - 1 else 0
+        problem = self._problem
+        num_layers, num_stages = problem.layers_of_stage, problem.run.pipeline_parallel
+        head_flops = problem.head_flops if index == num_stages - 1 else 0
         # Backward computes two products for each of forward's.
         flops = 3 * (num_layers * self._flops.total + head_flops)
         # The products of a linear are two operations a token and weight.
-        tokens = request.run.model.seq_length * request.run.micro_batch_size
+        tokens = problem.run.model.seq_length * problem.run.micro_batch_size
         num_weights = (num_layers * self._flops.linears + head_flops) // (2 * tokens)
         # 1F1B: a stage is as many micro batches ahead as there are stages behind it.
-        in_flight = min(num_stages - index, request.run.num_micro_batches or num_stages)
-        fixed = request.count_fixed_bytes(index, self._loss)
-        correction = request.corrections[index] if request.corrections else 0
+        in_flight = min(num_stages - index, problem.run.num_micro_batches or num_stages)
+        fixed = problem.count_fixed_bytes(index, self._loss)
+        correction = problem.corrections[index] if problem.corrections else 0
         return Stage(
             num_layers=num_layers,
             in_flight=in_flight,
-            fixed_bytes=fixed.in_layers + correction + in_flight * request.measure_rows(recompute).stack_bytes,
+            fixed_bytes=fixed.in_layers + correction + in_flight * problem.measure_rows(recompute).stack_bytes,
             base_cost=convert_to_femtoseconds(
-                request.gpu,
-                request.run.dtype,
+                problem.gpu,
+                problem.run.dtype,
                 flops=flops,
-                moved_bytes=count_weight_bytes(num_weights, request.run.dtype.itemsize),
+                moved_bytes=count_weight_bytes(num_weights, problem.run.dtype.itemsize),
             ),
             head_bytes=max(0, fixed.at_head - fixed.in_layers),
         )
 
     def _list_kinds(self, recompute: frozenset[str]) -> tuple[Kind[LayerChoice], ...]:
-        values = (self._request.values.get(name, ("off",)) for name in LAYER_OPERATIONS)
-        possible = self._request.measure_rows(recompute).rows
+        values = (self._problem.values.get(name, ("off",)) for name in LAYER_OPERATIONS)
+        possible = self._problem.measure_rows(recompute).rows
         choices = (each for each in itertools.product(*values) if each in possible)
         return prune([self._make_kind(LayerChoice(each, recompute)) for each in choices])
 
     def _make_kind(self, choice: LayerChoice) -> Kind[LayerChoice]:
-        request, config = self._request, choice.make_config()
-        is_full, rows = "full" in choice.recompute, request.measure_rows(())
-        kept = request.measure_rows(choice.recompute).count(config)
+        problem, config = self._problem, choice.make_config()
+        is_full, rows = "full" in choice.recompute, problem.measure_rows(())
+        kept = problem.measure_rows(choice.recompute).count(config)
         # What runs again in backward: the MLP's linear first, attention when the MLP is through. Inside of a layer that
         # Megatron recomputes, neither.
         attention = "flash" if config.attention == "recompute" else config.attention
@@ -322,10 +337,10 @@ class Planner:
         with_attention = dataclasses.replace(with_mlp if is_full else config, linear_qkv="off", attention=attention)
         without = max(rows.count(each) for each in (with_mlp, with_attention))
         cost = convert_to_femtoseconds(
-            request.gpu,
-            request.run.dtype,
+            problem.gpu,
+            problem.run.dtype,
             flops=count_recomputed_flops(self._flops, choice.recompute, config),
-            moved_bytes=count_moved_bytes(request.run, config, choice.recompute),
+            moved_bytes=count_moved_bytes(problem.run, config, choice.recompute),
         )
         return Kind(choice, kept, cost, without if is_full else max(0, without - kept))
 

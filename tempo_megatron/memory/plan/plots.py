@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tempo_megatron.memory.plan.planner import RECOMPUTE_MODES, Plan, Planner, PlanRequest, plan_alike
+from tempo_megatron.memory.plan.planner import RECOMPUTE_MODES, Plan, Planner, Problem, plan_alike
 from tempo_megatron.plots import COLOURS, INK, import_pyplot, save, tidy
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.settings.operations import OPERATIONS
@@ -12,10 +12,10 @@ from tempo_megatron.settings.operations import OPERATIONS
 _NUM_BUDGETS = 60
 
 
-def list_plans(request: PlanRequest, num_budgets: int) -> list[Plan]:
+def list_plans(problem: Problem, num_budgets: int) -> list[Plan]:
     """The plans of budgets from the least that fits to what stock needs, each plan once."""
-    planner = Planner(request)
-    least, most = planner.make_smallest().peak_bytes, list_switches(request)["stock"].peak_bytes
+    planner = Planner(problem)
+    least, most = planner.make_smallest().peak_bytes, list_switches(problem)["stock"].peak_bytes
     plans: list[Plan] = []
     for index in range(num_budgets):
         solution = planner.solver.solve(least + (most - least) * index // (num_budgets - 1))
@@ -26,7 +26,7 @@ def list_plans(request: PlanRequest, num_budgets: int) -> list[Plan]:
     return plans
 
 
-def list_switches(request: PlanRequest) -> dict[str, Plan]:
+def list_switches(problem: Problem) -> dict[str, Plan]:
     """What single switches come to, whatever the budget: stock, Tempo's two forms, and Megatron's recomputation."""
     preferences = {
         "stock": (),
@@ -39,32 +39,32 @@ def list_switches(request: PlanRequest) -> dict[str, Plan]:
             operation: (next((value for value in preference if value in allowed), "off"),)
             if not OPERATIONS[operation].is_opt_in
             else ("off",)
-            for operation, allowed in request.values.items()
+            for operation, allowed in problem.values.items()
             if operation != "loss"
         }
         # In place exists for some activations only; "recompute" is not what that switch means there.
-        if name == "Tempo, in place" and "inplace" not in request.values["activation"]:
+        if name == "Tempo, in place" and "inplace" not in problem.values["activation"]:
             values["activation"] = ("off",)
-        plans[name] = plan_alike(request, values, ())
+        plans[name] = plan_alike(problem, values, ())
     off = dict.fromkeys(LAYER_OPERATIONS, ("off",))
     for modules in RECOMPUTE_MODES[1:]:
-        if request.recompute.issuperset(modules):
-            plans[f"stock + {' '.join(modules)}"] = plan_alike(request, off, modules)
+        if problem.may_recompute(modules):
+            plans[f"stock + {' '.join(modules)}"] = plan_alike(problem, off, modules)
     return plans
 
 
-def plot_plan(request: PlanRequest, plan: Plan, budget: int, png: str | Path, title: str) -> None:
+def plot_plan(problem: Problem, plan: Plan, budget: int, png: str | Path, title: str) -> None:
     """Draw the shortest time of every budget as a line, single switches as dots, and the plan.
 
     Args:
-        request: what the plan was made of.
+        problem: what the plan solves.
         plan: it.
         budget: its bytes.
         png: the file to write.
         title: above the plot.
     """
     pyplot = import_pyplot()
-    curve, switches = list_plans(request, _NUM_BUDGETS), list_switches(request)
+    curve, switches = list_plans(problem, _NUM_BUDGETS), list_switches(problem)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     axes.step(
         [each.peak_bytes / 2**30 for each in curve],
