@@ -118,6 +118,7 @@ def launch(kernel: Any, plan: Plan, tensors: Sequence[Tensor | None], numbers: S
     if variant is None or (numbers and not _have_32_bits(numbers)):
         _launch_by_triton(kernel, plan, tensors, numbers, found)
         return
+    # Triton's launcher uses the current device and its stream, so the tensors' device has to be the current one.
     device, active = found[1], driver.active
     if device != active.get_current_device():
         with torch.cuda.device(device):

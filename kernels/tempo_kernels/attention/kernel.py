@@ -58,7 +58,7 @@ FLOAT32_SHAPES = {
 
 # One walk for all three gradients, on sm_90: {head_dim up to: (shape, how many programs share a multiprocessor)}.
 SHAPES_OF_HEADS = {64: (Shape(64, 64, 4, 2, True), 2), 128: (Shape(128, 64, 8, 2, True), 1)}
-MAX_SPLITS = 2  # each holds 4 bytes per number of q
+MAX_SPLITS = 2  # each holds 4 bytes per element of q
 
 
 @functools.cache

@@ -101,7 +101,7 @@ def _grad_kv_kernel(
     grad_v = tl.zeros((BLOCK_KEYS, BLOCK_DIM), tl.float32)
     group_head = (kv_head * group_size).to(tl.int32)
     num_blocks = tl.cdiv(tl.maximum(stop - first, 0), BLOCK_QUERIES)
-    # One loop over heads and queries, since two nested loops spill registers.
+    # One loop over heads and queries, because two nested loops spill registers.
     q_stride, grad_stride = q_row, grad_row
     for step in range(0, num_blocks * group_size):
         if KEEPS_APART:

@@ -130,6 +130,7 @@ def _forward_kernel(
         v = load_rows(v_ptr, start_key, order, v_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
         out = tl.dot(probabilities.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
         top = new_top
+    # A row that sees no key gets an output of 0 and an infinite logsumexp, which makes backward's probabilities 0.
     sees_nothing = total == 0.0
     total = tl.where(sees_nothing, 1.0, total)
     logsumexp = top + tl.log2(total) / scale
@@ -142,6 +143,7 @@ def _forward_kernel(
     logsumexp = tl.where(sees_nothing, float("inf"), logsumexp)
     statistics = (sample * num_heads + head) * num_queries + row
     tl.store(logsumexp_ptr + statistics, logsumexp, mask=row < num_queries)
+    # The softmax's sum and dropout's scale are applied once to the output, not to every probability.
     out *= tl.where(sees_nothing, 0.0, keep_scale / total)[:, None]
     out_ptr += (sample * num_heads + head) * HEAD_DIM
     store_rows(

@@ -34,7 +34,7 @@ from tempo_kernels.pointwise.kernel_sums import (
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE_BYTES = 8192
 BACKWARD_PROGRAMS = 5
-"""That share a multiprocessor: of 96 registers a thread."""
+"""How many programs share a multiprocessor, at 96 registers a thread."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 # The numbers that change from call to call. No value of these or of the other arguments compiles a kernel anew.

@@ -112,6 +112,7 @@ def _evaluate_polynomial(coefficients: tuple[float, ...], x: Tensor, out: Tensor
 def _look_up(y: Tensor, page: Tensor, approximate: str, buffers: Tensor) -> Tensor:
     """Looks up GELU'(x(y)) of a 16-bit y; page is 3 right of the minimum and 1 left of it."""
     table = _load_table(y.dtype, approximate)
+    # A pattern in [-2**15, 2**15) plus 2**15 page: 0 to 65,535 left of the minimum, from 65,536 on right of it.
     index = buffers[0].view(torch.int32).copy_(y.view(torch.int16)).add_(page, alpha=32768)
     return torch.index_select(table, 0, index, out=buffers[1])
 
@@ -128,7 +129,7 @@ def _load_table(dtype: torch.dtype, approximate: str) -> Tensor:
     if (dtype, approximate) not in _tables:
         pattern = torch.arange(-32768, 32768, dtype=torch.int32, device="cpu").to(torch.int16)
         y, sign = pattern.view(dtype).float(), torch.tensor([[-1], [1]], dtype=torch.int8, device="cpu")
-        # Each half is a view of its buffers.
+        # _evaluate_slope returns a view of its buffers, so each half needs buffers of its own.
         buffers = torch.empty((2, 3, 65536), dtype=torch.float32, device="cpu")
         table = torch.cat([_evaluate_slope(y, s, INVERSES[approximate], b) for s, b in zip(sign, buffers, strict=True)])
         if type(table) is not Tensor:

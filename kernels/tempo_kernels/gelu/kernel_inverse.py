@@ -44,8 +44,10 @@ def find_slope(
     NUMERATOR: tl.constexpr, DENOMINATOR: tl.constexpr,
 ):  # fmt: skip
     """Evaluates GELU'(x(y)) by the formula of inverse.py; the sign bit of is_left, an int32, is set left of x_min."""
-    # NaN stays NaN.
+    # y - Y_MIN is exact near the minimum, and Y_MIN_LOW holds the digits that Y_MIN lacks in float32: GELU' is a square
+    # root of the difference there, which amplifies any error. NaN stays NaN.
     square = tl.maximum(y - Y_MIN, Y_MIN_LOW, propagate_nan=tl.PropagateNan.ALL)
     square = tl.minimum(square, TOP, propagate_nan=tl.PropagateNan.ALL) - Y_MIN_LOW
+    # The root gets the branch's sign bit without a comparison. Below, s (s + ROOT_ZERO) = square + ROOT_ZERO s.
     s = (tl.sqrt(square).to(tl.int32, bitcast=True) | (is_left & -0x80000000)).to(tl.float32, bitcast=True)
     return _evaluate(s, NUMERATOR) * invert(_evaluate(s, DENOMINATOR)) * (square + ROOT_ZERO * s)

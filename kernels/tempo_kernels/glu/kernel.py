@@ -31,7 +31,7 @@ from tempo_kernels.pointwise.kernel_tiles import OPTIONS, allocate_like, check_d
 TILE_ELEMENTS = 2048
 SUMS_TILE = 1024
 BACKWARD_PROGRAMS = 5
-"""That share a multiprocessor: of 96 registers a thread."""
+"""How many programs share a multiprocessor, at 96 registers a thread."""
 
 
 @triton.jit

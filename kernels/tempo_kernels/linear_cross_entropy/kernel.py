@@ -125,6 +125,7 @@ def _statistics_kernel(
         exponentials = _exp(above)
         if HAS_ENTROPY:
             weighted = _move_origin(weighted, total, top, new_top, factor)
+            # Where the exponential has vanished, above may be -inf, and 0 * -inf is NaN.
             weighted += exponentials * tl.where(exponentials > 0.0, above, 0.0)
         total = total * factor + exponentials
         top = new_top
@@ -177,6 +178,7 @@ def _gradient_kernel(
         values *= scale
     if HAS_OTHERS:
         values -= tl.where(column < num_real, grad * other_share, 0.0)
+    # A branch, because only one strip of a row holds the target.
     target = tl.load(columns_ptr + row) - strip * BLOCK
     if (target >= 0) & (target < BLOCK):
         values -= tl.where(column == target + strip * BLOCK, grad * target_share, 0.0)
@@ -184,6 +186,7 @@ def _gradient_kernel(
         values *= slope_of_cap
     if EXCLUDES_PADDING:
         values = tl.where(column < num_real, values, 0.0)
+    # Last, so that a row without a gradient becomes 0 even if its logits are NaN or infinite.
     values = tl.where(is_ignored, 0.0, values)
     tl.store(row_ptr + column, values.to(logits_ptr.dtype.element_ty), mask=inside)
 

@@ -138,6 +138,7 @@ def _backward_kernel(
         if FROM_INPUT:
             product *= gamma[None, :]
         if HAS_LOST:
+            # Restored channels hold xhat instead of gamma xhat, and the sums over the row need the latter.
             product = tl.where((beta != beta)[None, :], product * gamma[None, :], product)
         along_xhat = tl.sum(product, axis=1) / num_columns
         if SUBTRACTS_MEAN:
@@ -151,6 +152,7 @@ def _backward_kernel(
             along = scaled * invert(choose_divisor(gamma, beta, HAS_LOST)[None, :] * inverse[:, None])
         grad_x = (grad - along) * rstd[:, None]
         tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+    # The tiles summed grad * gamma xhat: a single division by gamma serves all rows.
     grad_gamma = _divide_by_gamma(grad_gamma, gamma, beta, FROM_INPUT, HAS_LOST)
     store_sums(partial_ptr, grad_gamma, grad_beta, column, inside, num_columns, HAS_BIAS)
 
@@ -194,7 +196,7 @@ def launch_backward(plan: BackwardPlan, tensors: tuple[Tensor | None, ...], grad
 def _plan_tiles(num_rows: int, hidden_size: int, has_lost: bool, max_programs: int) -> tuple[int, dict[str, Any]]:
     """Returns the number of programs and their meta-parameters: 16 elements a thread, 8 with lost channels."""
     columns = triton.next_power_of_2(hidden_size)
-    rows = max(1, 2048 // columns)
+    rows = max(1, 2048 // columns)  # short rows share a tile, so that all threads have work
     num_tiles = -(-num_rows // rows)
     tiles_per_program = -(-num_tiles // max_programs)
     return -(-num_tiles // tiles_per_program), {
