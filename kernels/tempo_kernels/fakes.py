@@ -1,7 +1,7 @@
-"""What operations do with fake tensors, which have sizes and no numbers.
+"""Decides what operations do with fake tensors, which have sizes but no numbers.
 
-By default nothing: results have the right sizes, and nothing runs. Whoever counts memory on fake tensors says in
-`simulate` what runs instead.
+By default nothing runs, and results have the right sizes. A program that counts memory on fake tensors passes to
+`simulate` the function that runs instead.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ ResultT = TypeVar("ResultT")
 RoundT = TypeVar("RoundT")
 
 NUM_ROUNDS = 3
-"""Of a loop over fake blocks: the first round, one that stands for all after it, and the last."""
+"""The rounds that a loop over fake blocks runs: the first, one that represents all others, and the last."""
 
 _simulation: Callable[..., Any] | None = None
 
 
 @contextlib.contextmanager
 def simulate(run: Callable[..., Any]) -> Iterator[None]:
-    """Inside, run(function, *inputs, **numbers) stands in for a call of `function` with fake tensors.
+    """Replaces calls of `function` with fake tensors inside the context by run(function, *inputs, **numbers).
 
     `function` is an Opaque operation, or was given to `run_or_simulate`.
     """
@@ -37,13 +37,13 @@ def simulate(run: Callable[..., Any]) -> Iterator[None]:
 
 
 def find_simulation(x: Tensor) -> Callable[..., Any] | None:
-    """What stands in for calls with x: the innermost `simulate`'s function where x is fake, else None."""
+    """Returns the function that replaces calls with x: that of the innermost `simulate` if x is fake, else None."""
     return _simulation if _simulation is not None and isinstance(x, FakeTensor) else None
 
 
 def run_or_simulate(function: Callable[..., ResultT], first: Tensor, *others: Any, **numbers: Any) -> ResultT:
-    """function(first, *others, **numbers); where `first` is fake, what a simulation does instead. No size depends on
-    `numbers`."""
+    """Returns function(first, *others, **numbers), or, if `first` is fake, what a simulation returns instead. No size
+    depends on `numbers`."""
     simulation = find_simulation(first)
     if simulation is None:
         return function(first, *others, **numbers)
@@ -52,8 +52,8 @@ def run_or_simulate(function: Callable[..., ResultT], first: Tensor, *others: An
 
 
 def skip_alike(rounds: Sequence[RoundT], x: Tensor) -> Sequence[RoundT]:
-    """The rounds of a loop over blocks of x; where x is fake, only the first two and the last one. Those between make
-    and free what the second one does."""
+    """Returns the rounds of a loop over blocks of x, or, if x is fake, only the first two and the last: the rounds
+    between make and free what the second one does."""
     if len(rounds) <= NUM_ROUNDS or not isinstance(x, FakeTensor):
         return rounds
     return [*rounds[: NUM_ROUNDS - 1], rounds[-1]]

@@ -48,7 +48,7 @@ class Opaque:
         return self._function(first, *others, **more)
 
     def trace(self, first: Tensor, *others: Any) -> Sequence[Tensor]:
-        """A node of a graph, or empty results of fake tensors."""
+        """Calls the operator: in a graph it becomes a node, with fake tensors it returns empty results."""
         results: Sequence[Tensor] = self._operator(first, *others)
         return results
 

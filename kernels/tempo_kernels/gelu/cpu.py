@@ -118,7 +118,7 @@ def _look_up(y: Tensor, page: Tensor, approximate: str, buffers: Tensor) -> Tens
 
 
 def make_tables() -> None:
-    """Make the tables of every 16-bit dtype and form now, which a process else makes when it first needs one."""
+    """Makes the tables of every 16-bit dtype and form now instead of at the first use of each."""
     for dtype in (torch.bfloat16, torch.float16):
         for approximate in INVERSES:
             _load_table(dtype, approximate)

@@ -22,7 +22,7 @@ _chunk_bytes: int | None = None
 
 @contextlib.contextmanager
 def use_chunk_bytes(num_bytes: int) -> Iterator[None]:
-    """Inside, a chunk's logits take num_bytes on every device, in place of CHUNK_BYTES."""
+    """Makes a chunk's logits take num_bytes on every device inside the context, in place of CHUNK_BYTES."""
     global _chunk_bytes
     before, _chunk_bytes = _chunk_bytes, num_bytes
     try:

@@ -97,8 +97,8 @@ def find_losses(
 ) -> tuple[Tensor, Tensor]:
     """Returns losses [1, t, m] or losses and entropies [2, t, m], and the statistics for backward, [2 or 3, t, m].
 
-    Of all three operations `backend` is no operand: only `call` takes it. It has cpu.py's functions and is by default
-    the one of the device.
+    In all three operations `backend` is not an operand, so only `call` takes it. It has the functions of cpu.py; by
+    default it is the device's.
     """
     found = _read_settings(*settings)
     head = _make_head(hidden, weight, bias, labels, found)
@@ -160,4 +160,4 @@ def _list(gradients: Gradients) -> list[Tensor]:
 
 
 OPERATIONS = (find_losses, find_gradients, find_losses_and_gradients)
-"""What has a chunk's logits alive inside itself, on a GPU too."""
+"""The operations that hold a chunk's logits inside, on a GPU too."""
