@@ -9,6 +9,7 @@ python benchmarks/kept_bytes.py            # benchmarks/results/kept_bytes.jsonl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,12 @@ from measurements import RESULTS, ROOT, append_records, describe_cpu_run
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.kept.ledger import Ledger, measure_run
-from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes
 from tempo_megatron.memory.run import Run
 from tempo_megatron.models.shape import ModelShape, make_shape, read_shape_file
+
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from kept_formula import LayerShape, count_layer_bytes
 
 OUTPUT = RESULTS / "kept_bytes.jsonl"
 README = ROOT / "README.md"

@@ -28,7 +28,7 @@ small, the modules Megatron's own, and the processes gloo's on a CPU, 1, 2 or 4;
   error is a matter of luck: a case that is over its limit with one draw of the weights is held to the rule over
   {draws} draws, the sum of its errors to the sum of their limits.
 - Every row of every dropout mask is, bit for bit, that of one process.
-- What the layers keep for backward is within 1 % of the formula of `tempo_megatron/memory/plan/formula.py`.
+- What the layers keep for backward is within 1 % of the formula of `tests/support/kept_formula.py`.
 
 `off` is stock Megatron; at dropout 0.1 its masks depend on the layout, so that there it is only run, and its bytes are
 held against the formula. GPT has LayerNorm, GELU, biases, learned positions and tied weights, Llama RMSNorm, SwiGLU,

@@ -10,13 +10,19 @@ from typing import Any
 
 from tempo_megatron.megatron_lm.report import RunReport
 from tempo_megatron.megatron_lm.versions import Model
-from tempo_megatron.memory.plan.formula import refuse_unknown_settings
 from tempo_megatron.settings.config import TempoConfig
 
 _REMEDY = (
     "raise the budget, --tensor-model-parallel-size or --pipeline-model-parallel-size, lower --micro-batch-size, or "
     "let Megatron recompute (tempo-megatron plan says what)"
 )
+# Fields of a TransformerConfig that no ModelShape has, so that such a layer cannot be measured, where they are not so.
+_NEUTRAL = {
+    "qk_l2_norm": False,
+    "softmax_type": "vanilla",
+    "no_rope_freq": None,
+    "layernorm_zero_centered_gamma": False,
+}
 
 
 class Planning:
@@ -76,7 +82,6 @@ class Planning:
             raise ValueError(
                 f"the run has {unknown}; leave the memory budget out, and give the operations their values"
             )
-        refuse_unknown_settings(config)
         return PlanRequest(
             run=read_run(name, config, arguments, run, self._tempo_config),
             gpu=find_gpu(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
@@ -86,8 +91,11 @@ class Planning:
 
 
 def _find_unplanned(config: Any) -> str | None:
-    """What the estimate knows and the planner does not."""
+    """What the estimate knows, or does not ask about, and the planner does not."""
     if config.virtual_pipeline_model_parallel_size is not None:
         return "virtual pipeline stages"
-    ends = (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage)
-    return None if ends == (None, None) else "pipeline stages of unequal layers"
+    if (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage) != (None, None):
+        return "pipeline stages of unequal layers"
+    # Versions of Megatron that lack a field have it at its neutral value.
+    found = (name for name, neutral in _NEUTRAL.items() if getattr(config, name, neutral) != neutral)
+    return next((f"{name} {getattr(config, name)}, which no ModelShape has" for name in found), None)

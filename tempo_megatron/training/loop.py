@@ -18,6 +18,7 @@ from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
 from tempo_megatron.training.engine import REMEDY, Engine
 from tempo_megatron.training.metrics import Report, StepTimer, average_over, measure_peak
+from tempo_megatron.training.planning import read_run
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import BatchStream, Datasets
 from tempo_megatron.training.tasks.task import LOSS, Batch, Collate, ForwardStep
@@ -63,8 +64,13 @@ class Trainer:
         self._last_is_finite = True
         self._observe: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if run.tempo_ledger:
-            sizes = {"micro_batch_size": run.micro_batch_size, "seq_length": run.model.seq_length}
-            self._observe = RunObserver([engine.deepspeed], run.tempo_ledger, **sizes).step
+            self._observe = RunObserver(
+                [engine.deepspeed],
+                run.tempo_ledger,
+                micro_batch_size=run.micro_batch_size,
+                seq_length=run.model.seq_length,
+                read_run=lambda: read_run(run, None),
+            ).step
 
     def train(self) -> str:
         """Run to --train-iters, or until a reason to stop; returns why it ended."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_formula import LayerShape, count_layer_bytes
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -19,7 +20,6 @@ from tempo_megatron.memory.commands import estimate as estimate_command
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.estimate.model_states import count_model_states
 from tempo_megatron.memory.estimate.schedule import list_events
-from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.phases import LAYERS, compress

@@ -8,12 +8,12 @@ import pytest
 import torch
 from formula_cases import Layer, draw_layer, measure_and_count
 from grid.models import LLAMA, Sizes, build_config
+from kept_formula import LayerShape, count_layer_bytes, list_layer_rows
 from peak_formula import list_rows_at_peak
 
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.ledger import build_ledger_config, measure
-from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes, list_layer_rows
 from tempo_megatron.models.shape import make_shape
 
 OFF = TempoConfig.off()

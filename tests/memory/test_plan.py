@@ -1,4 +1,4 @@
-"""The planner: bytes of the formula, FLOPs of Megatron's recomputation, blocks that a TempoConfig takes."""
+"""The planner: bytes of the witness, FLOPs of Megatron's recomputation, blocks that a TempoConfig takes."""
 
 from __future__ import annotations
 

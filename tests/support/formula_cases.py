@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from grid.models import ACTIVATIONS, RECOMPUTE, LayerRecorder, Sizes, build_config, build_model, make_batch
+from kept_formula import LayerShape, count_layer_bytes, count_stack_bytes
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.nn import functional as F
 
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.plan.formula import LayerShape, count_layer_bytes, count_stack_bytes
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.slots.choose import choose
 from tempo_megatron.slots.mlp import name_activation

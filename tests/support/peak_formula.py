@@ -11,7 +11,8 @@ makes unless told not to; rounding by the allocator, workspaces of cuBLAS and NC
 
 from __future__ import annotations
 
-from tempo_megatron.memory.plan.formula import KeptRow, LayerShape, count_layer_bytes
+from kept_formula import KeptRow, LayerShape, count_layer_bytes
+
 from tempo_megatron.settings.config import TempoConfig
 
 _INT64, _FLOAT32 = 8, 4

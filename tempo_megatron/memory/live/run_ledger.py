@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from tempo_megatron.memory.kept.attribution import Row, attribute_all, divide_by
 from tempo_megatron.memory.kept.recorder import GraphReader, SavedStorage
 from tempo_megatron.memory.kept.standing_bytes import StandingBytes
 from tempo_megatron.memory.kept.timeline import StepTimeline
-from tempo_megatron.memory.plan.formula import LayerShape, list_layer_rows
-from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.memory.live.aside import run_beside
+from tempo_megatron.memory.plan.kept_rows import measure_stock_layer
+from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.layer_values import write_layers
 from tempo_megatron.settings.operations import STACKS
 from tempo_megatron.slots.mlp import describe_activation
@@ -59,9 +60,9 @@ class Measured:
     outside: tuple[Row, ...]
     standing: dict[str, int]
     stock: tuple[tuple[str, int], ...]
-    """(operation, bytes) of a stock layer of the same shape by the formula; empty where that does not know it."""
+    """(operation, bytes) of a stock layer of the same shape; empty where it cannot be measured."""
     stock_unknown: str = ""
-    """Why the formula does not know the layer."""
+    """Why a stock layer cannot be measured."""
 
     @property
     def kept_bytes(self) -> int:
@@ -76,13 +77,20 @@ class RunLedger:
         models: as the run has them, perhaps wrapped (DeepSpeed's engine, Megatron's DDP): the chunks of this rank.
         micro_batch_size: b.
         seq_length, decoder_seq_length: tokens of a sample; only a T5's decoder has a length of its own.
+        read_run: the run as the estimate knows it; raises ValueError where that does not.
 
     Raises ValueError as GraphReader.
     """
 
     def __init__(
-        self, models: Sequence[Any], micro_batch_size: int, seq_length: int, decoder_seq_length: int | None = None
+        self,
+        models: Sequence[Any],
+        micro_batch_size: int,
+        seq_length: int,
+        read_run: Callable[[], Run],
+        decoder_seq_length: int | None = None,
     ) -> None:
+        self._read_run = read_run
         self._models = [unwrap(model) for model in models]
         self._micro_batch_size, self._seq_length = micro_batch_size, seq_length
         self._lengths = {seq_length, decoder_seq_length or seq_length}
@@ -111,7 +119,7 @@ class RunLedger:
         config = model.config
         activation = describe_activation(config)
         by_layer, rest = self._divide()
-        stock, stock_unknown = self._find_stock(model, activation)
+        stock, stock_unknown = self._find_stock(model)
         return Measured(
             title=self.write_title(),
             stage=find_stage(),
@@ -163,26 +171,15 @@ class RunLedger:
             f"b {self._micro_batch_size}, {layout}"
         )
 
-    def _find_stock(self, model: Any, activation: str) -> tuple[tuple[tuple[str, int], ...], str]:
-        """The rows of one stock layer by the formula; or none, and why."""
-        config = model.config
+    def _find_stock(self, model: Any) -> tuple[tuple[tuple[str, int], ...], str]:
+        """The rows of one stock layer, measured in a process of its own; or none, and why."""
         if sum(hasattr(model, stack) for stack in STACKS) > 1:
             return (), "the model has two stacks of layers"
-        rotary = getattr(model, "position_embedding_type", "") == "rope"
         try:
-            shape = LayerShape.from_config(
-                config,
-                seq_length=self._seq_length,
-                micro_batch_size=self._micro_batch_size,
-                activation=activation,
-                rotary=rotary,
-            )
-            is_te = any("transformer_engine" in type(module).__module__ for module in model.modules())
-            stack = "transformer_engine" if is_te else "local"
-            rows = list_layer_rows(dataclasses.replace(shape, recompute=frozenset()), TempoConfig.off(), stock=stack)
+            rows = run_beside(measure_stock_layer, self._read_run())
         except ValueError as error:
             return (), str(error)
-        return tuple((row.operation, row.num_bytes) for row in rows), ""
+        return tuple(rows.items()), ""
 
 
 def _list_kinds(by_layer: _ByLayer, lengths: set[int], activation: str) -> Iterator[LayersAlike]:
@@ -222,13 +219,13 @@ def format_measured(found: Measured) -> str:
     """The table of a run."""
     lines = [
         f"ledger of this run's first micro batch, stage {found.stage}: {found.title}",
-        f"{'kept for backward by':<{_WIDTH}}{'bytes':>17}{'sbh':>11}{'stock by formula':>19}",
+        f"{'kept for backward by':<{_WIDTH}}{'bytes':>17}{'sbh':>11}{'stock':>19}",
     ]
     rule = "-" * len(lines[-1])
     stock = dict(found.stock)
 
-    def write(name: str, num_bytes: int, formula: int | None = None) -> str:
-        beside = "" if formula is None else f"{formula:>19,}"
+    def write(name: str, num_bytes: int, stock_bytes: int | None = None) -> str:
+        beside = "" if stock_bytes is None else f"{stock_bytes:>19,}"
         return f"{name:<{_WIDTH}}{num_bytes:>17,}{num_bytes / found.sbh_bytes:>11.3f}{beside}"
 
     for kind in found.layers:
@@ -244,7 +241,7 @@ def format_measured(found: Measured) -> str:
     lines.append(write(f"this rank, {num_layers} layers", found.kept_bytes))
     lines += [f"{name:<{_WIDTH}}{num_bytes:>17,}" for name, num_bytes in found.standing.items()]
     if found.stock_unknown:
-        lines.append(f"no column of stock by formula: {found.stock_unknown}")
+        lines.append(f"no column of stock: {found.stock_unknown}")
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ class RunObserver:
     Args:
         models: of this rank, perhaps wrapped.
         prefix: of the files: PREFIX.stageN.json and .png.
-        sizes: micro_batch_size, seq_length and of a T5 decoder_seq_length, as `RunLedger` takes them.
+        sizes: the other arguments of `RunLedger`.
     """
 
     def __init__(self, models: Sequence[Any], prefix: str, **sizes: Any) -> None:
@@ -71,8 +71,8 @@ def _say(text: str) -> None:
 
 
 def plot_measured(found: Measured, png: str) -> None:
-    """A run's layers beside stock by the formula."""
-    stock = [Bar("stock\n(formula)", found.stock)] if found.stock else []
+    """A run's layers beside a stock one."""
+    stock = [Bar("stock", found.stock)] if found.stock else []
     layers = [
         Bar(
             "this run" if len(found.layers) == 1 else f"layers\n{kind.layers}",

@@ -76,20 +76,31 @@ def measure_rows(run: Run, recompute: Iterable[str]) -> KeptRows:
 
     Raises ValueError where torch.distributed is already initialised.
     """
-    # All else of a run says nothing of a layer.
-    return _measure_rows(
-        Run(
-            model=dataclasses.replace(run.model, num_layers=1),
-            tempo=TempoConfig.off(),
-            tensor_parallel=run.tensor_parallel,
-            sequence_parallel=run.sequence_parallel,
-            micro_batch_size=run.micro_batch_size,
-            dtype=run.dtype,
-            recompute=tuple(sorted(recompute)),
-            stock=run.stock,
-            stock_attention=run.stock_attention,
-            masked_softmax_fusion=run.masked_softmax_fusion,
-        )
+    return _measure_rows(_keep_layer(run, recompute))
+
+
+def measure_stock_layer(run: Run) -> Rows:
+    """The rows of a stock layer without recomputation of a run's model.
+
+    Raises ValueError as `measure_rows`.
+    """
+    rows, _ = _measure_layers(_keep_layer(run, ()), [("off",) * len(LAYER_OPERATIONS)])
+    return rows[0]
+
+
+def _keep_layer(run: Run, recompute: Iterable[str]) -> Run:
+    """What of a run says what a layer keeps, so that runs whose layers are alike are equal."""
+    return Run(
+        model=dataclasses.replace(run.model, num_layers=1, vocab_size=1),
+        tempo=TempoConfig.off(),
+        tensor_parallel=run.tensor_parallel,
+        sequence_parallel=run.sequence_parallel,
+        micro_batch_size=run.micro_batch_size,
+        dtype=run.dtype,
+        recompute=tuple(sorted(recompute)),
+        stock=run.stock,
+        stock_attention=run.stock_attention,
+        masked_softmax_fusion=run.masked_softmax_fusion,
     )
 
 
