@@ -16,7 +16,7 @@ from tempo_megatron.memory.commands.ledger import format_table
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.attribution import Row
 from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure, measure_model
-from tempo_megatron.memory.kept.ledger_plot import Bar, choose_colours, make_panels
+from tempo_megatron.memory.kept.plots import Bar, choose_colours, make_panels
 from tempo_megatron.models.shape import make_shape
 
 SCORES = "core_attention (s*s)"

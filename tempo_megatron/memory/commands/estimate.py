@@ -1,4 +1,4 @@
-"""The estimate command: its arguments and its table."""
+"""The estimate command: its arguments, its table and its figure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import dataclasses
 import json
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
 from tempo_megatron.memory.run import OptimizerSettings
+from tempo_megatron.plots import INK, import_pyplot, save, tidy
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.argument_types import format_bytes
 
 _WIDTH = 38
 _SILENT_S = 2.0
+# Okabe and Ito's colours and greys, one for each part.
+_PART_COLOURS = "#0072B2 #56B4E9 #999999 #DDDDDD #BBBBBB #444444 #E69F00 #F0E442 #D55E00 #CC79A7 #009E73".split()
 
 
 def run_estimate(args: argparse.Namespace) -> int:
@@ -50,8 +53,6 @@ def run_estimate(args: argparse.Namespace) -> int:
         figures = {name: [_list_figures(rank) for rank in ranks] for name, ranks in found.items()}
         Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
     if args.plot:
-        from tempo_megatron.memory.estimate.estimate_plot import plot_estimates
-
         plot_estimates({name: choose_ranks(ranks) for name, ranks in found.items()}, args.plot, args.gpu_memory)
     return 0 if fits else 1
 
@@ -130,3 +131,36 @@ def _list_figures(rank: RankEstimate) -> dict[str, Any]:
         "reserved_bytes": rank.reserved_bytes,
         "bytes_at_the_peak": {describe_part(part): rank.parts[part] for part in PART_NAMES},
     }
+
+
+def plot_estimates(found: Mapping[str, Sequence[RankEstimate]], png: str | Path, memory: int | None = None) -> None:
+    """Write a PNG.
+
+    Args:
+        found: label ("stock", "Tempo") -> kinds of ranks, the same for each label.
+        png: the file.
+        memory: bytes of a device, drawn as a line.
+
+    Raises MissingExtraError where matplotlib is missing.
+    """
+    pyplot = import_pyplot()
+    bars = [
+        (f"{ranks[i].name}\n{label}", ranks[i])
+        for i in range(len(next(iter(found.values()))))
+        for label, ranks in found.items()
+    ]
+    figure, axes = pyplot.subplots(figsize=(2.5 + 1.1 * len(bars), 4.5), layout="constrained")
+    bottom = [0.0] * len(bars)
+    for part, colour in zip(PART_NAMES, _PART_COLOURS, strict=True):
+        heights = [rank.parts[part] / 2**30 for _, rank in bars]
+        if any(heights):
+            axes.bar(range(len(bars)), heights, bottom=bottom, color=colour, label=part, width=0.7)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    if memory is not None:
+        axes.axhline(memory / 2**30, color=INK, linestyle="--", linewidth=1, label="memory of a device")
+    axes.set_xticks(range(len(bars)), [name for name, _ in bars], color=INK)
+    axes.set_ylabel("GiB at the peak")
+    tidy(axes)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    save(figure, png)

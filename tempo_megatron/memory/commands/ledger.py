@@ -11,9 +11,8 @@ from typing import Any
 from tempo_megatron.memory.commands.requested_run import read_requested_run
 from tempo_megatron.memory.kept.attribution import Row
 from tempo_megatron.memory.kept.ledger import Ledger, measure_run
-from tempo_megatron.memory.kept.ledger_plot import Bar, make_panels, plot_panels
+from tempo_megatron.memory.kept.plots import Bar, make_panels, plot_panels, plot_timeline
 from tempo_megatron.memory.kept.timeline import format_timeline
-from tempo_megatron.memory.kept.timeline_plot import plot_timeline
 from tempo_megatron.memory.simulated.step import simulate_step
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig

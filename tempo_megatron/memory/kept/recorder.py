@@ -34,7 +34,7 @@ class _Handle(Kept):
 
 
 class Scopes:
-    """Which operation runs: the innermost module, or function in `scope`.
+    """Says which operation runs: the innermost module, or function in `scope`.
 
     Parameters, buffers and what `exclude` names (a micro batch's own tensors) are not counted: they are there anyway.
 
@@ -52,7 +52,7 @@ class Scopes:
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Know inside which module runs."""
+        """Inside, note which module runs."""
         hooks = []
         for name, module in self._model.named_modules():
             if name:  # the root module has no name: whatever runs outside of submodules belongs to it
@@ -87,7 +87,7 @@ class Scopes:
         self._scopes.pop()
 
     def _list_distinct(self, found: Iterable[tuple[str, Tensor]]) -> list[SavedStorage]:
-        """The storages of saved tensors, each under the operation that comes first."""
+        """The distinct storages of saved tensors, each under the first operation that saved it."""
         storages: dict[int, SavedStorage] = {}
         for operation, tensor in found:
             storage = tensor.untyped_storage()
@@ -125,38 +125,22 @@ class Recorder(Scopes):
         return handle
 
 
-class GraphReader(Scopes):
-    """Reads from the graph of a model's outputs what a Recorder records, and changes nothing for whoever runs it.
-
-    A node is of the operation that ran when it was made, which its sequence number tells.
-
-    Raises ValueError where torch is too old to read a graph without running its hooks.
-    """
+class NodeScopes(Scopes):
+    """Scopes that also say which operation made a node of autograd: the one that ran at its sequence number."""
 
     def __init__(self, model: torch.nn.Module, exclude: tuple[Tensor, ...] = ()) -> None:
-        if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
-            raise ValueError(
-                f"torch is {torch.__version__}, which does not say what a saved tensor holds; expected 2.7 or later; "
-                "leave --tempo-ledger out"
-            )
         super().__init__(model, exclude)
         # (sequence number of the next node, operation), where the operation changed.
         self._changes: list[tuple[int, str]] = [(-1, "")]
 
-    def list_saved(self, outputs: Iterable[Tensor]) -> list[SavedStorage]:
-        """The distinct storages that the graph behind `outputs` holds, in the order of its nodes."""
-        nodes = sorted(_list_nodes(outputs), key=lambda node: node._sequence_nr())
-        return self._list_distinct(
-            (self._find_operation(node), held)
-            for node in nodes
-            for _, held in find_saved_tensors(node)
-            if isinstance(held, Tensor) and not isinstance(held, torch.nn.Parameter)
-        )
+    @property
+    def operation(self) -> str:
+        """The operation that runs now; empty outside of submodules."""
+        return self._scopes[-1]
 
-    def _find_operation(self, node: Any) -> str:
-        return self._changes[bisect.bisect_right(self._changes, node._sequence_nr(), key=lambda change: change[0]) - 1][
-            1
-        ]
+    def find_operation(self, node: Any) -> str:
+        number = node._sequence_nr()
+        return self._changes[bisect.bisect_right(self._changes, number, key=lambda change: change[0]) - 1][1]
 
     def _enter(self, operation: str) -> None:
         super()._enter(operation)
@@ -168,6 +152,31 @@ class GraphReader(Scopes):
 
     def _note_change(self) -> None:
         self._changes.append((torch._C._autograd._get_sequence_nr(), self._scopes[-1]))
+
+
+class GraphReader(NodeScopes):
+    """Reads from the graph of a model's outputs what a Recorder records, and changes nothing for whoever runs it.
+
+    Raises ValueError where torch is too old to read a graph without running its hooks.
+    """
+
+    def __init__(self, model: torch.nn.Module, exclude: tuple[Tensor, ...] = ()) -> None:
+        if not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"):
+            raise ValueError(
+                f"torch is {torch.__version__}, which does not say what a saved tensor holds; expected 2.7 or later; "
+                "leave --tempo-ledger out"
+            )
+        super().__init__(model, exclude)
+
+    def list_saved(self, outputs: Iterable[Tensor]) -> list[SavedStorage]:
+        """The distinct storages that the graph behind `outputs` holds, in the order of its nodes."""
+        nodes = sorted(_list_nodes(outputs), key=lambda node: node._sequence_nr())
+        return self._list_distinct(
+            (self.find_operation(node), held)
+            for node in nodes
+            for _, held in find_saved_tensors(node)
+            if isinstance(held, Tensor) and not isinstance(held, torch.nn.Parameter)
+        )
 
 
 def _list_nodes(outputs: Iterable[Tensor]) -> list[Any]:

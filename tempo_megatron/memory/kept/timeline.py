@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tempo_megatron.memory.kept.attribution import attribute_all, find_row, name_row
-from tempo_megatron.memory.kept.recorder import Scopes
+from tempo_megatron.memory.kept.recorder import NodeScopes
 from tempo_megatron.memory.kept.standing_bytes import GRADIENTS, STATES, WEIGHTS
 from tempo_megatron.memory.storages import MadeStorage, StorageFollower, find_storages
 from tempo_megatron.slots.mlp import describe_activation
@@ -76,34 +76,6 @@ class Timeline:
         return sum(each.num_bytes for each in self.at_peak)
 
 
-class _Sequence(Scopes):
-    """Which operation of the model a node of autograd is of."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model)
-        self._starts, self._operations = [-1], [""]
-
-    @property
-    def operation(self) -> str:
-        """That runs now."""
-        return self._scopes[-1]
-
-    def find(self, number: int) -> str:
-        return self._operations[bisect.bisect_right(self._starts, number) - 1]
-
-    def _enter(self, operation: str) -> None:
-        super()._enter(operation)
-        self._note()
-
-    def _leave(self) -> None:
-        super()._leave()
-        self._note()
-
-    def _note(self) -> None:
-        self._starts.append(torch._C._autograd._get_sequence_nr())
-        self._operations.append(self._scopes[-1])
-
-
 class StepTimeline(StorageFollower):
     """Follows the storages of one step, each with the operation of the model that made it.
 
@@ -118,8 +90,8 @@ class StepTimeline(StorageFollower):
         self._models = models
         self._standing = {kind: sum(storages.values()) for kind, storages in standing.items()}
         self._known |= {key for storages in standing.values() for key in storages}
-        self._sequences = [_Sequence(model) for model in models]
-        self._running: _Sequence | None = None
+        self._scopes = [NodeScopes(model) for model in models]
+        self._running: NodeScopes | None = None
         self._made: list[_Made] = []
         self._event = self._asked = self._highest = 0
         # The event that ends a storage which is found freed now: the one that is noted, or between two the next.
@@ -132,11 +104,11 @@ class StepTimeline(StorageFollower):
         self._context = contextlib.ExitStack()
 
     def __enter__(self) -> StepTimeline:
-        for model, sequence in zip(self._models, self._sequences, strict=True):
-            self._context.enter_context(attribute_all(sequence, model))
-            self._context.enter_context(sequence.follow())
+        for model, scopes in zip(self._models, self._scopes, strict=True):
+            self._context.enter_context(attribute_all(scopes, model))
+            self._context.enter_context(scopes.follow())
             hooks = [
-                model.register_forward_pre_hook(lambda *_, sequence=sequence: self._begin_forward(sequence)),
+                model.register_forward_pre_hook(lambda *_, scopes=scopes: self._begin_forward(scopes)),
                 model.register_forward_hook(lambda *_: self._end_forward(), always_call=True),
             ]
             hooks += [
@@ -185,9 +157,9 @@ class StepTimeline(StorageFollower):
         found.sort(key=lambda each: -each.num_bytes)
         return Timeline(title, levels, tuple(self._marks), peak, moment, tuple(found))
 
-    def _begin_forward(self, sequence: _Sequence) -> None:
+    def _begin_forward(self, scopes: NodeScopes) -> None:
         if self._running is None and torch._C._current_autograd_node() is None:
-            self._running = sequence
+            self._running = scopes
             self._mark("forward")
 
     def _end_forward(self) -> None:
@@ -234,13 +206,11 @@ class StepTimeline(StorageFollower):
         if node is None:
             return ("", "") if self._running is None else ("forward", self._running.operation)
         self._mark("backward")
-        for sequence in self._sequences:
-            if len(sequence._scopes) > 1:
-                return "recomputation", sequence.operation
-        number = node._sequence_nr()
-        if number >= _NO_OPERATION:
+        if recomputed := next((scopes.operation for scopes in self._scopes if scopes.operation), ""):
+            return "recomputation", recomputed
+        if node._sequence_nr() >= _NO_OPERATION:
             return "backward", "gradient accumulation"
-        found = [sequence.find(number) for sequence in self._sequences]
+        found = (scopes.find_operation(node) for scopes in self._scopes)
         return "backward", next((operation for operation in found if operation), "")
 
     def _note_gradient(self, parameter: Tensor) -> None:

@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tempo_megatron.memory.kept.ledger_plot import Bar, make_panels, plot_panels
+from tempo_megatron.memory.kept.plots import Bar, make_panels, plot_panels, plot_timeline
 from tempo_megatron.memory.kept.timeline import Timeline, describe_timeline, format_timeline
-from tempo_megatron.memory.kept.timeline_plot import plot_timeline
 from tempo_megatron.memory.live.run_ledger import (
     Measured,
     RunLedger,
