@@ -31,7 +31,6 @@ import typing
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch.overrides import TorchFunctionMode
 
 from tempo_megatron.cpu import use_cpu
@@ -92,10 +91,11 @@ def install() -> None:
     """Answer as a CUDA device in this process from now on. Call it before Megatron-LM is imported."""
     if not hasattr(typing, "override"):
         typing.override = lambda function: function  # type: ignore[attr-defined]
+    # Before it imports Megatron, whose decorators would import a compiler that takes seconds.
+    torch.compile = lambda function=None, **_: function or (lambda function: function)  # type: ignore[assignment]
     use_cpu()
     _answer_torch_cuda()
     _answer_distributed()
-    torch._dynamo.config.disable = True  # type: ignore[attr-defined]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign,assignment]
     _CudaMeansCpu().__enter__()
 

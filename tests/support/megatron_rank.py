@@ -1,7 +1,8 @@
 """One rank of runs of Megatron-LM's own scripts on a CPU, one run after another in one process: a start takes seconds.
 
-Started by megatron_runs.run_all: `python megatron_rank.py JOBS.json FOLDER`. Writes FOLDER/<rank>.pt: for each run its
-exit status, what it printed, its losses as printed, and the gradients of each step by parameter name.
+Started by megatron_runs.Ranks: `python megatron_rank.py ROOT FOLDER`. Each line of stdin is a folder, in which it does
+jobs.json and writes <rank>.pt: for each run its exit status, what it printed, its losses as printed, and the gradients
+of each step by parameter name.
 """
 
 from __future__ import annotations
@@ -26,16 +27,24 @@ _LOSS = re.compile(r"iteration +(\d+)/.*?((?:[a-z]+ )?loss): ([-+.\dEe]+|nan|inf
 
 
 def main() -> None:
-    jobs, folder = json.loads(Path(sys.argv[1]).read_text("utf-8")), Path(sys.argv[2])
+    root, folder = sys.argv[1:]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    root = jobs["root"]
     sys.path.insert(0, root)
+    sys.modules["transformers"] = None  # type: ignore[assignment]  # takes seconds, for tokenizers that no run has
     megatron_cpu.install()
     megatron_cpu.skip_what_is_compiled(root)
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         backend="gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
+    for line in sys.stdin:
+        _run_jobs(Path(line.strip()), root, rank, world_size)
+    os._exit(0)  # gloo's threads do not end by themselves
+
+
+def _run_jobs(folder: Path, root: str, rank: int, world_size: int) -> None:
+    jobs = json.loads((folder / "jobs.json").read_text("utf-8"))
+    os.chdir(jobs["cwd"])
     results = {}
     for job in jobs["runs"]:
         results[job["name"]] = result = _run(job, root)
@@ -46,7 +55,7 @@ def main() -> None:
             os._exit(1)
         torch.distributed.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads of the groups that are gone do not end by themselves
+    Path(folder, f"{rank}.done").touch()
 
 
 def _run(job: dict[str, Any], root: str) -> dict[str, Any]:
@@ -134,6 +143,10 @@ def _forget_run() -> None:
     rerun_state_machine.destroy_rerun_state_machine()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    # Each has a thread that looks for messages for as long as it is known, in the runs that follow too.
+    for group in [*torch.distributed.distributed_c10d._world.pg_map]:
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
     get_cuda_rng_tracker().reset()
     for name in ("pretrain_gpt", "gpt_builders", "model_provider"):
         sys.modules.pop(name, None)

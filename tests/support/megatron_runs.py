@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -91,15 +95,17 @@ def list_items(request: pytest.FixtureRequest, root: Path) -> list[Any]:
 def run_all(root: Path, world_size: int, runs: list[Run], folder: Path, timeout_s: float = 900) -> list[dict[str, Any]]:
     """Each run in turn on `world_size` processes; by rank, the results by the run's name (see megatron_rank.py).
 
-    A run that fails has its traceback as "error"; the runs after it start in new processes.
+    A run that fails has its traceback as "error"; the runs after it start in new processes where there are several.
     """
     found: list[dict[str, Any]] = [{} for _ in range(world_size)]
     pending = list(runs)
     while pending:
         part = folder / f"from-{len(runs) - len(pending)}"
-        error = _run_in_new_processes(root, world_size, pending, part, timeout_s)
-        ranks = [torch.load(file, weights_only=False) if file.exists() else {} for file in _files(part, world_size)]
+        error = _start_ranks(root, world_size).run(pending, part, timeout_s)
+        files = [part / f"{rank}.pt" for rank in range(world_size)]
+        ranks = [torch.load(file, weights_only=False) if file.exists() else {} for file in files]
         if error is not None:
+            _start_ranks.cache_clear()
             failed = next(run.name for run in pending if any(run.name not in _sound(rank) for rank in ranks))
             ranks = [{**rank, failed: {"error": error, "losses": {}}} for rank in ranks]
         finished = [run.name for run in pending if all(run.name in rank for rank in ranks)]
@@ -109,62 +115,76 @@ def run_all(root: Path, world_size: int, runs: list[Run], folder: Path, timeout_
     return found
 
 
-def _files(folder: Path, world_size: int) -> list[Path]:
-    return [folder / f"{rank}.pt" for rank in range(world_size)]
-
-
 def _sound(rank: dict[str, Any]) -> dict[str, Any]:
     return {name: result for name, result in rank.items() if not result["error"]}
 
 
-def _run_in_new_processes(root: Path, world_size: int, runs: list[Run], folder: Path, timeout_s: float) -> str | None:
-    """The error that ended the processes early, or None."""
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs = [
-        {
-            "name": run.name,
-            "script": run.script,
-            "arguments": run.command(),
-            "changes": (*run.changes, *([] if run.measures_kept_bytes else ["measure_no_kept_bytes"])),
-        }
-        for run in runs
-    ]
-    (folder / "jobs.json").write_text(json.dumps({"root": str(root), "runs": jobs}), encoding="utf-8")
-    environment = {**os.environ, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    # The checkout too, for processes that Megatron itself starts, as to write a checkpoint.
-    source = HERE.parents[1]
-    path = os.pathsep.join(map(str, (root, HERE, source, source / "kernels", *sys.path)))
-    environment["PYTHONPATH"] = path
-    command = [sys.executable, "-W", "ignore", str(HERE / "megatron_rank.py"), str(folder / "jobs.json"), str(folder)]
-    ranks = []
-    for rank in range(world_size):
-        with (folder / f"{rank}.log").open("w") as log:
+class Ranks:
+    """Processes that have imported Megatron, which takes seconds, and run what they are told until this one ends."""
+
+    def __init__(self, root: Path, world_size: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="megatron-ranks-"))
+        environment = {**os.environ, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        # The checkout too, for processes that Megatron itself starts, as to write a checkpoint.
+        source = HERE.parents[1]
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, (root, HERE, source, source / "kernels", *sys.path)))
+        command = [sys.executable, "-W", "ignore", str(HERE / "megatron_rank.py"), str(root), str(self.folder)]
+        self.processes = []
+        for rank in range(world_size):
             variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        return _wait(ranks, folder, timeout_s)
-    finally:
-        for process in ranks:
+            with (self.folder / f"{rank}.log").open("w") as log:
+                process = subprocess.Popen(
+                    command, env=variables, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True
+                )
+            self.processes.append(process)
+        atexit.register(self.end)
+
+    def run(self, runs: list[Run], folder: Path, timeout_s: float) -> str | None:
+        """The error that ended the processes early, or None."""
+        folder.mkdir(parents=True, exist_ok=True)
+        jobs = [
+            {
+                "name": run.name,
+                "script": run.script,
+                "arguments": run.command(),
+                "changes": (*run.changes, *([] if run.measures_kept_bytes else ["measure_no_kept_bytes"])),
+            }
+            for run in runs
+        ]
+        (folder / "jobs.json").write_text(json.dumps({"cwd": os.getcwd(), "runs": jobs}), encoding="utf-8")
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{folder}\n")
+            process.stdin.flush()
+        error = self._wait(folder, timeout_s)
+        if error is not None:
+            self.end()
+        return error
+
+    def end(self) -> None:
+        for process in self.processes:
             process.kill()
             process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _wait(self, folder: Path, timeout_s: float) -> str | None:
+        deadline = time.monotonic() + timeout_s
+        while not all((folder / f"{rank}.done").exists() for rank in range(len(self.processes))):
+            ended = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+            if ended:
+                return self._describe(ended[0], folder)
+            if time.monotonic() > deadline:
+                return f"still running after {timeout_s} s"
+            time.sleep(0.1)
+        return None
+
+    def _describe(self, ended: int, folder: Path) -> str:
+        time.sleep(1)
+        texts = [file.read_text("utf-8") for file in folder.glob("*.error")]
+        # A rank that only lost another one says so; the cause comes first.
+        texts.sort(key=lambda text: "onnection" in text)
+        return texts[0] if texts else f"rank {ended}: {(self.folder / f'{ended}.log').read_text('utf-8')[-4000:]}"
 
 
-def _wait(ranks: list[Any], folder: Path, timeout_s: float) -> str | None:
-    deadline = time.monotonic() + timeout_s
-    while any(process.poll() is None for process in ranks):
-        if any(process.poll() for process in ranks):
-            break
-        if time.monotonic() > deadline:
-            return f"still running after {timeout_s} s"
-        time.sleep(0.2)
-    failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-    return _describe(failed, folder) if failed else None
-
-
-def _describe(failed: list[int], folder: Path) -> str:
-    time.sleep(1)
-    texts = [file.read_text("utf-8") for rank in range(8) if (file := folder / f"{rank}.error").exists()]
-    # A rank that only lost another one says so; the cause comes first.
-    texts.sort(key=lambda text: "onnection" in text)
-    return texts[0] if texts else f"rank {failed[0]}: {(folder / f'{failed[0]}.log').read_text('utf-8')[-4000:]}"
+_start_ranks = functools.cache(Ranks)
