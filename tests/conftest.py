@@ -28,6 +28,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if table := config.getoption("--seconds"):
+        from seconds import Stopwatch
+
+        config.pluginmanager.register(Stopwatch(config, Path(table).resolve()))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = {item for item in items if is_left_out(item, config)}
     if config.getoption("--quick"):
@@ -57,6 +64,7 @@ def is_left_out(item: pytest.Item, config: pytest.Config) -> bool:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="one case of each test that needs neither a GPU nor seconds")
     parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive: minutes more")
+    parser.addoption("--seconds", metavar="FILE", help="write what each test file takes: see support/seconds.py")
     parser.addoption("--megatron-root", metavar="DIR", help="a Megatron-LM checkout (default: MEGATRON_LM_ROOT)")
     parser.addoption("--megatron-bridge", metavar="DIR", help="an unpacked megatron-bridge (default: MEGATRON_BRIDGE)")
 

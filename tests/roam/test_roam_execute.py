@@ -66,6 +66,8 @@ def train_both(
         eager_optimizer.zero_grad()
         expected, eager_peak = run(functools.partial(step_eagerly, *batch))
         if number == 1:
+            # It depends on the CPU what ATen's operations hold inside, which no plan counts: the packed operands of a
+            # convolution took below 1 % of the peak on one kind of CPU and 3 % on another, in float32.
             assert peak == pytest.approx(plan.peak_bytes - captured.standing_bytes, rel=0.03)
             assert eager_peak == pytest.approx(max(captured.count_eager_bytes()) - captured.standing_bytes, rel=0.03)
         assert torch.equal(loss, expected)
