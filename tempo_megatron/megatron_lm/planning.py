@@ -51,20 +51,9 @@ class Planning:
                 "a memory budget is given, and Megatron's arguments, which say the sizes, are not initialized in this "
                 "script; leave it out"
             )
-        import torch.distributed as dist
+        from tempo_megatron.memory.live.aside import plan_for_all_ranks
 
-        from tempo_megatron.memory.live.aside import plan_beside
-
-        found: list[Any] = [None]
-        if dist.get_rank() == 0:
-            try:
-                found = [plan_beside(self._make_request(model, arguments, run), self._budget)]
-            except ValueError as error:
-                found = [f"memory budget: {error}"]
-        dist.broadcast_object_list(found, src=0)
-        (plan,) = found
-        if isinstance(plan, str):
-            raise ValueError(plan)
+        plan = plan_for_all_ranks(lambda: self._make_request(model, arguments, run), self._budget)
         self._tempo_config, self._budget = plan.tempo, None
         self._report.plan = f"{plan.describe()}, as written: it is not planned here"
         return self._tempo_config

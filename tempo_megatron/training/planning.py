@@ -6,9 +6,8 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tempo_megatron.memory.live.aside import RunPlan, find_gpu, plan_beside
+from tempo_megatron.memory.live.aside import RunPlan, find_gpu, plan_for_all_ranks
 from tempo_megatron.memory.plan.planner import RECOMPUTED, PlanRequest
 from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation
 from tempo_megatron.models.build import DTYPES
@@ -27,23 +26,16 @@ def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunP
     """
     if run.memory_budget is None:
         return run, None
-    found: list[RunPlan | str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            request = PlanRequest(
-                run=read_run(run, padded_vocab_size),
-                gpu=find_gpu(torch.cuda.get_device_name() if run.on_gpu else None),
-                remedy=_REMEDY,
-                recompute=None if run.recompute_granularity else RECOMPUTED,
-            )
-            found = [plan_beside(request, run.memory_budget)]
-        except ValueError as error:
-            found = [f"memory budget: {error}"]
-    dist.broadcast_object_list(found, src=0)
-    (plan,) = found
-    if isinstance(plan, str):
-        raise ValueError(plan)
-    assert plan is not None
+
+    def make_request() -> PlanRequest:
+        return PlanRequest(
+            run=read_run(run, padded_vocab_size),
+            gpu=find_gpu(torch.cuda.get_device_name() if run.on_gpu else None),
+            remedy=_REMEDY,
+            recompute=None if run.recompute_granularity else RECOMPUTED,
+        )
+
+    plan = plan_for_all_ranks(make_request, run.memory_budget)
     changes: dict[str, Any] = {"tempo": plan.tempo}
     if run.recompute_granularity is None and plan.num_full:
         changes |= {

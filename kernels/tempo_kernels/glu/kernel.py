@@ -16,16 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
+from tempo_kernels.pointwise import kernel_sums
 from tempo_kernels.pointwise.kernel_activations import activate, differentiate
-from tempo_kernels.pointwise.kernel_sums import (
-    STRIP_COLUMNS,
-    BackwardPlan,
-    add_up,
-    choose_tiles_per_program,
-    is_last,
-    plan_chunks,
-    store_sums,
-)
 from tempo_kernels.pointwise.kernel_tiles import OPTIONS, allocate_like, check_dtype, describe
 
 TILE_ELEMENTS = 2048
@@ -112,11 +104,11 @@ def _backward_kernel(
         column = block_column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         num_chunks = tl.num_programs(0) // num_strips
         # A row of partial holds the sums of gates, then those of ups. Each half is stored as a row of its own.
-        store_sums(partial_ptr, tl.sum(gate_total, axis=0), 2 * chunk, column, half)
-        store_sums(partial_ptr + half, tl.sum(up_total, axis=0), 2 * chunk, column, half)
-        if is_last(counters_ptr + block_column, num_chunks):
-            add_up(partial_ptr, grad_bias_ptr, column, num_chunks, 2 * half, half)
-            add_up(partial_ptr + half, grad_bias_ptr + half, column, num_chunks, 2 * half, half)
+        kernel_sums.store_sums(partial_ptr, tl.sum(gate_total, axis=0), 2 * chunk, column, half)
+        kernel_sums.store_sums(partial_ptr + half, tl.sum(up_total, axis=0), 2 * chunk, column, half)
+        if kernel_sums.is_last(counters_ptr + block_column, num_chunks):
+            kernel_sums.add_up(partial_ptr, grad_bias_ptr, column, num_chunks, 2 * half, half)
+            kernel_sums.add_up(partial_ptr + half, grad_bias_ptr + half, column, num_chunks, 2 * half, half)
 
 
 def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None = None) -> Tensor:
@@ -161,11 +153,12 @@ def _plan_backward(
     has_bias: bool,
     activation: str,
     has_grad_bias: bool,
-) -> BackwardPlan:
+) -> kernel_sums.BackwardPlan:
     tiling = _plan_tiles(numel, num_columns, SUMS_TILE if has_grad_bias else TILE_ELEMENTS, has_grad_bias)
-    tiles_per_program = choose_tiles_per_program(tiling.row_blocks, tiling.strips, BACKWARD_PROGRAMS, device)
+    row_blocks, strips = tiling.row_blocks, tiling.strips
+    tiles_per_program = kernel_sums.choose_tiles_per_program(row_blocks, strips, BACKWARD_PROGRAMS, device)
     arguments = _list_arguments(numel, num_columns, dtype, has_bias, activation, tiling)
-    return plan_chunks(tiling.row_blocks, tiling.strips, tiles_per_program, has_grad_bias, **arguments)
+    return kernel_sums.plan_chunks(row_blocks, strips, tiles_per_program, has_grad_bias, **arguments)
 
 
 class _Tiling(NamedTuple):
@@ -180,7 +173,7 @@ def _plan_tiles(numel: int, num_columns: int, tile_elements: int, sums_rows: boo
     f, and as many rows as fill tile_elements."""
     half, num_rows = num_columns // 2, numel // num_columns
     columns = max(256, min(1024, half & -half)) if half > 128 else max(8, triton.next_power_of_2(half))
-    columns = min(columns, STRIP_COLUMNS) if sums_rows else columns
+    columns = min(columns, kernel_sums.STRIP_COLUMNS) if sums_rows else columns
     rows = tile_elements // columns
     return _Tiling(rows, columns, -(-num_rows // rows), -(-half // columns))
 

@@ -18,15 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tempo_kernels.kernel_launch import launch
-from tempo_kernels.pointwise.kernel_sums import (
-    STRIP_COLUMNS,
-    BackwardPlan,
-    add_up,
-    choose_tiles_per_program,
-    is_last,
-    plan_chunks,
-    store_sums,
-)
+from tempo_kernels.pointwise import kernel_sums
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLAT_COLUMNS = 1024
@@ -117,10 +109,10 @@ def finish_sums(
     num_columns = row_groups * 8
     column = strip * (BLOCK_GROUPS * 8) + tl.arange(0, BLOCK_GROUPS * 8)
     sums = tl.sum(tl.reshape(total, (BLOCK_ROWS, BLOCK_GROUPS * 8)), axis=0)
-    store_sums(partial_ptr, sums, chunk, column, num_columns)
+    kernel_sums.store_sums(partial_ptr, sums, chunk, column, num_columns)
     num_chunks = tl.num_programs(0) // tl.cdiv(row_groups, BLOCK_GROUPS)
-    if is_last(counters_ptr + strip, num_chunks):
-        add_up(partial_ptr, out_ptr, column, num_chunks, num_columns, num_columns)
+    if kernel_sums.is_last(counters_ptr + strip, num_chunks):
+        kernel_sums.add_up(partial_ptr, out_ptr, column, num_chunks, num_columns, num_columns)
 
 
 class Tiling(NamedTuple):
@@ -153,7 +145,7 @@ def plan_tiles(numel: int, last_size: int, needs_columns: bool, tile_elements: i
     num_columns = last_size if has_columns else FLAT_COLUMNS
     block_columns = max(256, min(1024, num_columns & -num_columns))
     if sums_rows and has_columns:
-        block_columns = STRIP_COLUMNS
+        block_columns = kernel_sums.STRIP_COLUMNS
     rows = tile_elements // block_columns
     num_rows = -(-numel // num_columns) if numel else 0
     unit = 1 if numel % 8 else 8
@@ -171,16 +163,19 @@ def plan_tiles(numel: int, last_size: int, needs_columns: bool, tile_elements: i
     )
 
 
-def plan_backward(tiling: Tiling, has_grad_bias: bool, device: torch.device, **arguments: Any) -> BackwardPlan:
+def plan_backward(
+    tiling: Tiling, has_grad_bias: bool, device: torch.device, **arguments: Any
+) -> kernel_sums.BackwardPlan:
     """Plans `launch_backward`; the arguments are the kernel's own beside those that all kernels share."""
-    tiles_per_program = choose_tiles_per_program(tiling.row_blocks, tiling.strips, BACKWARD_PROGRAMS, device)
+    row_blocks, strips = tiling.row_blocks, tiling.strips
+    tiles_per_program = kernel_sums.choose_tiles_per_program(row_blocks, strips, BACKWARD_PROGRAMS, device)
     sums_rows = has_grad_bias and tiling.has_columns
     named = tiling.sizes | OPTIONS | arguments
-    return plan_chunks(tiling.row_blocks, tiling.strips, tiles_per_program, sums_rows, **named)
+    return kernel_sums.plan_chunks(row_blocks, strips, tiles_per_program, sums_rows, **named)
 
 
 def launch_backward(
-    kernel: Any, plan: BackwardPlan, tensors: tuple[Tensor | None, ...], like: Tensor, has_grad_bias: bool
+    kernel: Any, plan: kernel_sums.BackwardPlan, tensors: tuple[Tensor | None, ...], like: Tensor, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns grad_x in the shape of `like`, and its sum over all dimensions but the last, [f] in its dtype."""
     grad_x = allocate_like(like)

@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
+
 from tempo_megatron.memory.plan.gpu import Gpu, list_gpus, read_gpu
 from tempo_megatron.memory.plan.planner import PlanRequest
 from tempo_megatron.settings.config import TempoConfig
@@ -64,6 +66,25 @@ def find_gpu(device_name: str | None) -> Gpu:
         if device_name is not None and name in device_name.lower().replace(" ", ""):
             return read_gpu(name)
     return read_gpu(_UNKNOWN_DEVICE)
+
+
+def plan_for_all_ranks(make_request: Callable[[], PlanRequest], budget: int) -> RunPlan:
+    """`plan_beside` on rank 0, whose plan, or error, every rank gets. All ranks call it.
+
+    Raises ValueError where nothing fits, or the planner does not know the run.
+    """
+    found: list[RunPlan | str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [plan_beside(make_request(), budget)]
+        except ValueError as error:
+            found = [f"memory budget: {error}"]
+    dist.broadcast_object_list(found, src=0)
+    (plan,) = found
+    if isinstance(plan, str):
+        raise ValueError(plan)
+    assert plan is not None
+    return plan
 
 
 def plan_beside(request: PlanRequest, budget: int) -> RunPlan:
