@@ -6,18 +6,13 @@ CPU, while the run's model is built.
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import dataclasses
-import json
-import os
 import pickle
 import subprocess
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
+from tempo_megatron.beside import Beside
 from tempo_megatron.settings.config import TempoConfig
 
 _SECONDS = 60
@@ -80,34 +75,19 @@ def start_measuring(config: Any, tempo_config: TempoConfig, run: Any) -> Callabl
         "seq_length": run.seq_length,
         "micro_batch_size": run.micro_batch_size,
     }
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", __name__],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    order_text = base64.b64encode(pickle.dumps(order)).decode()
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(order_text)
-        process.stdin.close()
-    process.stdin = None
-    return lambda: _wait(process)
+    measured = Beside("tempo_megatron.megatron_lm.kept_bytes:measure_kept_bytes", order)
+    return lambda: _wait(measured)
 
 
-def _wait(process: subprocess.Popen[str]) -> KeptBytes:
+def _wait(measured: Beside) -> KeptBytes:
+    """The figures; a failed measurement must not stop the run."""
     try:
-        text, _ = process.communicate(timeout=_SECONDS)
+        found: KeptBytes = measured.wait(_SECONDS)
     except subprocess.TimeoutExpired:
-        process.kill()
         return KeptBytes(unknown=f"it took more than {_SECONDS} seconds; tempo-megatron ledger measures it by itself")
-    try:
-        return KeptBytes(**json.loads(text.splitlines()[-1]))
-    except (IndexError, ValueError, TypeError):
-        return KeptBytes(unknown=f"the ledger ended with exit code {process.returncode}")
+    except (RuntimeError, ValueError) as error:
+        return KeptBytes(unknown=str(error).splitlines()[-1])
+    return found
 
 
 def _find_obstacle(config: Any) -> str | None:
@@ -161,18 +141,3 @@ def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
             for name, choice in choices.items()
         }
     return KeptBytes(stock=round(found["stock"]), tempo=round(found["tempo"]))
-
-
-def main() -> None:
-    """Read an order from stdin, write KeptBytes as JSON to stdout."""
-    order = pickle.loads(base64.b64decode(sys.stdin.read()))
-    try:
-        found = measure_kept_bytes(order)
-    except Exception:
-        # A failed measurement must not stop the run.
-        found = KeptBytes(unknown=traceback.format_exc().splitlines()[-1])
-    print(json.dumps(dataclasses.asdict(found)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

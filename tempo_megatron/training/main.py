@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tempo_megatron.beside import is_ours
 from tempo_megatron.cluster.ranks import set_rank_environment
 from tempo_megatron.training.run.arguments import parse_arguments
 from tempo_megatron.training.run.checks import check_run, check_weights_fit
@@ -184,8 +185,7 @@ def find_sentence_for_the_user(error: Exception) -> str | None:
         return None
     if str(error).startswith("Caught ") and "DataLoader worker" in str(error):
         return str(error).strip().splitlines()[-1].partition(": ")[2]
-    frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
-    return str(error) if frame.f_globals.get("__name__", "").startswith(("tempo_megatron", "tempo_kernels")) else None
+    return str(error) if is_ours(error) else None
 
 
 def _ignore_known_warnings() -> None:

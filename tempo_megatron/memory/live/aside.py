@@ -1,30 +1,24 @@
-"""Plans the memory of a starting run, and measures its layers as stock, in a separate process.
+"""Plans the memory of a starting run, in a separate process.
 
-Both need model parallelism of their own and let Megatron's modules run on a CPU, so that they cannot run where a
+The estimate needs model parallelism of its own and lets Megatron's modules run on a CPU, so that it cannot run where a
 run's process groups are. One rank asks, and the others are told.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import os
-import pickle
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch.distributed as dist
 
+from tempo_megatron.beside import Beside
 from tempo_megatron.memory.plan.gpu import Gpu, list_gpus, read_gpu
 from tempo_megatron.memory.plan.planner import PlanRequest
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.argument_types import format_bytes
 
 _UNKNOWN_DEVICE = "h100"
-Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,35 +90,9 @@ def plan_beside(request: PlanRequest, budget: int) -> RunPlan:
 
     Raises ValueError where nothing fits, or the planner does not know the model.
     """
-    return run_beside(make_run_plan, request, budget)
-
-
-def run_beside(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function of a module of ours in a process of its own that has no GPU.
-
-    Raises ValueError as `function`, and RuntimeError where the process ends otherwise than by a result.
-    """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # A thread of its own is all that it needs, whatever the run has.
-    environment["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", __name__],
-        env=environment,
-        input=base64.b64encode(pickle.dumps((function, arguments))),
-        capture_output=True,
-        check=False,
-    )
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        raise RuntimeError(
-            f"{function.__name__} in a process of its own ended with exit code {done.returncode}:\n"
-            f"{done.stderr.decode()[-4000:]}"
-        )
-    found: tuple[Result | None, str | None] = pickle.loads(base64.b64decode(lines[-1]))
-    result, error = found
-    if error is not None:
-        raise ValueError(error)
-    return cast(Result, result)
+    found = Beside("tempo_megatron.memory.live.aside:make_run_plan", request, budget).wait()
+    assert isinstance(found, RunPlan)
+    return found
 
 
 def make_run_plan(request: PlanRequest, budget: int) -> RunPlan:
@@ -140,25 +108,3 @@ def make_run_plan(request: PlanRequest, budget: int) -> RunPlan:
         budget=budget,
         gpu_title=f"{request.gpu.title}{'' if request.gpu.calibrated else ' (data sheet)'}",
     )
-
-
-def main() -> int:
-    """Read a call of `run_beside` from stdin; write its result, or the sentence of a ValueError, to stdout."""
-    function, arguments = pickle.loads(base64.b64decode(sys.stdin.buffer.read()))
-    result, sentence = None, None
-    try:
-        result = function(*arguments)
-    except ValueError as error:
-        frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
-        if not frame.f_globals.get("__name__", "").startswith(("tempo_megatron", "tempo_kernels")):
-            raise
-        sentence = str(error)
-    print(base64.b64encode(pickle.dumps((result, sentence))).decode(), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    # Import this module by its name, so that pickled classes belong to it and not to __main__.
-    from tempo_megatron.memory.live import aside as plan_run
-
-    sys.exit(plan_run.main())

@@ -6,11 +6,8 @@ tensors, from the run's sizes alone.
 
 from __future__ import annotations
 
-import base64
 import gc
-import json
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -21,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tempo_megatron.beside import Beside
 from tempo_megatron.words.argument_types import format_bytes
 
 if TYPE_CHECKING:  # so that whether memory ended is told in any process, whatever is installed there
@@ -106,21 +104,7 @@ def report_out_of_memory(
 
 def _explain_elsewhere(asked: tuple[Run, int, int | None, int | None], seconds: float) -> str:
     """`remedies.explain` in a process of its own, without a GPU and without this one's limit."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    text = base64.b64encode(pickle.dumps(asked)).decode()
     try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "tempo_megatron.memory.live.remedies"],
-            input=text,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"what stood at the peak is not known: {error}"
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return f"what stood at the peak is not known: {reason}"
-    return str(json.loads(done.stdout.splitlines()[-1]))
+        return str(Beside("tempo_megatron.memory.live.remedies:explain", *asked).wait(seconds))
+    except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+        return f"what stood at the peak is not known: {str(error).splitlines()[-1]}"

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import collections
 import dataclasses
-import json
-import pickle
-import resource
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -121,13 +116,3 @@ def _list_operations(run: Run, stage: int) -> list[tuple[str, int]]:
         ledger = measure_run(dataclasses.replace(run, recompute=recompute, recompute_num_layers=None))
         found += [(f"  kept by {row.operation}, {number} layers", number * row.num_bytes) for row in ledger.layer_rows]
     return sorted(found, key=lambda each: -each[1])
-
-
-def main() -> None:
-    """Read the arguments of `explain` from stdin, write what it says to stdout, as JSON."""
-    resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
-    print(json.dumps(explain(*pickle.loads(base64.b64decode(sys.stdin.read())))), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,12 +18,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tempo_megatron.beside import Beside
 from tempo_megatron.memory.kept.attribution import Row, attribute_all, divide_by_layer, sum_rows
 from tempo_megatron.memory.kept.recorder import GraphReader, SavedStorage
 from tempo_megatron.memory.kept.standing_bytes import StandingBytes
 from tempo_megatron.memory.kept.timeline import StepTimeline
-from tempo_megatron.memory.live.aside import run_beside
-from tempo_megatron.memory.plan.kept_rows import measure_stock_layer
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.layer_values import write_layers
 from tempo_megatron.settings.operations import STACKS
@@ -176,7 +175,7 @@ class RunLedger:
         if sum(hasattr(model, stack) for stack in STACKS) > 1:
             return (), "the model has two stacks of layers"
         try:
-            rows = run_beside(measure_stock_layer, self._read_run())
+            rows = Beside("tempo_megatron.memory.plan.kept_rows:measure_stock_layer", self._read_run()).wait()
         except ValueError as error:
             return (), str(error)
         return tuple(rows.items()), ""
