@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,11 @@ def test_without_fixed_memory_the_plan_fits_by_the_estimate_of_exactly_that_plan
     monkeypatch.setattr(plan_verify, "estimate_ranks", estimate)
     file, model = tmp_path / "plan.json", MODELS / "gpt2_345m.json"
     arguments = ["plan", f"--model={model}", "--gpu=h100", "--gpu-memory=8GiB", "--micro-batch-size=4"]
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
     assert main([*arguments, f"--json={file}"]) == 0
+    assert f"\rplan: {len(asked)} estimates of a step\r" in terminal.getvalue()
     figures = json.loads(file.read_text())
     (stage,) = figures["stages"]
     assert 7.8 * 2**30 < stage["peak_bytes"] <= 8 * 2**30

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import json
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +36,13 @@ def run_plan(args: argparse.Namespace) -> int:
         check_installed("--plot", "train", "matplotlib")
     request, samples_per_rank = read_request(args, gpu)
     trials = []
-    if args.micro_batch_size == "auto":
-        trials = try_micro_batches(request, args.gpu_memory, samples_per_rank)
-        trial = choose_trial(trials)
-        plan, problem = trial.plan, trial.problem
-    else:
-        plan, problem = answer(request, args.gpu_memory)
+    with _show_estimates() as note_estimate:
+        if args.micro_batch_size == "auto":
+            trials = try_micro_batches(request, args.gpu_memory, samples_per_rank, note_estimate)
+            trial = choose_trial(trials)
+            plan, problem = trial.plan, trial.problem
+        else:
+            plan, problem = answer(request, args.gpu_memory, note_estimate)
     run = problem.run
     print(f"{Path(args.model).stem}, {args.dtype}, s {run.model.seq_length}, b {run.micro_batch_size}, ", end="")
     print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {format_bytes(args.gpu_memory)} a GPU")
@@ -84,6 +89,22 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
         fixed_sizes=tuple(args.fixed_memory or ()),
     )
     return request, samples
+
+
+@contextlib.contextmanager
+def _show_estimates() -> Iterator[Callable[[], None]]:
+    """A line with the number of estimates so far, where stderr is a terminal; yields what is called after each."""
+    numbers, is_shown = itertools.count(1), sys.stderr.isatty()
+
+    def note() -> None:
+        if is_shown:
+            print(f"\rplan: {next(numbers)} estimates of a step", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield note
+    finally:
+        if is_shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def format_plan(problem: Problem, plan: Plan) -> str:

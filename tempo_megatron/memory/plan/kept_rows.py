@@ -169,7 +169,7 @@ def complete(
         measure: the rows of some choices.
     """
     known: dict[Values, Rows] = {}
-    batch, is_check = _cover(choices, known, 2), False
+    batch, is_check = _cover(choices, known, 2, len(choices)), False
     predicted: dict[Values, Rows] = {}
     while batch:
         found = dict(zip(batch, measure(batch), strict=True))
@@ -180,21 +180,21 @@ def complete(
         unknown = [choice for choice in choices if choice not in predicted]
         is_check = not unknown
         rest = unknown or [choice for choice in choices if choice not in known]
-        batch = (_cover(rest, known, 3) or rest)[:_NUM_MORE]
+        batch = _cover(rest, known, 3, _NUM_MORE) or rest[:_NUM_MORE]
     return predicted | known, frozenset(known)
 
 
-def _cover(choices: Sequence[Values], known: Collection[Values], strength: int) -> list[Values]:
-    """Choices, as few as a greedy search finds, that have all values of any `strength` operations together that no
-    known choice has."""
+def _cover(choices: Sequence[Values], known: Collection[Values], strength: int, limit: int) -> list[Values]:
+    """Choices, as few as a greedy search finds and at most `limit`, that have all values of any `strength` operations
+    together that no known choice has."""
 
     def list_together(choice: Values) -> Iterator[tuple[tuple[int, str], ...]]:
         return itertools.combinations(enumerate(choice), strength)
 
     missing = {each for choice in choices for each in list_together(choice)}
     missing -= {each for choice in known for each in list_together(choice)}
-    found = []
-    while missing:
+    found: list[Values] = []
+    while missing and len(found) < limit:
         found.append(max(choices, key=lambda choice: sum(each in missing for each in list_together(choice))))
         missing -= {*list_together(found[-1])}
     return found

@@ -37,6 +37,11 @@ from tempo_megatron.slots.choose import refuse_written
 
 _ROUNDS = 6
 _REFERENCE = {"activation": "inplace", "norm": "inplace", "dropout": "recompute", "attention": "flash"}
+NoteEstimate = Callable[[], object]
+
+
+def _ignore() -> None:
+    """Note nothing."""
 
 
 def make_verified_plan(
@@ -115,12 +120,14 @@ def _descend(get_problem: Callable[[], Problem], get_best: Callable[[], Plan]) -
                 yield plan_alike(get_problem(), {**same, operation: (value,)}, sorted(best.recompute))
 
 
-def answer(request: PlanRequest, budget: int) -> tuple[Plan, Problem]:
+def answer(request: PlanRequest, budget: int, note_estimate: NoteEstimate = _ignore) -> tuple[Plan, Problem]:
     """The plan of a request, verified unless what the GPUs hold anyway was given, and the problem that it solves.
+
+    note_estimate: called after each estimate of a step, of which there may be 30.
 
     Raises ValueError as `make_problem` and `make_plan`.
     """
-    problem, estimates = make_problem(request)
+    problem, estimates = make_problem(request, note_estimate)
     if estimates is None:
         return make_plan(problem, budget), problem
     return make_verified_plan(problem, budget, estimates.estimate_plan)
@@ -158,7 +165,9 @@ def list_micro_batches(samples_per_rank: int | None) -> Iterator[int]:
         yield 3 * 2 ** (power - 1)
 
 
-def try_micro_batches(request: PlanRequest, budget: int, samples_per_rank: int | None = None) -> list[Trial]:
+def try_micro_batches(
+    request: PlanRequest, budget: int, samples_per_rank: int | None = None, note_estimate: NoteEstimate = _ignore
+) -> list[Trial]:
     """One plan for each micro batch size that fits, smallest first. Stop at the first size that does not fit: larger
     ones need more.
 
@@ -166,6 +175,7 @@ def try_micro_batches(request: PlanRequest, budget: int, samples_per_rank: int |
         request: its micro batch, and where `samples_per_rank` is given the number of them, are replaced.
         budget: bytes of one GPU.
         samples_per_rank: of a step.
+        note_estimate: as `answer` takes it.
 
     Raises ValueError where none fits: that of the smallest.
     """
@@ -174,7 +184,7 @@ def try_micro_batches(request: PlanRequest, budget: int, samples_per_rank: int |
         number = request.run.num_micro_batches if samples_per_rank is None else samples_per_rank // size
         run = dataclasses.replace(request.run, micro_batch_size=size, num_micro_batches=number)
         try:
-            found.append(Trial(size, *answer(dataclasses.replace(request, run=run), budget)))
+            found.append(Trial(size, *answer(dataclasses.replace(request, run=run), budget, note_estimate)))
         except ValueError:
             if not found:
                 raise
@@ -187,7 +197,7 @@ def choose_trial(trials: Iterable[Trial]) -> Trial:
     return min(trials, key=lambda trial: trial.seconds_per_sample)
 
 
-def make_problem(request: PlanRequest) -> tuple[Problem, PlanEstimates | None]:
+def make_problem(request: PlanRequest, note_estimate: NoteEstimate = _ignore) -> tuple[Problem, PlanEstimates | None]:
     """The request with what a plan of it is sought with, and the estimates; None where `fixed_sizes` take their place.
 
     Raises ValueError where the planner does not know the model, the layout does not go with it, or it cannot have a
@@ -200,7 +210,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, PlanEstimates | None]:
     if request.fixed_sizes:
         count_fixed_bytes = read_fixed_bytes(request.fixed_sizes, run.pipeline_parallel)
     else:
-        estimates = PlanEstimates(run, values)
+        estimates = PlanEstimates(run, values, note_estimate)
         count_fixed_bytes = estimates.count_fixed_bytes
         values["loss"] = (estimates.choose_loss(values["loss"]),)
     return Problem(**vars(request), count_fixed_bytes=count_fixed_bytes, values=values), estimates
@@ -246,10 +256,11 @@ class PlanEstimates:
     Args:
         run: whose recomputation is left out of account.
         values: operation -> the values that the model can have.
+        note_estimate: called after each estimate.
     """
 
-    def __init__(self, run: Run, values: Mapping[str, Sequence[str]]) -> None:
-        self._run = run
+    def __init__(self, run: Run, values: Mapping[str, Sequence[str]], note_estimate: NoteEstimate = _ignore) -> None:
+        self._run, self._note_estimate = run, note_estimate
         known: dict[str, Any] = {name: value for name, value in _REFERENCE.items() if value in values[name]}
         self._reference = dataclasses.replace(TempoConfig.off(), **known)
         self.estimate = functools.cache(self._estimate)
@@ -309,7 +320,9 @@ class PlanEstimates:
 
     def _estimate(self, config: TempoConfig, recompute: tuple[str, ...]) -> tuple[RankEstimate, ...]:
         run = dataclasses.replace(self._run, tempo=config, recompute=recompute, recompute_num_layers=None)
-        return estimate_ranks(run)
+        found = estimate_ranks(run)
+        self._note_estimate()
+        return found
 
     def _count_kept(self, stage: int, recompute: tuple[str, ...]) -> int:
         """What the reference's layers keep of all micro batches in flight."""
