@@ -22,6 +22,8 @@ from __future__ import annotations
 import ast
 import fnmatch
 import graphlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,6 +156,18 @@ def _list_modules(package: str) -> Iterator[tuple[str, Path]]:
     for path in (ROOT / package).rglob("*.py"):
         if path.name != "__init__.py":
             yield ".".join(path.relative_to(ROOT).with_suffix("").parts), path
+
+
+@pytest.mark.quick
+def test_every_module_can_be_imported() -> None:
+    """What no quick test runs is at least whole; the rest of the suite runs all of it."""
+    inside_of_another = "tempo_megatron.megatron_lm.megatron_deepspeed"  # imports Megatron-DeepSpeed's own `megatron`
+    names = [name for name, _ in _list_modules("tempo_megatron") if not name.endswith(("__main__", inside_of_another))]
+    for package in ("tempo_kernels", "tempo_torch"):
+        names += [name.removeprefix("kernels.") for name, _ in _list_modules(f"kernels/{package}")]
+    program = f"import importlib\nfor name in {names!r}: importlib.import_module(name)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and len(names) > 200, done.stderr
 
 
 def test_no_test_file_imports_another() -> None:
