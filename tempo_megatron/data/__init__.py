@@ -1,4 +1,4 @@
-"""From text to the token files that Megatron trains on: documents, tokenizer, `.bin` and `.idx`."""
+"""Turns text into the token files that Megatron trains on: documents, tokenizer, `.bin` and `.idx`."""
 
 from tempo_megatron.extras import check_installed
 

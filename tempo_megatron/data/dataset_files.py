@@ -1,4 +1,4 @@
-"""A prepared data set on disk: Megatron's PREFIX.bin and PREFIX.idx, and PREFIX.json, which says how it was made.
+"""Reads and checks a data set: Megatron's PREFIX.bin and PREFIX.idx, and PREFIX.json, which says how it was made.
 
 Data made by Megatron-LM has no PREFIX.json; it is read all the same, with the tokenizer files given by hand.
 """

@@ -1,4 +1,4 @@
-"""The tokenizers of masked language models: BERT's WordPiece, and RoBERTa's byte-level BPE.
+"""Tokenizes for masked language models, by BERT's WordPiece or RoBERTa's byte-level BPE.
 
 Both have four tokens that never come from a text: one that begins a sample, one that ends a segment, one in place of a
 masked token and one for padding. Their data hold no end-of-document token: Megatron's masked dataset never reads over

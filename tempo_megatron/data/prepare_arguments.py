@@ -1,4 +1,4 @@
-"""The command line of prepare_data: parsed, checked and completed into one object that is only read afterwards."""
+"""Parses and checks the command line of prepare_data, into one object that is only read afterwards."""
 
 from __future__ import annotations
 

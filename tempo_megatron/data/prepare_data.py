@@ -1,4 +1,4 @@
-"""Text, JSON-lines and directory trees to a tokenized data set that Megatron-LM and this repository's trainer read."""
+"""Makes a data set that Megatron-LM and this repository's trainer read, of text, JSON lines and directory trees."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (quotes and full stops of other scripts are what this is about)
-"""Where a sentence ends: a rule of our own, so that nothing has to be downloaded.
+"""Splits text into sentences, by a rule of our own, so that nothing has to be downloaded.
 
 A sentence ends
 - after `.`, `!`, `?` or an ellipsis, with the quotes and brackets that close there, where white space follows and then

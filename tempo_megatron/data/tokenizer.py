@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE: a tokenizer as megatron-core's datasets expect it, and the training of a new vocabulary.
+"""Tokenizes by GPT-2's byte-level BPE, as megatron-core's datasets expect it, and trains new vocabularies.
 
 Files are GPT-2's own two: vocab.json (token -> id) and merges.txt (one pair per line, best first). A token is written
 in GPT-2's alphabet of 256 printable characters, one per byte, so every text can be expressed.

@@ -1,4 +1,4 @@
-"""The tokenizers that data sets are made with, by Megatron-LM's names for --tokenizer-type.
+"""Lists the tokenizers that data sets are made with, by Megatron-LM's names for --tokenizer-type.
 
 RobertaBPETokenizer is ours: Megatron-LM has no byte-level BPE with the special tokens of a masked language model.
 """

@@ -1,4 +1,4 @@
-"""The training job: the GPT trainer and its checkpoints."""
+"""Trains GPTs and BERTs of Megatron-core under DeepSpeed, and keeps their checkpoints."""
 
 from tempo_megatron.extras import check_installed
 

@@ -1,4 +1,7 @@
-"""Save and resume a whole run: model, optimizer, schedule, data position, random states."""
+"""Saves and resumes a whole run: model, optimizer, schedule, data position, random states.
+
+A description of the run is saved beside them, and a run goes on only from a checkpoint whose description fits it.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class Progress:
 
 
 class Checkpoints:
-    """Saving to `--save` and resuming from `--load`, on every rank at once.
+    """Saves to `--save` and resumes from `--load`, on every rank at once.
 
     Args:
         run: save and load folders, and how many checkpoints stay.

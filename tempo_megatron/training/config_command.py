@@ -1,4 +1,4 @@
-"""`tempo-megatron config --show`: what a run would work with, and where each value comes from."""
+"""Prints what a run would work with and where each value comes from, for `tempo-megatron config --show`."""
 
 from __future__ import annotations
 

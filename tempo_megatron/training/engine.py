@@ -1,4 +1,7 @@
-"""DeepSpeed around a Megatron model: process groups, gradients of sequence-parallel parameters, optimizer, schedule."""
+"""Puts a Megatron model into DeepSpeed's engine: process groups, optimizer, schedule.
+
+It also sums the gradients of sequence-parallel parameters, which DeepSpeed does not do.
+"""
 
 from __future__ import annotations
 

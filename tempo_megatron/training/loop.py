@@ -1,4 +1,4 @@
-"""The training loop: micro batches, validation, logging, saving, stopping."""
+"""Runs the training loop: micro batches, validation, logging, saving, stopping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run reports: a progress bar, log lines, a JSON-lines file and TensorBoard, all from rank 0.
+"""Reports what a run does, from rank 0: a progress bar, log lines, a JSON-lines file and TensorBoard.
 
 Losses stay on the device until a log interval ends, so that no step waits for the host.
 """

@@ -1,4 +1,4 @@
-"""A folder of checkpoints of which the latest one is always whole, whenever the process that writes is killed.
+"""Keeps a folder of checkpoints whose latest one is always whole, whenever the process that writes is killed.
 
 A checkpoint is written to iter_XXXXXXX.tmp, flushed to disk, renamed, and only then named in the file `latest`, which
 is itself replaced in one step. Nothing here knows what a checkpoint contains.

@@ -1,4 +1,4 @@
-"""Training and validation samples: a dataset of megatron-core, read in an order that does not depend on the layout."""
+"""Builds training and validation samples: a dataset of megatron-core, in an order that no layout changes."""
 
 from __future__ import annotations
 

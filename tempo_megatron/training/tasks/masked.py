@@ -1,4 +1,4 @@
-"""BERT's and RoBERTa's task: masked tokens and the order of two segments, on megatron-core's masked dataset.
+"""Trains BERT and RoBERTa on masked tokens and the order of two segments, on megatron-core's masked dataset.
 
 Samples and masks are Megatron's, with two exceptions, both in what is not text. Its dataset fills samples up, and
 marks them as filled up, with the padding token's id, which is right where that is 0 and lets attention see the padding
@@ -37,7 +37,7 @@ _KEYS = {
 
 
 class MaskedTask:
-    """A task.Task."""
+    """The Task of BERT and RoBERTa."""
 
     dataset_class = BERTMaskedWordPieceDataset
     tokenizer_types = MASKED_TYPES

@@ -1,4 +1,4 @@
-"""GPT's task: the next token, on megatron-core's GPTDataset."""
+"""Trains GPT to predict the next token, on megatron-core's GPTDataset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tempo_megatron.training.tasks.task import LOSS, Vocabulary, check_token_ran
 
 
 class NextTokenTask:
-    """A task.Task."""
+    """The Task of GPT."""
 
     dataset_class = GPTDataset
     tokenizer_types: tuple[str, ...] = (GPT2_BPE,)

@@ -1,4 +1,4 @@
-"""The protocol of a task: what a model is trained to do, and all that the trainer knows of a model.
+"""Defines what the trainer asks of a task: data, forward step and losses, and all that it knows of a model.
 
 A task is chosen by the family of the run's model; `job.find_task` imports it, and with it megatron-core.
 """

@@ -1,4 +1,4 @@
-"""The small processes beside a run that notice when one of its ranks is gone, and tell the others why.
+"""Watches a run from small processes beside it, which notice when a rank is gone and tell the others why.
 
 Each rank has a watcher; rank 0 has a judge as well, which the watchers are connected to. They are processes of their
 own, and not threads of the rank, so that nothing a rank does can look like its end: a long save, a compiler, a debugger
