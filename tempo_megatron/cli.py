@@ -43,31 +43,31 @@ def _of_memory(module: str, help: str, description: str) -> Command:
 
 _COMMANDS = {
     "ledger": _of_memory(
-        module="tempo_megatron.memory.commands.ledger",
-        help="measure every tensor that a GPT keeps for backward, stock beside Tempo",
-        description="Run one layer of the real model forward, stock and with Tempo, and list what autograd keeps.",
+        "tempo_megatron.memory.commands.ledger",
+        "measure every tensor that a GPT keeps for backward, stock beside Tempo",
+        "Run one layer of the real model forward, stock and with Tempo, and list what autograd keeps.",
     ),
     "estimate": _of_memory(
-        module="tempo_megatron.memory.commands.estimate",
-        help="estimate the memory of a training run on every kind of rank, without hardware",
-        description="Follow one training step of the real model on tensors without memory, for any number of devices.",
+        "tempo_megatron.memory.commands.estimate",
+        "estimate the memory of a training run on every kind of rank, without hardware",
+        "Follow one training step of the real model on tensors without memory, for any number of devices.",
     ),
     "plan": _of_memory(
-        module="tempo_megatron.memory.commands.plan",
-        help="choose what each layer keeps, so that a step is shortest within a GPU's memory",
-        description="Choose for each layer among stock, Tempo's forms and Megatron's recomputation, so that every "
+        "tempo_megatron.memory.commands.plan",
+        "choose what each layer keeps, so that a step is shortest within a GPU's memory",
+        "Choose for each layer among stock, Tempo's forms and Megatron's recomputation, so that every "
         'pipeline stage fits and a step is shortest; print it as a table, a "tempo" block and arguments.',
     ),
     "order": _of_memory(
-        module="tempo_megatron.roam.command",
-        help="order a training step's operations so that its peak memory is least",
-        description="Trace one step of the real model without memory, and find the order of its operations and the "
+        "tempo_megatron.roam.command",
+        "order a training step's operations so that its peak memory is least",
+        "Trace one step of the real model without memory, and find the order of its operations and the "
         "addresses of its tensors with which it needs least, without recomputing anything.",
     ),
     "flops": _of_memory(
-        module="tempo_megatron.memory.commands.flops",
-        help="count the FLOPs of a step, and with its time the utilisation of the GPUs (MFU, HFU)",
-        description="Count the matrix products of one training step by equations 7 and 8 of arXiv 2205.05198, for any "
+        "tempo_megatron.memory.commands.flops",
+        "count the FLOPs of a step, and with its time the utilisation of the GPUs (MFU, HFU)",
+        "Count the matrix products of one training step by equations 7 and 8 of arXiv 2205.05198, for any "
         "model of configs/model.",
     ),
     "bench": Command(
