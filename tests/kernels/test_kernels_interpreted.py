@@ -33,17 +33,19 @@ NUM_PARTS = {"attention": 1, "norm": 2, "others": 1}
 PARTS = [(family, part) for family, number in NUM_PARTS.items() for part in range(number)]
 
 
+def list_tests(path: Path) -> list[str]:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return [f"{path}::{name}" for name in names]
+
+
 def what_to_run(family: str, part: int) -> list[str]:
     """What to give to pytest: every so many-th of the test functions of a family's files."""
-    tests = []
-    for path in FILES:
-        word = path.stem.split("_")[1]
-        if (word if word in NUM_PARTS else "others") != family:
-            continue
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-        names = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-        tests += [f"{path}::{name}" for name in names]
-    return tests[part :: NUM_PARTS[family]]
+    families = [path.stem.split("_")[1] for path in FILES]
+    chosen = [
+        path for path, word in zip(FILES, families, strict=True) if (word if word in NUM_PARTS else "others") == family
+    ]
+    return [test for path in chosen for test in list_tests(path)][part :: NUM_PARTS[family]]
 
 
 def interpret(*arguments: str) -> None:
@@ -64,8 +66,9 @@ def test_every_kernel_does_under_the_interpreter_what_its_specification_says(fam
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.quick
-def test_one_case_of_each_test_of_kernels_holds_under_the_interpreter():
-    interpret("--quick", *map(str, FILES))
+def test_one_case_of_some_tests_of_every_kernel_holds_under_the_interpreter():
+    # The first test of a file holds a kernel against its specification. This file's own first one starts processes.
+    interpret("--quick", *(test for path in FILES[1:] for test in list_tests(path)[:2]), *list_tests(FILES[0])[2:6])
 
 
 @triton.jit
