@@ -8,35 +8,39 @@ import time
 
 import pytest
 
-from tempo_megatron.memory.plan.solver import Kind, Mode, Solution, Solver, Stage, count_peak
+from tempo_megatron.memory.plan.solver import BareStage, LayerOption, RecomputeMode, Solution, Solver, count_peak
 
 
-def draw_problem(seed: int) -> tuple[list[Mode[str]], int]:
+def draw_problem(seed: int) -> tuple[list[RecomputeMode[str]], int]:
     """A few stages of at most three layers, and a budget that some fit; byte and cost figures collide often."""
     draw = random.Random(seed)
     top = draw.choice((4, 30, 1000))
 
-    def draw_kinds(num: int, has_replay: bool) -> tuple[Kind[str], ...]:
+    def draw_kinds(num: int, has_replay: bool) -> tuple[LayerOption[str], ...]:
         return tuple(
-            Kind(f"k{index}", draw.randrange(top), draw.randrange(top), draw.randrange(top) if has_replay else 0)
+            LayerOption(f"k{index}", draw.randrange(top), draw.randrange(top), draw.randrange(top) if has_replay else 0)
             for index in range(num)
         )
 
-    def draw_stages() -> tuple[Stage, ...]:
+    def draw_stages() -> tuple[BareStage, ...]:
         return tuple(
-            Stage(num_layers, num_stages - index, draw.randrange(top), base_cost, draw.choice((0, draw.randrange(top))))
+            BareStage(
+                num_layers, num_stages - index, draw.randrange(top), base_cost, draw.choice((0, draw.randrange(top)))
+            )
             for index, (num_layers, base_cost) in enumerate(sizes)
         )
 
     num_stages = draw.randint(1, 3)
     sizes = [(draw.randint(1, 3), draw.randrange(top)) for _ in range(num_stages)]
-    modes = [Mode(draw_kinds(draw.randint(1, 4), draw.random() < 0.5), draw_stages())]
-    modes.append(Mode(draw_kinds(draw.randint(1, 3), True), draw_stages()))
-    modes.append(Mode(draw_kinds(draw.randint(1, 3), False), draw_stages(), draw_kinds(draw.randint(1, 2), True)))
+    modes = [RecomputeMode(draw_kinds(draw.randint(1, 4), draw.random() < 0.5), draw_stages())]
+    modes.append(RecomputeMode(draw_kinds(draw.randint(1, 3), True), draw_stages()))
+    modes.append(
+        RecomputeMode(draw_kinds(draw.randint(1, 3), False), draw_stages(), draw_kinds(draw.randint(1, 2), True))
+    )
     return modes, draw.randrange(1, 8 * top)
 
 
-def try_everything(modes: list[Mode[str]], budget: int) -> tuple[int, int] | None:
+def try_everything(modes: list[RecomputeMode[str]], budget: int) -> tuple[int, int] | None:
     """Cost of the slowest stage and of all together, of the best of all assignments of kinds to layers."""
     best = None
     for mode in modes:
@@ -97,24 +101,24 @@ def test_a_larger_budget_costs_no_more() -> None:
 def test_the_same_problem_has_the_same_answer_and_of_equal_kinds_the_first() -> None:
     modes, budget = draw_problem(1)
     assert Solver(modes).solve(budget) == Solver(list(modes)).solve(budget)
-    one, other = Kind("first", 5, 5), Kind("second", 5, 5)
-    found = Solver([Mode((one, other), (Stage(2, 1, 0),))]).solve(100)
+    one, other = LayerOption("first", 5, 5), LayerOption("second", 5, 5)
+    found = Solver([RecomputeMode((one, other), (BareStage(2, 1, 0),))]).solve(100)
     assert found is not None and found.stages[0].names == ("first", "first")
 
 
 def test_128_layers_on_each_of_64_stages_take_less_than_a_second() -> None:
     draw = random.Random(0)
 
-    def draw_kinds(num: int) -> tuple[Kind[str], ...]:
+    def draw_kinds(num: int) -> tuple[LayerOption[str], ...]:
         bytes_of = sorted((draw.randrange(10**7, 10**9) for _ in range(num)), reverse=True)
         return tuple(
-            Kind(f"k{index}", kept, index * 10**9 + draw.randrange(10**9), 10**8 if index % 2 else 0)
+            LayerOption(f"k{index}", kept, index * 10**9 + draw.randrange(10**9), 10**8 if index % 2 else 0)
             for index, kept in enumerate(bytes_of)
         )
 
-    stages = tuple(Stage(128, 64 - index, 10**9 * (index + 1), 10**12) for index in range(64))
-    modes = [Mode(draw_kinds(num), stages) for num in (5, 4, 4)]
-    modes.append(Mode(draw_kinds(4), stages, draw_kinds(3)))
+    stages = tuple(BareStage(128, 64 - index, 10**9 * (index + 1), 10**12) for index in range(64))
+    modes = [RecomputeMode(draw_kinds(num), stages) for num in (5, 4, 4)]
+    modes.append(RecomputeMode(draw_kinds(4), stages, draw_kinds(3)))
     smallest = Solver(modes).find_smallest().peak_bytes
     start = time.process_time()
     found = Solver(modes).solve(smallest * 11 // 10)

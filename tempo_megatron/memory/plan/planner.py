@@ -24,7 +24,7 @@ from tempo_megatron.memory.plan.cost import (
 )
 from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.plan.kept_rows import KeptRows, measure_rows
-from tempo_megatron.memory.plan.solver import Kind, Mode, Solution, Solver, Stage, prune
+from tempo_megatron.memory.plan.solver import BareStage, LayerOption, RecomputeMode, Solution, Solver, prune
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, write_layers
@@ -288,13 +288,15 @@ class Planner:
                 added_seconds=(found.cost - stage.base_cost) / _FEMTO,
             )
 
-    def _make_mode(self, recompute: frozenset[str]) -> Mode[LayerChoice]:
+    def _make_mode(self, recompute: frozenset[str]) -> RecomputeMode[LayerChoice]:
         stages = tuple(self._make_stage(index, recompute) for index in range(self._problem.run.pipeline_parallel))
         if "full" in recompute:
-            return Mode(self._list_kinds(frozenset()), stages, self._list_kinds(recompute), self._problem.num_full)
-        return Mode(self._list_kinds(recompute), stages)
+            return RecomputeMode(
+                self._list_kinds(frozenset()), stages, self._list_kinds(recompute), self._problem.num_full
+            )
+        return RecomputeMode(self._list_kinds(recompute), stages)
 
-    def _make_stage(self, index: int, recompute: frozenset[str]) -> Stage:
+    def _make_stage(self, index: int, recompute: frozenset[str]) -> BareStage:
         problem = self._problem
         num_layers, num_stages = problem.layers_of_stage, problem.run.pipeline_parallel
         head_flops = problem.head_flops if index == num_stages - 1 else 0
@@ -307,7 +309,7 @@ class Planner:
         in_flight = min(num_stages - index, problem.run.num_micro_batches or num_stages)
         fixed = problem.count_fixed_bytes(index, self._loss)
         correction = problem.corrections[index] if problem.corrections else 0
-        return Stage(
+        return BareStage(
             num_layers=num_layers,
             in_flight=in_flight,
             fixed_bytes=fixed.in_layers + correction + in_flight * problem.measure_rows(recompute).stack_bytes,
@@ -320,13 +322,13 @@ class Planner:
             head_bytes=max(0, fixed.at_head - fixed.in_layers),
         )
 
-    def _list_kinds(self, recompute: frozenset[str]) -> tuple[Kind[LayerChoice], ...]:
+    def _list_kinds(self, recompute: frozenset[str]) -> tuple[LayerOption[LayerChoice], ...]:
         values = (self._problem.values.get(name, ("off",)) for name in LAYER_OPERATIONS)
         possible = self._problem.measure_rows(recompute).rows
         choices = (each for each in itertools.product(*values) if each in possible)
         return prune([self._make_kind(LayerChoice(each, recompute)) for each in choices])
 
-    def _make_kind(self, choice: LayerChoice) -> Kind[LayerChoice]:
+    def _make_kind(self, choice: LayerChoice) -> LayerOption[LayerChoice]:
         problem, config = self._problem, choice.make_config()
         is_full, rows = "full" in choice.recompute, problem.measure_rows(())
         kept = problem.measure_rows(choice.recompute).count(config)
@@ -342,7 +344,7 @@ class Planner:
             flops=count_recomputed_flops(self._flops, choice.recompute, config),
             moved_bytes=count_moved_bytes(problem.run, config, choice.recompute),
         )
-        return Kind(choice, kept, cost, without if is_full else max(0, without - kept))
+        return LayerOption(choice, kept, cost, without if is_full else max(0, without - kept))
 
 
 def _write_block(layers: Sequence[LayerChoice], loss: str) -> dict[str, Any]:

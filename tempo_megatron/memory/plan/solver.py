@@ -19,7 +19,7 @@ Name = TypeVar("Name")
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind(Generic[Name]):
+class LayerOption(Generic[Name]):
     """One way to run a layer."""
 
     name: Name
@@ -32,8 +32,8 @@ class Kind(Generic[Name]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """One pipeline stage."""
+class BareStage:
+    """One pipeline stage without what the options of its layers add."""
 
     num_layers: int
     in_flight: int
@@ -47,12 +47,12 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mode(Generic[Name]):
+class RecomputeMode(Generic[Name]):
     """What the whole model shares: Megatron's recomputation, the kinds that its layers can be of, and its stages."""
 
-    kinds: tuple[Kind[Name], ...]
-    stages: tuple[Stage, ...]
-    full_kinds: tuple[Kind[Name], ...] = ()
+    kinds: tuple[LayerOption[Name], ...]
+    stages: tuple[BareStage, ...]
+    full_kinds: tuple[LayerOption[Name], ...] = ()
     """Not empty: the first layers of every stage, as many in each, are of one of these kinds; the same in a stage."""
     num_full: int | None = None
     """How many; None is any number from 1."""
@@ -86,21 +86,21 @@ class Solution(Generic[Name]):
         return max(stage.cost for stage in self.stages)
 
 
-def prune(kinds: Sequence[Kind[Name]]) -> tuple[Kind[Name], ...]:
+def prune(kinds: Sequence[LayerOption[Name]]) -> tuple[LayerOption[Name], ...]:
     """Drop every kind that another one matches or beats in bytes, replay and cost. Of equal kinds the first stays."""
 
-    def beats(one: Kind[Name], other: Kind[Name]) -> bool:
+    def beats(one: LayerOption[Name], other: LayerOption[Name]) -> bool:
         ours, theirs = (_list_figures(kind) for kind in (one, other))
         return all(a <= b for a, b in zip(ours, theirs, strict=True))
 
-    kept = list[Kind[Name]]()
+    kept = list[LayerOption[Name]]()
     for kind in sorted(kinds, key=_list_figures):
         if not any(beats(other, kind) for other in kept):
             kept.append(kind)
     return tuple(kept)
 
 
-def _list_figures(kind: Kind[Name]) -> tuple[int, int, int]:
+def _list_figures(kind: LayerOption[Name]) -> tuple[int, int, int]:
     return kind.cost, kind.kept_bytes, kind.replay_bytes
 
 
@@ -110,7 +110,7 @@ class _Point:
 
     cost: int
     peak_bytes: int
-    full: Kind[Any] | None
+    full: LayerOption[Any] | None
     front: _Front
     index: int
 
@@ -124,7 +124,7 @@ def _weigh(points: Sequence[_Point]) -> tuple[int, int, int]:
 class _Front:
     """For each number of layers the sums of kept bytes and cost that no other sum beats, in the order of the bytes."""
 
-    def __init__(self, kinds: Sequence[Kind[Any]], num_layers: int) -> None:
+    def __init__(self, kinds: Sequence[LayerOption[Any]], num_layers: int) -> None:
         self.kinds = kinds
         kept, costs = (np.array([getattr(kind, name) for kind in kinds], np.int64) for name in ("kept_bytes", "cost"))
         zero = np.zeros(1, np.int64)
@@ -148,7 +148,7 @@ class _Front:
         point = bisect.bisect_right(self.kept[num_layers], kept_bytes) - 1
         return point if point >= 0 else None
 
-    def read(self, num_layers: int, point: int) -> list[Kind[Any]]:
+    def read(self, num_layers: int, point: int) -> list[LayerOption[Any]]:
         """The kinds of a point's layers, equal ones side by side."""
         used = []
         for level in range(num_layers, 0, -1):
@@ -160,7 +160,7 @@ class _Front:
 class _Table(Generic[Name]):
     """What a mode offers to its stages."""
 
-    def __init__(self, mode: Mode[Name]) -> None:
+    def __init__(self, mode: RecomputeMode[Name]) -> None:
         kinds, self._full_kinds, self.stages = prune(mode.kinds), prune(mode.full_kinds), mode.stages
         self._num_full = mode.num_full
         self._num_layers = num_layers = max(stage.num_layers for stage in mode.stages)
@@ -175,7 +175,7 @@ class _Table(Generic[Name]):
             return range(1)
         return range(1, self._num_layers + 1) if self._num_full is None else range(self._num_full, self._num_full + 1)
 
-    def find_cheapest(self, stage: Stage, num_full: int, budget: int) -> _Point | None:
+    def find_cheapest(self, stage: BareStage, num_full: int, budget: int) -> _Point | None:
         """The cheapest choice within the budget, and of equal costs one that needs least; None where there is none."""
         m, num_full = stage.in_flight, min(num_full, stage.num_layers)
         rest = budget - stage.fixed_bytes
@@ -193,7 +193,7 @@ class _Table(Generic[Name]):
                     found.append(self._make_point(stage, num_full, full, limit, front, index))
         return min(found, key=lambda point: (point.cost, point.peak_bytes), default=None)
 
-    def find_smallest(self, stage: Stage, num_full: int) -> _Point:
+    def find_smallest(self, stage: BareStage, num_full: int) -> _Point:
         """The choice that needs least."""
         num_full = min(num_full, stage.num_layers)
         found = (
@@ -203,7 +203,7 @@ class _Table(Generic[Name]):
         )
         return min(found, key=lambda point: (point.peak_bytes, point.cost))
 
-    def describe(self, stage: Stage, num_full: int, point: _Point) -> StageChoice[Name]:
+    def describe(self, stage: BareStage, num_full: int, point: _Point) -> StageChoice[Name]:
         """The kinds behind a point."""
         num_full = min(num_full, stage.num_layers)
         others = point.front.read(stage.num_layers - num_full, point.index)
@@ -211,11 +211,11 @@ class _Table(Generic[Name]):
         peak = count_peak(stage, kinds, num_full)
         return StageChoice(tuple(kind.name for kind in kinds), peak, point.cost)
 
-    def _list_full(self, num_full: int) -> Sequence[Kind[Name] | None]:
+    def _list_full(self, num_full: int) -> Sequence[LayerOption[Name] | None]:
         return self._full_kinds if num_full else (None,)
 
     def _make_point(
-        self, stage: Stage, num_full: int, full: Kind[Name] | None, limit: int, front: _Front, index: int
+        self, stage: BareStage, num_full: int, full: LayerOption[Name] | None, limit: int, front: _Front, index: int
     ) -> _Point:
         num_others = stage.num_layers - num_full
         m, kept = stage.in_flight, int(front.kept[num_others][index])
@@ -231,7 +231,7 @@ class _Table(Generic[Name]):
 class Solver(Generic[Name]):
     """The best choices of a problem, for any budget."""
 
-    def __init__(self, modes: Sequence[Mode[Name]]) -> None:
+    def __init__(self, modes: Sequence[RecomputeMode[Name]]) -> None:
         self._tables = [_Table(mode) for mode in modes]
 
     def solve(self, budget: int) -> Solution[Name] | None:
@@ -253,7 +253,7 @@ class Solver(Generic[Name]):
 
     def _take_best(
         self,
-        find: Callable[[_Table[Name], Stage, int], _Point | None],
+        find: Callable[[_Table[Name], BareStage, int], _Point | None],
         weigh: Callable[[list[_Point]], tuple[int, ...]],
     ) -> Solution[Name] | None:
         """The solution of the least weight of those with a point for every stage; the first of equals."""
@@ -273,7 +273,7 @@ class Solver(Generic[Name]):
         return Solution(index, num_full, tuple(choices))
 
 
-def count_peak(stage: Stage, kinds: Sequence[Kind[Name]], num_full: int) -> int:
+def count_peak(stage: BareStage, kinds: Sequence[LayerOption[Name]], num_full: int) -> int:
     """Bytes of a stage at its fullest.
 
     That is in the loss head; or when the last layer's backward begins, with what its recomputation makes again, if it
