@@ -23,7 +23,7 @@ from measurements import RESULTS, ROOT, append_records, describe_cpu_run, read_r
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.run import Run
-from tempo_megatron.memory.simulated.step import simulate_step
+from tempo_megatron.memory.simulated.chunk import simulate_step
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
 OUTPUT = RESULTS / "step_memory.jsonl"

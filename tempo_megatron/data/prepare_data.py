@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from tempo_megatron.data import DataError, corpus
 from tempo_megatron.data.dataset_files import (
@@ -26,7 +28,6 @@ from tempo_megatron.data.dataset_files import (
 from tempo_megatron.data.dataset_writer import SUFFIXES, DatasetWriter, PartialOutput, choose_token_dtype
 from tempo_megatron.data.documents import Encoded, Encoding, check_first_lines, encode, read_texts
 from tempo_megatron.data.prepare_arguments import PrepareOptions, parse_prepare_arguments
-from tempo_megatron.data.prepare_progress import Progress
 from tempo_megatron.data.tokenizer_types import (
     GPT2_BPE,
     TYPES,
@@ -36,6 +37,7 @@ from tempo_megatron.data.tokenizer_types import (
     train_tokenizer,
 )
 
+_SECONDS_BETWEEN_LINES = 5.0
 _SMALL_DATA_SET = 100  # sequences; below it, a few per cent of --split may hold none
 
 
@@ -290,3 +292,63 @@ def _report(options: PrepareOptions, sidecar: Sidecar, left_out: corpus.LeftOut,
             f"{options.prog}: {sidecar.sequences} sequences are few: a share of --split below "
             f"{100 / sidecar.sequences:.1f} % holds none"
         )
+
+
+class Progress:
+    """Shows progress of `what`: a bar on a terminal, elsewhere a line every few seconds; a context manager.
+
+    `update` says how many of `total_bytes` are done. The lines come from a thread of their own, so that they also come
+    while one call takes minutes.
+    """
+
+    def __init__(self, prog: str, what: str, total_bytes: int):
+        self._prog, self._what, self._total = prog, what, total_bytes
+        self._done = 0
+        self._phase = ""
+        self._started = time.monotonic()
+        self._ended = threading.Event()
+        self._bar: tqdm | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=self._total, unit="B", unit_scale=True, desc=self._what)
+        self._thread = threading.Thread(target=self._report, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._bar is not None:
+            self._bar.n = self._done
+            self._bar.close()
+
+    def update(self, num_bytes: int) -> None:
+        self._done = min(self._done + num_bytes, self._total)
+
+    def begin_unmeasured(self, phase: str) -> None:
+        """All is read; what follows, `phase`, takes time that nobody can foretell."""
+        self._phase = phase
+
+    def format_line(self, seconds: float) -> str:
+        """The line of a log, `seconds` after the beginning."""
+        begin = f"{self._prog}: {self._what}: "
+        if self._phase:
+            return f"{begin}{self._phase}, {seconds:.0f} s so far"
+        done = f"{self._done / 1e6:.1f} of {self._total / 1e6:.1f} MB"
+        if self._done == 0:
+            return f"{begin}{done}, {seconds:.0f} s so far"
+        rate = self._done / seconds
+        return f"{begin}{done}, {rate / 1e6:.2f} MB/s, {(self._total - self._done) / rate:.0f} s left"
+
+    def _report(self) -> None:
+        if self._bar is None:
+            while not self._ended.wait(_SECONDS_BETWEEN_LINES):
+                print(self.format_line(time.monotonic() - self._started), file=sys.stderr, flush=True)
+            return
+        while not self._ended.wait(0.2):
+            self._bar.set_description(f"{self._what}, {self._phase}" if self._phase else self._what, refresh=False)
+            self._bar.n = self._done
+            self._bar.refresh()

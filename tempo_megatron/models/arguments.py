@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from tempo_megatron.models.shape import NAMES, ModelShape, make_shape, read_shape_file
-from tempo_megatron.models.values import CHOICES
+from tempo_megatron.models.shape import CHOICES, NAMES, ModelShape, make_shape, read_shape_file
 from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.words.argument_types import (
     parse_fraction,

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tempo_megatron.cli import main as cli
-from tempo_megatron.data import prepare_progress
-from tempo_megatron.data.prepare_data import main
-from tempo_megatron.data.prepare_progress import Progress
+from tempo_megatron.data import prepare_data as prepare_progress
+from tempo_megatron.data.prepare_data import Progress, main
 
 
 @pytest.mark.slow

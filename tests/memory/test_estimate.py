@@ -17,9 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
 from tempo_megatron.memory.commands import estimate as estimate_command
-from tempo_megatron.memory.estimate.estimate import estimate_ranks
+from tempo_megatron.memory.estimate.estimate import estimate_ranks, list_events
 from tempo_megatron.memory.estimate.model_states import count_model_states
-from tempo_megatron.memory.estimate.schedule import list_events
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.phases import LAYERS, compress

@@ -14,11 +14,9 @@ from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.cli import main
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.ledger import build_ledger_config
-from tempo_megatron.memory.kept.standing_bytes import WEIGHTS
-from tempo_megatron.memory.kept.timeline import LOSS_HEAD, StepTimeline
+from tempo_megatron.memory.kept.timeline import LOSS_HEAD, WEIGHTS, StepTimeline
 from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes, find_storages
-from tempo_megatron.models.build import build_model, choose_for_model
-from tempo_megatron.models.inputs import make_inputs
+from tempo_megatron.models.build import build_model, choose_for_model, make_inputs
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
 

@@ -11,8 +11,7 @@ from gpt import assert_equal_to_stock, gradients
 from megatron.core import parallel_state
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.models.build import build_model, build_transformer_config
-from tempo_megatron.models.inputs import make_inputs
+from tempo_megatron.models.build import build_model, build_transformer_config, make_inputs
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.slots import dropout_rng
 

@@ -16,8 +16,7 @@ from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.kept.ledger import build_ledger_config
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
-from tempo_megatron.models.build import build_model, choose_for_model
-from tempo_megatron.models.inputs import make_inputs
+from tempo_megatron.models.build import build_model, choose_for_model, make_inputs
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.slots import dropout_rng
 

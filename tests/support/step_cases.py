@@ -17,8 +17,7 @@ from tempo_megatron.memory import run as memory_run
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.kept.ledger import build_ledger_config
 from tempo_megatron.memory.storages import PeakBytes
-from tempo_megatron.models.build import build_model, choose_for_model
-from tempo_megatron.models.inputs import make_inputs
+from tempo_megatron.models.build import build_model, choose_for_model, make_inputs
 from tempo_megatron.slots import dropout_rng
 
 BUCKET = 1 << 20

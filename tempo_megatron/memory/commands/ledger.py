@@ -13,7 +13,7 @@ from tempo_megatron.memory.kept.attribution import Row
 from tempo_megatron.memory.kept.ledger import Ledger, measure_run
 from tempo_megatron.memory.kept.plots import Bar, make_panels, plot_panels, plot_timeline
 from tempo_megatron.memory.kept.timeline import format_timeline
-from tempo_megatron.memory.simulated.step import simulate_step
+from tempo_megatron.memory.simulated.chunk import simulate_step
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.json_text import read_object

@@ -22,8 +22,7 @@ from tempo_megatron.memory.fake_tensors import simulate_layout, use_fake_tensors
 from tempo_megatron.memory.kept.attribution import Row, attribute_all, sum_rows
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.run import Run
-from tempo_megatron.models.build import build_model, build_transformer_config, choose_for_model, make_specs
-from tempo_megatron.models.inputs import make_inputs
+from tempo_megatron.models.build import build_model, build_transformer_config, choose_for_model, make_inputs, make_specs
 from tempo_megatron.models.shape import ModelShape, make_shape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS, write_layers

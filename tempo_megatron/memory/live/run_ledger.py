@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tempo_megatron.beside import Beside
 from tempo_megatron.memory.kept.attribution import Row, attribute_all, divide_by_layer, sum_rows
 from tempo_megatron.memory.kept.recorder import GraphReader, SavedStorage
-from tempo_megatron.memory.kept.standing_bytes import StandingBytes
-from tempo_megatron.memory.kept.timeline import StepTimeline
+from tempo_megatron.memory.kept.timeline import StandingBytes, StepTimeline
 from tempo_megatron.memory.run import Run
 from tempo_megatron.settings.layer_values import write_layers
 from tempo_megatron.settings.operations import STACKS

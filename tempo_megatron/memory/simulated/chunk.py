@@ -32,12 +32,13 @@ from tempo_megatron.memory.fake_tensors import set_global_buffer, simulate_layou
 from tempo_megatron.memory.kept.attribution import attribute_all, divide_by_layer
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
+from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
 from tempo_megatron.memory.storages import AllocationTrace, PeakBytes, count_storage_bytes, find_storages
-from tempo_megatron.models.build import build_model, choose_for_model
-from tempo_megatron.models.inputs import make_inputs
+from tempo_megatron.models.build import build_model, choose_for_model, make_inputs
+from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.slots import dropout_rng
@@ -272,11 +273,7 @@ class _Chunk:
 
     def _make_batch(self, *, gives_mask: bool = False) -> dict[str, Any]:
         run = self._run
-        gives_mask = gives_mask or any(
-            self._tempo.for_layer(i, stack).attention == "off"
-            for i in range(self._shape.num_layers)
-            for stack in STACKS_OF_FAMILIES[self._shape.family]
-        )
+        gives_mask = gives_mask or _reads_mask(self._tempo, self._shape)
         batch = make_inputs(run.model, run.padded_vocab_size, run.micro_batch_size, causal_mask=gives_mask)
         (labels,) = batch.keys() & {"labels", "lm_labels"}
         # Some of its tensors may be one; those of a data set are not.
@@ -363,3 +360,40 @@ class _Chunk:
 
 def _count(parameters: Any, in_bytes: bool) -> int:
     return sum(p.numel() * (p.element_size() if in_bytes else 1) for p in parameters)
+
+
+def simulate_step(run: Run, *, title: str) -> Timeline:
+    """One micro batch of all layers on rank 0 of a tensor-parallel group, with Megatron's local modules as on a GPU.
+
+    It ends with the last gradient: there is no optimizer. Raises ValueError where the model has no vocab_size.
+    """
+    shape, vocab_size = run.model, run.padded_vocab_size
+    make_tables()
+    with _simulate(dataclasses.replace(run, stock="local")), on_device("local"):
+        config = build_ledger_config(
+            shape, sequence_parallel=run.sequence_parallel, dtype=run.dtype, recompute=run.recompute
+        )
+        chosen = choose_for_model(shape, config, run.tempo).config
+        model = build_model(shape, config, chosen, vocab_size).train()
+        convert_parameters(model, run.dtype)
+        batch = make_inputs(shape, vocab_size, run.micro_batch_size, causal_mask=_reads_mask(chosen, shape))
+        timeline = StepTimeline([model], {WEIGHTS: find_storages(model.parameters())})
+        with timeline:
+            _run(model, batch, takes_mask=shape.family == "gpt" or chosen.loss == "fused")
+        return timeline.finish(title)
+
+
+def _reads_mask(chosen: TempoConfig, shape: ModelShape) -> bool:
+    """Whether a layer has stock attention, which reads a mask as a tensor."""
+    stacks = STACKS_OF_FAMILIES[shape.family]
+    return any(chosen.for_layer(i, stack).attention == "off" for i in range(shape.num_layers) for stack in stacks)
+
+
+def _run(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, takes_mask: bool) -> None:
+    labels = batch["lm_labels" if "lm_labels" in batch else "labels"]
+    mask = torch.ones(labels.shape, dtype=torch.float32)
+    output = model(**batch, **({"loss_mask": mask} if takes_mask else {}))
+    losses = output[0] if isinstance(output, tuple) else output
+    loss = (losses.float() * mask).sum() / mask.sum()
+    del output, losses
+    loss.backward()
