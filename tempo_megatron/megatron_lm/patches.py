@@ -80,7 +80,7 @@ def patch_steps(hooks: Hooks, version: str, prefix: str) -> None:
     @functools.wraps(train_step)
     def observe(*args: Any, **kwargs: Any) -> Any:
         from tempo_megatron.megatron_lm.run_reader import read_built_run
-        from tempo_megatron.memory.live.run_observer import RunObserver
+        from tempo_megatron.memory.live.run_ledger import RunObserver
 
         if not observers:
             run = get_args()

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tempo_kernels.philox import foresee
-from tempo_megatron.memory.live.run_observer import RunObserver
+from tempo_megatron.memory.live.run_ledger import RunObserver
 from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
 from tempo_megatron.training.engine import REMEDY, Engine

@@ -228,7 +228,7 @@ def test_a_test_that_fails_or_never_ends_stops_no_other(tmp_path, monkeypatch):
         "test_b.py": "not ended",
         "tests/test_c.py": "failed",
         "test_c.py": "not ended",
-        "tests/kernels/test_large_tensors.py::test_d": "passed",
+        "tests/test_large_tensors.py::test_d": "passed",
     }
     assert "assert 1 == 2" in found["tests/test_a.py::test_that_fails"]["error"]
     assert "did not end within" in found["test_b.py"]["error"] and "pytest ended with 2" in found["test_c.py"]["error"]

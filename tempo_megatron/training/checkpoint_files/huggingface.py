@@ -154,7 +154,9 @@ def convert(weights: Mapping[str, Tensor], run: Mapping[str, Any]) -> dict[str, 
     if names is _BERT_NAMES:
         converted["cls.predictions.bias"] = converted["cls.predictions.decoder.bias"].clone()
         if not run["num_tokentypes"]:  # transformers has at least one kind of segments, and adds what it is
-            converted["bert.embeddings.token_type_embeddings.weight"] = torch.zeros(1, run["hidden_size"])
+            converted["bert.embeddings.token_type_embeddings.weight"] = torch.zeros(
+                1, run["hidden_size"], dtype=torch.float32
+            )
     return converted
 
 

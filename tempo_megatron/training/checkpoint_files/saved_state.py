@@ -93,7 +93,7 @@ class SavedState:
         Such parts get equal gradients, but a GPU may add those of the positions in another order on each rank. The
         lowest rank's is the one returned.
         """
-        whole, difference = torch.empty(self.cuts[0][name].shape), 0.0
+        whole, difference = torch.empty(self.cuts[0][name].shape, dtype=torch.float32), 0.0
         blocks = {(box.start, box.size): rank for rank, box in self._list_distinct_boxes(name)}
         for rank, cuts in enumerate(self.cuts):
             for box in cuts[name].boxes:
