@@ -90,7 +90,7 @@ def patch_steps(hooks: Hooks, version: str, prefix: str) -> None:
                 micro_batch_size=run.micro_batch_size,
                 seq_length=run.seq_length,
                 decoder_seq_length=getattr(run, "decoder_seq_length", None),
-                read_run=lambda: read_built_run(run),
+                read_run=lambda: read_built_run(run, layers_only=True),
             )
             observers.append(observer)
         with observers[0].step():

@@ -37,18 +37,21 @@ _SAME = (
     "attention_dropout",
     "hidden_dropout",
 )
-# Fields of a TransformerConfig that change what a step holds, in ways that the estimate does not know.
-_UNKNOWN_FIELDS = {
+# Fields of a TransformerConfig that change what a layer keeps, in ways that the estimate does not know.
+_UNKNOWN_IN_LAYERS = {
     "heterogeneous_block_specs": "layers of several kinds",
     "num_moe_experts": "layers of experts",
     "multi_latent_attention": "latent attention",
-    "mtp_num_layers": "multi-token prediction",
     "fp8": "float8",
     "fp4": "float4",
     "fp32_residual_connection": "a float32 residual stream",
     "attention_output_gate": "gates on attention's output",
     "experimental_attention_variant": "an experimental attention",
     "window_attn_skip_freq": "layers with and without a window",
+}
+# And those that change what a step holds beside.
+_UNKNOWN_IN_RUNS = {
+    "mtp_num_layers": "multi-token prediction",
     "cpu_offloading": "activations on the host",
     "fine_grained_activation_offloading": "activations on the host",
     "distribute_saved_activations": "saved activations that tensor-parallel ranks share",
@@ -69,13 +72,8 @@ def find_unknown(model_name: str, config: Any, run: Any) -> str | None:
         config: its TransformerConfig.
         run: Megatron's arguments.
     """
-    if model_name not in _FAMILIES:
-        return f"a {model_name}, and what is known are GPTModel and BertModel"
-    fields = (words for name, words in _UNKNOWN_FIELDS.items() if getattr(config, name, None))
-    if (words := next(fields, None)) is not None:
-        return words
-    if config.context_parallel_size > 1:
-        return f"context parallel size {config.context_parallel_size}"
+    if unknown := find_unknown_in_layers(model_name, config) or _find_field(_UNKNOWN_IN_RUNS, config):
+        return unknown
     if getattr(run, "use_megatron_fsdp", False):
         return "weights sharded by Megatron-FSDP"
     if run.optimizer != "adam":
@@ -83,8 +81,29 @@ def find_unknown(model_name: str, config: Any, run: Any) -> str | None:
     return "optimizer states on the host" if getattr(run, "optimizer_cpu_offload", False) else None
 
 
-def read_run(model_name: str, config: Any, arguments: Mapping[str, Any], run: Any, tempo: TempoConfig) -> Run:
-    """A run of which `find_unknown` finds nothing.
+def find_unknown_in_layers(model_name: str, config: Any) -> str | None:
+    """As `find_unknown`, but only what decides what a layer keeps for backward."""
+    if model_name not in _FAMILIES:
+        return f"a {model_name}, and what is known are GPTModel and BertModel"
+    if config.context_parallel_size > 1:
+        return f"context parallel size {config.context_parallel_size}"
+    return _find_field(_UNKNOWN_IN_LAYERS, config)
+
+
+def _find_field(unknown: Mapping[str, str], config: Any) -> str | None:
+    return next((words for name, words in unknown.items() if getattr(config, name, None)), None)
+
+
+def read_run(
+    model_name: str,
+    config: Any,
+    arguments: Mapping[str, Any],
+    run: Any,
+    tempo: TempoConfig,
+    *,
+    layers_only: bool = False,
+) -> Run:
+    """A run of which `find_unknown` finds nothing, or, with layers_only, `find_unknown_in_layers`.
 
     Args:
         model_name: class of the model, as Megatron calls it.
@@ -92,10 +111,19 @@ def read_run(model_name: str, config: Any, arguments: Mapping[str, Any], run: An
         arguments: of its constructor; of a BertModel num_tokentypes and add_binary_head too.
         run: Megatron's arguments.
         tempo: what its operations do.
+        layers_only: leaves out what the layers do not depend on, recomputation too.
 
     Raises ValueError where the model has a part, such as an activation, that no ModelShape has, and for a recomputation
     that the estimate does not know.
     """
+    recomputation = {}
+    if not layers_only:
+        recomputation = read_recomputation(
+            config.recompute_granularity,
+            config.recompute_method,
+            config.recompute_num_layers,
+            config.recompute_modules,
+        )
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     is_local = getattr(run, "transformer_impl", "local") == "local"
     model = make_shape(
@@ -131,23 +159,20 @@ def read_run(model_name: str, config: Any, arguments: Mapping[str, Any], run: An
         stock=("local" if is_local else "transformer_engine") if torch.cuda.is_available() else "cpu",
         stock_attention=_STOCK_ATTENTIONS.get(config.attention_backend, "fused"),
         masked_softmax_fusion=config.masked_softmax_fusion,
-        **read_recomputation(
-            config.recompute_granularity,
-            config.recompute_method,
-            config.recompute_num_layers,
-            config.recompute_modules,
-        ),
+        **recomputation,
     )
 
 
-def read_built_run(run: Any) -> Run:
+def read_built_run(run: Any, *, layers_only: bool = False) -> Run:
     """The run of this process, whose model is built, or was begun to be.
 
-    run: Megatron's arguments.
+    Args:
+        run: Megatron's arguments.
+        layers_only: as in `read_run`.
 
     Raises ValueError for what the estimate does not know.
     """
-    found = [_read_model(model, run) for model in _find_models()]
+    found = [_read_model(model, run, layers_only) for model in _find_models()]
     if not found:
         raise ValueError("no GPTModel, BertModel or T5Model is built")
     if any(other.model != found[0].model for other in found):
@@ -160,9 +185,9 @@ def _find_models() -> list[Any]:
     return [each for each in gc.get_objects() if issubclass(type(each), (GPTModel, BertModel, T5Model))]
 
 
-def _read_model(model: Any, run: Any) -> Run:
+def _read_model(model: Any, run: Any, layers_only: bool) -> Run:
     name = next(base.__name__ for base in (GPTModel, BertModel, T5Model) if isinstance(model, base))
-    unknown = find_unknown(name, model.config, run)
+    unknown = find_unknown_in_layers(name, model.config) if layers_only else find_unknown(name, model.config, run)
     if unknown is not None:
         raise ValueError(f"the run has {unknown}")
     names = ("vocab_size", "max_sequence_length", "position_embedding_type", "share_embeddings_and_output_weights")
@@ -173,4 +198,5 @@ def _read_model(model: Any, run: Any) -> Run:
         segments = 2 if model.add_binary_head else 0
         arguments["num_tokentypes"] = getattr(getattr(model, "embedding", None), "num_tokentypes", segments)
     choices = getattr(model.transformer_layer_spec, "choices", None)
-    return read_run(name, model.config, arguments, run, TempoConfig.off() if choices is None else choices.config)
+    tempo = TempoConfig.off() if choices is None else choices.config
+    return read_run(name, model.config, arguments, run, tempo, layers_only=layers_only)

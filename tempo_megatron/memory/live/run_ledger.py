@@ -82,7 +82,7 @@ class RunLedger:
         models: as the run has them, perhaps wrapped (DeepSpeed's engine, Megatron's DDP): the chunks of this rank.
         micro_batch_size: b.
         seq_length, decoder_seq_length: tokens of a sample; only a T5's decoder has a length of its own.
-        read_run: the run as the estimate knows it; raises ValueError where that does not.
+        read_run: the run, of which only the layers count; raises ValueError where the estimate does not know them.
 
     Raises ValueError as GraphReader.
     """
