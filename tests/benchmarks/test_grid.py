@@ -124,6 +124,7 @@ def test_results_of_other_versions_are_not_added_to(tmp_path: Path) -> None:
         read_results(path)
 
 
+@pytest.mark.slow
 def test_the_table_says_what_holds_fails_is_refused_and_was_not_run() -> None:
     refused = Case("Llama", Layout(), "none", "inplace", 0.0, "fp32")
     failed = Case("BERT", Layout(), "none", "auto", 0.0, "fp32")
@@ -141,6 +142,7 @@ def test_the_table_says_what_holds_fails_is_refused_and_was_not_run() -> None:
     assert "1 failed, " in text and "1 passed, 1 refused" in text and "not run" in text
 
 
+@pytest.mark.slow
 def test_the_document_in_the_tree_is_that_of_the_results_in_the_tree() -> None:
     path = ROOT / "benchmarks" / "results" / "grid.jsonl"
     header, *lines = path.read_text(encoding="utf-8").splitlines()

@@ -100,6 +100,7 @@ def test_what_is_wrong_fails(case: Case, changes: list[str], messages: list[str]
         assert re.search(message, result["message"]), result
 
 
+@pytest.mark.slow
 def test_a_refusal_is_one_sentence_and_anything_else_fails() -> None:
     ((refused,),) = run_megatron_ranks(judge, 1, 1, REFUSED, [])
     assert refused["status"] == "refused"

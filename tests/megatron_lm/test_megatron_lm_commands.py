@@ -40,6 +40,7 @@ def make_checkout(folder: Path, script: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ["ValueError", "BrokenPipeError"])
 def test_what_a_script_raises_ends_in_its_own_traceback(tmp_path: Path, error: str) -> None:
     script = make_checkout(tmp_path, f'def work():\n    raise {error}("the script\'s own")\n\nwork()\n')

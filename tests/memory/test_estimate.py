@@ -239,6 +239,7 @@ def test_what_cannot_be_estimated_is_one_sentence(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_says_what_fits_and_what_does_not(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     command = ["estimate", "--model", "configs/model/gpt2_124m.json", "--micro-batch-size", "8", "--use-tempo"]
     plot, figures = tmp_path / "estimate.png", tmp_path / "estimate.json"
@@ -358,6 +359,7 @@ def test_the_precision_is_the_deepspeed_jsons(
     assert capsys.readouterr().out.startswith(f"gpt2_tiny, {dtype}, s ")
 
 
+@pytest.mark.slow
 def test_in_fp32_a_model_does_not_fit_that_would_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
     """The samples of a step become micro batches, whose gradients stand from one to the next."""
     model = ["--model", "configs/model/gpt2_345m.json", "--gpu-memory", "11GiB"]

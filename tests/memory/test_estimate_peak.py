@@ -169,6 +169,7 @@ def measure_all(steps: list[Step]) -> list[int]:
         return [measure_step(step) for step in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", TENSOR_PARALLEL)
 def test_the_peak_of_a_step_is_estimated_on_tensor_parallel_ranks(tp: int) -> None:
     """gloo's threads may free a collective's tensors late, which only adds: what is above is measured again."""
