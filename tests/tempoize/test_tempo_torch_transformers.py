@@ -214,7 +214,7 @@ def test_a_version_below_the_oldest_that_is_tested_is_refused(monkeypatch):
 def test_the_documentation_names_the_oldest_versions():
     from tempo_torch.versions import OLDEST_VERSIONS
 
-    text = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
     assert ", ".join(f"{name} {version}" for name, version in OLDEST_VERSIONS.items()) in text
 
 
