@@ -79,7 +79,7 @@ def patch_steps(hooks: Hooks, version: str, prefix: str) -> None:
 
     @functools.wraps(train_step)
     def observe(*args: Any, **kwargs: Any) -> Any:
-        from tempo_megatron.megatron_lm.run_reader import read_built_run
+        from tempo_megatron.megatron_lm.run_reader import read_model
         from tempo_megatron.memory.live.run_ledger import RunObserver
 
         if not observers:
@@ -90,7 +90,7 @@ def patch_steps(hooks: Hooks, version: str, prefix: str) -> None:
                 micro_batch_size=run.micro_batch_size,
                 seq_length=run.seq_length,
                 decoder_seq_length=getattr(run, "decoder_seq_length", None),
-                read_run=lambda: read_built_run(run, layers_only=True),
+                read_run=lambda model: read_model(model, run, layers_only=True),
             )
             observers.append(observer)
         with observers[0].step():

@@ -163,16 +163,14 @@ def read_run(
     )
 
 
-def read_built_run(run: Any, *, layers_only: bool = False) -> Run:
+def read_built_run(run: Any) -> Run:
     """The run of this process, whose model is built, or was begun to be.
 
-    Args:
-        run: Megatron's arguments.
-        layers_only: as in `read_run`.
+    run: Megatron's arguments.
 
     Raises ValueError for what the estimate does not know.
     """
-    found = [_read_model(model, run, layers_only) for model in _find_models()]
+    found = [read_model(model, run) for model in _find_models()]
     if not found:
         raise ValueError("no GPTModel, BertModel or T5Model is built")
     if any(other.model != found[0].model for other in found):
@@ -185,8 +183,13 @@ def _find_models() -> list[Any]:
     return [each for each in gc.get_objects() if issubclass(type(each), (GPTModel, BertModel, T5Model))]
 
 
-def _read_model(model: Any, run: Any, layers_only: bool) -> Run:
-    name = next(base.__name__ for base in (GPTModel, BertModel, T5Model) if isinstance(model, base))
+def read_model(model: Any, run: Any, *, layers_only: bool = False) -> Run:
+    """The run of one model; see `read_run`.
+
+    Raises ValueError for what the estimate does not know.
+    """
+    bases = (base.__name__ for base in (GPTModel, BertModel, T5Model) if isinstance(model, base))
+    name = next(bases, type(model).__name__)
     unknown = find_unknown_in_layers(name, model.config) if layers_only else find_unknown(name, model.config, run)
     if unknown is not None:
         raise ValueError(f"the run has {unknown}")

@@ -69,7 +69,7 @@ class Trainer:
                 run.tempo_ledger,
                 micro_batch_size=run.micro_batch_size,
                 seq_length=run.model.seq_length,
-                read_run=lambda: read_run(run, None),
+                read_run=lambda _: read_run(run, None),
             ).step
 
     def train(self) -> str:

@@ -82,7 +82,8 @@ class RunLedger:
         models: as the run has them, perhaps wrapped (DeepSpeed's engine, Megatron's DDP): the chunks of this rank.
         micro_batch_size: b.
         seq_length, decoder_seq_length: tokens of a sample; only a T5's decoder has a length of its own.
-        read_run: the run, of which only the layers count; raises ValueError where the estimate does not know them.
+        read_run: the run of a model of this rank, of which only the layers count; raises ValueError where the estimate
+            does not know them.
 
     Raises ValueError as GraphReader.
     """
@@ -92,7 +93,7 @@ class RunLedger:
         models: Sequence[Any],
         micro_batch_size: int,
         seq_length: int,
-        read_run: Callable[[], Run],
+        read_run: Callable[[Any], Run],
         decoder_seq_length: int | None = None,
     ) -> None:
         self._read_run = read_run
@@ -181,7 +182,7 @@ class RunLedger:
         if sum(hasattr(model, stack) for stack in STACKS) > 1:
             return (), "the model has two stacks of layers"
         try:
-            rows = Beside("tempo_megatron.memory.plan.kept_rows:measure_stock_layer", self._read_run()).wait()
+            rows = Beside("tempo_megatron.memory.plan.kept_rows:measure_stock_layer", self._read_run(model)).wait()
         except ValueError as error:
             return (), str(error)
         return tuple(rows.items()), ""
