@@ -22,12 +22,14 @@ from __future__ import annotations
 import ast
 import fnmatch
 import graphlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import seconds
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
@@ -214,3 +216,9 @@ def test_a_misplaced_import_is_found(where: str, module: str) -> None:
 @pytest.mark.parametrize("name", ["kernels", "launch", "configs"])
 def test_folders_with_common_names_are_not_packages(name: str) -> None:
     assert not list((ROOT / name).glob("__init__.py"))
+
+
+def test_the_table_of_seconds_has_every_test_file() -> None:
+    """`bash tests/run.sh --seconds tests/seconds.json FILE...` adds a file's row; no test asks that a figure hold."""
+    table = json.loads((ROOT / "tests" / "seconds.json").read_text(encoding="utf-8"))
+    assert set(table) == set(seconds.list_files())
