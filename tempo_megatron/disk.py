@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -17,15 +16,6 @@ def flush_to_disk(path: str | Path) -> None:
 
 
 def flush_all_to_disk(folder: Path) -> None:
-    """Flush every file below `folder`, and the folders themselves."""
-    for entry in _walk(folder):
+    """Flush every file below `folder`, and the folders themselves, each after what it holds."""
+    for entry in [*sorted(folder.rglob("*"), reverse=True), folder]:
         flush_to_disk(entry)
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for entry in sorted(folder.iterdir()):
-        if entry.is_dir():
-            yield from _walk(entry)
-        else:
-            yield entry
-    yield folder

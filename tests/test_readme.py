@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from tempo_megatron import TempoConfig
-from tempo_megatron.models.arguments import take_model
+from tempo_megatron.models.arguments import read_given_model
+from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.training.run.arguments import parse_arguments
 
@@ -48,7 +49,7 @@ def test_the_training_command_is_one_the_trainer_accepts(monkeypatch: pytest.Mon
     monkeypatch.chdir(ROOT)
     (command,) = re.findall(r"launch/pretrain_gpt.py ((?:.*\\\n)+.*)$", README, re.MULTILINE)
     args = parse_arguments(shlex.split(command.replace("\\\n", " ")))
-    assert take_model(args, "gpt").num_layers == 4 and args.use_tempo is True
+    assert make_shape(**read_given_model(args, "gpt")).num_layers == 4 and args.use_tempo is True
     assert Path(args.deepspeed_config).is_file()
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from tempo_megatron.models.shape import CHOICES, NAMES, ModelShape, make_shape, read_shape_file
+from tempo_megatron.models.shape import CHOICES, NAMES, read_shape_file
 from tempo_megatron.settings.activations import ACTIVATIONS
 from tempo_megatron.words.argument_types import (
     parse_fraction,
@@ -24,7 +24,6 @@ OPTIONS = {
     "add_bias_linear": "--disable-bias-linear",
     "num_tokentypes": "--model",
     "add_binary_head": "--model",
-    "decoder_seq_length": "--decoder-seq-length",
 }
 """Field of ModelShape -> what a user changes to change it, where that is not the option of its name."""
 
@@ -34,24 +33,73 @@ def name_option(field: str) -> str:
     return OPTIONS.get(field, "--" + field.replace("_", "-"))
 
 
+_SIZES: dict[str, tuple[Any, str]] = {
+    "--num-layers": (parse_positive, "transformer layers"),
+    "--hidden-size": (parse_positive, "hidden size h"),
+    "--ffn-hidden-size": (
+        parse_positive,
+        "inner size of the MLP (default 4 h; gated 8/3 h, rounded down to a multiple of 64)",
+    ),
+    "--num-attention-heads": (parse_positive, "attention heads"),
+    "--kv-channels": (parse_positive, "size of one head (default h / heads)"),
+    "--seq-length": (parse_positive, "tokens per sample"),
+    "--vocab-size": (parse_positive, "tokens before padding (default: the tokenizer's)"),
+    "--make-vocab-size-divisible-by": (
+        parse_positive,
+        "pad the vocabulary to a multiple of it times tensor parallel size (default 128)",
+    ),
+}
+"""Option -> (what reads its value: a function, bool for a switch, or the choices, and what `--help` says)."""
+
+_LAYER: dict[str, tuple[Any, str]] = {
+    **{activation.option: (bool, activation.help) for activation in _ACTIVATIONS},
+    "--disable-bias-linear": (bool, "linears without a bias"),
+    "--add-qkv-bias": (bool, "with --disable-bias-linear: a bias of q, k and v all the same"),
+    "--normalization": (CHOICES["normalization"], "default LayerNorm"),
+    "--norm-epsilon": (parse_positive_float, "added to the variance (default 1e-5)"),
+    "--qk-layernorm": (bool, "a norm of each head of queries and keys"),
+    "--group-query-attention": (bool, "groups of query heads share a head of keys and values"),
+    "--num-query-groups": (parse_positive, "with --group-query-attention: how many (default 1)"),
+    "--window-size": (parse_window, "N,0: attention sees the token itself and N before it (default all)"),
+}
+_POSITIONS: dict[str, tuple[Any, str]] = {
+    "--position-embedding-type": (CHOICES["position_embedding_type"], "default learned_absolute"),
+    "--max-position-embeddings": (parse_positive, "learned positions (default --seq-length)"),
+    "--rotary-base": (parse_positive, "base of rope's periods (default 10000)"),
+    "--rotary-percent": (parse_share, "share of a head that rope rotates (default 1)"),
+    "--use-rope-scaling": (bool, "scale rope's frequencies as Llama 3.1 does"),
+    "--rope-scaling-factor": (parse_positive_float, "with --use-rope-scaling: factor (default 8)"),
+}
+_WEIGHTS: dict[str, tuple[Any, str]] = {
+    "--init-method-std": (parse_positive_float, "deviation of the first weights (default 0.02)"),
+    "--untie-embeddings-and-output-weights": (
+        bool,
+        "give the output layer weights of its own instead of the embedding's",
+    ),
+    "--attention-dropout": (parse_fraction, "default 0.1"),
+    "--hidden-dropout": (parse_fraction, "default 0.1"),
+}
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --model, sizes, activation, norms, attention, positions, weights and dropout, in groups of their own."""
-    _add_sizes(parser)
-    _add_layer(parser)
-    _add_positions(parser)
-    _add_weights(parser)
+    group = parser.add_argument_group("model", "each may also come from --model; an explicit argument wins")
+    group.add_argument("--model", metavar="JSON", help="file with a model, such as configs/model/gpt2_124m.json")
+    _add(group, _SIZES)
+    of_file = "what GPT-2 has is the default; --no-NAME takes back what the file of --model says"
+    _add(parser.add_argument_group("layer", of_file), _LAYER)
+    _add(parser.add_argument_group("positions"), _POSITIONS)
+    _add(parser.add_argument_group("weights and dropout"), _WEIGHTS)
 
 
-def take_model(args: argparse.Namespace, *families: str) -> ModelShape:
-    """The model of `args`, of which nothing is changed: the file of --model with what was typed on top.
-
-    Args:
-        args: parsed with add_model_arguments.
-        families: those that the program trains; none means any.
-
-    Raises ValueError where something is missing, contradicts another thing, or is of another family.
-    """
-    return make_shape(**read_given_model(args, *families))
+def _add(group: Any, options: Mapping[str, tuple[Any, str]]) -> None:
+    for option, (kind, text) in options.items():
+        if kind is bool:
+            group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif isinstance(kind, tuple):
+            group.add_argument(option, choices=kind, help=text)
+        else:
+            group.add_argument(option, type=kind, help=text)
 
 
 def read_given_model(
@@ -110,82 +158,3 @@ def _take_groups(args: argparse.Namespace, in_file: dict[str, Any]) -> dict[str,
             raise ValueError(f"--num-query-groups {groups} and --no-group-query-attention are both given; give one")
         return {"num_query_groups": heads}
     return {"num_query_groups": groups or in_file.get("num_query_groups", 1)}
-
-
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model", "each may also come from --model; an explicit argument wins")
-    group.add_argument("--model", metavar="JSON", help="file with a model, such as configs/model/gpt2_124m.json")
-    group.add_argument("--num-layers", type=parse_positive, help="transformer layers")
-    group.add_argument("--hidden-size", type=parse_positive, help="hidden size h")
-    group.add_argument(
-        "--ffn-hidden-size",
-        type=parse_positive,
-        help="inner size of the MLP (default 4 h; gated 8/3 h, rounded down to a multiple of 64)",
-    )
-    group.add_argument("--num-attention-heads", type=parse_positive, help="attention heads")
-    group.add_argument("--kv-channels", type=parse_positive, help="size of one head (default h / heads)")
-    group.add_argument("--seq-length", type=parse_positive, help="tokens per sample")
-    group.add_argument("--vocab-size", type=parse_positive, help="tokens before padding (default: the tokenizer's)")
-    group.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=parse_positive,
-        metavar="N",
-        help="pad the vocabulary to a multiple of N times tensor parallel size (default 128)",
-    )
-
-
-def _add_layer(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "layer", "what GPT-2 has is the default; --no-NAME takes back what the file of --model says"
-    )
-    for activation in _ACTIVATIONS:
-        _add_switch(group, activation.option, activation.help)
-    _add_switch(group, "--disable-bias-linear", "linears without a bias")
-    _add_switch(group, "--add-qkv-bias", "with --disable-bias-linear: a bias of q, k and v all the same")
-    group.add_argument("--normalization", choices=CHOICES["normalization"], help="default LayerNorm")
-    group.add_argument("--norm-epsilon", type=parse_positive_float, help="added to the variance (default 1e-5)")
-    _add_switch(group, "--qk-layernorm", "a norm of each head of queries and keys")
-    _add_switch(group, "--group-query-attention", "groups of query heads share a head of keys and values")
-    group.add_argument(
-        "--num-query-groups", type=parse_positive, help="with --group-query-attention: how many (default 1)"
-    )
-    group.add_argument(
-        "--window-size",
-        type=parse_window,
-        metavar="N,0",
-        help="attention sees the token itself and N before it (default all)",
-    )
-
-
-def _add_positions(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("positions")
-    group.add_argument(
-        "--position-embedding-type", choices=CHOICES["position_embedding_type"], help="default learned_absolute"
-    )
-    group.add_argument(
-        "--max-position-embeddings", type=parse_positive, help="learned positions (default --seq-length)"
-    )
-    group.add_argument("--rotary-base", type=parse_positive, help="base of rope's periods (default 10000)")
-    group.add_argument("--rotary-percent", type=parse_share, help="share of a head that rope rotates (default 1)")
-    _add_switch(group, "--use-rope-scaling", "scale rope's frequencies as Llama 3.1 does")
-    group.add_argument(
-        "--rope-scaling-factor", type=parse_positive_float, help="with --use-rope-scaling: factor (default 8)"
-    )
-
-
-def _add_weights(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("weights and dropout")
-    group.add_argument(
-        "--init-method-std", type=parse_positive_float, help="deviation of the first weights (default 0.02)"
-    )
-    _add_switch(
-        group,
-        "--untie-embeddings-and-output-weights",
-        "give the output layer weights of its own instead of the embedding's",
-    )
-    group.add_argument("--attention-dropout", type=parse_fraction, help="default 0.1")
-    group.add_argument("--hidden-dropout", type=parse_fraction, help="default 0.1")
-
-
-def _add_switch(group: Any, option: str, text: str) -> None:
-    group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)

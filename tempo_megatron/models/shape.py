@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tempo_megatron.settings.activations import ACTIVATIONS, GATED
-from tempo_megatron.words.json_text import decode, parse_json
+from tempo_megatron.words.json_text import read_object
 
 CHOICES = {
     "family": ("gpt", "bert", "t5"),
@@ -265,13 +265,12 @@ def make_shape(**values: Any) -> ModelShape:
             "give --kv-channels"
         )
     is_gated = given.get("activation") in GATED
-    lengths = [given["seq_length"], given.get("decoder_seq_length", 0)]
     completed = {
         "family": "gpt",
         "ffn_hidden_size": hidden_size * 8 // 3 // 64 * 64 if is_gated else 4 * hidden_size,
         "num_query_groups": heads,
         "kv_channels": hidden_size // heads,
-        "max_position_embeddings": max(lengths),
+        "max_position_embeddings": max(given["seq_length"], given.get("decoder_seq_length", 0)),
         **given,
     }
     if completed["family"] == "t5":
@@ -295,30 +294,23 @@ def pad_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) 
     return -(-vocab_size // multiple) * multiple
 
 
-def read_shape_file(path: str | Path, option: str = "--model") -> dict[str, Any]:
+def read_shape_file(path: str | Path) -> dict[str, Any]:
     """What a file of configs/model says, its names known and its types checked.
 
-    Raises ValueError, which begins with `option`, where it cannot be read or says what no model has.
+    Raises ValueError, which begins with --model, where it cannot be read or says what no model has.
     """
     try:
-        content = Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{option} {path} cannot be read ({reason}); give a file of configs/model") from error
-    try:
-        values = parse_json(decode(content))
+        values = read_object(path)
+    except OSError as error:
+        raise ValueError(f"--model {path} cannot be read ({error.strerror}); give a file of configs/model") from error
     except ValueError as error:
-        raise ValueError(f"{option} {path} is not valid JSON ({error}); correct it") from error
-    if not isinstance(values, dict):
-        raise ValueError(
-            f'{option} {path} holds a {type(values).__name__}; expected an object such as {{"num_layers": 12}}'
-        )
+        raise ValueError(f"--model {error}") from error
     for name, value in values.items():
         if name not in NAMES:
             near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{option} {path}: {name} is unknown; the nearest known name is {near}")
+            raise ValueError(f"--model {path}: {name} is unknown; the nearest known name is {near}")
         if (expected := check_value(name, value)) is not None:
-            raise ValueError(f"{option} {path}: {name} is {json.dumps(value)}; expected {expected}")
+            raise ValueError(f"--model {path}: {name} is {json.dumps(value)}; expected {expected}")
     return values
 
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import errno
+import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+_Number = TypeVar("_Number", int, float)
 
 _LARGEST = 10**12
 """No size of a run exceeds it, and products of larger sizes would not fit into 64 bits."""
@@ -22,32 +27,6 @@ def parse_whole(text: str) -> int:
     return value
 
 
-def parse_seed(text: str) -> int:
-    """Reads a seed that every generator accepts: numpy's has 32 bits."""
-    value = parse_not_negative(text)
-    if value >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not below {2**32}")
-    return value
-
-
-def parse_minutes(text: str) -> int:
-    if (value := parse_positive(text)) > 10**6:
-        raise argparse.ArgumentTypeError(f"{text} is more than 1000000 minutes")
-    return value
-
-
-def parse_heartbeat(text: str) -> float:
-    """Reads seconds; with fewer than 5, a machine that is busy for a moment would count as lost."""
-    value = parse_not_negative_float(text)
-    if value and not 5.0 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is neither 0 nor from 5 to 1000000 seconds")
-    return value
-
-
-def _shorten(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")
-
-
 def parse_number(text: str) -> float:
     try:
         return float(text)
@@ -55,28 +34,38 @@ def parse_number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def parse_positive(text: str) -> int:
-    if (value := parse_whole(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
-def parse_not_negative(text: str) -> int:
-    if (value := parse_whole(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
+def _restrict(
+    parse: Callable[[str], _Number], is_allowed: Callable[[_Number], bool], complaint: str
+) -> Callable[[str], _Number]:
+    """`parse`, which refuses `TEXT complaint` where the number is not allowed."""
+
+    def parse_allowed(text: str) -> _Number:
+        if not is_allowed(value := parse(text)):
+            raise argparse.ArgumentTypeError(f"{text} {complaint}")
+        return value
+
+    return parse_allowed
 
 
-def parse_positive_float(text: str) -> float:
-    if not 0.0 < (value := parse_number(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def parse_not_negative_float(text: str) -> float:
-    if not 0.0 <= (value := parse_number(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is negative or not finite")
-    return value
+parse_positive = _restrict(parse_whole, lambda value: value >= 1, "is not at least 1")
+parse_not_negative = _restrict(parse_whole, lambda value: value >= 0, "is negative")
+parse_seed = _restrict(parse_not_negative, lambda value: value < 2**32, f"is not below {2**32}")  # numpy's seeds
+parse_minutes = _restrict(parse_positive, lambda value: value <= 10**6, "is more than 1000000 minutes")
+parse_positive_float = _restrict(parse_number, lambda value: 0.0 < value < math.inf, "is not a positive number")
+parse_not_negative_float = _restrict(parse_number, lambda value: 0.0 <= value < math.inf, "is negative or not finite")
+parse_fraction = _restrict(parse_number, lambda value: 0.0 <= value < 1.0, "is not in [0, 1)")
+parse_probability = _restrict(parse_number, lambda value: 0.0 <= value <= 1.0, "is not in [0, 1]")
+parse_share = _restrict(parse_number, lambda value: 0.0 < value <= 1.0, "is not in (0, 1]")
+# With fewer than 5 seconds, a machine that is busy for a moment would count as lost.
+parse_heartbeat = _restrict(
+    parse_not_negative_float,
+    lambda value: value == 0 or 5.0 <= value <= 1e6,
+    "is neither 0 nor from 5 to 1000000 seconds",
+)
 
 
 def parse_output(text: str) -> str:
@@ -108,24 +97,6 @@ def parse_png(text: str) -> str:
     if Path(text).suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"{text} does not end in .png, which is what is drawn")
     return parse_output(text)
-
-
-def parse_fraction(text: str) -> float:
-    if not 0.0 <= (value := parse_number(text)) < 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
-    return value
-
-
-def parse_probability(text: str) -> float:
-    if not 0.0 <= (value := parse_number(text)) <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1]")
-    return value
-
-
-def parse_share(text: str) -> float:
-    if not 0.0 < (value := parse_number(text)) <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
-    return value
 
 
 def parse_window(text: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tempo_megatron.models.arguments import add_model_arguments, take_model
+from tempo_megatron.models.arguments import add_model_arguments, read_given_model
 from tempo_megatron.models.shape import (
     ModelShape,
     check_layout,
@@ -28,7 +28,7 @@ ROPE = ["--position-embedding-type", "rope"]
 def taken(*words: str, families: tuple[str, ...] = ("gpt",)) -> ModelShape:
     parser = argparse.ArgumentParser()
     add_model_arguments(parser)
-    return take_model(parser.parse_args([*TYPED, *words]), *families)
+    return make_shape(**read_given_model(parser.parse_args([*TYPED, *words]), *families))
 
 
 def file(folder: Path, **values: Any) -> str:
