@@ -39,11 +39,11 @@ from tempo_kernels.glu import swiglu
 from tempo_kernels.norm import layer_norm, rms_norm
 from tempo_kernels.recompute import drop
 from tempo_kernels.squared_relu import squared_relu
-from tempo_megatron.megatron_lm.samples import find_first_sample
+from tempo_megatron.megatron_lm.samples import announce_micro_batch
 from tempo_megatron.settings.activations import find_inplace_refusal
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
-from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, set_micro_batch
+from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample
 
 _FLASH_FLAGS = ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "use_flash_attn_builder")
 _MODELS = ("GPTModel", "GPTModelPipe", "BertModel", "T5Model")
@@ -213,8 +213,7 @@ def _count_micro_batch(forward: Callable[..., Any], model: Any, *args: Any, **kw
         options = get_args()
         if options.consumed_train_samples != _CALLS.consumed_samples:
             _CALLS.consumed_samples, _CALLS.micro_batch = options.consumed_train_samples, 0
-        rank = parallel_state.get_data_parallel_rank()
-        set_micro_batch(options.seed, find_first_sample(options, _CALLS.micro_batch, rank))
+        announce_micro_batch(options, _CALLS.micro_batch)
         _CALLS.micro_batch += 1
     return forward(model, *args, **kwargs)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tempo_megatron.megatron_lm.versions import LaunchError
 from tempo_megatron.settings.arguments import add_ledger_argument, add_tempo_arguments, read_tempo_of_run
 from tempo_megatron.settings.config import BUDGET, TempoConfig, check_block
 from tempo_megatron.settings.operations import CHOICES
+from tempo_megatron.words.json_text import read_json
 
 
 def add_tempo_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -80,10 +79,7 @@ def _read_blocks(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_block(file: str, *, may_be_bare: bool) -> dict[str, Any] | None:
-    try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON ({error}); correct it or give another file") from error
+    content = read_json(file)
     if isinstance(content, dict) and "tempo" in content:
         return check_block(content["tempo"])
     if not may_be_bare:

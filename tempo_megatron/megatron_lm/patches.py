@@ -12,48 +12,38 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tempo_megatron.megatron_lm import versions
 from tempo_megatron.megatron_lm.options import add_options
 from tempo_megatron.megatron_lm.planning import Planning
 from tempo_megatron.megatron_lm.report import BuiltModel, RunReport
-from tempo_megatron.megatron_lm.versions import Hooks, LaunchError, Model, get_hook, replace_hook
+from tempo_megatron.megatron_lm.versions import LaunchError, Model, get_hook, replace_hook
 from tempo_megatron.settings.config import TempoConfig
 
 if TYPE_CHECKING:
     from tempo_megatron.slots.choose import Obstacles
 
 
-def patch_arguments(hooks: Hooks, version: str) -> None:
+def patch_arguments(version: str) -> None:
     """Give Megatron's own argument parser the Tempo group."""
-    add_megatron_arguments = get_hook(hooks.add_arguments, version)
+    add_megatron_arguments = get_hook(versions.ADD_ARGUMENTS, version)
 
     @functools.wraps(add_megatron_arguments)
     def add_all(parser: Any) -> Any:
         return add_options(add_megatron_arguments(parser))
 
-    replace_hook(hooks.add_arguments, add_all)
+    replace_hook(versions.ADD_ARGUMENTS, add_all)
 
 
-def patch_models(
-    hooks: Hooks, version: str, tempo_config: TempoConfig, report: RunReport, budget: int | None = None
-) -> None:
+def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, budget: int | None = None) -> None:
     """Let Megatron's models be built with Tempo's slots, and its schedules say which samples a micro batch holds.
 
     budget: bytes that a rank may hold, by which what is "auto" is planned; None plans nothing.
 
     Raises LaunchError where a place is not there.
     """
-    from tempo_megatron.megatron_lm.samples import MicroBatches
-
-    get_args = get_hook(hooks.get_args, version)
-    micro_batches = MicroBatches(get_args)
-    begin_micro_batch = micro_batches.follow(get_hook(hooks.begin_micro_batch, version))
-
-    @functools.wraps(begin_micro_batch)
-    def begin(model: Any, microbatch_id: int) -> Any:
-        report.publish_once()
-        return begin_micro_batch(model, microbatch_id)
-
-    replace_hook(hooks.begin_micro_batch, begin)
+    get_args = get_hook(versions.GET_ARGS, version)
+    begin_micro_batch = get_hook(versions.BEGIN_MICRO_BATCH, version)
+    replace_hook(versions.BEGIN_MICRO_BATCH, _announce_micro_batches(begin_micro_batch, get_args, report))
     planning = Planning(tempo_config, budget, report)
 
     def find_args() -> Any:
@@ -63,17 +53,17 @@ def patch_models(
         except AssertionError:
             return None
 
-    for model in hooks.models:
+    for model in versions.MODELS:
         cls = get_hook(model.place, version)
-        cls.__init__ = _wrap_constructor(cls.__init__, model, hooks, planning, find_args, micro_batches, report)
+        cls.__init__ = _wrap_constructor(cls.__init__, model, planning, find_args, report)
 
 
-def patch_steps(hooks: Hooks, version: str, prefix: str) -> None:
+def patch_steps(version: str, prefix: str) -> None:
     """Let `--tempo-ledger` watch the first two training steps, with Tempo on or off.
 
     Raises LaunchError where the place is not there.
     """
-    train_step, get_args = get_hook(hooks.train_step, version), get_hook(hooks.get_args, version)
+    train_step, get_args = get_hook(versions.TRAIN_STEP, version), get_hook(versions.GET_ARGS, version)
     signature = inspect.signature(train_step)
     observers: list[Any] = []
 
@@ -96,16 +86,29 @@ def patch_steps(hooks: Hooks, version: str, prefix: str) -> None:
         with observers[0].step():
             return train_step(*args, **kwargs)
 
-    replace_hook(hooks.train_step, observe)
+    replace_hook(versions.TRAIN_STEP, observe)
+
+
+def _announce_micro_batches(begin: Callable[..., Any], get_args: Callable[[], Any], report: RunReport) -> Any:
+    """`begin`, which also publishes the report and tells Tempo's dropout the samples, once a model draws masks."""
+    from tempo_megatron.megatron_lm.samples import announce_micro_batch
+
+    @functools.wraps(begin)
+    def announce(model: Any, microbatch_id: int) -> Any:
+        report.publish_once()
+        # Where no model draws masks, Megatron's tracker holds its own states only.
+        if any(built.draws_masks for built in report.models):
+            announce_micro_batch(get_args(), microbatch_id)
+        return begin(model, microbatch_id)
+
+    return announce
 
 
 def _wrap_constructor(
     construct: Callable[..., None],
     model: Model,
-    hooks: Hooks,
     planning: Planning,
     find_args: Callable[[], Any],
-    micro_batches: Any,
     report: RunReport,
 ) -> Callable[..., None]:
     signature = inspect.signature(construct)
@@ -128,9 +131,8 @@ def _wrap_constructor(
             _finish_model(self, found, tempo_config)
         except ValueError as error:
             raise LaunchError(f"--use-tempo: {error}") from error
-        micro_batches.is_drawn_for |= found.draws_masks
         if model.has_causal_mask and found.knows_its_mask:
-            found.leaves_mask_out = _leave_mask_out(run, hooks.mask_argument)
+            found.leaves_mask_out = _leave_mask_out(run, versions.MASK_ARGUMENT)
         report.add(found, given.arguments["config"], run)
         _publish_before_forward(self, report)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from tempo_megatron.cluster.ranks import set_rank_environment
 from tempo_megatron.extras import MissingExtraError, is_installed
 from tempo_megatron.megatron_lm.options import add_tempo_options, read_ledger_prefix, read_options
-from tempo_megatron.megatron_lm.versions import LaunchError, find_hooks
+from tempo_megatron.megatron_lm.versions import LaunchError, find_warning
 
 if TYPE_CHECKING:
     from tempo_megatron.megatron_lm.report import RunReport
@@ -138,20 +138,19 @@ def _prepare(root: Path | None, script: Path, arguments: list[str]) -> RunReport
             )
         patch_scripts(tempo_config, report_file, add_tempo_options)
         return None
-    hooks, warning = find_hooks(version)
     # What patches touch is imported here and not before: the checkout's, now that it comes first.
     from tempo_megatron.megatron_lm import patches
     from tempo_megatron.megatron_lm.report import RunReport
 
-    patches.patch_arguments(hooks, version)
+    patches.patch_arguments(version)
     if ledger is not None:
-        patches.patch_steps(hooks, version, ledger)
+        patches.patch_steps(version, ledger)
     if tempo_config.is_off:
         return None
-    if warning:
+    if warning := find_warning(version):
         warnings.warn(warning, stacklevel=1)
     report = RunReport(version, root, report_file)
-    patches.patch_models(hooks, version, tempo_config, report, budget)
+    patches.patch_models(version, tempo_config, report, budget)
     return report
 
 

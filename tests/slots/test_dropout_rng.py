@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, random
 from megatron.core.transformer import cuda_graphs
 
 from tempo_megatron import TempoConfig, set_micro_batch
-from tempo_megatron.megatron_lm.samples import MicroBatches
+from tempo_megatron.megatron_lm.patches import _announce_micro_batches
 from tempo_megatron.slots.dropout_rng import STATE_NAME, draws_masks, read_micro_batch
 
 
@@ -125,11 +125,12 @@ def test_without_dropout_the_tracker_has_megatrons_own_states_only(monkeypatch: 
     run = SimpleNamespace(seed=7, consumed_train_samples=24, micro_batch_size=3, data_parallel_size=1)
     monkeypatch.setattr("megatron.core.parallel_state.get_data_parallel_rank", lambda: 0)
     states = put_beside(torch.zeros(16, dtype=torch.uint8), monkeypatch)
-    micro_batches = MicroBatches(lambda: run)
-    begin = micro_batches.follow(lambda model, index: (model, index))
+    built = SimpleNamespace(draws_masks=False)
+    report = SimpleNamespace(models=[built], publish_once=lambda: None)
+    begin = _announce_micro_batches(lambda model, index: (model, index), lambda: run, report)
     assert begin("chunk", 2) == ("chunk", 2)
     assert list(states) == ["model-parallel-rng"]
-    micro_batches.is_drawn_for = True
+    built.draws_masks = True
     begin("chunk", 2)
     assert read_micro_batch() == (7, 24 + 2 * 3)
 
