@@ -19,11 +19,12 @@ from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.choose import choose_operation
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample
-from tempo_megatron.slots.megatron_versions import DIFFERENCES
+from tempo_megatron.slots.megatron_versions import is_since
 
 XWithBias = tuple[Tensor, Tensor | None]
 
-_RESIDUAL_DECIDES = DIFFERENCES["residual decides"].is_there
+# Since 0.17 Megatron casts x up to the residual's dtype; before, the residual down to x's.
+_RESIDUAL_DECIDES = is_since("0.17")
 
 
 def tempo_bias_dropout_add(config: Any, layer_number: int, site: Site, stack: Stack) -> Callable[..., Any]:

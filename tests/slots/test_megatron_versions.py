@@ -77,30 +77,17 @@ def test_tempo_equals_stock_in_the_installed_version() -> None:
 
     found = check(Path(megatron.core.__file__).parent.parent.parent)
     assert found["version"] == megatron.core.__version__
-    assert set(found["differences"]) == set(table.DIFFERENCES)
-
-
-def test_the_table_of_the_documentation_tells_the_differences_that_the_slots_read() -> None:
-    assert megatron_versions.TABLE.read_text("utf-8").endswith(megatron_versions.make_differences())
 
 
 @pytest.mark.parametrize(
     ("version", "is_there"),
     [("0.16.1", False), ("0.17.0.dev0", True), ("0.17.0rc1", True), ("0.17.1", True), ("0.20.0", True)],
 )
-def test_a_difference_holds_from_the_first_pre_release_on(
+def test_a_version_counts_from_the_first_pre_release_on(
     version: str, is_there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table, "VERSION", Version(version))
-    assert table.DIFFERENCES["residual decides"].is_there is is_there
-
-
-@pytest.mark.parametrize(("version", "is_there"), [("0.14.0", True), ("0.15.0rc2", False), ("0.15.3", False)])
-def test_a_difference_ends_with_the_first_pre_release_without_it(
-    version: str, is_there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(table, "VERSION", Version(version))
-    assert table.DIFFERENCES["model_comm_pgs"].is_there is is_there
+    assert table.is_since("0.17") is is_there
 
 
 @pytest.mark.parametrize("version", ["0.14.0", "0.16.1", "0.19.2", "0.20.0rc0", "0.20.7"])
@@ -129,8 +116,7 @@ def test_a_hook_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    hook = table.Hook(module="megatron.core.no_such_module", names=())
-    monkeypatch.setattr(table, "HOOKS", (hook,))
+    monkeypatch.setattr(table, "HOOKS", {"megatron.core.no_such_module": ""})
     with pytest.raises(ImportError, match="cannot import megatron.core.no_such_module .*; expected one of 0.14.0 to"):
         table.check_megatron()
 
@@ -139,6 +125,6 @@ def test_a_method_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     stand_in = types.ModuleType("stand_in")
     stand_in.Model = type("Model", (), {})
     monkeypatch.setitem(sys.modules, "stand_in", stand_in)
-    monkeypatch.setattr(table, "HOOKS", (table.Hook(module="stand_in", names=("Model", "Model.forward")),))
+    monkeypatch.setattr(table, "HOOKS", {"stand_in": "Model Model.forward"})
     with pytest.raises(ImportError, match="has no stand_in.Model.forward; expected one of"):
         table.check_megatron()

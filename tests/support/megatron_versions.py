@@ -19,7 +19,9 @@ TABLE = SUPPORT.parents[1] / "docs" / "megatron_versions.md"
 GRADIENT_LIMIT_EPS = 100
 LOSS_LIMIT = 1e-6
 WAYS = ("same_gradients", "same_state_dict", "same_sharded_keys")
-HEAD = """<!-- Written by `python tests/support/megatron_versions.py FOLDER`; not to be edited. -->
+DIFFERENCES = "What differs between the versions"
+"""The rest of the document begins so; people write it."""
+HEAD = """<!-- The first table is written by `python tests/support/megatron_versions.py FOLDER`. -->
 
 Stock beside Tempo in one layer of each model at dropout 0, on a CPU in float32, without Transformer Engine and Apex:
 the losses agree to 1e-6, and every gradient to 100 times float32's round-off of its largest element; the largest
@@ -63,16 +65,8 @@ def make_table(results: list[dict[str, Any]]) -> str:
         found = result["cases"].values()
         cells = (f"{case['gradient_error_eps']:.0f}" if is_equal(case) else "differs" for case in found)
         lines.append(f"| {result['version']} | {' | '.join(cells)} |")
-    return HEAD + "\n".join(lines) + "\n\n" + make_differences()
-
-
-def make_differences() -> str:
-    """What differs between the versions, from the table that the slots read."""
-    from tempo_megatron.slots.megatron_versions import DIFFERENCES
-
-    lines = ["| since | until | Megatron | Tempo |", "| --- | --- | --- | --- |"]
-    lines += [f"| {each.since} | {each.until} | {each.megatron} | {each.tempo} |" for each in DIFFERENCES.values()]
-    return "\n".join(lines) + "\n"
+    _, mark, differences = TABLE.read_text("utf-8").partition(DIFFERENCES)
+    return HEAD + "\n".join(lines) + "\n\n" + mark + differences
 
 
 def main() -> None:
