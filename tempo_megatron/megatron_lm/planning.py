@@ -61,8 +61,9 @@ class Planning:
     def _make_request(self, model: Model, arguments: dict[str, Any], run: Any) -> Any:
         import torch
 
-        from tempo_megatron.megatron_lm.run_reader import find_unknown, read_run
+        from tempo_megatron.megatron_lm.run_reader import read_configured_run
         from tempo_megatron.memory.live.aside import find_gpu
+        from tempo_megatron.memory.megatron_run import find_unknown
         from tempo_megatron.memory.plan.planner import PlanRequest
 
         name, config = model.place.partition(":")[2], arguments["config"]
@@ -72,7 +73,7 @@ class Planning:
                 f"the run has {unknown}; leave the memory budget out, and give the operations their values"
             )
         return PlanRequest(
-            run=read_run(name, config, arguments, run, self._tempo_config),
+            run=read_configured_run(name, config, arguments, run, self._tempo_config),
             gpu=find_gpu(torch.cuda.get_device_name() if torch.cuda.is_available() else None),
             recompute=None,
             remedy=_REMEDY,

@@ -1,8 +1,8 @@
 """Run: what is trained and how, as the estimate, the planner and the report after out-of-memory take it.
 
-Three readers make one: `tempo_megatron.training.planning` reads the trainer's RunConfig,
-`tempo_megatron.megatron_lm.run_reader` a run of Megatron-LM, and `tempo_megatron.memory.commands.requested_run` the
-arguments of a command.
+Four readers make one: `tempo_megatron.training.planning` reads the trainer's RunConfig,
+`tempo_megatron.megatron_lm.run_reader` a run of Megatron-LM, `tempo_megatron.memory.commands.megatron_command` the
+command that would start one, and `tempo_megatron.memory.commands.requested_run` the arguments of our own commands.
 """
 
 from __future__ import annotations

@@ -41,6 +41,9 @@ class RankEstimate:
     parts: dict[str, int]
     """What stands at the peak -> bytes; see PART_NAMES."""
 
+    at_rest_bytes: int
+    """Between two steps: weights, gradients, optimizer states and buffers that stay."""
+
     rounded_bytes: int | None = None
     """With torch's caching allocator simulated: what it counts as allocated at most."""
 
@@ -186,7 +189,8 @@ def _estimate_rank(
         "optimizer step": lasting | {"gradients": states.gradients, "transients": states.step_transient},
     }
     name_of_moment = max(ends, key=lambda each: sum(ends[each].values()))
-    return RankEstimate(name, num_parameters, name_of_moment, ends[name_of_moment])
+    at_rest = sum(lasting.values()) + states.standing_gradients
+    return RankEstimate(name, num_parameters, name_of_moment, ends[name_of_moment], at_rest)
 
 
 def _list_parts(states: ModelStates) -> dict[str, int]:

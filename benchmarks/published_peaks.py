@@ -1,0 +1,216 @@
+"""Holds the estimate against peaks that others measured and published.
+
+    python benchmarks/published_peaks.py benchmarks/published/megatron.json                 # a table of all rows
+    python benchmarks/published_peaks.py FILE --only gpt3_7b --json rows.json
+    python benchmarks/published_peaks.py FILE --write-docs                                  # docs/estimate.md, the plot
+
+A row has the arguments of a run of pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py, and what its last rank counted
+as allocated: between two steps, and at most. One of a cluster whose size is not published takes the data-parallel size,
+a power of two, whose bytes at rest are nearest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import logging
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+_DOCS = ROOT / "docs" / "estimate.md"
+_PLOT = ROOT / "docs" / "images" / "published_peaks.png"
+_BEGIN, _END = "<!-- published: begin -->", "<!-- published: end -->"
+# The end of a tokenizer's file -> its tokens. Of BERT's, [BOS] and [EOS] are added.
+_TOKENS = {
+    "bpe/vocab.json": 50257,
+    "bert-large-cased-vocab.txt": 28996 + 2,
+    "vocab.txt": 30522 + 2,
+    "nemotron_2_256k.model": 256000,
+    # Llama 2's, which is Mixtral's.
+    "/tokenizer.model": 32000,
+}
+_MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A row, and what the estimate says of it."""
+
+    id: str
+    measured_rest: int
+    measured_peak: int
+    rest: int | None = None
+    peak: int | None = None
+    world_size: int | None = None
+    seconds: float = 0.0
+    refusal: str | None = None
+    parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rest_error(self) -> float:
+        """In percent."""
+        assert self.rest is not None
+        return 100 * (self.rest / self.measured_rest - 1)
+
+    @property
+    def peak_error(self) -> float:
+        """In percent."""
+        assert self.peak is not None
+        return 100 * (self.peak / self.measured_peak - 1)
+
+
+def estimate_row(row: Mapping[str, Any]) -> Result:
+    """What the estimate says of one row's last rank."""
+    measured = (row["id"], row["allocated_at_rest_bytes"], row["peak_allocated_bytes"])
+    begin = time.perf_counter()
+    try:
+        world_size = row["world_size"] or _find_world_size(row)
+        last = _estimate(row["id"], row["args"], world_size)[-1]
+    except ValueError as error:
+        return Result(*measured, seconds=time.perf_counter() - begin, refusal=str(error))
+    seconds = time.perf_counter() - begin
+    return Result(*measured, last.at_rest_bytes, last.peak_bytes, world_size, seconds, parts=last.parts)
+
+
+def _estimate(name: str, arguments: Mapping[str, Any], world_size: int) -> Sequence[Any]:
+    from tempo_megatron.memory.commands.megatron_command import read_command, spell_arguments, split_command
+    from tempo_megatron.memory.estimate.estimate import estimate_ranks
+
+    family = next((family for family in ("bert", "t5") if name.startswith(f"{family}/")), "gpt")
+    command = split_command([f"pretrain_{family}.py", *spell_arguments(arguments)])
+    run, _ = read_command(command, world_size=world_size, vocab_size=_find_vocab_size(arguments))
+    return estimate_ranks(run)
+
+
+def _find_vocab_size(arguments: Mapping[str, Any]) -> int | None:
+    file = str(arguments.get("--tokenizer-model") or arguments.get("--vocab-file") or "")
+    found = next((tokens for end, tokens in _TOKENS.items() if file.endswith(end)), None)
+    return found and found + int(arguments.get("--vocab-extra-ids", 0))
+
+
+def _find_world_size(row: Mapping[str, Any]) -> int:
+    """The GPUs with which the estimate at rest is nearest to what was measured."""
+    arguments = row["args"]
+    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+    smallest = math.prod(int(arguments.get(size, 1)) for size in sizes)
+    last = _estimate(row["id"], arguments, smallest)[-1]
+    if "--use-distributed-optimizer" not in arguments:
+        return smallest
+    most = int(arguments["--global-batch-size"]) // int(arguments["--micro-batch-size"])
+    states = last.parts["optimizer states"]
+    candidates = [2**n for n in range(11) if most % 2**n == 0]
+    return smallest * min(
+        candidates, key=lambda d: abs(last.at_rest_bytes - states + states // d - row["allocated_at_rest_bytes"])
+    )
+
+
+def format_result(result: Result) -> str:
+    """A line for a terminal."""
+    line = f"{result.id:<110} {result.measured_rest / _MIB:>10.1f}"
+    peak = f"{result.measured_peak / _MIB:>10.1f}"
+    if result.rest is None or result.peak is None:
+        return f"{line} {'':>19} {peak}  {result.refusal}"
+    return (
+        f"{line} {result.rest / _MIB:>10.1f} {result.rest_error:>+7.2f}% {peak} {result.peak / _MIB:>10.1f} "
+        f"{result.peak_error:>+7.2f}% {result.seconds:>5.1f} s"
+    )
+
+
+def summarize(results: Sequence[Result]) -> str:
+    """How many rows are expressed, and how near the estimate is."""
+    found = [each for each in results if each.rest is not None]
+    if not found:
+        return f"0 of {len(results)} rows are expressed"
+    at_rest = sum(abs(each.rest_error) <= 0.5 for each in found)
+    at_peak = sum(abs(each.peak_error) <= 3 for each in found)
+    under = sum(each.peak_error < -3 for each in found)
+    return (
+        f"{len(found)} of {len(results)} rows are expressed: at rest within 0.5 % on {at_rest}, peak within 3 % on "
+        f"{at_peak}, {under} under by more than 3 %; the slowest took {max(each.seconds for each in found):.1f} s"
+    )
+
+
+def write_docs(results: Sequence[Result]) -> None:
+    """The table of docs/estimate.md, and the plot beside it."""
+    lines = [
+        summarize(results) + ".",
+        "",
+        "| run | at rest, MiB | estimated | | peak, MiB | estimated | |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for each in results:
+        rest, peak = f"{each.measured_rest / _MIB:,.0f}", f"{each.measured_peak / _MIB:,.0f}"
+        if each.rest is None or each.peak is None:
+            lines.append(f"| {each.id} | {rest} | | | {peak} | | {each.refusal} |")
+            continue
+        lines.append(
+            f"| {each.id} | {rest} | {each.rest / _MIB:,.0f} | {each.rest_error:+.2f} % | {peak} | "
+            f"{each.peak / _MIB:,.0f} | {each.peak_error:+.2f} % |"
+        )
+    before, _, rest = _DOCS.read_text(encoding="utf-8").partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    _DOCS.write_text("\n".join([before + _BEGIN, *lines, _END + after]), encoding="utf-8")
+    plot(results, _PLOT)
+
+
+def plot(results: Sequence[Result], png: Path) -> None:
+    """Estimated over measured, at rest and at the peak."""
+    from tempo_megatron.plots import COLOURS, INK, import_pyplot, save, tidy
+
+    pyplot = import_pyplot("--write-docs")
+    figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
+    found = [each for each in results if each.rest is not None]
+    figures = {
+        "at rest": [(each.measured_rest, each.rest) for each in found],
+        "peak": [(each.measured_peak, each.peak) for each in found],
+    }
+    ends = [min(min(pair) for pairs in figures.values() for pair in pairs) / 2**30 * 0.8]
+    ends.append(max(max(pair) for pairs in figures.values() for pair in pairs) / 2**30 * 1.25)
+    axes.plot(ends, ends, color=INK, linewidth=1)
+    for colour, (name, pairs) in zip(COLOURS, figures.items(), strict=False):
+        measured, estimated = ([value / 2**30 for value in side] for side in zip(*pairs, strict=True))
+        axes.plot(measured, estimated, "o", color=colour, label=name, markersize=4, alpha=0.7)
+    axes.set(xscale="log", yscale="log", xlabel="measured, GiB", ylabel="estimated, GiB", xlim=ends, ylim=ends)
+    tidy(axes)
+    axes.legend(frameon=False)
+    save(figure, png)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line for each row, then how many are near."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="a JSON with megatron_goldens")
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose id holds TEXT")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results to OUT too")
+    parser.add_argument("--write-docs", action="store_true", help="write the table and the plot of docs/estimate.md")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    results = []
+    for row in json.loads(args.file.read_text(encoding="utf-8"))["megatron_goldens"]:
+        if args.only not in row["id"]:
+            continue
+        with contextlib.redirect_stderr(io.StringIO()):
+            results.append(estimate_row(row))
+        print(format_result(results[-1]), flush=True)
+    print(summarize(results))
+    if args.json:
+        args.json.write_text(json.dumps([dataclasses.asdict(each) for each in results], indent=1) + "\n")
+    if args.write_docs:
+        write_docs(results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

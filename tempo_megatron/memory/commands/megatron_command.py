@@ -1,0 +1,366 @@
+"""Reads a Run from the command that starts a training script of Megatron-LM.
+
+    pretrain_gpt.py ARGS...
+    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 pretrain_gpt.py ARGS...
+    deepspeed --num_gpus 8 pretrain_bert.py ARGS...
+
+What Megatron-LM would derive from the words, as arguments.py:validate_args does, is derived here; what it would refuse,
+and what the estimate does not know, is one sentence. No model is built, and Megatron's training code is not imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tempo_megatron.memory.commands.megatron_options import find_default, list_options, parse_options
+from tempo_megatron.memory.megatron_run import (
+    UNKNOWN_IN_COMMANDS,
+    UNKNOWN_IN_LAYERS,
+    UNKNOWN_IN_RUNS,
+    read_run,
+)
+from tempo_megatron.memory.run import Run
+from tempo_megatron.models.shape import pad_vocab_size
+from tempo_megatron.settings.config import TempoConfig
+
+_SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
+_MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
+_NUM_GPT2_TOKENS = 50257
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command taken apart."""
+
+    launcher: tuple[str, ...]
+    """What stands before the script."""
+
+    script: str
+    family: str
+    """gpt, bert or t5."""
+
+    options: tuple[str, ...]
+    """What stands behind the script."""
+
+    world_size: int | None
+    """As the launcher says."""
+
+
+def split_command(words: Sequence[str]) -> Command:
+    """Raises ValueError where it starts no script whose model is known."""
+    place = next((place for place, word in enumerate(words) if _SCRIPT.fullmatch(word)), None)
+    if place is None:
+        raise ValueError(
+            "the command names no training script of Megatron-LM; write it from pretrain_gpt.py, pretrain_bert.py or "
+            "pretrain_t5.py on"
+        )
+    script = words[place]
+    family = _SCRIPT.sub(r"\1", script)
+    if family not in _MODELS:
+        raise ValueError(
+            f"{script} trains a model that the estimate does not know; expected pretrain_gpt.py, pretrain_bert.py or "
+            "pretrain_t5.py"
+        )
+    launcher = tuple(words[:place])
+    return Command(launcher, script, family, tuple(words[place + 1 :]), _count_ranks(launcher))
+
+
+def _count_ranks(launcher: Sequence[str]) -> int | None:
+    """What torchrun or deepspeed would start; None where nothing says it.
+
+    Raises ValueError where it is no number.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", "--num_gpus", dest="gpus")
+    parser.add_argument("--nnodes", "--num_nodes", dest="nodes", default="1")
+    try:
+        given, _ = parser.parse_known_args(list(launcher))
+    except SystemExit:
+        raise ValueError("the launcher's --nproc-per-node or --nnodes has no value; give one") from None
+    if given.gpus is None:
+        return None
+    for option, text in (("--nproc-per-node", given.gpus), ("--nnodes", given.nodes)):
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"{option} of the launcher is {text}; expected a number, or --world-size beside it")
+    return int(given.gpus) * int(given.nodes)
+
+
+def spell_arguments(arguments: Mapping[str, Any]) -> list[str]:
+    """The words of MODEL_ARGS, as Megatron-LM's tests/functional_tests/shell_test_utils/_run_training.sh makes them.
+
+    `true` is a switch, `[a b]` several values, and whatever else, `false` among it, one value. A value in brackets
+    that YAML reads as a list is such a list.
+    """
+    words: list[str] = []
+    for name, value in arguments.items():
+        words.append(name)
+        if isinstance(value, list):
+            words += [str(each) for each in value]
+        elif isinstance(value, str) and re.fullmatch(r"\[[^]]+\]", value):
+            words += value[1:-1].split()
+        elif isinstance(value, bool):
+            words += [] if value else ["false"]
+        elif value != "true":
+            words.append(str(value))
+    return words
+
+
+def read_command(
+    command: Command, tempo: TempoConfig | None = None, *, world_size: int | None = None, vocab_size: int | None = None
+) -> tuple[Run, list[str]]:
+    """The run, and warnings for a user.
+
+    Args:
+        command: of `split_command`.
+        tempo: what Tempo's operations do in it; None is what the command says.
+        world_size: GPUs of the whole run, where the launcher does not say it.
+        vocab_size: tokens, where the command does not say it.
+
+    Raises ValueError for what Megatron-LM would refuse, and what the estimate does not know.
+    """
+    args, warnings = parse_options(command.options)
+    _refuse_unknown(args, command.family)
+    _complete_layout(args, _agree_on_world_size(command, world_size), warnings)
+    _complete_model(args, command.family)
+    _complete_step(args)
+    arguments = {
+        "vocab_size": _find_padded_vocab_size(args, command.family, vocab_size),
+        "max_sequence_length": args.max_position_embeddings,
+        "position_embedding_type": args.position_embedding_type,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+    }
+    if command.family == "bert":
+        # pretrain_bert.py: segments are told apart for the binary head.
+        arguments |= {"num_tokentypes": 2 * args.bert_binary_head, "add_binary_head": args.bert_binary_head}
+    if command.family == "t5":
+        arguments["decoder_seq_length"] = args.decoder_seq_length
+    run = read_run(
+        _MODELS[command.family],
+        args,
+        arguments,
+        args,
+        tempo or TempoConfig.off(),
+        activation=_find_activation(args),
+        stock=_find_stock(args, command.family),
+    )
+    run.check()
+    return run, warnings
+
+
+def _refuse_unknown(args: argparse.Namespace, family: str) -> None:
+    """Raise ValueError for the first field that no Run has and that is not what it is by default."""
+    if not args.num_moe_experts:
+        args.num_moe_experts = None
+        args.overlap_moe_expert_parallel_comm = False
+    for field, words in {**UNKNOWN_IN_LAYERS, **UNKNOWN_IN_RUNS, **UNKNOWN_IN_COMMANDS}.items():
+        if hasattr(args, field) and (value := getattr(args, field)) != find_default(field):
+            options = " or ".join(list_options(field))
+            of = (
+                "" if isinstance(value, bool) else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
+            )
+            raise ValueError(f"{options}{of} gives the run {words}, which the estimate does not know")
+    dtypes = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    for field in dtypes:
+        if (value := getattr(args, field)) != "fp32":
+            raise ValueError(
+                f"{list_options(field)[0]} {value} is not fp32, and the estimate knows float32 states only"
+            )
+    if args.transformer_impl == "inference_optimized":
+        raise ValueError("--transformer-impl inference_optimized trains nothing; give local or transformer_engine")
+    if args.spec and not (family == "bert" and args.spec == ["local"]):
+        raise ValueError(f"--spec {' '.join(args.spec)} names layers that the estimate does not know; leave it out")
+    if args.position_embedding_type in ("yarn", "mrope", "relative"):
+        raise ValueError(
+            f"--position-embedding-type {args.position_embedding_type} is not known to the estimate; it knows "
+            "learned_absolute, rope and none"
+        )
+
+
+def _agree_on_world_size(command: Command, given: int | None) -> int:
+    if given is not None and command.world_size not in (None, given):
+        raise ValueError(
+            f"--world-size is {given}, and the launcher starts {command.world_size} ranks; leave --world-size out, or "
+            "change one of them"
+        )
+    found = given or command.world_size
+    if found is None:
+        raise ValueError("the command does not say how many GPUs it runs on; give --world-size")
+    return found
+
+
+def _complete_layout(args: argparse.Namespace, world_size: int, warnings: list[str]) -> None:
+    """Raises ValueError where ranks or layers do not divide."""
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
+        _check_positive(args, name)
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        raise ValueError(
+            f"{world_size} GPUs are not a multiple of --tensor-model-parallel-size {tp} times "
+            f"--pipeline-model-parallel-size {pp}; change one of them"
+        )
+    args.world_size, args.data_parallel_size = world_size, world_size // (tp * pp)
+    if args.sequence_parallel and tp == 1:
+        warnings.append("--sequence-parallel is off, as Megatron-LM switches it off without tensor parallelism")
+        args.sequence_parallel = False
+    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
+        raise ValueError(
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them, or leave it "
+            "out"
+        )
+
+
+def _complete_model(args: argparse.Namespace, family: str) -> None:
+    """Fill in what Megatron-LM derives. Raises ValueError for what is missing or contradictory."""
+    _join(args, "num_layers", "encoder_num_layers")
+    _join(args, "seq_length", "encoder_seq_length")
+    required = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length")
+    for name in (*required, *(("decoder_seq_length",) if family == "t5" else ())):
+        if getattr(args, name) is None:
+            raise ValueError(f"{_spell(name)} is missing, and Megatron-LM has no default for it; give it")
+        _check_positive(args, name)
+    for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
+        _check_positive(args, name)
+    if args.decoder_num_layers not in (None, args.num_layers):
+        raise ValueError(
+            f"--decoder-num-layers is {args.decoder_num_layers}, and the estimate knows as many as the encoder's "
+            f"{args.num_layers}; change one of them"
+        )
+    longest = max(args.seq_length, args.decoder_seq_length or 0)
+    if args.max_position_embeddings < longest:
+        raise ValueError(
+            f"--max-position-embeddings {args.max_position_embeddings} is less than the {longest} tokens of a sample; "
+            "raise it"
+        )
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    if not (args.add_position_embedding or args.position_embedding_type == "rope"):
+        raise ValueError("--no-position-embedding is taken no longer; give --position-embedding-type none")
+    args.num_query_groups = args.num_query_groups if args.group_query_attention else None
+    pp = args.pipeline_model_parallel_size
+    per_chunk, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    if per_chunk is not None and chunks is not None:
+        raise ValueError(
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank are both given; leave "
+            "one of them out"
+        )
+    if per_chunk is not None:
+        _check_positive(args, "num_layers_per_virtual_pipeline_stage")
+        chunks, rest = divmod(args.num_layers, pp * per_chunk)
+        if rest or pp == 1:
+            raise ValueError(
+                f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {args.num_layers} layers of "
+                f"{pp} pipeline stages into chunks; change it or leave it out"
+            )
+    elif chunks is not None and args.num_layers % (pp * chunks):
+        raise ValueError(
+            f"--num-virtual-stages-per-pipeline-rank {chunks} does not divide the {args.num_layers} layers of {pp} "
+            "pipeline stages; change it or leave it out"
+        )
+    # One chunk a stage is no interleaving.
+    args.virtual_pipeline_model_parallel_size = None if chunks == 1 else chunks
+
+
+def _complete_step(args: argparse.Namespace) -> None:
+    """Raises ValueError where batch sizes do not divide, or precision or recomputation contradicts itself."""
+    if args.micro_batch_size is None:
+        raise ValueError("--micro-batch-size is missing, and Megatron-LM has no default for it; give it")
+    _check_positive(args, "micro_batch_size")
+    _check_positive(args, "global_batch_size")
+    per_round = args.micro_batch_size * args.data_parallel_size
+    args.global_batch_size = args.global_batch_size or per_round
+    if args.global_batch_size % per_round:
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{args.micro_batch_size} times {args.data_parallel_size} data-parallel ranks; change one of them"
+        )
+    if args.bf16 and args.fp16:
+        raise ValueError("--bf16 and --fp16 are both given; leave one of them out")
+    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"
+    if args.recompute_granularity == "full" and args.recompute_method is None:
+        raise ValueError("--recompute-granularity full needs --recompute-method uniform or block; give one")
+    if args.recompute_granularity == "full":
+        _check_positive(args, "recompute_num_layers")
+        if args.recompute_num_layers is None:
+            raise ValueError(f"--recompute-method {args.recompute_method} needs --recompute-num-layers; give it")
+    if args.recompute_granularity == "selective" and args.recompute_method is not None:
+        raise ValueError("--recompute-method is for --recompute-granularity full; leave it out")
+
+
+def _find_activation(args: argparse.Namespace) -> str:
+    if args.swiglu and args.squared_relu:
+        raise ValueError("--swiglu and --squared-relu are both given; leave one of them out")
+    return "swiglu" if args.swiglu else "squared_relu" if args.squared_relu else "gelu"
+
+
+def _find_stock(args: argparse.Namespace, family: str) -> str:
+    if args.attention_backend == "local" and args.spec != ["local"]:
+        raise ValueError("--attention-backend local needs --spec local; give another one")
+    # pretrain_bert.py does not read --transformer-impl.
+    is_local = args.spec == ["local"] if family == "bert" else args.transformer_impl == "local"
+    return "local" if is_local else "transformer_engine"
+
+
+def _find_padded_vocab_size(args: argparse.Namespace, family: str, given: int | None) -> int:
+    """Rows of the embedding. Raises ValueError where nothing says how many tokens there are."""
+    if args.padded_vocab_size is not None:
+        _check_positive(args, "padded_vocab_size")
+        return int(args.padded_vocab_size)
+    size = given or _count_tokens(args, family)
+    if size is None:
+        raise ValueError(
+            f"how many tokens {_name_tokenizer(args, family)} has cannot be read here; give --vocab-size before the --"
+        )
+    _check_positive(args, "make_vocab_size_divisible_by")
+    if not args.pad_vocab_size:
+        return size
+    return pad_vocab_size(size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
+
+
+def _name_tokenizer(args: argparse.Namespace, family: str) -> str:
+    default = "GPT2BPETokenizer" if family == "gpt" else "BertWordPieceLowerCase"
+    return args.tokenizer_type or default
+
+
+def _count_tokens(args: argparse.Namespace, family: str) -> int | None:
+    """As the tokenizer would; None where its file is not here."""
+    kind = _name_tokenizer(args, family)
+    if kind in ("NullTokenizer", "NullMultimodalTokenizer"):
+        _check_positive(args, "vocab_size")
+        return args.vocab_size if args.vocab_size is None else int(args.vocab_size)
+    try:
+        text = Path(args.vocab_file or "").read_text(encoding="utf-8")
+        if kind.startswith("BertWordPiece"):
+            # [BOS] and [EOS] are added.
+            return len(text.splitlines()) + 2 + int(args.vocab_extra_ids)
+        return len(json.loads(text)) if kind == "GPT2BPETokenizer" else None
+    except (OSError, ValueError):
+        return _NUM_GPT2_TOKENS if kind == "GPT2BPETokenizer" and args.vocab_file is None else None
+
+
+def _join(args: argparse.Namespace, name: str, other: str) -> None:
+    """Give `name` the value of its other name. Raises ValueError where both are given."""
+    first, second = getattr(args, name), getattr(args, other)
+    if first is not None and second is not None:
+        raise ValueError(f"{_spell(name)} and {_spell(other)} are both given; leave one of them out")
+    setattr(args, name, second if first is None else first)
+
+
+def _check_positive(args: argparse.Namespace, name: str) -> None:
+    value = getattr(args, name)
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{_spell(name)} is {value}; expected a positive number")
+
+
+def _spell(name: str) -> str:
+    return "--" + name.replace("_", "-")

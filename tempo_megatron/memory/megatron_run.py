@@ -1,0 +1,231 @@
+"""Reads a Run from Megatron's configuration and arguments, whether a model was built from them or a command gives them.
+
+`megatron_lm.run_reader` has the configuration of a built model, `memory.commands.megatron_command` a command's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation
+from tempo_megatron.models.shape import make_shape
+from tempo_megatron.settings.config import TempoConfig
+
+_FAMILIES = {"GPTModel": "gpt", "BertModel": "bert", "T5Model": "t5"}
+# What a TransformerConfig and a ModelShape call by the same name.
+_SAME = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "qk_layernorm",
+    "window_size",
+    "add_bias_linear",
+    "attention_dropout",
+    "hidden_dropout",
+)
+
+UNKNOWN_IN_LAYERS = {
+    "heterogeneous_block_specs": "layers of several kinds",
+    "num_moe_experts": "layers of experts",
+    "multi_latent_attention": "latent attention",
+    "fp8": "float8",
+    "fp4": "float4",
+    "fp32_residual_connection": "a float32 residual stream",
+    "attention_output_gate": "gates on attention's output",
+    "experimental_attention_variant": "an experimental attention",
+    "window_attn_skip_freq": "layers with and without a window",
+}
+"""Field of a TransformerConfig -> what it gives a run that changes what a layer keeps, in ways that no Run can say."""
+
+UNKNOWN_IN_RUNS = {
+    "mtp_num_layers": "multi-token prediction",
+    "cpu_offloading": "activations on the host",
+    "fine_grained_activation_offloading": "activations on the host",
+    "distribute_saved_activations": "saved activations that tensor-parallel ranks share",
+    "pipeline_model_parallel_layout": "a pipeline layout of its own",
+    "account_for_embedding_in_pipeline_split": "an embedding that counts as a layer of its stage",
+    "account_for_loss_in_pipeline_split": "a loss that counts as a layer of its stage",
+}
+"""Likewise, what changes what a step holds beside its layers."""
+
+UNKNOWN_IN_COMMANDS = {
+    "context_parallel_size": "context parallelism",
+    "use_megatron_fsdp": "weights sharded by Megatron-FSDP",
+    "use_torch_fsdp2": "weights sharded by torch's FSDP",
+    "optimizer": "another optimizer than Adam",
+    "optimizer_cpu_offload": "optimizer states on the host",
+    "offload_optimizer_states": "optimizer states on the host",
+    "num_distributed_optimizer_instances": "several instances of the distributed optimizer",
+    "use_precision_aware_optimizer": "states of other dtypes than float32",
+    "grad_reduce_in_bf16": "gradients that are added up in bf16",
+    "ddp_reduce_scatter_with_fp32_accumulation": "gradients that are reduced through all-to-all",
+    "ddp_param_name_patterns_for_fp32_local_accumulation": "gradients of several dtypes",
+    "cross_entropy_loss_fusion": "Megatron's fused cross entropy",
+    "fp16_lm_cross_entropy": "a cross entropy in float16",
+    "cuda_graph_impl": "CUDA graphs",
+    "cuda_graph_impl_deprecated": "CUDA graphs",
+    "tp_comm_overlap": "the buffers of overlapped tensor-parallel communication",
+    "nccl_ub": "buffers that NCCL registers",
+    "defer_embedding_wgrad_compute": "gradients of the output layer that wait for the pipeline's end",
+    "delay_wgrad_compute": "gradients of weights that are computed later than their inputs'",
+    "overlap_moe_expert_parallel_comm": "two micro batches that run at once",
+    "microbatch_group_size_per_virtual_pipeline_stage": "a group of micro batches of its own",
+    "overlap_p2p_communication_warmup_flush": "a pipeline with one more micro batch in flight",
+    "rampup_batch_size": "a batch size that grows",
+    "step_batch_size_schedule": "a batch size that grows",
+    "tensor_parallel_num_weight_shards": "weights sharded beside tensor parallelism",
+    "hybrid_context_parallel": "context parallelism",
+    "hybrid_layer_pattern": "layers of several kinds",
+    "is_hybrid_model": "layers of several kinds",
+    "hybrid_attention_ratio": "layers of several kinds",
+    "hybrid_mlp_ratio": "layers of several kinds",
+    "linear_attention_type": "linear attention",
+    "dsv4_mode": "an experimental attention",
+    "no_rope_freq": "layers with and without rotary embeddings",
+    "qk_l2_norm": "an L2 norm of queries and keys",
+    "qk_clip": "the largest logits of attention",
+    "log_max_attention_logit": "the largest logits of attention",
+    "softmax_type": "another softmax",
+    "quick_geglu": "quick GEGLU",
+    "openai_gelu": "OpenAI's GELU",
+    "activation_func_clamp_value": "an activation that is clamped",
+    "apply_residual_connection_post_layernorm": "a residual stream behind the norms",
+    "post_self_attn_layernorm": "a norm behind attention",
+    "post_mlp_layernorm": "a norm behind the MLP",
+    "apply_rope_fusion": "rotary embeddings without their kernel",
+    "bias_dropout_fusion": "bias and dropout without their kernel",
+    "use_te_activation_func": "Transformer Engine's activation",
+    "use_transformer_engine_op_fuser": "Transformer Engine's fused operations",
+    "use_grouped_gemm_for_dense_mlp": "an MLP through grouped matrix products",
+    "fused_residual_rmsnorm": "a norm that is fused with the residual stream",
+    "mlp_chunks_for_training": "an MLP that runs in chunks",
+    "batch_invariant_mode": "batch-invariant kernels",
+    "use_kitchen_attention": "Kitchen's attention",
+    "te_precision_config_file": "precisions by a file",
+    "fp8_param_gather": "weights in float8",
+    "fp4_param_gather": "weights in float4",
+    "sft": "sequences that are packed for fine-tuning",
+    "logits_save_dir": "logits that are saved",
+    "logits_load_dir": "distillation",
+    "use_legacy_models": "models from before Megatron-core",
+    "yaml_cfg": "a configuration in a file of its own",
+    "perform_rl_step": "reinforcement learning",
+    "skip_train": "no training",
+    "freeze_all_layers": "frozen layers",
+}
+"""Likewise, of a command: a run that is built is planned without some of these, whose layers keep what others keep."""
+
+_STOCK_ATTENTIONS = {"flash": "flash", "unfused": "unfused", "local": "unfused"}
+"""--attention-backend; "auto" and "fused" are fused."""
+
+
+def find_unknown(model_name: str, config: Any, run: Any) -> str | None:
+    """What a built run has that the estimate does not know, as `the run has ...` goes on; None where there is nothing.
+
+    Args:
+        model_name: class of the model, as Megatron calls it.
+        config: its TransformerConfig.
+        run: Megatron's arguments.
+    """
+    if unknown := find_unknown_in_layers(model_name, config) or _find_field(UNKNOWN_IN_RUNS, config):
+        return unknown
+    if getattr(run, "use_megatron_fsdp", False):
+        return UNKNOWN_IN_COMMANDS["use_megatron_fsdp"]
+    if run.optimizer != "adam":
+        return f"the optimizer {run.optimizer}, and what is known is adam"
+    return UNKNOWN_IN_COMMANDS["optimizer_cpu_offload"] if getattr(run, "optimizer_cpu_offload", False) else None
+
+
+def find_unknown_in_layers(model_name: str, config: Any) -> str | None:
+    """As `find_unknown`, but only what decides what a layer keeps for backward."""
+    if model_name not in ("GPTModel", "BertModel"):
+        return f"a {model_name}, and what is known are GPTModel and BertModel"
+    if config.context_parallel_size > 1:
+        return f"context parallel size {config.context_parallel_size}"
+    return _find_field(UNKNOWN_IN_LAYERS, config)
+
+
+def _find_field(unknown: Mapping[str, str], config: Any) -> str | None:
+    return next((words for name, words in unknown.items() if getattr(config, name, None)), None)
+
+
+def read_run(
+    model_name: str,
+    config: Any,
+    arguments: Mapping[str, Any],
+    run: Any,
+    tempo: TempoConfig,
+    *,
+    activation: str,
+    stock: str,
+    layers_only: bool = False,
+) -> Run:
+    """A run of which nothing is unknown, or, with layers_only, nothing of its layers.
+
+    Args:
+        model_name: class of the model, as Megatron calls it.
+        config: its TransformerConfig, or what has the same fields.
+        arguments: of its constructor; of a BertModel num_tokentypes and add_binary_head too, of a T5Model
+            decoder_seq_length.
+        run: Megatron's arguments.
+        tempo: what its operations do.
+        activation: a name of `tempo_megatron.settings.activations`.
+        stock: whose modules stock ones are; see Run.
+        layers_only: leaves out what the layers do not depend on, recomputation too.
+
+    Raises ValueError where the model has a part, such as an activation, that no ModelShape has, and for a recomputation
+    that the estimate does not know.
+    """
+    recomputation = {}
+    if not layers_only:
+        recomputation = read_recomputation(
+            config.recompute_granularity,
+            config.recompute_method,
+            config.recompute_num_layers,
+            config.recompute_modules,
+        )
+    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    model = make_shape(
+        **{name: getattr(config, name) for name in _SAME},
+        # Megatron's is of all linears, or of q, k and v only.
+        add_qkv_bias=config.add_qkv_bias and not config.add_bias_linear,
+        family=_FAMILIES[model_name],
+        activation=activation,
+        seq_length=run.seq_length,
+        decoder_seq_length=arguments.get("decoder_seq_length"),
+        max_position_embeddings=arguments["max_sequence_length"],
+        # As this run pads it.
+        vocab_size=arguments["vocab_size"],
+        make_vocab_size_divisible_by=1,
+        position_embedding_type=arguments["position_embedding_type"],
+        untie_embeddings_and_output_weights=not arguments["share_embeddings_and_output_weights"],
+        num_tokentypes=arguments.get("num_tokentypes") or 0,
+        add_binary_head=bool(arguments.get("add_binary_head", False)),
+    )
+    return Run(
+        model=model,
+        tempo=tempo,
+        optimizer=OptimizerSettings(distributed=run.use_distributed_optimizer),
+        tensor_parallel=config.tensor_model_parallel_size,
+        pipeline_parallel=stages,
+        data_parallel=run.data_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        layers_per_virtual_stage=chunks and config.num_layers // (stages * chunks),
+        first_stage_layers=config.num_layers_in_first_pipeline_stage,
+        last_stage_layers=config.num_layers_in_last_pipeline_stage,
+        micro_batch_size=run.micro_batch_size,
+        num_micro_batches=max(1, run.global_batch_size // (run.micro_batch_size * run.data_parallel_size)),
+        dtype=config.params_dtype,
+        stock=stock,
+        # A member of Megatron's enumeration, or its name.
+        stock_attention=_STOCK_ATTENTIONS.get(
+            getattr(config.attention_backend, "name", config.attention_backend), "fused"
+        ),
+        masked_softmax_fusion=config.masked_softmax_fusion,
+        **recomputation,
+    )

@@ -1,0 +1,101 @@
+"""What a command of Megatron-LM becomes: a Run, or one sentence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tempo_megatron.memory.commands.megatron_command import read_command, spell_arguments, split_command
+from tempo_megatron.memory.run import Run
+
+GPT = (
+    "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 4 --global-batch-size 32 --bf16"
+)
+
+
+def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8) -> Run:
+    """The run of a command whose tokenizer is known."""
+    return read_command(split_command([*script.split(), *text.split()]), world_size=world_size, vocab_size=50257)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", {"data_parallel": 8, "num_micro_batches": 1, "dtype": torch.bfloat16, "stock": "transformer_engine"}),
+        ("--tensor-model-parallel-size=2", {"tensor_parallel": 2, "data_parallel": 4, "padded_vocab_size": 50432}),
+        ("--micro-batch-size 2 --micro-batch-size 1", {"micro_batch_size": 1, "num_micro_batches": 4}),
+        ("--transformer-impl local --no-masked-softmax-fusion", {"stock": "local", "masked_softmax_fusion": False}),
+        ("--attention-backend unfused", {"stock_attention": "unfused"}),
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1", {"layers_per_virtual_stage": 1}),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", {"layers_per_virtual_stage": 2}),
+        ("--sequence-parallel", {"sequence_parallel": False}),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", {"recompute_num_layers": 3}),
+        ("--recompute-activations", {"recompute": ("core_attn",)}),
+        ("--num-experts 0 --lr -1 --data-path 0.5 a 0.5 b --rl-profile-dir x", {"world_size": 8}),
+    ],
+)
+def test_words_become_fields_of_a_run(words: str, expected: dict[str, object]) -> None:
+    run = read(f"{GPT} {words}")
+    assert {name: getattr(run, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("torchrun --nproc-per-node 4", 4),
+        ("CUDA_DEVICE_MAX_CONNECTIONS=1 python -m torch.distributed.run --nproc_per_node=8 --nnodes 2", 16),
+        ("deepspeed --num_gpus 8 --num_nodes 2", 16),
+    ],
+)
+def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> None:
+    assert read(f"{GPT} --global-batch-size 64", f"{launcher} examples/pretrain_gpt.py", world_size=None).world_size == ranks
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--num-experts 8", "--num-experts 8 gives the run layers of experts"),
+        ("--context-parallel-size 2", "context parallelism"),
+        ("--bf16 false", "'false' belongs to no option"),
+        ("--hidden 5", "nearest is --hidden-size"),
+        ("--hiden-size 5", "nearest is --hidden-size"),
+        ("--batch-size 4", "give --micro-batch-size"),
+        ("--fp16", "--bf16 and --fp16 are both given"),
+        ("--global-batch-size 33", "is not a multiple of --micro-batch-size 4"),
+        ("--tensor-model-parallel-size 3", "8 GPUs are not a multiple"),
+        ("--tensor-model-parallel-size 0", "expected a positive number"),
+        ("--num-attention-heads 7", "not a multiple"),
+        ("--num-layers", "expected one argument"),
+        ("--swiglu=1", "ignored explicit argument"),
+        ("--pipeline-model-parallel-size 8", "12 layers are not a multiple"),
+        ("--encoder-num-layers 12", "--num-layers and --encoder-num-layers are both given"),
+        ("--recompute-granularity full", "needs --recompute-method"),
+        ("--overlap-param-gather", "needs --use-distributed-optimizer"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(words: str, sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        read(f"{GPT} {words}")
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_option_that_nobody_knows_is_a_warning() -> None:
+    command = split_command(["pretrain_gpt.py", *GPT.split(), "--of-our-fork", "3", "--other"])
+    _, warnings = read_command(command, world_size=8, vocab_size=50257)
+    assert [warning.split()[0] for warning in warnings] == ["--of-our-fork", "--other"]
+
+
+def test_arguments_of_a_test_case_are_spelled_as_its_script_does() -> None:
+    arguments = {"--bf16": True, "--swiglu": False, "--recompute-modules": "[mlp moe_act]", "--lr": 1e-4, "--a": [1, 2]}
+    assert spell_arguments(arguments) == [
+        *["--bf16", "--swiglu", "false", "--recompute-modules", "mlp", "moe_act", "--lr", "0.0001", "--a", "1", "2"]
+    ]
+
+
+def test_the_families_differ_in_heads_and_segments() -> None:
+    bert, t5 = (
+        read(f"{GPT} {more}", f"pretrain_{family}.py").model
+        for family, more in (("bert", "--spec local"), ("t5", "--decoder-seq-length 128"))
+    )
+    assert (bert.num_tokentypes, bert.add_binary_head, t5.decoder_seq_length) == (2, True, 128)
