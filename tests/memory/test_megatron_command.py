@@ -49,7 +49,8 @@ def test_words_become_fields_of_a_run(words: str, expected: dict[str, object]) -
     ],
 )
 def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> None:
-    assert read(f"{GPT} --global-batch-size 64", f"{launcher} examples/pretrain_gpt.py", world_size=None).world_size == ranks
+    run = read(f"{GPT} --global-batch-size 64", f"{launcher} examples/pretrain_gpt.py", world_size=None)
+    assert run.world_size == ranks
 
 
 @pytest.mark.parametrize(
