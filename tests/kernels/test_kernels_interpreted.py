@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed; it is part of thi
 
 import triton
 import triton.language as tl
-from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, kernel_test
+from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, check_many_tiles, kernel_test
 from philox_vectors import KNOWN_ANSWERS
 
 from tempo_kernels.dropout_add import Draw
@@ -24,7 +24,6 @@ from tempo_kernels.dropout_add import eager as dropout_eager
 from tempo_kernels.dropout_add import kernel as dropout_kernel
 from tempo_kernels.philox import drop_mask
 from tempo_kernels.philox import kernel as philox_kernel
-from tempo_kernels.pointwise import kernel_sums
 
 KEYS = [0, 0xFEDCBA9876543210, 0x80000000_7FFFFFFF, 2**64 - 1]
 FILES = [Path(__file__), *sorted(Path(__file__).parent.rglob("test_*_kernels.py"))]
@@ -102,9 +101,9 @@ def _mask_kernel(out_ptr, first_sample, limit, key_low, key_high, ROWS: tl.const
 
 
 @kernel_test
-@pytest.mark.parametrize("key", KEYS, ids=hex)
-@pytest.mark.parametrize(("first_sample", "p"), [(0, 0.1), (2**32 - 1, 0.0), (2**32 - 1, 0.4), (2**47, 0.9999)])
-def test_the_mask_of_head_row_and_sample_is_the_specified_one_bit_for_bit(first_sample, p, key):
+@parametrize_covering(each={"place": [(0, 0.1), (2**32 - 1, 0.0), (2**32 - 1, 0.4), (2**47, 0.9999)], "key": KEYS})
+def test_the_mask_of_head_row_and_sample_is_the_specified_one_bit_for_bit(place, key):
+    first_sample, p = place
     # Enough elements for some to draw exactly the limit.
     mask = torch.empty(256, 1024, dtype=torch.int8, device=DEVICE)
     _mask_kernel[(1,)](mask, first_sample, round(p * 65536), *philox_kernel.key_words(key), ROWS=256, GROUPS=128)
@@ -201,20 +200,13 @@ def test_dropout_add_passes_nan_and_inf_where_kept_and_none_where_dropped():
 
 @kernel_test
 def test_dropout_adds_bias_gradient_sums_many_tiles_in_a_fixed_order(monkeypatch):
-    monkeypatch.setattr(kernel_sums, "count_multiprocessors", lambda device: 1)
     x, grad = (torch.randn(40, 3, 260, device=DEVICE) for _ in range(2))
-    check_dropout_add(x, None, None, grad)
-    first, second = (dropout_kernel.backward(grad, DRAW, has_grad_bias=True)[1] for _ in range(2))
-    assert torch.equal(first, second)
-
-
-@pytest.mark.gpu
-def test_dropout_add_addresses_more_than_two_billion_elements():
-    x = torch.zeros(2**31 // 4096 + 9, 1, 4096, dtype=torch.bfloat16, device="cuda")
-    x[-9:] = 1
-    out = dropout_kernel.forward(x, None, None, Draw(0.1, 3, 0, 0))
-    last = dropout_eager.forward(torch.ones(9, 1, 4096).bfloat16(), None, None, Draw(0.1, 3, 0, x.size(0) - 9))
-    assert torch.equal(out[-9:].cpu(), last) and not out[:-9].any()
+    check_many_tiles(
+        monkeypatch,
+        lambda x, grad: check_dropout_add(x, None, None, grad),
+        (x, grad),
+        lambda x, grad: dropout_kernel.backward(grad, DRAW, has_grad_bias=True)[1],
+    )
 
 
 @kernel_test

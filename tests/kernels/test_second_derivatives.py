@@ -13,6 +13,9 @@ from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_kernels.gelu import gelu
 from tempo_kernels.glu import geglu, reglu, swiglu
 from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
+from tempo_kernels.norm import layer_norm, rms_norm
+from tempo_kernels.pointwise import activate
+from tempo_kernels.silu import silu
 from tempo_kernels.squared_relu import squared_relu
 
 
@@ -33,11 +36,20 @@ def log_probs(x: Tensor, index: int) -> Tensor:
     return found
 
 
+GAMMA, BETA = torch.ones(16), torch.zeros(16)
+# By the name that the message begins with, and how it is called.
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu in place": gelu,
+    "gelu of its input, erf": lambda x: gelu(x, keep="input"),
     "gelu of its input": lambda x: gelu(x, approximate="tanh", keep="input"),
     "squared_relu in place": squared_relu,
     "squared_relu of its input": lambda x: squared_relu(x, keep="input"),
+    "silu": silu,
+    "relu": lambda x: activate(x, None, "relu"),
+    "layer_norm": lambda x: layer_norm(x, GAMMA, BETA),
+    "layer_norm of its input": lambda x: layer_norm(x, GAMMA, BETA, keep="input"),
+    "rms_norm": lambda x: rms_norm(x, GAMMA),
+    "rms_norm of its input": lambda x: rms_norm(x, GAMMA, keep="input"),
     "swiglu": swiglu,
     "geglu": geglu,
     "reglu": reglu,
@@ -46,21 +58,25 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear_cross_entropy": losses,
     "linear_cross_entropy with token_weights": lambda x: losses(x, token_weights=torch.full((2, 4), 0.5)),
     "linear_log_prob": lambda x: log_probs(x, 0),
-    "entropy of linear_log_prob": lambda x: log_probs(x, 1),
+    "linear_log_prob of its entropy": lambda x: log_probs(x, 1),
 }
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("ask", ["backward", "grad"])
-def test_a_penalty_on_the_gradient_raises_instead_of_counting_as_a_constant(name: str, ask: str) -> None:
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["sum", "weighted"])
+def test_a_penalty_on_the_gradient_raises_instead_of_counting_as_a_constant(
+    name: str, ask: str, is_weighted: bool
+) -> None:
     x = torch.randn(4, 2, 16, requires_grad=True)
     y = OPERATIONS[name](x)
-    (grad_x,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    weight = torch.ones(y.shape, requires_grad=is_weighted)
+    (grad_x,) = torch.autograd.grad((y * weight).sum(), x, create_graph=True)
     assert grad_x.requires_grad
     penalised = y.sum() + grad_x.square().sum()
     # The log-probabilities are no choice of a TempoConfig.
     advice = "use torch's operation instead$" if "log_prob" in name else r"setting tempo\.\w+ to \"off\""
-    with pytest.raises(RuntimeError, match=f"not twice differentiable.* {advice}"):
+    with pytest.raises(RuntimeError, match=f"{name.split()[0]}.* is not twice differentiable.* {advice}"):
         penalised.backward() if ask == "backward" else torch.autograd.grad(penalised, x)
 
 

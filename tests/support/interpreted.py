@@ -88,3 +88,21 @@ def assert_as_specified(found, inputs, specification, *names):
     exact = specification(*[t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs])
     for name, ours, theirs, truth in zip(names, found, same, exact, strict=True):
         assert_within_rule(name, ours.cpu(), theirs, truth)
+
+
+def check_backward(kernel, eager, tensors, *choice):
+    """An activation's grad_x and grad_bias, and grad_x alone, of the modules' backward(*tensors, *choice, has_bias)."""
+    found = kernel.backward(*tensors, *choice, True)
+    specified = lambda *t: round_sums(eager.backward(*t, *choice, True))  # noqa: E731
+    assert_as_specified(found, tensors, specified, "grad_x", "grad_bias")
+    alone, nothing = kernel.backward(*tensors, *choice, False)
+    assert torch.equal(alone, found[0]) and nothing is None
+
+
+def check_many_tiles(monkeypatch, check, inputs, grad_bias_of):
+    """`check` where one program sums many tiles, and the sums that `grad_bias_of` gives of them are the same bits."""
+    from tempo_kernels.pointwise import kernel_sums
+
+    monkeypatch.setattr(kernel_sums, "count_multiprocessors", lambda device: 1)
+    check(*inputs)
+    assert torch.equal(grad_bias_of(*inputs), grad_bias_of(*inputs))

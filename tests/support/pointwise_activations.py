@@ -1,6 +1,6 @@
-"""What the tests of pointwise activations share: each of them, keeping its input, beside what it replaces; inputs.
+"""What the tests of activations share: each operation beside what it replaces, and inputs.
 
-A new activation is a row of ACTIVATIONS.
+A new activation is a row of ACTIVATIONS, a new gated unit one of GATED.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tempo_kernels.gelu import gelu
+from tempo_kernels.glu import geglu, reglu, swiglu
 from tempo_kernels.pointwise import activate
 from tempo_kernels.silu import silu
 from tempo_kernels.squared_relu import squared_relu
@@ -39,7 +40,17 @@ def of_float32_sum(function: Function) -> Function:
     return compute
 
 
-# The name in the table of pointwise: (ours, what it replaces).
+def gated(function: Function) -> Function:
+    """What Megatron's MLP computes without fusion."""
+
+    def compute(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        gate, up = torch.chunk(x if bias is None else x + bias, 2, dim=-1)
+        return function(gate) * up
+
+    return compute
+
+
+# The name in the table of pointwise: (ours, which keeps its input, what it replaces).
 ACTIVATIONS: dict[str, tuple[Function, Function]] = {
     "gelu": (lambda x, bias=None: gelu(x, bias, keep="input"), of_rounded_sum(F.gelu)),
     "gelu_tanh": (
@@ -55,9 +66,27 @@ ACTIVATIONS: dict[str, tuple[Function, Function]] = {
 }
 
 
-def over_the_range() -> Tensor:
-    """[-8, 8], float64, in rows of 200."""
-    return torch.linspace(-8, 8, 30_000, dtype=torch.float64).view(-1, 200)
+GATED: dict[str, tuple[Function, Function]] = {
+    "swiglu": (swiglu, gated(F.silu)),
+    "geglu": (geglu, gated(F.gelu)),
+    "geglu tanh": (lambda x, bias=None: geglu(x, bias, "tanh"), gated(lambda x: F.gelu(x, approximate="tanh"))),
+    "reglu": (reglu, gated(F.relu)),
+}
+KEEPS_OUTPUT = "squared_relu in place"
+OPERATIONS = {**ACTIVATIONS, **GATED, KEEPS_OUTPUT: (squared_relu, ACTIVATIONS["squared_relu"][1])}
+
+
+def over_the_range(rows: int = 150, columns: int = 200, is_gated: bool = False) -> Tensor:
+    """[-8, 8], float64, in rows; for gated units gates, beside random ups."""
+    x = torch.linspace(-8, 8, rows * columns, dtype=torch.float64).view(rows, columns)
+    return torch.cat([x, torch.randn(rows, columns)], dim=1) if is_gated else x
+
+
+def every_number(dtype: torch.dtype) -> Tensor:
+    """Every 16-bit number whose square is in the normal range, and as many negative ones."""
+    numbers = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    limits = torch.finfo(dtype)
+    return numbers[(numbers.double() ** 2 >= limits.tiny) & (numbers.double() ** 2 <= limits.max)]
 
 
 def strided(device: str = "cpu") -> list[Tensor]:

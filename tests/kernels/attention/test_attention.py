@@ -1,3 +1,5 @@
+"""Attention in both forms, flash and the paper's, whose softmax is kept, against unfused attention."""
+
 from __future__ import annotations
 
 import pytest
@@ -12,26 +14,36 @@ from attention_cases import (
     ours,
     reference,
     settings,
-)
+)  # fmt: skip
+from covering import parametrize_covering
 from witness import assert_three_witnesses, kept_storages
 
 from tempo_kernels.attention import attention, cpu, find_backend
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_forward_and_backward_obey_the_rule(case, p, dtype, nan_poison):
-    assert_case_obeys_the_rule(ours, case, p, dtype)
+def softmax_form(q, k, v, chosen, mask=None, key_lengths=None):
+    return attention(q, k, v, mask=mask, key_lengths=key_lengths, form="softmax", **vars(chosen))
+
+
+FORMS = {"flash": ours, "softmax": softmax_form}
+
+
+@parametrize_covering(case=CASES, form=FORMS, dtype=DTYPES, p=[0.0, 0.1])
+def test_forward_and_backward_obey_the_rule(case, form, dtype, p, nan_poison):
+    assert_case_obeys_the_rule(form, case, p, dtype)
+
+
+def test_both_forms_have_one_output_bit_for_bit():
+    q, k, v = (torch.randn(100, 2, 4, 16).bfloat16() for _ in range(3))
+    assert torch.equal(softmax_form(q, k, v, settings()), ours(q, k, v, settings()))
 
 
 WINDOWS = [(5, 0), (200, 0), (3, 4), (-1, 2), (7, -1), (0, 0), (-1, -1)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window_size", WINDOWS)
-@pytest.mark.parametrize(("sq", "sk"), [(150, 150), (70, 300), (90, 20)])
-def test_sliding_windows_obey_the_rule(sq, sk, window_size, dtype, nan_poison):
+@parametrize_covering(lengths=[(150, 150), (70, 300), (90, 20)], window_size=WINDOWS, dtype=DTYPES)
+def test_sliding_windows_obey_the_rule(lengths, window_size, dtype, nan_poison):
+    sq, sk = lengths
     q, k, v, grad = (torch.randn(s, 2, heads, 16) for s, heads in ((sq, 4), (sk, 2), (sk, 2), (sq, 4)))
     chosen = settings(False, window_size=window_size)
     assert_three_witnesses(lambda *t: ours(*t, chosen), lambda *t: reference(*t, chosen), [q, k, v], grad, dtype)
@@ -46,24 +58,23 @@ def test_a_window_is_that_of_megatrons_sliding_window_mask():
     assert torch.allclose(ours(q, k, v, settings(False, window_size=(left, right))), masked, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [True, False])
-def test_key_lengths_obey_the_rule_and_what_is_behind_them_is_not_read(causal, dtype, nan_poison):
+@parametrize_covering(causal=[True, False], dtype=DTYPES, form=FORMS)
+def test_key_lengths_obey_the_rule_and_what_is_behind_them_is_not_read(causal, dtype, form, nan_poison):
     q, k, v, grad = (torch.randn(150, 4, heads, 16) for heads in (4, 2, 2, 4))
     lengths = torch.tensor([150, 100, 1, 0])
     for sample, length in enumerate(lengths.tolist()):
         k[length:, sample], v[length:, sample] = float("nan"), float("nan")
+    chosen = settings(causal, window_size=None if causal else (20, 3))
     assert_three_witnesses(
-        lambda *t: ours(*t, settings(causal), None, lengths),
-        lambda *t: reference(*t, settings(causal), None, lengths),
-        [q, k, v],
-        grad,
+        lambda *t: form(*t, chosen, None, lengths), lambda *t: reference(*t, chosen, None, lengths), [q, k, v], grad,
         dtype,
-    )
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["causal", "padding", "padding for all rows", "a mask on top of causal"])
-@pytest.mark.parametrize("elements", [1, 16 * 4 * 65, 16 * 4 * 65 * 2, 1 << 24])
+@parametrize_covering(
+    name=["causal", "padding", "padding for all rows", "a mask on top of causal"],
+    elements=[1, 16 * 4 * 65, 16 * 4 * 65 * 2, 1 << 24],
+)
 def test_rows_and_samples_may_be_cut_into_blocks_of_any_size(name, elements, monkeypatch):
     monkeypatch.setattr(cpu, "MIN_BLOCK_ROWS", 16)
     monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", elements)
@@ -108,10 +119,10 @@ def test_scores_of_any_size_give_finite_results():
     assert out.isfinite().all() and all(leaf.grad.isfinite().all() for leaf in leaves)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("place", range(4))
-@pytest.mark.parametrize("tear", [lambda t: t.mT.contiguous().mT, lambda t: torch.stack((t, t), -1)[..., 0]])
+TORN = {"turned": lambda t: t.mT.contiguous().mT, "every second": lambda t: torch.stack((t, t), -1)[..., 0]}
+
+
+@parametrize_covering(tear=TORN, place=range(4), p=[0.0, 0.1], dtype=[*DTYPES, torch.float64])
 def test_a_last_dimension_of_any_stride_changes_no_bit(tear, place, p, dtype):
     """torch's kernel for CPUs reads as if its stride were 1: other numbers, and beyond the tensor's end."""
     tensors = [torch.randn(9, 2, 4, 16, dtype=dtype) for _ in range(4)]
@@ -158,70 +169,78 @@ def test_heads_of_one_tensor_parallel_rank_draw_their_part_of_the_mask():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keeps_q_k_v_and_four_bytes_per_row_and_head(dtype):
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_keeps_q_k_v_and_four_bytes_per_row_and_head_or_the_softmax(form, dtype):
     s, b, a, d = 32, 2, 4, 16
     mixed = torch.randn(s, b, a, 3 * d).to(dtype).requires_grad_()
     outputs = []
 
     def run(mixed):
         # As Megatron does: three views of what linear_qkv returns.
-        outputs.append(ours(*mixed.split(d, dim=-1), settings()))
+        outputs.append(form(*mixed.split(d, dim=-1), settings()))
         return outputs[0]
 
     kept = kept_storages(run, mixed)
     assert outputs[0].data_ptr() not in kept
     assert kept.pop(mixed.data_ptr()) == mixed.numel() * mixed.element_size()
-    assert list(kept.values()) == [4 * s * b * a]
-
-
-def test_a_second_derivative_raises():
-    q = torch.randn(4, 1, 1, 8, requires_grad=True)
-    (grad,) = torch.autograd.grad(ours(q, q, q, settings(p=0.0)).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="not twice differentiable"):
-        grad.sum().backward()
+    assert list(kept.values()) == [4 * s * b * a if form is ours else b * a * s * s * mixed.element_size()]
 
 
 def q_k_v(*shapes, dtype=torch.float32):
     return [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize(
-    ("tensors", "causal", "mask", "message"),
-    [
-        (q_k_v((4, 2, 8), (4, 2, 8), (4, 2, 8)), True, None, "dimensions"),
-        (q_k_v(*[(4, 1, 2, 8)] * 3, dtype=torch.int64), True, None, "floating-point"),
-        (q_k_v((4, 1, 4, 8), (4, 1, 3, 8), (4, 1, 3, 8)), True, None, "divisor"),
-        (q_k_v(*[(4, 1, 1, 0)] * 3), True, None, "none of a, g and d 0"),
-        (q_k_v((4, 1, 0, 8), (4, 1, 1, 8), (4, 1, 1, 8)), True, None, "none of a, g and d 0"),
-        (q_k_v((4, 1, 1, 8), (2, 1, 1, 8), (2, 1, 1, 8)), True, None, "would see no key"),
-        (q_k_v((4, 1, 1, 8), (0, 1, 1, 8), (0, 1, 1, 8)), False, None, "at least one key"),
-        (q_k_v(*[(4, 1, 1, 8)] * 3), False, torch.zeros(4, 4, dtype=torch.bool), "mask is"),
-        (q_k_v(*[(4, 1, 1, 8)] * 3), False, torch.zeros(1, 1, 4, 4), "mask is torch.float32"),
-    ],
-    ids=["dimensions", "dtype", "groups", "no size", "no heads", "causal", "no keys", "mask shape", "mask dtype"],
-)
+BOOL = torch.zeros(4, 4, dtype=torch.bool)
+MISFITS = {
+    "dimensions": (q_k_v((4, 2, 8), (4, 2, 8), (4, 2, 8)), True, None, "dimensions"),
+    "dtype": (q_k_v(*[(4, 1, 2, 8)] * 3, dtype=torch.int64), True, None, "floating-point"),
+    "groups": (q_k_v((4, 1, 4, 8), (4, 1, 3, 8), (4, 1, 3, 8)), True, None, "divisor"),
+    "no size": (q_k_v(*[(4, 1, 1, 0)] * 3), True, None, "none of a, g and d 0"),
+    "no heads": (q_k_v((4, 1, 0, 8), (4, 1, 1, 8), (4, 1, 1, 8)), True, None, "none of a, g and d 0"),
+    "causal": (q_k_v((4, 1, 1, 8), (2, 1, 1, 8), (2, 1, 1, 8)), True, None, "would see no key"),
+    "no keys": (q_k_v((4, 1, 1, 8), (0, 1, 1, 8), (0, 1, 1, 8)), False, None, "at least one key"),
+    "mask shape": (q_k_v(*[(4, 1, 1, 8)] * 3), False, BOOL, "mask is"),
+    "mask dtype": (q_k_v(*[(4, 1, 1, 8)] * 3), False, torch.zeros(1, 1, 4, 4), "mask is torch.float32"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "causal", "mask", "message"), MISFITS.values(), ids=MISFITS)
 def test_what_does_not_fit_is_refused(tensors, causal, mask, message):
     with pytest.raises(ValueError, match=message):
         ours(*tensors, settings(causal, 0.0), mask)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"form": "paper"}, 'form is .paper.; expected "flash" or "softmax"'),
-        ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive number"),
-        ({"window_size": (3, -2)}, r"window_size is \(3, -2\)"),
-        ({"key_lengths": torch.ones(2, dtype=torch.int64)}, r"key_lengths is torch.int64 of shape \[2\]"),
-        ({"key_lengths": torch.ones(1)}, "key_lengths is torch.float32"),
-        ({"dropout_key": torch.ones(1)}, "dropout_key is torch.float32"),
-        ({"dropout_p": 1.0}, "dropout probability is 1.0"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+def int64(*numbers):
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+DRAWN = {"dropout_p": 0.1, "dropout_key": 1}
+BEYOND = "beyond lie the masks of other places"
+REFUSED = [
+    ({"form": "paper"}, 'form is .paper.; expected "flash" or "softmax"'),
+    ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive number"),
+    ({"window_size": (3, -2)}, r"window_size is \(3, -2\)"),
+    ({"key_lengths": int64(1, 1)}, r"key_lengths is torch.int64 of shape \[2\]"),
+    ({"key_lengths": torch.ones(1)}, "key_lengths is torch.float32"),
+    *(
+        ({"key_lengths": int64(n)}, f"key_lengths holds {n}; expected 0 to 4, how many keys a sample has")
+        for n in (-5, 5)
+    ),
+    ({"dropout_key": torch.ones(1)}, "dropout_key is torch.float32"),
+    ({"dropout_p": 1.0}, "dropout probability is 1.0"),
+    *(({**DRAWN, **place}, BEYOND) for place in ({"first_sample": 2**48}, {"first_head": 2**16 - 1})),
+    *(
+        ({**DRAWN, "dropout_key": key}, f"the key of a dropout mask is {key}; expected 64 bits, signed or not")
+        for key in (2**70, 2**64, -(2**63) - 1)
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[str(arguments) for arguments, _ in REFUSED])
 def test_settings_that_do_not_fit_are_refused(arguments, message):
-    q = torch.zeros(4, 1, 1, 8)
+    q = torch.zeros(4, 1, 2, 8)
     with pytest.raises(ValueError, match=message):
-        attention(q, q, q, **{"causal": True, "softmax_scale": 1.0} | arguments)
+        attention(q, q, q, **{"causal": "window_size" not in arguments, "softmax_scale": 1.0} | arguments)
 
 
 def test_the_backend_of_a_call_is_told():
@@ -229,8 +248,7 @@ def test_the_backend_of_a_call_is_told():
     assert find_backend(q, q, causal=True) == "torch" == find_backend(q, q, causal=True, form="softmax")
 
 
-@pytest.mark.parametrize("num_keys", [2, 60, 1000])
-@pytest.mark.parametrize("size", [1e3, 1e4, 1e5, 1e6])
+@parametrize_covering(each={"num_keys": [2, 60, 1000], "size": [1e3, 1e4, 1e5, 1e6]})
 def test_scores_that_are_equal_and_huge_share_the_gradient_evenly(size, num_keys):
     # Near size**2 float32 has no digits for the logarithm of num_keys.
     q = torch.full((1, 1, 1, 8), size, requires_grad=True)
@@ -239,24 +257,3 @@ def test_scores_that_are_equal_and_huge_share_the_gradient_evenly(size, num_keys
     grad = torch.randn(1, 1, 1, 8)
     attention(q, k, v, causal=False, softmax_scale=1 / 8).backward(grad)
     torch.testing.assert_close(v.grad, (grad / num_keys).expand_as(v))
-
-
-@pytest.mark.parametrize("place", [{"first_sample": 2**48}, {"first_head": 2**16 - 1}], ids=str)
-def test_a_mask_beyond_the_indices_that_are_told_apart_is_refused(place):
-    q = torch.randn(4, 1, 2, 8)
-    with pytest.raises(ValueError, match="beyond lie the masks of other places"):
-        attention(q, q, q, causal=True, softmax_scale=0.3, dropout_p=0.1, dropout_key=1, **place)
-
-
-@pytest.mark.parametrize("key", [2**70, 2**64, -(2**63) - 1])
-def test_a_dropout_key_of_more_than_64_bits_is_refused(key):
-    q = torch.randn(4, 1, 2, 8)
-    with pytest.raises(ValueError, match=f"the key of a dropout mask is {key}; expected 64 bits, signed or not"):
-        attention(q, q, q, causal=True, softmax_scale=1.0, dropout_p=0.1, dropout_key=key)
-
-
-@pytest.mark.parametrize("length", [-5, 5])
-def test_key_lengths_out_of_range_are_refused(length):
-    q = torch.randn(4, 2, 2, 8)
-    with pytest.raises(ValueError, match=f"key_lengths holds {length}; expected 0 to 4, how many keys a sample has"):
-        attention(q, q, q, causal=False, softmax_scale=1.0, key_lengths=torch.tensor([4, length], dtype=torch.int64))

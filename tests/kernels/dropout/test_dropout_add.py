@@ -123,39 +123,24 @@ def test_nan_and_inf_pass_where_kept_and_vanish_where_dropped():
     assert (out[dropped] == 1).all() and not out[~dropped].isfinite().any()
 
 
-def test_a_second_derivative_raises():
-    x = torch.randn(4, 2, 8, requires_grad=True)
-    (grad,) = torch.autograd.grad(ours(x, None, None).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="not twice differentiable"):
-        grad.sum().backward()
+X = torch.ones(2, 2, 8)
+REFUSED = {
+    "dimensions": (X[0], None, None, 0.1, r"\[s, b, h\]"),
+    "bias": (X, torch.ones(4), None, 0.1, r"bias is torch.float32 of shape \[4\]"),
+    "bias dtype": (X, torch.ones(8, dtype=torch.complex64), None, 0.1, "bias is torch.complex64"),
+    "residual": (X, None, X.half(), 0.1, "residual is torch.float16"),
+    "p": (X, None, None, 1.0, r"must be in \[0, 1\)"),
+}
 
 
-@pytest.mark.parametrize(
-    ("x", "bias", "residual", "p", "message"),
-    [
-        (torch.ones(2, 8), None, None, 0.1, r"\[s, b, h\]"),
-        (torch.ones(2, 2, 8), torch.ones(4), None, 0.1, r"bias is torch.float32 of shape \[4\]"),
-        (torch.ones(2, 2, 8), torch.ones(8, dtype=torch.complex64), None, 0.1, "bias is torch.complex64"),
-        (torch.ones(2, 2, 8), None, torch.ones(2, 2, 8, dtype=torch.float16), 0.1, "residual is torch.float16"),
-        (torch.ones(2, 2, 8), None, None, 1.0, r"must be in \[0, 1\)"),
-    ],
-    ids=["dimensions", "bias", "bias dtype", "residual", "p"],
-)
+@pytest.mark.parametrize(("x", "bias", "residual", "p", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_does_not_fit_is_refused(x, bias, residual, p, message):
     with pytest.raises(ValueError, match=message):
         bias_dropout_add(x, bias, residual, p=p, key=1)
 
 
 @pytest.mark.parametrize("name", ["key", "first_sample"])
-@pytest.mark.parametrize(
-    "number",
-    [
-        torch.ones((), dtype=torch.int32),
-        torch.ones(1, dtype=torch.int64),
-        torch.ones((), dtype=torch.int64, device="meta"),
-    ],
-    ids=["dtype", "shape", "device"],
-)
+@pytest.mark.parametrize("number", [X[0, 0, 0].int(), X[0, 0, :1].long(), X[0, 0, 0].long().to("meta")], ids=str)
 def test_device_data_that_does_not_fit_is_refused(name, number):
     with pytest.raises(
         ValueError, match=f"{name} is torch.int.* on .*; expected an int, or a 0-dim torch.int64 tensor on cpu"
@@ -171,9 +156,3 @@ def test_a_mask_beyond_the_indices_that_are_told_apart_is_refused(place):
     with pytest.raises(ValueError, match="beyond lie the masks of other places"):
         bias_dropout_add(x, None, None, p=0.1, key=1, **place)
     assert torch.equal(bias_dropout_add(x, None, None, p=0.0, key=1, **place), x)
-
-
-@pytest.mark.parametrize("key", [2**70, 2**64, -(2**63) - 1])
-def test_a_key_of_more_than_64_bits_is_refused(key):
-    with pytest.raises(ValueError, match=f"the key of a dropout mask is {key}; expected 64 bits, signed or not"):
-        bias_dropout_add(torch.ones(2, 2, 4), None, None, p=0.1, key=key)

@@ -37,9 +37,10 @@ def assert_uncorrelated(first, second, p):
     assert abs(product) <= 4 * mean * (1 - mean) / first.numel() ** 0.5
 
 
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 1 / 3, 0.5, 0.9, 0.9999])
 def test_the_share_of_kept_elements_is_that_of_16_bits_within_four_sigma(p):
     mask, mean = kept(p), 1 - effective_probability(p)
+    assert abs(1 - mean - p) <= 2**-16
     assert abs(mask.mean().item() - mean) <= 4 * (mean * (1 - mean) / mask.numel()) ** 0.5
 
 

@@ -38,29 +38,9 @@ def test_a_part_of_the_mask_equals_the_same_part_of_the_whole():
     assert torch.equal(mask_of(num_columns=101), whole[..., :101])
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 1 / 3, 0.5, 0.9999])
-def test_the_share_of_dropped_elements_is_p_within_four_sigma(p):
-    mask = mask_of(p=p, samples=(0, 8), heads=(0, 8), rows=(0, 128))
-    assert abs(effective_probability(p) - p) <= 2**-16
-    sigma = (p * (1 - p) / mask.numel()) ** 0.5
-    assert abs(mask.double().mean().item() - effective_probability(p)) <= 4 * sigma
-    for dim in range(4):
-        part = mask.double().mean([other for other in range(4) if other != dim])
-        assert (part - effective_probability(p)).abs().max() <= 5 * sigma * mask.size(dim) ** 0.5
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2, 3])
-def test_neighbours_along_every_index_are_uncorrelated(dim):
-    mask = mask_of(p=0.5, samples=(0, 8), heads=(0, 8), rows=(0, 128)).double() - 0.5
-    first, second = mask.narrow(dim, 0, mask.size(dim) - 1), mask.narrow(dim, 1, mask.size(dim) - 1)
-    assert abs((first * second).mean().item() * 4) <= 4 / first.numel() ** 0.5
-
-
 def test_keys_differ_by_seed_and_by_every_step_of_the_path():
     keys = {derive_key(seed, layer, site) for seed in (0, 1, -1, 2**63) for layer in range(20) for site in range(5)}
     assert len(keys) == 4 * 20 * 5
-    masks = [mask_of(key=derive_key(1, layer, 2), p=0.5).double() - 0.5 for layer in (1, 2)]
-    assert abs((masks[0] * masks[1]).mean().item() * 4) <= 4 / masks[0].numel() ** 0.5
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
@@ -97,16 +77,15 @@ def test_the_keys_of_two_numbers_are_those_of_all_masks_before():
     assert [derive_key(1234, 7, 2), derive_key(-1, 0, 0)] == [0xD476100602F93AC9, 0x7F8BD2B0AA288EDC]
 
 
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        ({"head": 1 << 16}, r"head 65536 to 65536; expected 0 to 65535"),
-        ({"sample": 1 << 48}, r"sample 281474976710656 .*expected 0 to 281474976710655"),
-        ({"row": 1 << 32}, r"row 4294967296 .*expected 0 to 4294967295"),
-        ({"row": -1}, r"row -1 to -1; expected 0"),
-    ],
-    ids=["head", "sample", "row", "negative"],
-)
+BEYOND = {
+    "head": ({"head": 1 << 16}, r"head 65536 to 65536; expected 0 to 65535"),
+    "sample": ({"sample": 1 << 48}, r"sample 281474976710656 .*expected 0 to 281474976710655"),
+    "row": ({"row": 1 << 32}, r"row 4294967296 .*expected 0 to 4294967295"),
+    "negative": ({"row": -1}, r"row -1 to -1; expected 0"),
+}
+
+
+@pytest.mark.parametrize(("index", "message"), BEYOND.values(), ids=BEYOND)
 def test_an_index_that_would_draw_another_places_mask_is_refused(index, message):
     places = {"sample": 0, "head": 0, "row": 0, **index}
     tensors = {name: torch.tensor([place]) for name, place in places.items()}

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import parametrize_covering
 from norm_inputs import (
     DTYPES,
     FORMS,
@@ -11,18 +12,15 @@ from norm_inputs import (
     reference_layer_norm,
     reference_rms_norm,
     zero_centered_layer_norm,
-)
+)  # fmt: skip
 from torch.nn import functional as F
 from witness import assert_three_witnesses, assert_within_rule, kept_storages
 
 from tempo_kernels.norm import cpu, layer_norm, rms_norm
 
 
-@pytest.mark.parametrize("keep", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parameters", PARAMETERS.values(), ids=PARAMETERS)
-@pytest.mark.parametrize("shape", [(64, 3, 768), (7, 33)], ids=str)
-def test_layer_norm_obeys_the_rule_for_any_gamma_and_beta(shape, parameters, dtype, keep, nan_poison):
+@parametrize_covering(parameters=PARAMETERS, dtype=DTYPES, keep=FORMS, shape=[(64, 3, 768), (7, 33)])
+def test_layer_norm_obeys_the_rule_for_any_gamma_and_beta(parameters, dtype, keep, shape, nan_poison):
     x, grad = torch.randn(shape) * 3 + 1, torch.randn(shape)
     ours = partial(layer_norm, keep=keep)
     assert_three_witnesses(ours, reference_layer_norm, [x, *parameters(shape[-1])], grad, dtype)
@@ -69,14 +67,9 @@ def test_float32_parameters_of_a_16_bit_norm_obey_the_rule(dtype, keep):
         return [y.detach(), *(leaf.grad for leaf in leaves)]
 
     exact, same = (run(reference_layer_norm, cast) for cast in (torch.Tensor.double, lambda t: t))
-    for name, a, b, c in zip(
-        ["y", "grad_x", "grad_weight", "grad_bias"],
-        run(partial(layer_norm, keep=keep), lambda t: t),
-        same,
-        exact,
-        strict=True,
-    ):
-        assert_within_rule(name, a, b, c)
+    ours = run(partial(layer_norm, keep=keep), lambda t: t)
+    for name, *three in zip(["y", "grad_x", "grad_weight", "grad_bias"], ours, same, exact, strict=True):
+        assert_within_rule(name, *three)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -222,57 +215,27 @@ def test_the_next_linear_keeps_the_same_storage():
     assert large == [outputs[0].data_ptr()]
 
 
-@pytest.mark.parametrize(
-    ("x", "weight", "bias", "message"),
-    [
-        (torch.ones(2, 8, dtype=torch.int64), torch.ones(8), torch.ones(8), "floating-point"),
-        (torch.ones(2, 8), torch.ones(7), torch.ones(8), r"weight has shape \[7\]"),
-        (
-            torch.ones(2, 8),
-            torch.ones(8),
-            torch.ones(8).half(),
-            "bias is torch.float16; expected torch.float32, beside",
-        ),
-        (
-            torch.ones(2, 8),
-            torch.ones(8).half(),
-            torch.ones(8),
-            "bias is torch.float32; expected torch.float16, beside",
-        ),
-        (
-            torch.ones(2, 8),
-            torch.ones(8).bfloat16(),
-            torch.ones(8).half(),
-            "bias is torch.float16; expected torch.bfloat16, beside x's torch.float32; cast it",
-        ),
-        (
-            torch.ones(2, 8).double(),
-            torch.ones(8).bfloat16(),
-            torch.ones(8),
-            "weight is torch.bfloat16; expected torch.float64 or torch.float32, beside x's torch.float64",
-        ),
-        (
-            torch.ones(2, 8).half(),
-            torch.ones(8).bfloat16(),
-            torch.ones(8),
-            "weight is torch.bfloat16; expected torch.float16 or torch.float32, beside x's torch.float16",
-        ),
-    ],
-    ids=[
-        "integers",
-        "weight size",
-        "bias of 16 bits alone",
-        "weight of 16 bits alone",
-        "two dtypes of 16 bits",
-        "float64 x",
-        "other 16-bit weight dtype",
-    ],
-)
-def test_what_does_not_fit_is_refused(x, weight, bias, message):
+X, ONES = torch.ones(2, 8), torch.ones(8)
+HALF, BRAIN = ONES.half(), ONES.bfloat16()
+REFUSED = {
+    "integers": (X.long(), ONES, ONES, {}, "floating-point"),
+    "weight size": (X, torch.ones(7), ONES, {}, r"weight has shape \[7\]"),
+    "bias of 16 bits alone": (X, ONES, HALF, {}, "bias is torch.float16; expected torch.float32, beside"),
+    "weight of 16 bits alone": (X, HALF, ONES, {}, "bias is torch.float32; expected torch.float16, beside"),
+    "two dtypes of 16 bits": (
+        X, BRAIN, HALF, {}, "bias is torch.float16; expected torch.bfloat16, beside x's torch.float32; cast it",
+    ),
+    "float64 x": (
+        X.double(), BRAIN, ONES, {}, "weight is torch.bfloat16; expected torch.float64 or torch.float32, beside x's",
+    ),
+    "other 16-bit weight dtype": (
+        X.half(), BRAIN, ONES, {}, "weight is torch.bfloat16; expected torch.float16 or torch.float32, beside x's",
+    ),
+    "unknown form": (X, ONES, ONES, {"keep": "both"}, 'keep is "both".*expected "output" or "input"'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("x", "weight", "bias", "form", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused(x, weight, bias, form, message):
     with pytest.raises(ValueError, match=message):
-        layer_norm(x, weight, bias)
-
-
-def test_an_unknown_form_is_refused():
-    with pytest.raises(ValueError, match='keep is "both".*expected "output" or "input"'):
-        layer_norm(torch.ones(2, 8), torch.ones(8), torch.ones(8), keep="both")
+        layer_norm(x, weight, bias, **form)

@@ -17,8 +17,7 @@ from tempo_kernels.norm import layer_norm
 
 
 @kernel_test
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", PARAMETERS)
+@parametrize_covering(each={"name": PARAMETERS.keys()}, dtype=DTYPES)
 def test_norm_does_what_is_specified_for_any_gamma_and_beta(name, dtype):
     x, weight, bias, grad = random_norm(name, (5, 3, 200), dtype)
     check_both_forms(x, weight, bias, grad)
@@ -153,8 +152,8 @@ def test_another_default_dtype_changes_nothing_in_the_norms(limit, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hidden_size", [4096, 65536])
-def test_norm_addresses_more_than_two_billion_elements(hidden_size):
+def test_norm_addresses_more_than_two_billion_elements_in_long_rows(hidden_size=65536):
+    """Rows of 4096 are in test_large_tensors.py."""
     x = torch.zeros(2**31 // hidden_size + 9, hidden_size, dtype=torch.bfloat16, device="cuda")
     _, weight, bias, _ = random_norm("one in a hundred gamma 0", (1, hidden_size), torch.bfloat16)
     x[-9:] = torch.randn(9, hidden_size)

@@ -1,0 +1,182 @@
+"""Activations, gated or not, against torch's own: what they compute, what they keep, and their output given again.
+
+All keep their input, but for squared ReLU in place, which keeps its output. In-place GELU is in test_gelu.py; that
+none has a second derivative is in test_second_derivatives.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from covering import parametrize_covering
+from pointwise_activations import (
+    ACTIVATIONS,
+    DTYPES,
+    GATED,
+    KEEPS_OUTPUT,
+    OPERATIONS,
+    SHAPES,
+    every_number,
+    over_the_range,
+    strided,
+)  # fmt: skip
+from witness import (
+    assert_output_is_given_again,
+    assert_strides_do_not_show,
+    assert_three_witnesses,
+    kept_storages,
+    outputs_and_gradients,
+)
+
+from tempo_kernels.glu import cpu as glu_cpu
+from tempo_kernels.glu import geglu, reglu, swiglu
+from tempo_kernels.pointwise import activate
+from tempo_kernels.pointwise import cpu as pointwise_cpu
+from tempo_kernels.squared_relu import squared_relu
+
+NAN, INF = float("nan"), float("inf")
+every_operation = pytest.mark.parametrize("name", OPERATIONS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def results(name, inputs, grad, dtype):
+    """Outputs and gradients, ours and torch's."""
+    return zip(*(outputs_and_gradients(f, inputs, grad, dtype) for f in OPERATIONS[name]), strict=True)
+
+
+@every_operation
+@every_dtype
+def test_output_and_gradients_over_the_whole_range_are_as_good_as_torchs(dtype, name, monkeypatch, nan_poison):
+    monkeypatch.setattr(glu_cpu, "BLOCK_ELEMENTS", 7 * 2 * 200)
+    x, grad = over_the_range(is_gated=name in GATED), torch.randn(150, 200)
+    for inputs in ([x], [x, torch.randn(x.size(1)) * 0.1]):
+        assert_three_witnesses(*OPERATIONS[name], inputs, grad, dtype)
+
+
+@parametrize_covering(each={"shape": SHAPES}, dtype=[*DTYPES, torch.float64], name=OPERATIONS.keys())
+def test_odd_and_empty_shapes_give_torchs_output_and_gradients(shape, dtype, name, monkeypatch, nan_poison):
+    monkeypatch.setattr(pointwise_cpu, "_MAX_CHUNK", 128)
+    *rows, width = shape
+    width *= 2 if name in GATED else 1
+    x, bias, grad = torch.randn(*rows, width), torch.randn(width), torch.randn(shape)
+    assert_three_witnesses(*OPERATIONS[name], [x], grad, dtype)
+    assert_three_witnesses(*OPERATIONS[name], [x, bias], grad, dtype)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in GATED])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_output_is_torchs_bit_for_bit(dtype, name):
+    x, bias = (torch.randn(33, 97) * 3).to(dtype), torch.randn(97).to(dtype)
+    for inputs in ((x,), (x, bias)):
+        ours, theirs = (function(*inputs) for function in OPERATIONS[name])
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@every_operation
+def test_any_strides_give_the_contiguous_result(name):
+    x, bias, grad = strided()
+    assert OPERATIONS[name][0](x).is_contiguous()
+    grad = grad[:, :13] if name in GATED else grad
+    assert_strides_do_not_show(OPERATIONS[name][0], [x, bias], grad, torch.float32)
+
+
+@every_operation
+def test_zeros_infinity_and_nan_are_torchs(name):
+    x = [0.0, -0.0, INF, NAN, -1.0, 30.0, -30.0, 1e4, -1e4, *([-INF] if "relu" in name else [])]
+    if name in GATED:
+        x = [*([gate, 2.0] for gate in x), [3.0, NAN], [1.0, -INF]]
+    x = torch.tensor(x)
+    for ours, theirs in results(name, [x], torch.ones_like(x[..., :1] if name in GATED else x), x.dtype):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+@every_operation
+def test_float64_passes_gradcheck(name):
+    x = torch.linspace(-6, 6, 40, dtype=torch.float64).view(2, 20).requires_grad_()
+    bias = torch.randn(20, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(OPERATIONS[name][0], (x, bias))
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != KEEPS_OUTPUT])
+@every_dtype
+def test_output_is_given_again_bit_for_bit(dtype, name, nan_poison):
+    assert_output_is_given_again(OPERATIONS[name][0], 20, dtype)
+
+
+@every_operation
+@every_dtype
+def test_keeps_its_input_and_bias_only_or_its_output_only(dtype, name):
+    x, bias = torch.randn(33, 24).to(dtype).requires_grad_(), torch.randn(24).to(dtype).requires_grad_()
+    for inputs in ((x, bias), (x,)):
+        outputs = []
+        kept = kept_storages(lambda *t, outputs=outputs: outputs.append(OPERATIONS[name][0](*t)) or outputs[0], *inputs)
+        assert set(kept) == {t.data_ptr() for t in (outputs if name == KEEPS_OUTPUT else inputs)}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("is_meta", [False, True], ids=["compiled", "meta"])
+def test_compiled_and_without_numbers_it_is_one_node_of_the_same_shapes(name, is_meta):
+    ours = ACTIVATIONS[name][0]
+    x, bias = torch.randn(3, 4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    if is_meta:
+        leaves = [t.detach().to("meta").requires_grad_() for t in (x, bias)]
+        y = ours(*leaves)
+        shapes = [t.shape for t in (y, *torch.autograd.grad(y, leaves, torch.empty_like(y)))]
+        assert y.is_meta and shapes == [x.shape, x.shape, bias.shape]
+    else:
+        torch._dynamo.reset()
+        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        for a, b in zip(*(outputs_and_gradients(f, [x, bias], x, x.dtype) for f in (compiled, ours)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_the_gate_comes_first_and_the_sum_of_x_and_bias_is_not_rounded():
+    assert torch.equal(reglu(torch.tensor([-1.0, 2.0, 3.0, 4.0])), torch.tensor([0.0, 8.0]))
+    bias = torch.tensor([0.0, 1.0]).bfloat16()
+    for gate, expected in ((1.0, 257.0), (3.0, 771.0)):
+        assert reglu(torch.tensor([gate, 256.0]).bfloat16(), bias).item() == torch.tensor(expected).bfloat16().item()
+
+
+@pytest.mark.parametrize("name", ["squared_relu", KEEPS_OUTPUT])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_squared_relu_has_torchs_gradient_bit_for_bit_of_every_16_bit_number_and_of_random_ones(dtype, name):
+    x = every_number(dtype) if dtype.itemsize == 2 else torch.randn(100_001, dtype=dtype) * 10
+    for ours, theirs in results(name, [x], torch.randn(x.numel()).to(dtype), dtype):
+        assert torch.equal(ours, theirs)
+
+
+def test_no_root_of_a_million_float32_squares_is_rounded_to_its_neighbour_and_small_float16_lose_what_is_documented():
+    x = torch.randn(1_000_003).abs()
+    _, grad_x = outputs_and_gradients(squared_relu, [x], torch.ones_like(x), torch.float32)
+    assert torch.equal(grad_x, 2 * x)
+    x = torch.rand(100_000).half() * 0.008
+    _, grad_x = outputs_and_gradients(squared_relu, [x], torch.ones_like(x), torch.float16)
+    assert 3.4e-4 < (grad_x.double() - 2 * x.double()).abs().max() < 3.5e-4
+
+
+FOUR, SHORT, HALF = torch.ones(2, 4), torch.ones(2), torch.ones(4).half()
+REFUSED = {
+    "integers": (lambda: activate(torch.arange(4), None, "relu"), "relu: x is torch.int64; expected float32, bfloat16"),
+    "a short bias": (lambda: activate(FOUR, SHORT, "gelu"), r"gelu: bias is torch.float32 of shape \[2\]"),
+    "a bias of 16 bits": (lambda: activate(FOUR, HALF, "gelu"), r"bias is torch.float16 of shape \[4\] and x torch.f"),
+    "an unknown name": (lambda: activate(FOUR, None, "swish"), "activation is 'swish'; expected one of silu, gelu, ge"),
+    "gated integers": (lambda: swiglu(torch.arange(4)), "swiglu: x is torch.int64; expected float32"),
+    "an odd width": (lambda: reglu(torch.ones(2, 5)), r"reglu: x has shape \[2, 5\]; expected \[..., 2f\]"),
+    "no width": (lambda: swiglu(torch.tensor(1.0)), r"swiglu: x has shape \[\]"),
+    "an unknown form": (lambda: geglu(FOUR, None, "fast"), 'approximate is \'fast\'; expected "none" .erf. or "tanh"'),
+    "a short bias of gates": (lambda: geglu(FOUR, SHORT), r"geglu: bias is torch.float32 of shape \[2\]"),
+    "a bias of gates of 16 bits": (lambda: swiglu(FOUR, HALF), r"bias is torch.float16 of shape \[4\] and x torch.f"),
+    "squared integers": (
+        lambda: squared_relu(torch.arange(4), keep="input"),
+        "squared_relu: x is torch.int64; expecte",
+    ),
+    "what to keep": (lambda: squared_relu(FOUR, keep="both"), 'keep is \'both\'; expected "output" or "input"'),
+    "a short bias beside squares": (lambda: squared_relu(FOUR, SHORT), r"bias is torch.float32 of shape \[2\]"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
