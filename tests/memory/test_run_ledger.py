@@ -27,14 +27,13 @@ def masked_data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
     return make_masked_data(tmp_path_factory.mktemp("masked"), "BertWordPieceLowerCase")
 
 
-def observe(data: Any, folder: Path, *extra: str, **settings: Any) -> dict[str, Any]:
-    """The ledger of three steps, whose losses are bit for bit those of a run without it."""
-    steps = ("--train-iters", "3")
-    plain = successful(run(data, folder / "plain", *steps, *extra, **settings))
-    seen = successful(
-        run(data, folder / "seen", *steps, *extra, "--tempo-ledger", str(folder / "found" / "led"), **settings)
-    )
-    assert seen.losses_hex == plain.losses_hex and len(seen.losses_hex) == 3
+def observe(data: Any, folder: Path, *extra: str, beside_plain: bool = False, **settings: Any) -> dict[str, Any]:
+    """The ledger of three steps; `beside_plain` their losses are bit for bit those of a run without it."""
+    argv = ("--train-iters", "3", *extra)
+    seen = successful(run(data, folder / "seen", *argv, "--tempo-ledger", str(folder / "found" / "led"), **settings))
+    assert len(seen.losses_hex) == 3
+    if beside_plain:
+        assert seen.losses_hex == successful(run(data, folder / "plain", *argv, **settings)).losses_hex
     assert (folder / "found" / "led.stage0.png").stat().st_size > 10_000
     found: dict[str, Any] = json.loads((folder / "found" / "led.stage0.json").read_text())
     assert f"{found['kept_bytes']:,}" in seen.output
@@ -60,14 +59,41 @@ def predict(tmp_path: Path, sizes: dict[str, Any], *extra: str) -> dict[str, Any
     return predicted
 
 
-@pytest.mark.parametrize("column", ["stock", "tempo"])
-def test_a_gpt_keeps_in_training_what_the_ledger_says(data: Data, tmp_path: Path, column: str) -> None:
-    found = observe(data, tmp_path, *(["--use-tempo"] if column == "tempo" else []))
-    predicted = predict(tmp_path, {})
-    assert rows_of(found) == predicted[column]["rows"]
-    assert found["kept_bytes"] == predicted[column]["model_bytes"]
-    stock = {name: num_bytes for name, num_bytes in predicted["stock"]["rows"].items() if name in found["stock"]}
-    assert found["stock"] == stock
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+CORE_ATTENTION = "--recompute-granularity selective --recompute-modules core_attn"
+TP_2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+# Tempo, a recomputation and two ranks run without the ledger too.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("column", "trained", "predicted", "settings"),
+    [
+        pytest.param("stock", "", "", {}, id="stock"),
+        pytest.param("tempo", "--use-tempo", "", {"beside_plain": True}, id="Tempo"),
+        pytest.param("stock", FULL, "--recompute full", {"beside_plain": True}, id="full"),
+        pytest.param(
+            "stock", CORE_ATTENTION, "--recompute core_attn", {}, id="core_attn", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "tempo",
+            f"--use-tempo {TP_2}",
+            "--tp 2 --sequence-parallel",
+            {"world_size": 2, "beside_plain": True},
+            id="TP 2 + SP",
+        ),
+    ],
+)
+def test_a_gpt_keeps_in_training_what_the_ledger_says(
+    data: Data, tmp_path: Path, column: str, trained: str, predicted: str, settings: dict[str, Any]
+) -> None:
+    found = observe(data, tmp_path, *trained.split(), **settings)
+    columns = predict(tmp_path, {}, *predicted.split())
+    assert rows_of(found) == columns[column]["rows"] and found["kept_bytes"] == columns[column]["model_bytes"]
+    if "--recompute" not in predicted:  # the run's column of stock is that without recomputation
+        stock = {name: num_bytes for name, num_bytes in columns["stock"]["rows"].items() if name in found["stock"]}
+        assert found["stock"] == stock
+    assert not (tmp_path / "found" / "led.stage1.json").exists()
 
 
 @pytest.mark.slow
@@ -98,33 +124,13 @@ def test_a_bert_keeps_in_training_what_the_ledger_says(masked_data: MaskedData, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["full", "core_attn"])
-def test_recomputation(data: Data, tmp_path: Path, what: str) -> None:
-    how = {
-        "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "core_attn": "--recompute-granularity selective --recompute-modules core_attn",
-    }
-    found = observe(data, tmp_path, *how[what].split())
-    assert rows_of(found) == predict(tmp_path, {}, "--recompute", what)["stock"]["rows"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_zero_and_data_parallelism(data: Data, tmp_path: Path, zero: int) -> None:
     config = {"zero_optimization": {"stage": zero}, "bf16": {"enabled": True}}
-    found = observe(data, tmp_path, "--use-tempo", world_size=2, config=config)
-    predicted = predict(tmp_path, {}, "--dtype", "bf16")["tempo"]["rows"]
+    found = observe(data, tmp_path, "--use-tempo", world_size=2, config=config, beside_plain=zero == 3)
     if zero < 3:
-        assert rows_of(found) == predicted
+        assert rows_of(found) == predict(tmp_path, {}, "--dtype", "bf16")["tempo"]["rows"]
     # Half of the float32 weights and of Adam's two states, on each of two ranks.
     num_parameters = found["standing"]["weights"] // 2 * (2 if zero == 3 else 1)
     assert found["standing"]["optimizer states"] == pytest.approx(12 * num_parameters / 2, rel=0.02)
     assert found["standing"]["gradients"] > 0
-
-
-@pytest.mark.slow
-def test_tensor_and_sequence_parallelism(data: Data, tmp_path: Path) -> None:
-    layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-tempo")
-    found = observe(data, tmp_path, *layout, world_size=2)
-    assert rows_of(found) == predict(tmp_path, {}, "--tp", "2", "--sequence-parallel")["tempo"]["rows"]
-    assert not (tmp_path / "found" / "led.stage1.json").exists()

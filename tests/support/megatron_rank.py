@@ -1,8 +1,9 @@
-"""One rank of runs of Megatron-LM's own scripts on a CPU, one run after another in one process: a start takes seconds.
+"""Ranks that run Megatron-LM's own scripts on a CPU, one run after another: forks of a process that imported Megatron.
 
-Started by megatron_runs.Ranks: `python megatron_rank.py ROOT FOLDER`. Each line of stdin is a folder, in which it does
-jobs.json and writes <rank>.pt: for each run its exit status, what it printed, its losses as printed, and the gradients
-of each step by parameter name.
+Started by megatron_runs.Server: `python megatron_rank.py ROOT`. Each line of stdin is a number of ranks and a folder,
+and the numbers of their processes are the answer. Each line of <rank>.jobs there is another folder, in which a rank
+does jobs.json and writes <rank>.pt: for each run its exit status, what it printed, its losses as printed, and the
+gradients of each step by parameter name.
 """
 
 from __future__ import annotations
@@ -27,18 +28,44 @@ _LOSS = re.compile(r"iteration +(\d+)/.*?((?:[a-z]+ )?loss): ([-+.\dEe]+|nan|inf
 
 
 def main() -> None:
-    root, folder = sys.argv[1:]
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    (root,) = sys.argv[1:]
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     sys.path.insert(0, root)
     sys.modules["transformers"] = None  # type: ignore[assignment]  # takes seconds, for tokenizers that no run has
     megatron_cpu.install()
     megatron_cpu.skip_what_is_compiled(root)
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        backend="gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-    )
+    for module in ("tempo_megatron.megatron_lm.run", *(module for module, _ in PLACES)):
+        importlib.import_module(module)
     for line in sys.stdin:
-        _run_jobs(Path(line.strip()), root, rank, world_size)
+        world_size, folder = line.split()
+        print(
+            *(_fork(rank, int(world_size), Path(folder), root) for rank in range(int(world_size))),
+            file=told,
+            flush=True,
+        )
+
+
+def _fork(rank: int, world_size: int, folder: Path, root: str) -> int:
+    """The number of a process that has the jobs in <rank>.jobs until nobody writes to it."""
+    if process := os.fork():
+        return process
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        with (folder / f"{rank}.log").open("w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        with (folder / f"{rank}.jobs").open() as jobs:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+            torch.distributed.init_process_group(
+                backend="gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+            )
+            for line in jobs:
+                _run_jobs(Path(line.strip()), root, rank, world_size)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
     os._exit(0)  # gloo's threads do not end by themselves
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import json
@@ -16,6 +17,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -119,26 +121,54 @@ def _sound(rank: dict[str, Any]) -> dict[str, Any]:
     return {name: result for name, result in rank.items() if not result["error"]}
 
 
-class Ranks:
-    """Processes that have imported Megatron, which takes seconds, and run what they are told until this one ends."""
+class Server:
+    """A process that has imported Megatron, which takes seconds, and forks ranks."""
 
-    def __init__(self, root: Path, world_size: int) -> None:
+    def __init__(self, root: Path) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="megatron-ranks-"))
-        environment = {**os.environ, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         # The checkout too, for processes that Megatron itself starts, as to write a checkpoint.
         source = HERE.parents[1]
         environment["PYTHONPATH"] = os.pathsep.join(map(str, (root, HERE, source, source / "kernels", *sys.path)))
-        command = [sys.executable, "-W", "ignore", str(HERE / "megatron_rank.py"), str(root), str(self.folder)]
-        self.processes = []
-        for rank in range(world_size):
-            variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with (self.folder / f"{rank}.log").open("w") as log:
-                process = subprocess.Popen(
-                    command, env=variables, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, text=True
-                )
-            self.processes.append(process)
+        self.log = self.folder / "server.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", str(HERE / "megatron_rank.py"), str(root)],
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
         atexit.register(self.end)
+
+    def fork(self, world_size: int) -> tuple[Path, list[psutil.Process]]:
+        """The folder of new ranks, and their processes."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        for rank in range(world_size):
+            os.mkfifo(folder / f"{rank}.jobs")
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{world_size} {folder}\n")
+            self.process.stdin.flush()
+        numbers = self.process.stdout.readline().split()
+        if not numbers:
+            raise RuntimeError(f"Megatron is not imported:\n{self.log.read_text('utf-8')[-4000:]}")
+        return folder, [psutil.Process(int(number)) for number in numbers]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_start_server = functools.cache(Server)
+
+
+class Ranks:
+    """Processes that run what they are told until this one ends."""
+
+    def __init__(self, root: Path, world_size: int) -> None:
+        self.folder, self.processes = _start_server(root).fork(world_size)
+        # A rank ends with what is written to it.
+        self.jobs = [(self.folder / f"{rank}.jobs").open("w") for rank in range(world_size)]
 
     def run(self, runs: list[Run], folder: Path, timeout_s: float) -> str | None:
         """The error that ended the processes early, or None."""
@@ -153,25 +183,20 @@ class Ranks:
             for run in runs
         ]
         (folder / "jobs.json").write_text(json.dumps({"cwd": os.getcwd(), "runs": jobs}), encoding="utf-8")
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{folder}\n")
-            process.stdin.flush()
+        for file in self.jobs:
+            file.write(f"{folder}\n")
+            file.flush()
         error = self._wait(folder, timeout_s)
         if error is not None:
-            self.end()
+            for process in self.processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         return error
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _wait(self, folder: Path, timeout_s: float) -> str | None:
         deadline = time.monotonic() + timeout_s
         while not all((folder / f"{rank}.done").exists() for rank in range(len(self.processes))):
-            ended = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+            ended = [rank for rank, process in enumerate(self.processes) if _has_ended(process)]
             if ended:
                 return self._describe(ended[0], folder)
             if time.monotonic() > deadline:
@@ -185,6 +210,14 @@ class Ranks:
         # A rank that only lost another one says so; the cause comes first.
         texts.sort(key=lambda text: "onnection" in text)
         return texts[0] if texts else f"rank {ended}: {(self.folder / f'{ended}.log').read_text('utf-8')[-4000:]}"
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Its parent waits for no rank, so that what a test file takes can be measured still."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 _start_ranks = functools.cache(Ranks)
