@@ -62,8 +62,8 @@ class Planning:
         import torch
 
         from tempo_megatron.megatron_lm.run_reader import read_configured_run
-        from tempo_megatron.memory.live.aside import find_gpu
         from tempo_megatron.memory.megatron_run import find_unknown
+        from tempo_megatron.memory.plan.gpu import find_gpu
         from tempo_megatron.memory.plan.planner import PlanRequest
 
         name, config = model.place.partition(":")[2], arguments["config"]

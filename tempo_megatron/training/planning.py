@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tempo_megatron.memory.live.aside import RunPlan, find_gpu, plan_for_all_ranks
+from tempo_megatron.memory.live.aside import RunPlan, plan_for_all_ranks
+from tempo_megatron.memory.plan.gpu import find_gpu
 from tempo_megatron.memory.plan.planner import RECOMPUTED, PlanRequest
 from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation
 from tempo_megatron.models.build import DTYPES

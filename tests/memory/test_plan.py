@@ -24,7 +24,7 @@ from tempo_megatron.memory.plan.kept_rows import KeptRows
 from tempo_megatron.memory.plan.planner import (
     FixedBytes,
     LayerChoice,
-    Plan,
+    MemoryPlan,
     Problem,
     make_plan,
     make_smallest_plan,
@@ -83,7 +83,9 @@ def make_problem(num_layers: int = 12, **settings: Any) -> Problem:
         **{
             "run": make_run(shape, **{"stock": "transformer_engine", **fields}),
             "gpu": read_gpu("h100"),
-            "count_fixed_bytes": lambda stage, loss: FixedBytes(10**9, 10**9),
+            "fixed_bytes": dict.fromkeys(
+                ALL_VALUES["loss"], (FixedBytes(10**9, 10**9),) * fields.get("pipeline_parallel", 1)
+            ),
             "values": ALL_VALUES,
             **settings,
         }
@@ -139,7 +141,7 @@ def test_more_memory_never_makes_a_step_longer_and_every_plan_fits(layout: dict[
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
 
 
-def read_recompute(plan: Plan, layer_in_stage: int) -> frozenset[str]:
+def read_recompute(plan: MemoryPlan, layer_in_stage: int) -> frozenset[str]:
     """What Megatron makes of a plan's words for one layer of a stage."""
     words = plan.megatron_arguments
     if not words:
@@ -202,7 +204,7 @@ def test_flops_are_those_of_the_products() -> None:
     assert llama.linear_fc1 == 4 * s * h * 14336 // 4 and llama.linear_qkv == 2 * s * h * (h + 2 * 1024) // 4
 
 
-def measure(plan: Plan, problem: Problem) -> tuple[float, float]:
+def measure(plan: MemoryPlan, problem: Problem) -> tuple[float, float]:
     """(sbh that a layer keeps, linears' FLOPs that run again as a share of the forward's), of the mean layer. As in
     torch.compile's figures core attention is not counted."""
     (stage,) = plan.stages
@@ -212,7 +214,7 @@ def measure(plan: Plan, problem: Problem) -> tuple[float, float]:
     return stage.kept_bytes / elements, again / (problem.run.model.num_layers * linears.total)
 
 
-def find_plan(problem: Problem, sbh: float) -> Plan:
+def find_plan(problem: Problem, sbh: float) -> MemoryPlan:
     """The plan whose layers keep at most `sbh` on average: of many layers, so that what is made again of a single one
     does not count."""
     elements = problem.run.model.seq_length * problem.run.model.hidden_size * problem.run.model.num_layers
@@ -272,13 +274,10 @@ def test_where_elementwise_work_takes_time_the_plan_is_never_slower_than_the_one
 
 
 def test_the_head_takes_the_form_that_needs_less_where_it_stands() -> None:
-    sizes = {"off": 3 * 10**9, "fused": 2 * 10**9}
-    problem = make_problem(
-        4, pipeline_parallel=2, count_fixed_bytes=lambda stage, loss: FixedBytes(10**9, sizes[loss] * stage + 10**9)
-    )
-    assert make_plan(problem, 10**11).block["loss"] == "fused"
-    sizes["fused"] = 3 * 10**9
-    assert make_plan(problem, 10**11).block["loss"] == "off"
+    low, high = ((FixedBytes(10**9, 10**9), FixedBytes(10**9, size * 10**9)) for size in (3, 4))
+    for fused, expected in ((low, "fused"), (high, "off")):
+        problem = make_problem(4, pipeline_parallel=2, fixed_bytes={"off": high, "fused": fused})
+        assert make_plan(problem, 10**11).block["loss"] == expected
 
 
 def test_plenty_of_memory_leaves_stock_but_what_costs_nothing() -> None:

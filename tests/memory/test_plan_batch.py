@@ -16,7 +16,13 @@ from tempo_megatron.cli import main
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
 from tempo_megatron.memory.plan.gpu import read_gpu
 from tempo_megatron.memory.plan.planner import PlanRequest, make_smallest_plan
-from tempo_megatron.memory.plan.verify import answer, choose_trial, list_micro_batches, make_problem, try_micro_batches
+from tempo_megatron.memory.plan.verify import (
+    choose_trial,
+    list_micro_batches,
+    make_problem,
+    plan_memory,
+    try_micro_batches,
+)
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
@@ -71,7 +77,7 @@ def test_the_papers_cases_are_as_the_page_says(memory: int) -> None:
     stock = find_largest(lambda size: estimate_bert(size, TempoConfig.off()), budget)
     paper = find_largest(lambda size: estimate_bert(size, PAPER), budget)
     once = find_largest(estimate_smallest, budget)
-    plan, _ = answer(ask_bert(once), budget)
+    plan, _ = plan_memory(ask_bert(once), budget)
     mix = TempoConfig.from_dict(plan.block).describe()
     batches = " | ".join(f"{size} ({size / stock:.2f}x)" for size in (paper, once))
     row = f"| {memory} GiB | {stock} | {batches} | `{mix}` |"

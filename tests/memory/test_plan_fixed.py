@@ -54,7 +54,7 @@ def test_what_the_layers_keep_and_recompute_is_taken_away_from_two_estimates(
     problem, _, asked = read_problem(monkeypatch, full_rise)
     again = count_layer_bytes(make_layer(problem.run), IN_PLACE, stock="transformer_engine")
     for stage in (0, 1):
-        fixed = problem.count_fixed_bytes(stage, "fused")
+        fixed = problem.fixed_bytes["fused"][stage]
         assert fixed.at_head == HEADS["fused"]
         # Of the layer's backward is known what full recomputation shows, and that it is not more than the head.
         assert fixed.in_layers == min(HEADS["fused"], HEADS["fused"] + full_rise - again)

@@ -16,7 +16,7 @@ def draw_problem(seed: int) -> tuple[list[RecomputeMode[str]], int]:
     draw = random.Random(seed)
     top = draw.choice((4, 30, 1000))
 
-    def draw_kinds(num: int, has_replay: bool) -> tuple[LayerOption[str], ...]:
+    def draw_options(num: int, has_replay: bool) -> tuple[LayerOption[str], ...]:
         return tuple(
             LayerOption(f"k{index}", draw.randrange(top), draw.randrange(top), draw.randrange(top) if has_replay else 0)
             for index in range(num)
@@ -32,29 +32,29 @@ def draw_problem(seed: int) -> tuple[list[RecomputeMode[str]], int]:
 
     num_stages = draw.randint(1, 3)
     sizes = [(draw.randint(1, 3), draw.randrange(top)) for _ in range(num_stages)]
-    modes = [RecomputeMode(draw_kinds(draw.randint(1, 4), draw.random() < 0.5), draw_stages())]
-    modes.append(RecomputeMode(draw_kinds(draw.randint(1, 3), True), draw_stages()))
+    modes = [RecomputeMode(draw_options(draw.randint(1, 4), draw.random() < 0.5), draw_stages())]
+    modes.append(RecomputeMode(draw_options(draw.randint(1, 3), True), draw_stages()))
     modes.append(
-        RecomputeMode(draw_kinds(draw.randint(1, 3), False), draw_stages(), draw_kinds(draw.randint(1, 2), True))
+        RecomputeMode(draw_options(draw.randint(1, 3), False), draw_stages(), draw_options(draw.randint(1, 2), True))
     )
     return modes, draw.randrange(1, 8 * top)
 
 
 def try_everything(modes: list[RecomputeMode[str]], budget: int) -> tuple[int, int] | None:
-    """Cost of the slowest stage and of all together, of the best of all assignments of kinds to layers."""
+    """Cost of the slowest stage and of all together, of the best of all assignments of options to layers."""
     best = None
     for mode in modes:
         longest = max(stage.num_layers for stage in mode.stages)
-        for num_full in range(1, longest + 1) if mode.full_kinds else (0,):
+        for num_full in range(1, longest + 1) if mode.full_options else (0,):
             costs = []
             for stage in mode.stages:
                 n = min(num_full, stage.num_layers)
                 fitting = [
-                    stage.base_cost + sum(kind.cost for kind in kinds)
-                    for full in (mode.full_kinds if n else (None,))
-                    for others in itertools.product(mode.kinds, repeat=stage.num_layers - n)
-                    for kinds in [[full] * n + list(others)]
-                    if count_peak(stage, kinds, n) <= budget
+                    stage.base_cost + sum(option.cost for option in options)
+                    for full in (mode.full_options if n else (None,))
+                    for others in itertools.product(mode.options, repeat=stage.num_layers - n)
+                    for options in [[full] * n + list(others)]
+                    if count_peak(stage, options, n) <= budget
                 ]
                 costs.append(min(fitting, default=None))
             if None not in costs:
@@ -98,7 +98,7 @@ def test_a_larger_budget_costs_no_more() -> None:
         assert len(costs) == 40 and costs == sorted(costs, reverse=True)
 
 
-def test_the_same_problem_has_the_same_answer_and_of_equal_kinds_the_first() -> None:
+def test_the_same_problem_has_the_same_answer_and_of_equal_options_the_first() -> None:
     modes, budget = draw_problem(1)
     assert Solver(modes).solve(budget) == Solver(list(modes)).solve(budget)
     one, other = LayerOption("first", 5, 5), LayerOption("second", 5, 5)
@@ -109,7 +109,7 @@ def test_the_same_problem_has_the_same_answer_and_of_equal_kinds_the_first() -> 
 def test_128_layers_on_each_of_64_stages_take_less_than_a_second() -> None:
     draw = random.Random(0)
 
-    def draw_kinds(num: int) -> tuple[LayerOption[str], ...]:
+    def draw_options(num: int) -> tuple[LayerOption[str], ...]:
         bytes_of = sorted((draw.randrange(10**7, 10**9) for _ in range(num)), reverse=True)
         return tuple(
             LayerOption(f"k{index}", kept, index * 10**9 + draw.randrange(10**9), 10**8 if index % 2 else 0)
@@ -117,8 +117,8 @@ def test_128_layers_on_each_of_64_stages_take_less_than_a_second() -> None:
         )
 
     stages = tuple(BareStage(128, 64 - index, 10**9 * (index + 1), 10**12) for index in range(64))
-    modes = [RecomputeMode(draw_kinds(num), stages) for num in (5, 4, 4)]
-    modes.append(RecomputeMode(draw_kinds(4), stages, draw_kinds(3)))
+    modes = [RecomputeMode(draw_options(num), stages) for num in (5, 4, 4)]
+    modes.append(RecomputeMode(draw_options(4), stages, draw_options(3)))
     smallest = Solver(modes).find_smallest().peak_bytes
     start = time.process_time()
     found = Solver(modes).solve(smallest * 11 // 10)

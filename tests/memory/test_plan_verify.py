@@ -13,7 +13,7 @@ from peak_cases import Step, measure_step
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import Plan, PlanRequest, Problem, make_plan, make_smallest_plan
+from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, Problem, make_plan, make_smallest_plan
 from tempo_megatron.memory.plan.plots import list_switches
 from tempo_megatron.memory.plan.verify import PlanEstimates, make_problem, make_verified_plan
 from tempo_megatron.memory.run import OptimizerSettings, Run
@@ -50,7 +50,7 @@ def list_budgets(problem: Problem, estimates: PlanEstimates, num: int) -> list[i
     return [smallest + (most - smallest) * index // (num - 1) for index in range(num)]
 
 
-def measure(step: Step, plan: Plan) -> int:
+def measure(step: Step, plan: MemoryPlan) -> int:
     tempo = TempoConfig.from_dict(plan.block)
     taken = dataclasses.replace(
         step, tempo=tempo, recompute=tuple(sorted(plan.recompute)), num_full=plan.num_full or None
@@ -115,8 +115,8 @@ def test_what_the_estimate_finds_more_is_made_up_for() -> None:
     problem, estimates = ask(Step("gpt", False, TempoConfig.off()))
     budget = int(0.9 * make_plan(problem, 10**15).peak_bytes)
 
-    def judge(factor: float) -> Plan:
-        def estimate(plan: Plan) -> Sequence[int]:
+    def judge(factor: float) -> MemoryPlan:
+        def estimate(plan: MemoryPlan) -> Sequence[int]:
             return [int(factor * each) for each in estimates.estimate_plan(plan)]
 
         return make_verified_plan(problem, budget, estimate)[0]

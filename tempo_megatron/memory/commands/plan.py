@@ -17,10 +17,9 @@ import torch
 from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.commands.ledger import format_layout
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
-from tempo_megatron.memory.live.aside import find_gpu
-from tempo_megatron.memory.plan.gpu import Gpu, read_gpu
-from tempo_megatron.memory.plan.planner import Plan, PlanRequest, Problem, StagePlan
-from tempo_megatron.memory.plan.verify import answer, choose_trial, try_micro_batches
+from tempo_megatron.memory.plan.gpu import Gpu, find_gpu, read_gpu
+from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, Problem, StagePlan
+from tempo_megatron.memory.plan.verify import choose_trial, plan_memory, try_micro_batches
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.argument_types import format_bytes
 
@@ -42,7 +41,7 @@ def run_plan(args: argparse.Namespace) -> int:
             trial = choose_trial(trials)
             plan, problem = trial.plan, trial.problem
         else:
-            plan, problem = answer(request, args.gpu_memory, note_estimate)
+            plan, problem = plan_memory(request, args.gpu_memory, note_estimate)
     run = problem.run
     print(f"{Path(args.model).stem}, {args.dtype}, s {run.model.seq_length}, b {run.micro_batch_size}, ", end="")
     print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {format_bytes(args.gpu_memory)} a GPU")
@@ -107,7 +106,7 @@ def _show_estimates() -> Iterator[Callable[[], None]]:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def format_plan(problem: Problem, plan: Plan) -> str:
+def format_plan(problem: Problem, plan: MemoryPlan) -> str:
     """A line per stage, then what its layers have."""
     lines = [
         f"{'stage':>5}{'layers':>10}{'in flight':>11}{'peak':>12}{'kept/micro batch':>18}"
@@ -128,7 +127,7 @@ def format_plan(problem: Problem, plan: Plan) -> str:
         f"ms of one micro batch, forward and backward; the slowest stage has {plan.seconds * 1e3:.3f} "
         f"({added * 1e3:.3f} at most added), a step of {num_micro_batches} {step * 1e3:.3f}"
     )
-    lines.append(TempoConfig.from_dict(plan.block).describe())
+    lines.append(plan.tempo.describe())
     return "\n".join(lines)
 
 

@@ -16,20 +16,21 @@ FOLDERS = (
 """A checkout's, and what a wheel installs."""
 
 DTYPES = ("bf16", "fp16", "fp32")
+_UNKNOWN_DEVICE = "h100"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Rates of one GPU. Those of a data sheet are peaks that no program reaches: `calibrated` is false for them."""
+    """Rates of one GPU."""
 
     title: str
     calibrated: bool
-    """Whether the rates were measured."""
+    """Whether the rates were measured; else they are the data sheet's, which no program reaches."""
     source: str
     matmul_flops_per_second: dict[str, float]
-    """bf16, fp16 and fp32 -> floating-point operations per second of dense products, two per multiplication and sum."""
+    """dtype, one of DTYPES -> floating-point operations per second of dense products, two per multiply-add."""
     bytes_per_second: float
-    """Of the GPU's memory."""
+    """The bandwidth of the GPU's memory."""
 
 
 def list_gpus() -> dict[str, Path]:
@@ -37,10 +38,18 @@ def list_gpus() -> dict[str, Path]:
     return {path.stem: path for folder in reversed(FOLDERS) for path in sorted(folder.glob("*.json"))}
 
 
-def read_gpu(name: str) -> Gpu:
-    """The GPU of a file of configs/gpu, by its name (`h100`) or its path.
+def find_gpu(device_name: str | None) -> Gpu:
+    """The rates of the device with this name of torch's; those of an H100 where no file fits, or there is no device."""
+    for name in list_gpus():
+        if device_name is not None and name in device_name.lower().replace(" ", ""):
+            return read_gpu(name)
+    return read_gpu(_UNKNOWN_DEVICE)
 
-    Raises ValueError, which names the nearest known GPU, where there is none, and where a file does not hold a GPU.
+
+def read_gpu(name: str) -> Gpu:
+    """Read the GPU of a file, given by its name in configs/gpu (`h100`) or by its path.
+
+    Raises ValueError where there is no such file, naming the nearest known GPU, and where the file describes no GPU.
     """
     known = list_gpus()
     path = known.get(name.lower(), Path(name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tempo_megatron.memory.plan.planner import RECOMPUTE_MODES, Plan, Planner, Problem, plan_alike
+from tempo_megatron.memory.plan.planner import RECOMPUTE_MODES, MemoryPlan, Planner, Problem, plan_alike
 from tempo_megatron.plots import COLOURS, INK, import_pyplot, save, tidy
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.settings.operations import OPERATIONS
@@ -12,21 +12,20 @@ from tempo_megatron.settings.operations import OPERATIONS
 _NUM_BUDGETS = 60
 
 
-def list_plans(problem: Problem, num_budgets: int) -> list[Plan]:
+def list_plans(problem: Problem, num_budgets: int) -> list[MemoryPlan]:
     """The plans of budgets from the least that fits to what stock needs, each plan once."""
     planner = Planner(problem)
-    least, most = planner.make_smallest().peak_bytes, list_switches(problem)["stock"].peak_bytes
-    plans: list[Plan] = []
+    least, most = planner.find_smallest().peak_bytes, list_switches(problem)["stock"].peak_bytes
+    plans: list[MemoryPlan] = []
     for index in range(num_budgets):
-        solution = planner.solver.solve(least + (most - least) * index // (num_budgets - 1))
-        assert solution is not None
-        plan = planner.describe(solution)
+        plan = planner.find(least + (most - least) * index // (num_budgets - 1))
+        assert plan is not None
         if not plans or plan.seconds < plans[-1].seconds:
             plans.append(plan)
     return plans
 
 
-def list_switches(problem: Problem) -> dict[str, Plan]:
+def list_switches(problem: Problem) -> dict[str, MemoryPlan]:
     """What single switches come to, whatever the budget: stock, Tempo's two forms, and Megatron's recomputation."""
     preferences = {
         "stock": (),
@@ -53,7 +52,7 @@ def list_switches(problem: Problem) -> dict[str, Plan]:
     return plans
 
 
-def plot_plan(problem: Problem, plan: Plan, budget: int, png: str | Path, title: str) -> None:
+def plot_plan(problem: Problem, plan: MemoryPlan, budget: int, png: str | Path, title: str) -> None:
     """Draw the shortest time of every budget as a line, single switches as dots, and the plan.
 
     Args:

@@ -1,15 +1,16 @@
-"""Chooses exactly how many layers of each kind a pipeline stage has, so that it fits and costs least.
+"""Chooses an option for every layer of every pipeline stage, so that all stages fit and the slowest costs least.
 
-All layers of a stage are alike, so that a choice for each is a number of layers for each kind. `Front` holds, for every
-number of layers, all sums of kept bytes and cost that no other sum beats in both; it grows by one layer at a time, and
-no sum that could be part of a best one is left out. Whole numbers throughout: the answer is the one that trying
-everything would find, and the same on every machine.
+The layers of a stage are interchangeable, so a choice is a number of layers for each option. `_Front` holds, for every
+number of layers, all sums of kept bytes and cost that no other sum beats in both. It grows by one layer at a time, and
+drops no sum that could be part of a best one. All numbers are whole: the solution is the one that trying everything
+would find, and the same on every machine.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -24,11 +25,11 @@ class LayerOption(Generic[Name]):
 
     name: Name
     kept_bytes: int
-    """From forward to backward, for each micro batch that is in flight."""
+    """Bytes from forward to backward, for each micro batch in flight."""
     cost: int
-    """Of one micro batch."""
+    """The time of one micro batch."""
     replay_bytes: int = 0
-    """What its recomputation has made again when its backward begins."""
+    """Bytes that its recomputation has made again when its backward begins."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,35 +38,36 @@ class BareStage:
 
     num_layers: int
     in_flight: int
-    """Micro batches that are between their forward and their backward at most."""
+    """The most micro batches that are between forward and backward at once."""
     fixed_bytes: int
-    """All that does not depend on the kinds."""
+    """Bytes that do not depend on the options."""
     base_cost: int = 0
-    """What one micro batch costs where nothing is saved."""
+    """The cost of one micro batch without that of the options."""
     head_bytes: int = 0
-    """What the loss head makes beside all kept bytes, before any recomputation begins."""
+    """Bytes that the loss head makes beside all kept bytes, before any recomputation begins."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RecomputeMode(Generic[Name]):
-    """What the whole model shares: Megatron's recomputation, the kinds that its layers can be of, and its stages."""
+    """The stages of a model with one kind of recomputation by Megatron, and the options of its layers."""
 
-    kinds: tuple[LayerOption[Name], ...]
+    options: tuple[LayerOption[Name], ...]
     stages: tuple[BareStage, ...]
-    full_kinds: tuple[LayerOption[Name], ...] = ()
-    """Not empty: the first layers of every stage, as many in each, are of one of these kinds; the same in a stage."""
+    full_options: tuple[LayerOption[Name], ...] = ()
+    """Where there are some, the first layers of every stage, equally many in each, all have the same one of these."""
     num_full: int | None = None
-    """How many; None is any number from 1."""
+    """How many layers of each stage have one of `full_options`; None: any number from 1."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StageChoice(Generic[Name]):
-    """The kinds of one stage's layers, in the order of the layers."""
+    """The options of one stage's layers."""
 
     names: tuple[Name, ...]
+    """In the order of the layers."""
     peak_bytes: int
     cost: int
-    """With the stage's base_cost."""
+    """The stage's base_cost and that of the options."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Solution(Generic[Name]):
     """The best choice for all stages."""
 
     mode: int
+    """Its place in the list that the Solver was given."""
     num_full: int
     stages: tuple[StageChoice[Name], ...]
 
@@ -82,31 +85,27 @@ class Solution(Generic[Name]):
 
     @property
     def cost(self) -> int:
-        """Of the slowest stage, for which the others wait."""
+        """The cost of the slowest stage, for which the others wait."""
         return max(stage.cost for stage in self.stages)
 
 
-def prune(kinds: Sequence[LayerOption[Name]]) -> tuple[LayerOption[Name], ...]:
-    """Drop every kind that another one matches or beats in bytes, replay and cost. Of equal kinds the first stays."""
+def _prune(options: Sequence[LayerOption[Name]]) -> list[LayerOption[Name]]:
+    """Drop every option that another one matches or beats in all figures. Of equal options the first stays."""
 
-    def beats(one: LayerOption[Name], other: LayerOption[Name]) -> bool:
-        ours, theirs = (_list_figures(kind) for kind in (one, other))
-        return all(a <= b for a, b in zip(ours, theirs, strict=True))
+    def list_figures(option: LayerOption[Name]) -> tuple[int, int, int]:
+        return option.cost, option.kept_bytes, option.replay_bytes
 
     kept = list[LayerOption[Name]]()
-    for kind in sorted(kinds, key=_list_figures):
-        if not any(beats(other, kind) for other in kept):
-            kept.append(kind)
-    return tuple(kept)
-
-
-def _list_figures(kind: LayerOption[Name]) -> tuple[int, int, int]:
-    return kind.cost, kind.kept_bytes, kind.replay_bytes
+    for option in sorted(options, key=list_figures):
+        figures = list_figures(option)
+        if not any(all(map(operator.le, list_figures(other), figures)) for other in kept):
+            kept.append(option)
+    return kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Point:
-    """A choice for one stage, of which only the sums are known yet."""
+    """A choice for one stage: its sums, and where its options can be read."""
 
     cost: int
     peak_bytes: int
@@ -116,20 +115,22 @@ class _Point:
 
 
 def _weigh(points: Sequence[_Point]) -> tuple[int, int, int]:
-    """Cost of the slowest stage, of all together, and bytes of the fullest."""
+    """The cost of the slowest stage, the cost of all together, and the bytes of the fullest."""
     costs = [point.cost for point in points]
     return max(costs), sum(costs), max(point.peak_bytes for point in points)
 
 
 class _Front:
-    """For each number of layers the sums of kept bytes and cost that no other sum beats, in the order of the bytes."""
+    """For each number of layers the sums of kept bytes and cost that no other sum beats, by ascending bytes."""
 
-    def __init__(self, kinds: Sequence[LayerOption[Any]], num_layers: int) -> None:
-        self.kinds = kinds
-        kept, costs = (np.array([getattr(kind, name) for kind in kinds], np.int64) for name in ("kept_bytes", "cost"))
+    def __init__(self, options: Sequence[LayerOption[Any]], num_layers: int) -> None:
+        self.options = options
+        kept, costs = (
+            np.array([getattr(option, name) for option in options], np.int64) for name in ("kept_bytes", "cost")
+        )
         zero = np.zeros(1, np.int64)
         self.kept, self.costs = [zero], [zero]
-        self._last_kinds, self._parents = [zero], [zero]
+        self._last_options, self._parents = [zero], [zero]
         for _ in range(num_layers):
             sums = [(values[:, None] + last[-1]).ravel() for values, last in ((kept, self.kept), (costs, self.costs))]
             order = np.lexsort((sums[1], sums[0]))
@@ -137,46 +138,47 @@ class _Front:
             is_better = np.ones(len(order), bool)
             is_better[1:] = sorted_costs[1:] < np.minimum.accumulate(sorted_costs)[:-1]
             order = order[is_better]
-            last_kinds, parents = np.divmod(order, len(self.kept[-1]))
+            last_options, parents = np.divmod(order, len(self.kept[-1]))
             self.kept.append(sums[0][order])
             self.costs.append(sums[1][order])
-            self._last_kinds.append(last_kinds)
+            self._last_options.append(last_options)
             self._parents.append(parents)
 
     def find(self, num_layers: int, kept_bytes: int) -> int | None:
-        """The cheapest point of so many layers that keeps at most `kept_bytes`."""
+        """The cheapest point of `num_layers` layers that keeps at most `kept_bytes`."""
         point = bisect.bisect_right(self.kept[num_layers], kept_bytes) - 1
         return point if point >= 0 else None
 
     def read(self, num_layers: int, point: int) -> list[LayerOption[Any]]:
-        """The kinds of a point's layers, equal ones side by side."""
+        """The options of a point's layers, equal ones next to each other."""
         used = []
         for level in range(num_layers, 0, -1):
-            used.append(int(self._last_kinds[level][point]))
+            used.append(int(self._last_options[level][point]))
             point = int(self._parents[level][point])
-        return [self.kinds[index] for index in sorted(used)]
+        return [self.options[index] for index in sorted(used)]
 
 
 class _Table(Generic[Name]):
-    """What a mode offers to its stages."""
+    """Finds the points of single stages in one mode."""
 
     def __init__(self, mode: RecomputeMode[Name]) -> None:
-        kinds, self._full_kinds, self.stages = prune(mode.kinds), prune(mode.full_kinds), mode.stages
+        options, self._full_options, self.stages = _prune(mode.options), _prune(mode.full_options), mode.stages
         self._num_full = mode.num_full
         self._num_layers = num_layers = max(stage.num_layers for stage in mode.stages)
-        # What a recomputation has made again counts once, for the kind in which it is largest.
-        limits = sorted({kind.replay_bytes for kind in kinds})
-        allowed = ([kind for kind in kinds if kind.replay_bytes <= limit] for limit in limits)
-        self._fronts = [(limit, _Front(kinds, num_layers)) for limit, kinds in zip(limits, allowed, strict=True)]
+        # Only one layer is recomputed at a time, so replay_bytes count once: those of the option with most. A front for
+        # each possible limit holds the options that do not exceed it.
+        limits = sorted({option.replay_bytes for option in options})
+        allowed = ([option for option in options if option.replay_bytes <= limit] for limit in limits)
+        self._fronts = [(limit, _Front(options, num_layers)) for limit, options in zip(limits, allowed, strict=True)]
 
     def list_numbers_of_full(self) -> range:
-        """How many layers of a stage may be recomputed as a whole."""
-        if not self._full_kinds:
+        """The numbers of layers of a stage that may have a full option."""
+        if not self._full_options:
             return range(1)
         return range(1, self._num_layers + 1) if self._num_full is None else range(self._num_full, self._num_full + 1)
 
     def find_cheapest(self, stage: BareStage, num_full: int, budget: int) -> _Point | None:
-        """The cheapest choice within the budget, and of equal costs one that needs least; None where there is none."""
+        """The cheapest choice within the budget, and of equally cheap ones the smallest; None where none fits."""
         m, num_full = stage.in_flight, min(num_full, stage.num_layers)
         rest = budget - stage.fixed_bytes
         found = list[_Point]()
@@ -204,15 +206,15 @@ class _Table(Generic[Name]):
         return min(found, key=lambda point: (point.peak_bytes, point.cost))
 
     def describe(self, stage: BareStage, num_full: int, point: _Point) -> StageChoice[Name]:
-        """The kinds behind a point."""
+        """The options of a point, and its exact peak."""
         num_full = min(num_full, stage.num_layers)
         others = point.front.read(stage.num_layers - num_full, point.index)
-        kinds = [point.full] * num_full + others if point.full else others
-        peak = count_peak(stage, kinds, num_full)
-        return StageChoice(tuple(kind.name for kind in kinds), peak, point.cost)
+        options = [point.full] * num_full + others if point.full else others
+        peak = count_peak(stage, options, num_full)
+        return StageChoice(tuple(option.name for option in options), peak, point.cost)
 
     def _list_full(self, num_full: int) -> Sequence[LayerOption[Name] | None]:
-        return self._full_kinds if num_full else (None,)
+        return self._full_options if num_full else (None,)
 
     def _make_point(
         self, stage: BareStage, num_full: int, full: LayerOption[Name] | None, limit: int, front: _Front, index: int
@@ -235,15 +237,15 @@ class Solver(Generic[Name]):
         self._tables = [_Table(mode) for mode in modes]
 
     def solve(self, budget: int) -> Solution[Name] | None:
-        """The solution of least cost of which every stage fits; None where none fits.
+        """The cheapest solution whose stages all fit; None where there is none.
 
-        Of equal costs of the slowest stage, the one whose stages cost least together; then the one that needs least;
-        then the earlier mode.
+        Of solutions with equally costly slowest stages it is the one whose stages cost least together, then the one
+        that needs least, then the one of the earlier mode.
         """
         return self._take_best(lambda table, stage, num_full: table.find_cheapest(stage, num_full, budget), _weigh)
 
     def find_smallest(self) -> Solution[Name]:
-        """The solution whose fullest stage needs least; every stage of it needs as little as its mode allows."""
+        """The solution whose fullest stage needs least; every stage needs as little as its mode allows."""
         found = self._take_best(
             lambda table, stage, num_full: table.find_smallest(stage, num_full),
             lambda points: (_weigh(points)[2], *_weigh(points)[:2]),
@@ -256,11 +258,11 @@ class Solver(Generic[Name]):
         find: Callable[[_Table[Name], BareStage, int], _Point | None],
         weigh: Callable[[list[_Point]], tuple[int, ...]],
     ) -> Solution[Name] | None:
-        """The solution of the least weight of those with a point for every stage; the first of equals."""
+        """The solution of least weight among those with a point for every stage; the first of equals."""
         best: tuple[tuple[int, ...], int, int, list[_Point]] | None = None
         for index, table in enumerate(self._tables):
             for num_full in table.list_numbers_of_full():
-                # Stages that are alike have one answer.
+                # Equal stages have equal points.
                 found = {stage: find(table, stage, num_full) for stage in dict.fromkeys(table.stages)}
                 points = [point for stage in table.stages if (point := found[stage]) is not None]
                 if len(points) == len(table.stages) and (best is None or weigh(points) < best[0]):
@@ -273,17 +275,17 @@ class Solver(Generic[Name]):
         return Solution(index, num_full, tuple(choices))
 
 
-def count_peak(stage: BareStage, kinds: Sequence[LayerOption[Name]], num_full: int) -> int:
-    """Bytes of a stage at its fullest.
+def count_peak(stage: BareStage, options: Sequence[LayerOption[Name]], num_full: int) -> int:
+    """The peak of a stage: the highest of three moments.
 
-    That is in the loss head; or when the last layer's backward begins, with what its recomputation makes again, if it
-    has one; or when that of the last layer that is recomputed as a whole does: then the layers behind it have given
-    back what they kept of this micro batch.
+    The first is the loss head. The second is the begin of the last layer's backward, with what its recomputation makes
+    again. The third is the begin of the backward of the last layer that is recomputed as a whole; by then the layers
+    behind it have freed what they kept of this micro batch.
     """
-    m, kept = stage.in_flight, sum(kind.kept_bytes for kind in kinds)
-    peak = m * kept + max((kind.replay_bytes for kind in kinds[num_full:]), default=0)
+    m, kept = stage.in_flight, sum(option.kept_bytes for option in options)
+    peak = m * kept + max((option.replay_bytes for option in options[num_full:]), default=0)
     peak = max(peak, m * kept + stage.head_bytes)
     if num_full:
-        of_full = sum(kind.kept_bytes for kind in kinds[:num_full])
-        peak = max(peak, (m - 1) * kept + of_full + kinds[0].replay_bytes)
+        of_full = sum(option.kept_bytes for option in options[:num_full])
+        peak = max(peak, (m - 1) * kept + of_full + options[0].replay_bytes)
     return stage.fixed_bytes + peak

@@ -1,9 +1,7 @@
-"""Searches plans with measured rows, but accepts one only if the estimate says that it fits; finds the micro batch size
-with the least time per sample among those for which one fits.
+"""Searches plans with measured rows, but accepts one only if the estimate says that it fits; also tries micro batches.
 
-A plan is sought with the bytes that measured rows give for each layer, thousands of times a second. The estimate, which
-follows the whole step and takes a second or more, gives what stands around the layers, once, and then the peak of the
-plan that was found.
+Rows give the bytes that each layer keeps, thousands of times a second. The estimate follows a whole step, which takes a
+second or more. So it is asked once for what surrounds the layers, and then for the peak of each plan that was found.
 """
 
 from __future__ import annotations
@@ -17,12 +15,11 @@ from typing import Any
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.plan.kept_rows import count_second_output, list_values, measure_rows
 from tempo_megatron.memory.plan.planner import (
-    CountFixedBytes,
     FixedBytes,
-    LayerChoice,
-    Plan,
+    MemoryPlan,
     PlanRequest,
     Problem,
+    count_in_flight,
     find_plan,
     list_modes,
     make_plan,
@@ -45,83 +42,83 @@ def _ignore() -> None:
 
 
 def make_verified_plan(
-    problem: Problem, budget: int, estimate_plan: Callable[[Plan], Sequence[int]]
-) -> tuple[Plan, Problem]:
-    """The plan of the shortest step of which the estimate says that each GPU holds at most `budget` bytes.
+    problem: Problem, budget: int, estimate_plan: Callable[[MemoryPlan], Sequence[int]]
+) -> tuple[MemoryPlan, Problem]:
+    """The plan with the shortest step of which the estimate says that each GPU holds at most `budget` bytes.
 
     Add the difference between estimate and plan to each stage's fixed bytes and plan again, until the plan stops
     changing. Of the plans that fit, take the one with the shortest step.
 
     Args:
-        problem: what is asked.
+        problem: what is planned.
         budget: bytes of one GPU.
-        estimate_plan: the peaks of a plan's stages.
+        estimate_plan: returns the peaks of a plan's stages.
 
     Returns:
-        The plan, whose peaks are estimated ones, and the problem with the corrections that lead to it.
+        The plan, with the estimated peaks, and the problem with the corrections that lead to it.
 
-    Raises ValueError as `make_plan`; the nearest plan and by how much it misses are the estimate's too.
+    Raises ValueError as `make_plan`, with the figures of the estimate.
     """
-    seen: dict[str, tuple[Plan, Problem]] = {}
+    seen: dict[str, tuple[MemoryPlan, Problem]] = {}
 
-    def verify(plan: Plan) -> bool:
-        """Note the plan with its estimated peaks, and what corrects the problem; whether the plan is a new one."""
+    def verify(plan: MemoryPlan) -> bool:
+        """Note the plan with its estimated peaks, and correct the problem; returns whether the plan is a new one."""
         nonlocal problem
         key = repr((plan.block, plan.megatron_arguments))
         if key in seen:
             return False
         peaks = estimate_plan(plan)
-        problem = _correct(problem, [peak - stage.peak_bytes for peak, stage in zip(peaks, plan.stages, strict=True)])
-        stages = (dataclasses.replace(stage, peak_bytes=peak) for stage, peak in zip(plan.stages, peaks, strict=True))
-        seen[key] = dataclasses.replace(plan, stages=tuple(stages)), problem
+        known = problem.corrections or (0,) * len(peaks)
+        stages = zip(known, peaks, plan.stages, strict=True)
+        corrections = tuple(before + peak - stage.peak_bytes for before, peak, stage in stages)
+        problem = dataclasses.replace(problem, corrections=corrections)
+        checked = (dataclasses.replace(stage, peak_bytes=peak) for stage, peak in zip(plan.stages, peaks, strict=True))
+        seen[key] = dataclasses.replace(plan, stages=tuple(checked)), problem
         return True
+
+    def find_smallest() -> MemoryPlan:
+        return min((plan for plan, _ in seen.values()), key=lambda plan: plan.peak_bytes)
 
     for _ in range(_ROUNDS):
         if not verify(find_plan(problem, budget)):
             break
+    if find_smallest().peak_bytes > budget:
+        for plan in _descend(lambda: problem, find_smallest):
+            verify(plan)
     fitting = [each for each in seen.values() if each[0].peak_bytes <= budget]
     if not fitting:
-        for plan in _descend(lambda: problem, lambda: min((plan for plan, _ in seen.values()), key=_peak)):
-            verify(plan)
-        fitting = [each for each in seen.values() if each[0].peak_bytes <= budget]
-    if not fitting:
-        raise_impossible(problem, min((plan for plan, _ in seen.values()), key=_peak), budget)
+        raise_impossible(problem, find_smallest(), budget)
     return min(fitting, key=lambda each: each[0].seconds)
 
 
-def _peak(plan: Plan) -> int:
-    return plan.peak_bytes
+def _descend(get_problem: Callable[[], Problem], find_smallest: Callable[[], MemoryPlan]) -> Iterator[MemoryPlan]:
+    """Yields plans to estimate where none fits by the rows, towards the one that needs least by the estimate.
 
-
-def _descend(get_problem: Callable[[], Problem], get_best: Callable[[], Plan]) -> Iterator[Plan]:
-    """Plans to estimate where none fits by the rows: towards the one that needs least by the estimate.
-
-    Rows tell what layers keep, and not what an operation's backward makes for itself, which decides once little
-    is kept. So each of Megatron's modes is tried with what needs least by the rows; in the best of them, and where
-    whole layers are recomputed, each attention, whose backward makes most; and from the best of all on, each value of
-    each other operation, in all layers.
+    Rows count what layers keep, but not what an operation's backward makes for itself, which decides once little is
+    kept. So try the smallest plan of each of Megatron's modes; then, in the best mode so far and in the last one, each
+    attention, whose backward makes most; then, from the best plan on, each value of each other operation.
 
     Args:
-        get_problem: the problem with the corrections of all estimates so far.
-        get_best: of the plans that were estimated so far the one that needs least.
+        get_problem: returns the problem with the corrections of all estimates so far.
+        find_smallest: returns the plan that needs least of those that were estimated so far.
     """
     yield find_plan(get_problem(), 0)
     values, modes = get_problem().values, list_modes(get_problem())
     for modules in modes:
         yield plan_alike(get_problem(), {}, modules)
-    for modules in dict.fromkeys((tuple(sorted(get_best().recompute)), modes[-1])):
+    for modules in dict.fromkeys((find_smallest().recompute, modes[-1])):
         for attention in values["attention"]:
             yield plan_alike(get_problem(), {"attention": (attention,)}, modules)
     for operation in sorted(values.keys() - {"attention"}):
         for value in values[operation]:
-            best = get_best()
+            best = find_smallest()
             same = {name: (best.block[name],) for name in values}
             if (operation, value, best.block["attention"]) != ("linear_qkv", "recompute", "off"):
-                yield plan_alike(get_problem(), {**same, operation: (value,)}, sorted(best.recompute))
+                yield plan_alike(get_problem(), {**same, operation: (value,)}, best.recompute)
 
 
-def answer(request: PlanRequest, budget: int, note_estimate: NoteEstimate = _ignore) -> tuple[Plan, Problem]:
-    """The plan of a request, verified unless what the GPUs hold anyway was given, and the problem that it solves.
+def plan_memory(request: PlanRequest, budget: int, note_estimate: NoteEstimate = _ignore) -> tuple[MemoryPlan, Problem]:
+    """The plan of a request, and the problem that it solves. Where the request has no `fixed_sizes`, it is verified.
 
     note_estimate: called after each estimate of a step, of which there may be 30.
 
@@ -133,29 +130,24 @@ def answer(request: PlanRequest, budget: int, note_estimate: NoteEstimate = _ign
     return make_verified_plan(problem, budget, estimates.estimate_plan)
 
 
-def _correct(problem: Problem, errors: Sequence[int]) -> Problem:
-    known = problem.corrections or (0,) * problem.run.pipeline_parallel
-    return dataclasses.replace(problem, corrections=tuple(map(sum, zip(known, errors, strict=True))))
-
-
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """The best plan of one micro batch."""
+    """The best plan for one micro batch size."""
 
     micro_batch_size: int
-    plan: Plan
+    plan: MemoryPlan
     problem: Problem
 
     @property
     def seconds_per_sample(self) -> float:
-        """Of a step on one data-parallel rank, with the time in which its pipeline fills and drains."""
+        """The time of a step on one data-parallel rank, filling and draining of its pipeline included, per sample."""
         stages = self.problem.run.pipeline_parallel
         num_micro_batches = self.problem.run.num_micro_batches or stages
         return self.plan.seconds * (num_micro_batches + stages - 1) / (num_micro_batches * self.micro_batch_size)
 
 
 def list_micro_batches(samples_per_rank: int | None) -> Iterator[int]:
-    """Sizes in ascending order: the divisors of a rank's samples of a step, else 1, 2, 3, 4, 6, 8, 12, and so on."""
+    """Ascending sizes: the divisors of a rank's samples per step if they are known, else 1, 2, 3, 4, 6, 8, 12, ..."""
     if samples_per_rank is not None:
         yield from (size for size in range(1, samples_per_rank + 1) if samples_per_rank % size == 0)
         return
@@ -172,19 +164,19 @@ def try_micro_batches(
     ones need more.
 
     Args:
-        request: its micro batch, and where `samples_per_rank` is given the number of them, are replaced.
+        request: its micro batch size is replaced, and, where `samples_per_rank` is given, their number.
         budget: bytes of one GPU.
-        samples_per_rank: of a step.
-        note_estimate: as `answer` takes it.
+        samples_per_rank: samples of a step.
+        note_estimate: as in `plan_memory`.
 
-    Raises ValueError where none fits: that of the smallest.
+    Raises the ValueError of the smallest size where not even that fits.
     """
     found: list[Trial] = []
     for size in list_micro_batches(samples_per_rank):
         number = request.run.num_micro_batches if samples_per_rank is None else samples_per_rank // size
         run = dataclasses.replace(request.run, micro_batch_size=size, num_micro_batches=number)
         try:
-            found.append(Trial(size, *answer(dataclasses.replace(request, run=run), budget, note_estimate)))
+            found.append(Trial(size, *plan_memory(dataclasses.replace(request, run=run), budget, note_estimate)))
         except ValueError:
             if not found:
                 raise
@@ -193,68 +185,48 @@ def try_micro_batches(
 
 
 def choose_trial(trials: Iterable[Trial]) -> Trial:
-    """The one of least time a sample; of equals the smaller micro batch."""
+    """The trial with the least time per sample; of equals the one with the smaller micro batch."""
     return min(trials, key=lambda trial: trial.seconds_per_sample)
 
 
 def make_problem(request: PlanRequest, note_estimate: NoteEstimate = _ignore) -> tuple[Problem, PlanEstimates | None]:
-    """The request with what a plan of it is sought with, and the estimates; None where `fixed_sizes` take their place.
+    """The problem of a request, and the estimates that verify its plans; None where the request has `fixed_sizes`.
 
-    Raises ValueError where the planner does not know the model, the layout does not go with it, or it cannot have a
-    written value.
+    Raises ValueError where the planner does not know the model, the layout does not fit it, or it cannot have a value
+    that was written.
     """
     run = request.run
-    _check(run)
-    values = _list_values(run)
-    estimates = None
-    if request.fixed_sizes:
-        count_fixed_bytes = read_fixed_bytes(request.fixed_sizes, run.pipeline_parallel)
-    else:
-        estimates = PlanEstimates(run, values, note_estimate)
-        count_fixed_bytes = estimates.count_fixed_bytes
-        values["loss"] = (estimates.choose_loss(values["loss"]),)
-    return Problem(**vars(request), count_fixed_bytes=count_fixed_bytes, values=values), estimates
-
-
-def _check(run: Run) -> None:
-    shape, tempo = run.model, run.tempo
-    if shape.family == "t5":
+    if run.model.family == "t5":
         raise ValueError("the planner does not support T5; give a GPT or a BERT")
-    if tempo.layers:
+    if run.tempo.layers:
         raise ValueError(
             "tempo.layers is given, and a plan gives the layers their values; leave it out, or leave the budget out"
         )
-
-
-def _list_values(run: Run) -> dict[str, tuple[str, ...]]:
-    """Operation -> the values that the model may have, stock first: of two that cost and keep the same it stays.
-
-    Raises ValueError where it cannot have a written one.
-    """
     refuse_written(build_transformer_config(run.model, dtype=run.dtype), run.tempo)
     written = {name: getattr(run.tempo, name) for name in CHOICES}
-    return {name: values if written[name] == "auto" else (written[name],) for name, values in list_values(run).items()}
+    # Stock comes first: of two values with the same bytes and cost the first is taken.
+    values = {name: found if written[name] == "auto" else (written[name],) for name, found in list_values(run).items()}
+    if request.fixed_sizes:
+        fixed_bytes = dict.fromkeys(values["loss"], _read_fixed_sizes(request.fixed_sizes, run.pipeline_parallel))
+        return Problem(**vars(request), fixed_bytes=fixed_bytes, values=values), None
+    estimates = PlanEstimates(run, values, note_estimate)
+    loss = estimates.choose_loss(values["loss"])
+    fixed_bytes = {loss: estimates.count_fixed_bytes(loss)}
+    return Problem(**vars(request), fixed_bytes=fixed_bytes, values={**values, "loss": (loss,)}), estimates
 
 
-def read_fixed_bytes(sizes: Sequence[int], pipeline_parallel: int) -> CountFixedBytes:
-    """What --fixed-memory says. Raises ValueError unless there is one size, or one for each stage."""
-    if len(sizes) not in (1, pipeline_parallel):
-        raise ValueError(
-            f"--fixed-memory has {len(sizes)} sizes; expected one, or one for each of --pp {pipeline_parallel}"
-        )
-
-    def count_fixed_bytes(stage: int, loss: str) -> FixedBytes:
-        size = sizes[stage if len(sizes) > 1 else 0]
-        return FixedBytes(size, size)
-
-    return count_fixed_bytes
+def _read_fixed_sizes(sizes: tuple[int, ...], num_stages: int) -> tuple[FixedBytes, ...]:
+    """What --fixed-memory gives each stage. Raises ValueError unless there is one size, or one for each stage."""
+    if len(sizes) not in (1, num_stages):
+        raise ValueError(f"--fixed-memory has {len(sizes)} sizes; expected one, or one for each of --pp {num_stages}")
+    return tuple(FixedBytes(size, size) for size in (sizes * num_stages if len(sizes) == 1 else sizes))
 
 
 class PlanEstimates:
     """The estimates of one model and layout.
 
     Args:
-        run: whose recomputation is left out of account.
+        run: its values and its recomputation do not count.
         values: operation -> the values that the model can have.
         note_estimate: called after each estimate.
     """
@@ -263,57 +235,64 @@ class PlanEstimates:
         self._run, self._note_estimate = run, note_estimate
         known: dict[str, Any] = {name: value for name, value in _REFERENCE.items() if value in values[name]}
         self._reference = dataclasses.replace(TempoConfig.off(), **known)
+        self._measure_rows = functools.cache(functools.partial(measure_rows, run))
         self.estimate = functools.cache(self._estimate)
 
     def choose_loss(self, forms: Sequence[str]) -> str:
         """The form of the loss head with which the last stage needs less; of equals the first."""
         return min(forms, key=lambda form: self._estimate_reference(form, ())[-1].peak_bytes)
 
-    def count_fixed_bytes(self, stage: int, loss: str) -> FixedBytes:
-        """What the estimates of the model in Tempo's forms have beyond what its layers keep.
+    def count_fixed_bytes(self, loss: str) -> tuple[FixedBytes, ...]:
+        """For each stage what the estimates of a reference run count beyond what its layers keep.
 
-        Both estimates, without recomputation and with all layers recomputed as a whole, are the higher of two moments:
-        in the loss head, and in a layer's backward, where the recomputed layer is there once more.
+        There are two such estimates, without recomputation and with full recomputation. Each peak is the higher of two
+        moments: in the loss head, and in a layer's backward, where a recomputed layer exists once more.
         """
-        plain, full = (
-            self._estimate_reference(loss, recompute)[stage].peak_bytes - self._count_kept(stage, recompute)
-            for recompute in ((), ("full",))
-        )
-        again = measure_rows(self._run, ()).count(self._reference)
-        return FixedBytes(in_layers=min(plain, full - again), at_head=plain)
+        again = self._measure_rows(()).count(self._reference)
+        peaks = zip(self._count_around(loss, ()), self._count_around(loss, ("full",)), strict=True)
+        return tuple(FixedBytes(in_layers=min(plain, full - again), at_head=plain) for plain, full in peaks)
 
-    def estimate_plan(self, plan: Plan) -> list[int]:
+    def _count_around(self, loss: str, recompute: tuple[str, ...]) -> list[int]:
+        """For each stage the reference's peak less what its layers keep of all micro batches in flight."""
+        rows, num_layers = self._measure_rows(recompute), self._run.model.num_layers // self._run.pipeline_parallel
+        kept = num_layers * rows.count(self._reference) + rows.stack_bytes
+        ranks = self._estimate_reference(loss, recompute)
+        return [rank.peak_bytes - count_in_flight(self._run, stage) * kept for stage, rank in enumerate(ranks)]
+
+    def estimate_plan(self, plan: MemoryPlan) -> list[int]:
         """The peak of each stage of a plan, or a bound that is no lower.
 
-        The estimate knows layers that are all recomputed as a whole, or none. Where a plan recomputes the first N of a
-        stage, each moment of its step is one of these two: before the backward of the first N begins it is that of the
-        step without recomputation, less what the N do not keep; after it, that of the step in which all are recomputed,
-        with what the others keep of the micro batches that wait. The higher of the two peaks is no lower than the
-        plan's.
+        The estimate knows recomputation of all layers or of none. Where a plan recomputes the first N layers of a
+        stage, two estimates bound its step. Until the backward of the first N begins, each moment is one of the step
+        without recomputation, less what the N layers do not keep. From then on, each moment is one of the step that
+        recomputes all layers, with what the other layers keep of the micro batches that wait. The higher of both peaks
+        is the bound.
         """
-        config, per_stage = TempoConfig.from_dict(plan.block), len(plan.stages[0].layers)
-        recompute = () if plan.num_full else tuple(sorted(plan.recompute))
-        peaks = [each.peak_bytes for each in self.estimate(config, recompute)] if plan.num_full < per_stage else None
-        full = [each.peak_bytes for each in self.estimate(config, ("full",))] if plan.num_full else None
+        config, num_full = plan.tempo, plan.num_full
+        plain_modules = () if num_full else plan.recompute
+        plain = self.estimate(config, plain_modules) if num_full < len(plan.stages[0].layers) else None
+        full = self.estimate(config, ("full",)) if num_full else None
+        together = self._measure_rows(plan.recompute).stack_bytes if num_full else 0
         found = []
-        for index, stage in enumerate(plan.stages):
-            kept = [measure_rows(self._run, choice.recompute).count(choice.make_config()) for choice in stage.choices]
-            plain = [measure_rows(self._run, ()).count(choice.make_config()) for choice in stage.choices]
-            candidates = []
-            of_full, angles = slice(plan.num_full), measure_rows(self._run, plan.recompute).stack_bytes
-            if peaks is not None:
-                saved = sum(plain[of_full]) - sum(kept[of_full]) - (angles if plan.num_full else 0)
-                candidates.append(peaks[index] - stage.in_flight * saved)
+        for number, stage in enumerate(plan.stages):
+            configs = [choice.make_config() for choice in stage.choices]
+            kept = [
+                self._measure_rows(choice.recompute).count(each)
+                for choice, each in zip(stage.choices, configs, strict=True)
+            ]
+            peaks = []
+            if plain is not None:
+                without = sum(self._measure_rows(()).count(each) for each in configs[:num_full])
+                saved = without - sum(kept[:num_full]) - together
+                peaks.append(plain[number].peak_bytes - stage.in_flight * saved)
             if full is not None:
-                # With all of its layers recomputed a stage keeps as much of each as of its first.
-                more = sum(kept[plan.num_full :]) - len(kept[plan.num_full :]) * kept[0]
-                candidates.append(full[index] + (stage.in_flight - 1) * more)
-            found.append(max(candidates) + stage.in_flight * self._count_unseen(stage.choices))
+                # A stage whose layers are all recomputed keeps as much of each layer as of its first.
+                more = sum(kept[num_full:]) - len(kept[num_full:]) * kept[0]
+                peaks.append(full[number].peak_bytes + (stage.in_flight - 1) * more)
+            # The estimate does not know the second output of FlashAttention 2.
+            unseen = sum(count_second_output(self._run, each.values, each.recompute) for each in stage.choices)
+            found.append(max(peaks) + stage.in_flight * unseen)
         return found
-
-    def _count_unseen(self, choices: Sequence[LayerChoice]) -> int:
-        """What FlashAttention 2 keeps twice, of which the estimate does not know."""
-        return sum(count_second_output(self._run, choice.values, choice.recompute) for choice in choices)
 
     def _estimate_reference(self, loss: str, recompute: tuple[str, ...]) -> tuple[RankEstimate, ...]:
         return self.estimate(dataclasses.replace(self._reference, loss=loss), recompute)
@@ -323,9 +302,3 @@ class PlanEstimates:
         found = estimate_ranks(run)
         self._note_estimate()
         return found
-
-    def _count_kept(self, stage: int, recompute: tuple[str, ...]) -> int:
-        """What the reference's layers keep of all micro batches in flight."""
-        stages, rows = self._run.pipeline_parallel, measure_rows(self._run, recompute)
-        in_flight = min(stages - stage, self._run.num_micro_batches or stages)
-        return in_flight * (self._run.model.num_layers // stages * rows.count(self._reference) + rows.stack_bytes)
