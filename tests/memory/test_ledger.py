@@ -16,7 +16,7 @@ from tempo_megatron.memory.commands.ledger import format_table
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.attribution import Row
 from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure, measure_model
-from tempo_megatron.memory.kept.plots import Bar, choose_colours, make_panels
+from tempo_megatron.memory.kept.plots import list_panels
 from tempo_megatron.models.shape import make_shape
 
 SCORES = "core_attention (s*s)"
@@ -134,13 +134,12 @@ def test_the_command_draws_stock_beside_tempo(tmp_path, capsys):
     assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 20_000
 
 
-def test_each_operation_of_a_layer_has_a_colour_of_its_own():
-    rows = [ledger(SMALL, config).rows for config in (TempoConfig.off(), TempoConfig())]
-    bars = [Bar(str(place), tuple((row.operation, row.num_bytes) for row in each)) for place, each in enumerate(rows)]
-    colours = choose_colours(make_panels(bars, []))
-    assert len({*colours.values()}) == len(colours) >= 14
-    kinds = [panel.title for panel in make_panels(bars, bars)]
-    assert kinds == ["one layer", "one layer without s*s", "around the layers"]
+def test_the_plot_has_panels_for_what_there_is():
+    bars = {"stock": {"linear_fc1": 2, SCORES: 3}}
+    panels = list_panels(bars, bars)
+    assert [*panels] == ["one layer", "one layer without s*s", "around the layers"]
+    assert panels["one layer without s*s"] == {"stock": {"linear_fc1": 2}}
+    assert [*list_panels({"Tempo": {"linear_fc1": 2}}, {"Tempo": {"loss": 0}})] == ["one layer"]
 
 
 @pytest.mark.parametrize(

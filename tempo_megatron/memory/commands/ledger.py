@@ -11,7 +11,7 @@ from typing import Any
 from tempo_megatron.memory.commands.requested_run import read_requested_run
 from tempo_megatron.memory.kept.attribution import Row
 from tempo_megatron.memory.kept.ledger import Ledger, measure_run
-from tempo_megatron.memory.kept.plots import Bar, make_panels, plot_panels, plot_timeline
+from tempo_megatron.memory.kept.plots import plot_kept, plot_timeline
 from tempo_megatron.memory.kept.timeline import format_timeline
 from tempo_megatron.memory.simulated.chunk import simulate_step
 from tempo_megatron.settings.arguments import tempo_config_from
@@ -54,13 +54,10 @@ def run_ledger(args: argparse.Namespace) -> int:
 def _plot(stock: Ledger, tempo: Ledger, png: str, title: str) -> None:
     ledgers = {"stock": stock, "Tempo": tempo}
     layers, outside = (
-        [
-            Bar(name, tuple((row.operation, row.num_bytes) for row in getattr(ledger, part)))
-            for name, ledger in ledgers.items()
-        ]
+        {name: {row.operation: row.num_bytes for row in getattr(ledger, part)} for name, ledger in ledgers.items()}
         for part in ("layer_rows", "outside_rows")
     )
-    plot_panels(make_panels(layers, outside), png, title, stock.sbh_bytes)
+    plot_kept(layers, outside, png, title, stock.sbh_bytes)
 
 
 def format_table(stock: Ledger, tempo: Ledger) -> str:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tempo_megatron.beside import Beside
 from tempo_megatron.memory.kept.attribution import Row, attribute_all, divide_by_layer, sum_rows
-from tempo_megatron.memory.kept.plots import Bar, make_panels, plot_panels, plot_timeline
+from tempo_megatron.memory.kept.plots import plot_kept, plot_timeline
 from tempo_megatron.memory.kept.recorder import GraphReader, SavedStorage
 from tempo_megatron.memory.kept.timeline import (
     StandingBytes,
@@ -324,13 +324,9 @@ def _say(text: str) -> None:
 
 def plot_measured(found: Measured, png: str) -> None:
     """A run's layers beside a stock one."""
-    stock = [Bar("stock", found.stock)] if found.stock else []
-    layers = [
-        Bar(
-            "this run" if len(found.layers) == 1 else f"layers\n{kind.layers}",
-            tuple((row.operation, row.num_bytes) for row in kind.rows),
-        )
-        for kind in found.layers
-    ]
-    outside = [Bar("this run", tuple((row.operation, row.num_bytes) for row in found.outside))]
-    plot_panels(make_panels([*stock, *layers], outside), png, found.title, found.sbh_bytes)
+    layers = {"stock": dict(found.stock)} if found.stock else {}
+    for kind in found.layers:
+        label = "this run" if len(found.layers) == 1 else f"layers\n{kind.layers}"
+        layers[label] = {row.operation: row.num_bytes for row in kind.rows}
+    outside = {"this run": {row.operation: row.num_bytes for row in found.outside}}
+    plot_kept(layers, outside, png, found.title, found.sbh_bytes)
