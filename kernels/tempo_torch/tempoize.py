@@ -225,11 +225,8 @@ def _take_before(model: nn.Module, given: tuple[Any, ...]) -> tuple[Passes, list
     prefix = f"{name}." if name else ""
     moved = [dataclasses.replace(entry, name=f"{prefix}{entry.name}".rstrip(".")) for entry in state.made]
     # Modules that were left may have been exchanged since, so they are examined again.
-    return state.passes, [entry for entry in moved if entry.name in names and _stays(entry)]
-
-
-def _stays(entry: Entry) -> bool:
-    return entry.now is not None or entry.operation == "attention"
+    stays = (entry for entry in moved if entry.now is not None or entry.operation == "attention")
+    return state.passes, [entry for entry in stays if entry.name in names]
 
 
 def restore(model: Model) -> Model:
@@ -238,7 +235,7 @@ def restore(model: Model) -> Model:
     Parameters stay the same objects under the same names. Raises ValueError for a model that was not given to tempoize,
     and if FSDP2 has changed the classes of modules since.
     """
-    _find_state(model).passes.leave()
+    _find(model)[1].passes.leave()
     for module in model.modules():
         give_class_back(module)
         module.__dict__.pop(_ATTRIBUTE, None)
@@ -253,10 +250,8 @@ def report_on(model: nn.Module) -> Report:
     The report says what a training forward was seen to run, on tensors without memory. For a model of transformers this
     happens before the first step. For any other, or if the first step has other inputs, it happens at that step.
     """
-    for module in model.modules():
-        if isinstance(state := module.__dict__.get(_ATTRIBUTE), _State):
-            return state.report(module)
-    raise _make_error(model)
+    module, state = _find(model)
+    return state.report(module)
 
 
 @contextlib.contextmanager
@@ -272,7 +267,7 @@ def samples(model: nn.Module, first_sample: int) -> Iterator[None]:
     process that sees the batches of all ranks one after another. `set_step` continues the count after a resume.
     Raises ValueError for another index or another model.
     """
-    with _find_state(model).passes.set_next(first_sample):
+    with _find(model)[1].passes.set_next(first_sample):
         yield
 
 
@@ -290,7 +285,7 @@ def set_step(model: nn.Module, num_forwards: int, num_samples: int | None = None
         raise ValueError(f"num_forwards is {num_forwards}; expected at least 0, the forwards in training so far")
     if num_samples is not None and num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; expected at least 1, the samples of the run's first forward")
-    passes = _find_state(model).passes
+    passes = _find(model)[1].passes
     passes.num_steps = num_forwards
     if num_samples is not None:
         passes.step_samples = num_samples
@@ -298,7 +293,7 @@ def set_step(model: nn.Module, num_forwards: int, num_samples: int | None = None
 
 def read_step(model: nn.Module) -> tuple[int, int | None]:
     """Returns the arguments of `set_step`: (training forwards so far, samples of the first one or None before it)."""
-    passes = _find_state(model).passes
+    passes = _find(model)[1].passes
     return passes.num_steps, passes.step_samples
 
 
@@ -307,16 +302,12 @@ def is_tempoized(model: nn.Module) -> bool:
     return any(isinstance(module.__dict__.get(_ATTRIBUTE), _State) for module in model.modules())
 
 
-def _find_state(model: nn.Module) -> _State:
+def _find(model: nn.Module) -> tuple[nn.Module, _State]:
+    """Returns the module that was given to tempoize, `model` or one inside it, and its state."""
     for module in model.modules():
-        state = module.__dict__.get(_ATTRIBUTE)
-        if isinstance(state, _State):
-            return state
-    raise _make_error(model)
-
-
-def _make_error(model: nn.Module) -> ValueError:
-    return ValueError(
+        if isinstance(state := module.__dict__.get(_ATTRIBUTE), _State):
+            return module, state
+    raise ValueError(
         f"{type(model).__name__} was not given to tempoize; expected a model that was; call tempoize first"
     )
 

@@ -65,12 +65,7 @@ class Draw(NamedTuple):
         cls, p: float, low: int, high: int, key: Tensor | None, number: int, first_sample: Tensor | None, first_row: int
     ) -> Draw:
         """Builds the draw from what `operands` returned."""
-        return cls(
-            p,
-            join_key(low, high) if key is None else key,
-            number if first_sample is None else first_sample,
-            first_row,
-        )
+        return cls(p, join_key(low, high), number, first_row).join(key, first_sample)
 
     @property
     def operands(self) -> tuple[Any, ...]:

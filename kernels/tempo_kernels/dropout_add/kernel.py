@@ -30,8 +30,8 @@ from tempo_kernels.pointwise.kernel_sums import (
     plan_chunks,
     store_sums,
 )
+from tempo_kernels.pointwise.kernel_tiles import check_dtype
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TILE_BYTES = 8192
 BACKWARD_PROGRAMS = 5
 """How many programs share a multiprocessor, at 96 registers a thread."""
@@ -134,7 +134,7 @@ def _backward_kernel(
 
 def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw) -> Tensor:
     """As in eager.py."""
-    _check(x)
+    check_dtype("bias_dropout_add", x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
@@ -164,7 +164,7 @@ def backward(
     grad_out: Tensor, draw: Draw, has_grad_bias: bool, sum_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """As in eager.py; the order of the sum over rows is fixed, so the same GPU gives the same bits every time."""
-    _check(grad_out)
+    check_dtype("bias_dropout_add", grad_out)
     grad_x = torch.empty_like(grad_out, memory_format=torch.contiguous_format)
     num_columns, sum_dtype = grad_out.size(-1), sum_dtype or torch.float32
     if grad_out.numel() == 0:
@@ -245,8 +245,3 @@ def _list_drawn(draw: Draw) -> tuple[Sequence[Tensor | None], tuple[int, ...]]:
     """Returns key and first sample where they are tensors (else None), and the numbers that DRAWN names."""
     numbers, tensors = draw.split()
     return tensors, (*key_words(int(numbers.key)), int(numbers.first_sample), draw.first_row)
-
-
-def _check(x: Tensor) -> None:
-    if x.dtype not in DTYPES:
-        raise ValueError(f"bias_dropout_add: x is {x.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it")

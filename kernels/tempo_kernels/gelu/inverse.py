@@ -1,4 +1,4 @@
-"""Derives GELU'(x) from y = GELU(x) and one bit: formula, coefficients, measured error, and the program that fits them.
+"""Derives GELU'(x) from y = GELU(x) and one bit: formula, coefficients and measured error.
 
 GELU falls from 0 to its minimum at x_min and then rises, so y and the bit x >= x_min determine x. At the minimum GELU'
 is a square root of y, but it is smooth in the signed root
@@ -11,8 +11,8 @@ in which both branches are one analytic function. It is 0 at s = 0 (the minimum)
 
 with one pair of polynomials for both branches. A quotient follows the logarithmic singularity of the left tail; a
 polynomial of degree 14, on that branch alone, is still off by 1e-4. Rounding y to float16 or bfloat16 moves GELU' by up
-to 7e-3 or 1.6e-2, so for these the kernels use shorter polynomials, off by up to 4.0e-4 and 1.4e-3. `python -m
-tempo_kernels.gelu.inverse` refits P and Q and prints them with their error.
+to 7e-3 or 1.6e-2, so for these the kernels use shorter polynomials, off by up to 4.0e-4 and 1.4e-3. `benchmarks/
+gelu_inverse_fit.py` fits P and Q and prints them with their error.
 
 Why not hide the bit in the lowest mantissa bit of negative outputs, where it would be free? The changed y makes GELU'
 1.9 (float32) and 1.6 (bfloat16) times as wrong as an exact inverse, and still 1.5 and 1.2 times with the best possible
@@ -22,7 +22,7 @@ decoder (benchmarks/gelu_branch_bit.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -93,9 +93,6 @@ INVERSES = {
     ),
 }
 
-SHORT_DEGREES = {torch.bfloat16: (4, 5), torch.float16: (5, 7)}
-"""Of P and Q for a 16-bit y, whose rounding costs more than they do."""
-
 SHORT_INVERSES = {
     ("none", torch.bfloat16): replace(
         INVERSES["none"],
@@ -122,7 +119,7 @@ SHORT_INVERSES = {
         fit_error=0.00039555051233798773,
     ),
 }
-"""What the kernels take for a 16-bit y."""
+"""What the kernels take for a 16-bit y, whose rounding costs more than these do."""
 
 
 def gelu_float64(x: Tensor, approximate: str) -> Tensor:
@@ -166,78 +163,3 @@ def derivative_float64(y: Tensor, is_right: Tensor, approximate: str) -> Tensor:
         is_low = (gelu_float64(middle, approximate) < y_inside) == is_right
         low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
     return gelu_derivative_float64(0.5 * (low + high), approximate).where(~y.isnan(), y)
-
-
-def fit(approximate: str, numerator_degree: int = 7, denominator_degree: int = 9, rounds: int = 300) -> Inverse:
-    """Fits P and Q so that the largest weighted error is smallest, by iteratively reweighted linear least squares."""
-    x_min, minimum = _find_minimum(approximate)
-    root_zero = math.sqrt(-minimum)
-    # Chebyshev points of [-9, 5], except where y - minimum has lost its digits; the function is smooth there anyway.
-    x = -2 - 7 * torch.cos(torch.linspace(0, math.pi, 3000, dtype=torch.float64))
-    x = x[(x - x_min).abs() > 0.01]
-    y, target = gelu_float64(x, approximate), gelu_derivative_float64(x, approximate)
-    s = torch.sign(x - x_min) * torch.sqrt(y - minimum)
-    factor = s * torch.where(s < 0, -y / (root_zero - s), s + root_zero)
-    # The middle counts more: most inputs lie there, and around the minimum the rounding of y already costs accuracy.
-    # The end counts most, because the derivative is set to the constant 1 beyond it.
-    weight = 1 + 3 * torch.exp(-((x / 1.5) ** 2))
-    target[-1], weight[-1] = 1.0, 50.0
-
-    powers = s[:, None] ** torch.arange(max(numerator_degree, denominator_degree) + 1, dtype=torch.int64)
-    p_powers, q_powers = powers[:, : numerator_degree + 1], powers[:, 1 : denominator_degree + 1]
-    matrix = torch.cat([factor[:, None] * p_powers, -target[:, None] * q_powers], dim=1)
-    emphasis, q, best, smallest = torch.ones_like(s), torch.ones_like(s), s.new_zeros(matrix.shape[1]), math.inf
-    for _ in range(rounds):
-        scale = (weight * emphasis.sqrt() / q.abs())[:, None]
-        norms = (matrix * scale).norm(dim=0)
-        solution = (
-            torch.linalg.lstsq(matrix * scale / norms, target[:, None] * scale, driver="gelsd").solution[:, 0] / norms
-        )
-        q = 1 + q_powers @ solution[numerator_degree + 1 :]
-        error = weight * (factor * (p_powers @ solution[: numerator_degree + 1]) / q - target).abs()
-        if q.min() > 0 and error.max() < smallest:
-            best, smallest = solution, error.max().item()
-        emphasis = emphasis * (error / error.max() + 1e-4)
-        emphasis /= emphasis.mean()
-
-    numerator, denominator = best[: numerator_degree + 1], torch.cat([best.new_ones(1), best[numerator_degree + 1 :]])
-    inverse = Inverse(
-        x_min=x_min,
-        y_min=_round_to_float32(minimum),
-        y_min_low=minimum - _round_to_float32(minimum),
-        root_zero=_round_to_float32(root_zero),
-        numerator=tuple(numerator.flip(0).float().tolist()),
-        denominator=tuple(denominator.flip(0).float().tolist()),
-        fit_error=math.inf,
-    )
-    return replace(inverse, fit_error=(evaluate(inverse, s.float()).double() - target).abs().max().item())
-
-
-def _find_minimum(approximate: str) -> tuple[float, float]:
-    """Returns x_min and GELU(x_min)."""
-    low, high = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-0.5], dtype=torch.float64)
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if gelu_derivative_float64(middle, approximate).item() < 0 else (low, middle)
-    return low.item(), gelu_float64(low, approximate).item()
-
-
-def _round_to_float32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
-
-
-def main() -> None:
-    """Prints INVERSES and SHORT_INVERSES with P and Q from a fresh fit."""
-    for approximate in ("none", "tanh"):
-        for degrees in ((7, 9), *SHORT_DEGREES.values()):
-            inverse = fit(approximate, *degrees)
-            print(f'    "{approximate}", P of degree {degrees[0]} and Q of degree {degrees[1]}: Inverse(')
-            for field in fields(inverse):
-                value = getattr(inverse, field.name)
-                digits = [f"{number:.9g}" for number in value] if isinstance(value, tuple) else []
-                print(f"        {field.name}={'(' + ', '.join(digits) + ')' if digits else repr(value)},")
-            print("    ),")
-
-
-if __name__ == "__main__":
-    main()

@@ -48,14 +48,12 @@ def backward(
     grad_y: Tensor, y: Tensor, bits: Tensor, approximate: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As in eager.py, but the sum is in grad_x's dtype; its order is fixed, so every GPU gives the same bits."""
-    plan = _plan_backward(*tiles.describe(y), y.device, approximate, has_grad_bias)
+    plan = _plan_backward(tiles.describe(y), y.device, approximate, has_grad_bias)
     return tiles.launch_backward(_backward_kernel, plan, (grad_y.contiguous(), y, bits), y, has_grad_bias)
 
 
 @cache_plans
-def _plan_backward(
-    numel: int, num_columns: int, dtype: torch.dtype, device: torch.device, approximate: str, has_grad_bias: bool
-) -> BackwardPlan:
-    tile = tiles.BACKWARD_TILE_BYTES // dtype.itemsize
-    tiling = tiles.plan_tiles(numel, num_columns, has_grad_bias, tile, has_grad_bias)
-    return tiles.plan_backward(tiling, has_grad_bias, device, **list_coefficients(approximate, dtype))
+def _plan_backward(sizes: tiles.Sizes, device: torch.device, approximate: str, has_grad_bias: bool) -> BackwardPlan:
+    tile = tiles.BACKWARD_TILE_BYTES // sizes.dtype.itemsize
+    tiling = tiles.plan_tiles(sizes, has_grad_bias, tile, has_grad_bias)
+    return tiles.plan_backward(tiling, has_grad_bias, device, **list_coefficients(approximate, sizes.dtype))

@@ -18,7 +18,7 @@ from torch import Tensor
 from tempo_kernels.kernel_launch import Plan, cache_plans, launch
 from tempo_kernels.pointwise import kernel_sums
 from tempo_kernels.pointwise.kernel_activations import activate, differentiate
-from tempo_kernels.pointwise.kernel_tiles import OPTIONS, allocate_like, check_dtype, describe
+from tempo_kernels.pointwise.kernel_tiles import OPTIONS, Sizes, allocate_like, check_dtype, describe
 
 TILE_ELEMENTS = 2048
 SUMS_TILE = 1024
@@ -117,15 +117,15 @@ def forward(x: Tensor, bias: Tensor | None, activation: str, out: Tensor | None 
     y = torch.empty(*x.shape[:-1], x.size(-1) // 2, dtype=x.dtype, device=x.device) if out is None else out
     if x.numel() == 0:
         return y
-    plan = _plan_forward(*describe(x), bias is not None, activation)
+    plan = _plan_forward(describe(x), bias is not None, activation)
     launch(_forward_kernel, plan, (x.contiguous(), None if bias is None else bias.contiguous(), y))
     return y
 
 
 @cache_plans
-def _plan_forward(numel: int, num_columns: int, dtype: torch.dtype, has_bias: bool, activation: str) -> Plan:
-    tiling = _plan_tiles(numel, num_columns, TILE_ELEMENTS)
-    arguments = _list_arguments(numel, num_columns, dtype, has_bias, activation, tiling)
+def _plan_forward(sizes: Sizes, has_bias: bool, activation: str) -> Plan:
+    tiling = _plan_tiles(sizes, TILE_ELEMENTS)
+    arguments = _list_arguments(sizes, has_bias, activation, tiling)
     return Plan((tiling.row_blocks * tiling.strips,), **arguments)
 
 
@@ -137,7 +137,7 @@ def backward(
     grad_x = allocate_like(x)
     if x.numel() == 0:
         return grad_x, grad_x.new_zeros(x.size(-1)) if has_grad_bias else None
-    plan = _plan_backward(*describe(x), x.device, bias is not None, activation, has_grad_bias)
+    plan = _plan_backward(describe(x), x.device, bias is not None, activation, has_grad_bias)
     sums = plan.allocate_sums(x.size(-1), x.dtype, x.device)
     bias = None if bias is None else bias.contiguous()
     launch(_backward_kernel, plan.launch, (grad_y.contiguous(), x.contiguous(), bias, grad_x, *sums))
@@ -146,18 +146,12 @@ def backward(
 
 @cache_plans
 def _plan_backward(
-    numel: int,
-    num_columns: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    has_bias: bool,
-    activation: str,
-    has_grad_bias: bool,
+    sizes: Sizes, device: torch.device, has_bias: bool, activation: str, has_grad_bias: bool
 ) -> kernel_sums.BackwardPlan:
-    tiling = _plan_tiles(numel, num_columns, SUMS_TILE if has_grad_bias else TILE_ELEMENTS, has_grad_bias)
+    tiling = _plan_tiles(sizes, SUMS_TILE if has_grad_bias else TILE_ELEMENTS, has_grad_bias)
     row_blocks, strips = tiling.row_blocks, tiling.strips
     tiles_per_program = kernel_sums.choose_tiles_per_program(row_blocks, strips, BACKWARD_PROGRAMS, device)
-    arguments = _list_arguments(numel, num_columns, dtype, has_bias, activation, tiling)
+    arguments = _list_arguments(sizes, has_bias, activation, tiling)
     return kernel_sums.plan_chunks(row_blocks, strips, tiles_per_program, has_grad_bias, **arguments)
 
 
@@ -168,28 +162,26 @@ class _Tiling(NamedTuple):
     strips: int
 
 
-def _plan_tiles(numel: int, num_columns: int, tile_elements: int, sums_rows: bool = False) -> _Tiling:
+def _plan_tiles(sizes: Sizes, tile_elements: int, sums_rows: bool = False) -> _Tiling:
     """Chooses the widest strip of 256 to 1024 columns that divides f, or STRIP_COLUMNS where rows are summed, or all of
     f, and as many rows as fill tile_elements."""
-    half, num_rows = num_columns // 2, numel // num_columns
+    half, num_rows = sizes.num_columns // 2, sizes.numel // sizes.num_columns
     columns = max(256, min(1024, half & -half)) if half > 128 else max(8, triton.next_power_of_2(half))
     columns = min(columns, kernel_sums.STRIP_COLUMNS) if sums_rows else columns
     rows = tile_elements // columns
     return _Tiling(rows, columns, -(-num_rows // rows), -(-half // columns))
 
 
-def _list_arguments(
-    numel: int, num_columns: int, dtype: torch.dtype, has_bias: bool, activation: str, tiling: _Tiling
-) -> dict[str, Any]:
+def _list_arguments(sizes: Sizes, has_bias: bool, activation: str, tiling: _Tiling) -> dict[str, Any]:
     """Lists the launch arguments that both kernels share; f in units of 8 tells the compiler that rows are aligned."""
-    half = num_columns // 2
+    half = sizes.num_columns // 2
     unit = 1 if half % 8 else 8
     return {
-        "num_rows": numel // num_columns,
+        "num_rows": sizes.numel // sizes.num_columns,
         "half_units": half // unit,
         "UNIT": unit,
         "ACTIVATION": activation,
-        "IS_NARROW": dtype.itemsize == 2,
+        "IS_NARROW": sizes.dtype.itemsize == 2,
         "HAS_BIAS": has_bias,
         "BLOCK_ROWS": tiling.rows,
         "BLOCK_COLUMNS": tiling.columns,

@@ -28,21 +28,8 @@ _SETTINGS = (
 
 def list_operands(settings: Settings) -> tuple[Any, ...]:
     """Flattens settings to an operator's operands, in the order of the schema _SETTINGS."""
-    shards = settings.shards
-    return (
-        "" if shards.group is None else shards.group.group_name,
-        shards.sequence_parallel,
-        settings.vocab_size,
-        settings.vocab_start,
-        settings.ignore_index,
-        settings.label_smoothing,
-        settings.z_loss,
-        settings.excludes_padding,
-        settings.softcap,
-        settings.temperature,
-        settings.has_entropy,
-        settings.chunk_rows,
-    )
+    shards, *numbers = settings
+    return "" if shards.group is None else shards.group.group_name, shards.sequence_parallel, *numbers
 
 
 def _read_settings(group: str, sequence_parallel: bool, *numbers: Any) -> Settings:
@@ -57,18 +44,11 @@ def _read_settings(group: str, sequence_parallel: bool, *numbers: Any) -> Settin
 
 
 def _read_problem(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    has_grad_hidden: bool,
-    has_grad_weight: bool,
-    has_grad_bias: bool,
-    *settings: Any,
-) -> tuple[Head, tuple[bool, bool, bool], Settings]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
+) -> tuple[Head, tuple[bool, ...], Settings]:
     """Returns the tensors, which of them get a gradient, and the settings, from operands by the three schemas."""
-    found = _read_settings(*settings)
-    return _make_head(hidden, weight, bias, labels, found), (has_grad_hidden, has_grad_weight, has_grad_bias), found
+    found = _read_settings(*others[3:])
+    return _make_head(hidden, weight, bias, labels, found), others[:3], found
 
 
 def _make_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings) -> Head:

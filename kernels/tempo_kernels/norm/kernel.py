@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from torch import Tensor
 from tempo_kernels.kernel_launch import Plan, cache_plans, guard_device
 from tempo_kernels.norm import kernel_long_rows as long_rows
 from tempo_kernels.norm import kernel_whole_rows as whole_rows
-from tempo_kernels.norm.kernel_lost_channels import DTYPES, SMALLEST, prepare_lost_channels
+from tempo_kernels.norm.kernel_lost_channels import SMALLEST, prepare_lost_channels
 from tempo_kernels.norm.operands import Kept, Norm, Statistics, choose_output_dtype
 from tempo_kernels.norm.reserve import check_after_backward
+from tempo_kernels.pointwise.kernel_tiles import check_dtype
 
 FORWARD_ROW_BYTES = 32768
 BACKWARD_ROW_BYTES = 16384
@@ -77,8 +78,7 @@ def backward_from_input(grad_y: Tensor, x: Tensor, norm: Norm, statistics: Stati
 
 def _allocate(x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """Allocates y and rstd; raises ValueError for a dtype that the kernels do not compute."""
-    if x.dtype not in DTYPES:
-        raise ValueError(f"norm: x is {x.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it")
+    check_dtype("norm", x)
     dtype = choose_output_dtype(x.dtype, norm.weight.dtype)
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     rows = x.numel() // x.size(-1) if x.size(-1) else math.prod(x.shape[:-1])
@@ -109,29 +109,29 @@ def _launch_forward(
 ) -> None:
     """Fills y and what is kept: rstd, mean, affine, slots, lost_xhat and counts, None for those the form lacks."""
     weight, bias, eps, subtracts_mean, zero_centered = norm
-    form = (capacity, from_input, bias is not None, eps, subtracts_mean, zero_centered, refills)
-    rows, plan = _plan_forward(x.shape, x.dtype, y.dtype, *form)
+    form = _Form(capacity, from_input, bias is not None, subtracts_mean, zero_centered)
+    rows, plan = _plan_forward(x.shape, x.dtype, y.dtype, form, eps, refills)
     bias = None if bias is None else bias.contiguous()
     rows.launch_forward(plan, (x.contiguous(), weight.contiguous(), bias, y, *kept))
 
 
+class _Form(NamedTuple):
+    """The properties of a norm and of what it keeps that its launches depend on."""
+
+    capacity: int
+    from_input: bool
+    has_bias: bool
+    subtracts_mean: bool
+    zero_centered: bool
+
+
 @cache_plans
 def _plan_forward(
-    shape: torch.Size,
-    x_dtype: torch.dtype,
-    dtype: torch.dtype,
-    capacity: int,
-    from_input: bool,
-    has_bias: bool,
-    eps: float,
-    subtracts_mean: bool,
-    zero_centered: bool,
-    refills: bool,
+    shape: torch.Size, x_dtype: torch.dtype, dtype: torch.dtype, form: _Form, eps: float, refills: bool
 ) -> tuple[ModuleType, Plan]:
     """Chooses the kernels for rows of this shape and plans their launch; dtype is y's."""
-    rows = _choose_rows(shape[-1] * x_dtype.itemsize, capacity > 0, FORWARD_ROW_BYTES)
-    form = _list_arguments(shape, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
-    return rows, rows.plan_forward(shape[-1], eps=eps, REFILLS=refills, **form)
+    rows = _choose_rows(shape[-1] * x_dtype.itemsize, form.capacity > 0, FORWARD_ROW_BYTES)
+    return rows, rows.plan_forward(shape[-1], eps=eps, REFILLS=refills, **_list_arguments(shape, dtype, form))
 
 
 def _differentiate(
@@ -149,8 +149,9 @@ def _differentiate(
         return grad_x, source.new_zeros(sums_shape, dtype=dtypes[1])
     sums = torch.empty(*sums_shape, dtype=dtypes[1], device=source.device)
     weight, bias, _, subtracts_mean, zero_centered = norm
-    form = (0 if lost is None else lost[1].size(1), lost is None, bias is not None, subtracts_mean, zero_centered)
-    rows, plan = _plan_backward(source.shape, dtypes[0], source.dtype, source.device, *form)
+    capacity = 0 if lost is None else lost[1].size(1)
+    form = _Form(capacity, lost is None, bias is not None, subtracts_mean, zero_centered)
+    rows, plan = _plan_backward(source.shape, dtypes[0], source.dtype, source.device, form)
     bias = None if bias is None else bias.contiguous()
     tensors = (grad_y.contiguous(), source, *statistics, weight.contiguous(), bias, *(lost or _NONE_LOST[1:]))
     rows.launch_backward(plan, tensors, grad_x, sums)
@@ -159,20 +160,11 @@ def _differentiate(
 
 @cache_plans
 def _plan_backward(
-    shape: torch.Size,
-    x_dtype: torch.dtype,
-    dtype: torch.dtype,
-    device: torch.device,
-    capacity: int,
-    from_input: bool,
-    has_bias: bool,
-    subtracts_mean: bool,
-    zero_centered: bool,
+    shape: torch.Size, x_dtype: torch.dtype, dtype: torch.dtype, device: torch.device, form: _Form
 ) -> tuple[ModuleType, Any]:
     """Plans backward; x_dtype is grad_x's dtype and dtype that of the source."""
-    rows = _choose_rows(shape[-1] * x_dtype.itemsize, capacity > 0, BACKWARD_ROW_BYTES)
-    form = _list_arguments(shape, dtype, capacity, from_input, has_bias, subtracts_mean, zero_centered)
-    return rows, rows.plan_backward(shape[-1], device, **form)
+    rows = _choose_rows(shape[-1] * x_dtype.itemsize, form.capacity > 0, BACKWARD_ROW_BYTES)
+    return rows, rows.plan_backward(shape[-1], device, **_list_arguments(shape, dtype, form))
 
 
 def _choose_rows(row_bytes: int, has_lost: bool, limit: int) -> ModuleType:
@@ -180,27 +172,19 @@ def _choose_rows(row_bytes: int, has_lost: bool, limit: int) -> ModuleType:
     return long_rows if row_bytes * (2 if has_lost else 1) > limit else whole_rows
 
 
-def _list_arguments(
-    shape: torch.Size,
-    dtype: torch.dtype,
-    capacity: int,
-    from_input: bool,
-    has_bias: bool,
-    subtracts_mean: bool,
-    zero_centered: bool,
-) -> dict[str, Any]:
+def _list_arguments(shape: torch.Size, dtype: torch.dtype, form: _Form) -> dict[str, Any]:
     """Lists the launch arguments of every kernel; h in units of 8 tells the compiler that rows are aligned."""
     hidden_size = shape[-1]
     unit = 1 if hidden_size % 8 else 8
     return {
         "num_rows": shape.numel() // hidden_size,
         "column_units": hidden_size // unit,
-        "capacity": capacity,
+        "capacity": form.capacity,
         "UNIT": unit,
-        "SUBTRACTS_MEAN": subtracts_mean,
-        "HAS_BIAS": has_bias,
-        "ZERO_CENTERED": zero_centered,
-        "HAS_LOST": capacity > 0,
-        "FROM_INPUT": from_input,
+        "SUBTRACTS_MEAN": form.subtracts_mean,
+        "HAS_BIAS": form.has_bias,
+        "ZERO_CENTERED": form.zero_centered,
+        "HAS_LOST": form.capacity > 0,
+        "FROM_INPUT": form.from_input,
         "SMALLEST": SMALLEST[dtype],
     }

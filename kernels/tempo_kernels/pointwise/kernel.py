@@ -91,20 +91,18 @@ def _launch_forward(
     tiles.check_dtype(activation, x)
     if x.numel() == 0:
         return
-    plan = _plan_forward(*tiles.describe(x), bias is not None, activation, bits is not None, threshold)
+    plan = _plan_forward(tiles.describe(x), bias is not None, activation, bits is not None, threshold)
     launch(_forward_kernel, plan, (x.contiguous(), None if bias is None else bias.contiguous(), y, bits))
 
 
 @cache_plans
-def _plan_forward(
-    numel: int, num_columns: int, dtype: torch.dtype, has_bias: bool, activation: str, has_bits: bool, threshold: float
-) -> Plan:
-    tiling = tiles.plan_tiles(numel, num_columns, has_bias, tiles.FORWARD_TILE[dtype.itemsize])
+def _plan_forward(sizes: tiles.Sizes, has_bias: bool, activation: str, has_bits: bool, threshold: float) -> Plan:
+    tiling = tiles.plan_tiles(sizes, has_bias, tiles.FORWARD_TILE[sizes.dtype.itemsize])
     return Plan(
         (tiling.row_blocks * tiling.strips,),
         HAS_BITS=has_bits,
         THRESHOLD=smallest_at_least(threshold, torch.float32),
-        **_list_arguments(num_columns, dtype, has_bias, activation, tiling),
+        **_list_arguments(sizes, has_bias, activation, tiling),
     )
 
 
@@ -112,34 +110,26 @@ def backward(
     grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: str, has_grad_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As in eager.py, but the sum is in grad_x's dtype; its order is fixed, so every GPU gives the same bits."""
-    plan = _plan_backward(*tiles.describe(x), x.device, bias is not None, activation, has_grad_bias)
+    plan = _plan_backward(tiles.describe(x), x.device, bias is not None, activation, has_grad_bias)
     tensors = (grad_y.contiguous(), x.contiguous(), None if bias is None else bias.contiguous())
     return tiles.launch_backward(_backward_kernel, plan, tensors, x, has_grad_bias)
 
 
 @cache_plans
 def _plan_backward(
-    numel: int,
-    num_columns: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    has_bias: bool,
-    activation: str,
-    has_grad_bias: bool,
+    sizes: tiles.Sizes, device: torch.device, has_bias: bool, activation: str, has_grad_bias: bool
 ) -> BackwardPlan:
-    tiling = tiles.plan_tiles(numel, num_columns, has_bias, tiles.BACKWARD_TILE_BYTES // dtype.itemsize, has_grad_bias)
-    arguments = _list_arguments(num_columns, dtype, has_bias, activation, tiling)
+    tiling = tiles.plan_tiles(sizes, has_bias, tiles.BACKWARD_TILE_BYTES // sizes.dtype.itemsize, has_grad_bias)
+    arguments = _list_arguments(sizes, has_bias, activation, tiling)
     return tiles.plan_backward(tiling, has_grad_bias, device, **arguments)
 
 
-def _list_arguments(
-    num_columns: int, dtype: torch.dtype, has_bias: bool, activation: str, tiling: tiles.Tiling
-) -> dict[str, Any]:
+def _list_arguments(sizes: tiles.Sizes, has_bias: bool, activation: str, tiling: tiles.Tiling) -> dict[str, Any]:
     """Lists the launch arguments that both kernels share."""
     return {
-        "bias_size": num_columns if has_bias else 1,
+        "bias_size": sizes.num_columns if has_bias else 1,
         "ACTIVATION": activation,
-        "IS_NARROW": dtype.itemsize == 2,
+        "IS_NARROW": sizes.dtype.itemsize == 2,
         "HAS_BIAS": has_bias,
         "WRAPS": not tiling.has_columns,
         "ROUNDS": ACTIVATIONS[activation].rounds_sum,

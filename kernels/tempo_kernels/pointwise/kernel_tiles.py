@@ -124,9 +124,18 @@ class Tiling(NamedTuple):
     """The launch arguments that all kernels share."""
 
 
-def describe(x: Tensor) -> tuple[int, int, torch.dtype]:
-    """Returns what a plan depends on: the number of elements, the last size (1 without dimensions), and the dtype."""
-    return x.numel(), x.size(-1) if x.dim() else 1, x.dtype
+class Sizes(NamedTuple):
+    """What a plan depends on."""
+
+    numel: int
+    num_columns: int
+    """The last size; 1 without dimensions."""
+    dtype: torch.dtype
+
+
+def describe(x: Tensor) -> Sizes:
+    """Returns the sizes of x."""
+    return Sizes(x.numel(), x.size(-1) if x.dim() else 1, x.dtype)
 
 
 def allocate_like(x: Tensor) -> Tensor:
@@ -134,15 +143,16 @@ def allocate_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def plan_tiles(numel: int, last_size: int, needs_columns: bool, tile_elements: int, sums_rows: bool = False) -> Tiling:
+def plan_tiles(sizes: Sizes, needs_columns: bool, tile_elements: int, sums_rows: bool = False) -> Tiling:
     """Chooses strips of 256 to 1024 columns that divide a row, or STRIP_COLUMNS where rows are summed, and as many rows
     as fill tile_elements.
 
     Rows whose length is no multiple of 8 would share bytes of bits. Then, as without a bias, the tensor is read as one
     long row cut into pieces.
     """
-    has_columns = needs_columns and last_size % 8 == 0
-    num_columns = last_size if has_columns else FLAT_COLUMNS
+    numel = sizes.numel
+    has_columns = needs_columns and sizes.num_columns % 8 == 0
+    num_columns = sizes.num_columns if has_columns else FLAT_COLUMNS
     block_columns = max(256, min(1024, num_columns & -num_columns))
     if sums_rows and has_columns:
         block_columns = kernel_sums.STRIP_COLUMNS
