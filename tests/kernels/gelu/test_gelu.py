@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gelu_inputs import ACTIVATION, DTYPES, FORMS, exact_derivative, floor_of, inputs, minimum_of
+from gelu_inverse_fit import fit
 from torch import Tensor
 from witness import assert_strides_do_not_show, assert_within_rule, kept_storages, outputs_and_gradients, ulp
 
@@ -82,7 +83,7 @@ def test_formula_errs_away_from_the_minimum_by_no_more_than_is_recorded(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_fresh_fit_is_no_better_than_the_coefficients_in_use(form):
-    fresh, used = inverse.fit(form), inverse.INVERSES[form]
+    fresh, used = fit(form), inverse.INVERSES[form]
     assert fresh.x_min == pytest.approx(minimum_of(form), abs=1e-15)
     assert (fresh.x_min, fresh.y_min, fresh.root_zero) == (used.x_min, used.y_min, used.root_zero)
     assert fresh.y_min_low == pytest.approx(used.y_min_low, rel=1e-6)
