@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import SCRIPT, Data, Run, arguments, kill, launch, make_data, run, successful, wait_for
+from training_job import SCRIPT, Data, Run, arguments, kill, launch, run, successful
 
 from tempo_megatron.disk import flush_all_to_disk
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_checkpoint
@@ -22,19 +21,13 @@ SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--global-batch-size", "4"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
-
-
 def stage(number: int, **more: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": number}, **more}
 
 
+# Tensor parallelism with ZeRO 1 and 3 and Tempo is resumed bit for bit in test_trainer_models.py.
 CASES = {
     "one process, ZeRO 0": (1, [], stage(0)),
-    "TP 2 + SP, ZeRO 1": (2, SP, stage(1)),
-    "TP 2 + SP, ZeRO 1, Tempo": (2, [*SP, "--use-tempo"], stage(1)),
     "DP 2, ZeRO 2": (2, [], stage(2)),
     "DP 2, ZeRO 3": (2, [], stage(3)),
     "TP 2, full recomputation": (
@@ -53,29 +46,27 @@ def test_a_resumed_run_continues_bit_for_bit(
     data: Data, tmp_path: Path, world_size: int, extra: list[str], config: dict[str, Any]
 ) -> None:
     def go(folder: str, *more: str) -> Run:
-        options = [*DROPOUT, *extra, *more]
+        options = [*DROPOUT, "--train-iters", "6", *extra, *more]
         return successful(run(data, tmp_path / folder, *options, world_size=world_size, config=config))
 
     whole = go("whole")
     save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
-    first = go("parts", *save, "--exit-interval", "4")
-    assert first.losses_hex == whole.losses_hex[:4]
+    first = go("parts", *save, "--exit-interval", "3")
+    assert first.losses_hex == whole.losses_hex[:3]
     assert "holds no checkpoint yet; starting anew" in first.output
     second = go("parts", *save)
-    assert "going on after step 4" in second.output
+    assert "going on after step 3" in second.output
     assert second.losses_hex == whole.losses_hex
-    without_dropout = run(
-        data, tmp_path / "other", *extra, "--hidden-dropout", "0", world_size=world_size, config=config
-    )
-    assert successful(without_dropout).losses_hex != whole.losses_hex  # the dropout was on
+    if world_size == 1:  # the dropout is on
+        assert go("other", "--hidden-dropout", "0").losses_hex != whole.losses_hex
 
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(data: Data, tmp_path: Path) -> None:
-    common = [*DROPOUT, *SP, "--train-iters", "80"]
+    common = [*DROPOUT, *SP, "--train-iters", "40"]
     uninterrupted = successful(run(data, tmp_path / "whole", *common, world_size=2, config=stage(1)))
     save = tmp_path / "save"
-    options = [*common, "--save", str(save), "--load", str(save), "--save-interval", "5"]
+    options = [*common, "--save", str(save), "--load", str(save), "--save-interval", "4"]
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
     folder = tmp_path / "killed"
     folder.mkdir()
@@ -83,7 +74,7 @@ def test_a_killed_run_resumes_bit_for_bit(data: Data, tmp_path: Path) -> None:
     wait_until(lambda: (save / "latest").exists(), process)
     kill(process)
     killed_after = int((save / "latest").read_text().strip().removeprefix("iter_"))
-    assert 5 <= killed_after < 80
+    assert 4 <= killed_after < 40
     resumed = successful(run(data, folder, *options, world_size=2, config=stage(1)))
     assert f"going on after step {killed_after} of" in resumed.output
     assert resumed.losses_hex == uninterrupted.losses_hex
@@ -159,52 +150,6 @@ def test_a_crash_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
         write_checkpoint(folder, 15)
         assert folder.find_latest() == name_checkpoint(15)
         assert not list(folder.path.glob("*.tmp"))
-
-
-@pytest.mark.slow
-def test_kill_9_while_saving_leaves_the_previous_checkpoint_loadable(data: Data, tmp_path: Path) -> None:
-    save = tmp_path / "save"
-    options = [*DROPOUT, "--save", str(save), "--load", str(save)]
-    successful(run(data, tmp_path, *options, "--exit-interval", "2"))
-    argv = arguments(data, tmp_path, *options, "--save-interval", "1")
-    # Between the files being written and the rename: this process stops there until it is killed.
-    stopped = tmp_path / "stopped"
-    program = (
-        "import pathlib, sys, time, tempo_megatron.training.checkpoint as c\n"
-        f"c.flush_all_to_disk = lambda folder: (pathlib.Path({str(stopped)!r}).touch(), time.sleep(600))\n"
-        "from tempo_megatron.training.main import train\n"
-        "sys.exit(train(sys.argv[1:], 'gpt'))"
-    )
-    process = launch([sys.executable, "-c", program, *argv], tmp_path)
-    wait_until(stopped.exists, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert (save / "iter_0000003.tmp" / "rank_00000.pt").exists()
-    assert (save / "latest").read_text().strip() == "iter_0000002"
-    resumed = successful(run(data, tmp_path, *options))
-    assert "going on after step 2" in resumed.output
-    assert len(resumed.losses) == 10
-    assert not list(save.glob("*.tmp"))
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_one_sentence_and_leaves_the_previous_checkpoint_loadable(data: Data, tmp_path: Path) -> None:
-    save = tmp_path / "save"
-    options = ["--save", str(save), "--load", str(save)]
-    successful(run(data, tmp_path, *options, "--exit-interval", "2"))
-    # No file may grow beyond 200 kB: a write to the weights' file fails as it does on a full disk.
-    program = (
-        "import resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
-        "from tempo_megatron.training.main import train\n"
-        "sys.exit(train(sys.argv[1:], 'gpt'))"
-    )
-    argv = arguments(data, tmp_path, *options, "--exit-interval", "4")
-    failed = wait_for(launch([sys.executable, "-c", program, *argv], tmp_path), tmp_path)
-    assert failed.exit_codes == [1]
-    assert "the checkpoint of step 4 cannot be written" in failed.output
-    assert "Traceback" not in failed.output
-    assert "going on after step 2" in successful(run(data, tmp_path, *options)).output
 
 
 @pytest.fixture(scope="module")

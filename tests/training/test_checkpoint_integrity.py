@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import Data, Run, make_data, run, successful, write_unsealed
+from training_job import Data, Run, run, successful, write_unsealed
 
 from tempo_megatron.training.checkpoint_files.integrity import (
     describe_files,
@@ -25,11 +25,6 @@ from tempo_megatron.training.watch.team import Team
 SIZES = ["--train-iters", "6", "--global-batch-size", "4"]
 SAVING = ["--save-interval", "2"]
 ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from distributed import run_megatron_ranks
 from safetensors.torch import load_file
-from training_job import ROOT, Data, MaskedData, make_data, make_masked_data, run, successful, write_unsealed
+from training_job import ROOT, Data, MaskedData, run, successful, write_unsealed
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main
@@ -21,11 +21,6 @@ from tempo_megatron.training.checkpoint_files import huggingface
 
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 def keep_live_weights() -> None:
@@ -274,11 +269,6 @@ MODELS = {
 OFTEN = ("GPT-2", "Qwen 3", "BERT")
 
 
-@pytest.fixture(scope="module")
-def masked_data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
-    return make_masked_data(tmp_path_factory.mktemp("bert"), "BertWordPieceLowerCase")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "words"),
@@ -288,12 +278,12 @@ def masked_data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
     ],
 )
 def test_transformers_computes_the_same_with_every_class(
-    data: Data, masked_data: MaskedData, tmp_path: Path, name: str, stage: int, words: list[str]
+    data: Data, bert_data: MaskedData, tmp_path: Path, name: str, stage: int, words: list[str]
 ) -> None:
     import transformers
 
     is_bert = name.startswith("MegatronBert")
-    used = masked_data if is_bert else data
+    used = bert_data if is_bert else data
     # A rate at which no norm and no bias stays near what it was, and rows of padding in the vocabulary.
     more = ["--train-iters", "2", "--lr", "0.05", "--make-vocab-size-divisible-by", "300"]
     words = [*words, *more, *SP, "--save", str(tmp_path / "save")]

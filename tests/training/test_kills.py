@@ -13,17 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import Data, Run, make_data, run, successful
+from training_job import Data, Run, run, successful
 
 from tempo_megatron.training.metrics import read_metrics
 
 ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
 STEPS = 30
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

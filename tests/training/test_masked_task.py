@@ -14,7 +14,7 @@ import torch
 from distributed import run_megatron_ranks
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from training_job import MaskedData, make_masked_data
+from training_job import MaskedData
 
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.training.run.masking import Masking
@@ -22,23 +22,12 @@ from tempo_megatron.training.tasks.datasets import BatchStream, build_datasets, 
 from tempo_megatron.training.tasks.masked import CollateMasked, MaskedTask, PredictMasked, find_usable_documents
 
 TASK = MaskedTask()
-BERT, ROBERTA = "BertWordPieceLowerCase", "RobertaBPETokenizer"
 SEQ_LENGTH = 64
 
 
-@pytest.fixture(scope="module", params=[BERT, ROBERTA])
-def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
-    return make_masked_data(tmp_path_factory.mktemp("data"), request.param)
-
-
-@pytest.fixture(scope="module")
-def bert_data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
-    return make_masked_data(tmp_path_factory.mktemp("bert"), BERT)
-
-
-@pytest.fixture(scope="module")
-def roberta_data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
-    return make_masked_data(tmp_path_factory.mktemp("roberta"), ROBERTA)
+@pytest.fixture(params=["bert_data", "roberta_data"])
+def data(request: pytest.FixtureRequest) -> MaskedData:
+    return request.getfixturevalue(request.param)
 
 
 def options(data: MaskedData, has_head: bool, **changes: Any) -> argparse.Namespace:

@@ -6,8 +6,6 @@ import functools
 import os
 import shutil
 import signal
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import BF16, Layout, join, keep_states
-from training_job import Data, Run, arguments, launch, make_data, run, successful, write_unsealed
+from training_job import Data, Run, run, successful, write_unsealed
 
 from tempo_megatron.training.resharding import load_resharded
 
@@ -37,11 +35,6 @@ LLAMA = (
 # Of float32 sums in another order, relative to the loss, an ulp of which is 8e-8. Whole runs of the same weights in two
 # layouts differ by that one ulp in six steps.
 LIMIT = 5e-7
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 def go(data: Data, folder: Path, layout: L, *options: str, config: dict[str, Any] | None = None, **more: Any) -> Run:
@@ -103,8 +96,8 @@ PAIRS = [
     (L(2, 1, 1, sp=True), L(2, 1, 1, sp=True), TEMPO, STOCK),
 ]
 QUICK = (2, 15)
-# Of the others these have each stage and each tensor parallel size on both sides.
-SLOW = (0, 4, 7, 9, 10, 13, 16, 17)
+# With these each stage and each tensor parallel size is on both sides.
+SLOW = (0, 7, 9, 10, 16)
 WORDS = {STOCK: "stock", TEMPO: "Tempo", DROPOUT: "Tempo p 0.1"}
 
 
@@ -143,11 +136,17 @@ def test_a_run_goes_on_in_another_layout(
     assert rates[0] == rates[1][SAVED:]
 
 
-STAGES = [(L(1, 2, 0), L(1, 2, 1)), (L(1, 2, 1), L(1, 2, 3)), (L(1, 2, 3), L(1, 2, 2)), (L(1, 2, 2), L(1, 2, 0))]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "target"), STAGES, ids=str)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (L(1, 2, 1), L(1, 2, 3)),
+        pytest.param(L(1, 2, 2), L(1, 2, 0), marks=pytest.mark.exhaustive),
+        pytest.param(L(1, 2, 3), L(1, 2, 2), marks=pytest.mark.exhaustive),
+        pytest.param(L(1, 2, 0), L(1, 2, 1), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_another_stage_alone(data: Data, sources: Sources, tmp_path: Path, source: L, target: L) -> None:
     folder, whole = sources.get(source, DROPOUT)
     resumed = successful(go(data, tmp_path, target, *DROPOUT, "--load", str(folder / "save")))
@@ -157,7 +156,12 @@ def test_another_stage_alone(data: Data, sources: Sources, tmp_path: Path, sourc
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(L(1, 2, 1), L(2, 1, 3)), (L(2, 1, 3), L(1, 2, 1)), (L(2, 2, 1, sp=True), L(1, 2, 2)), (L(1, 2, 2), L(2, 1, 1))],
+    [
+        (L(1, 2, 1), L(2, 1, 3)),
+        (L(1, 2, 2), L(2, 1, 1)),
+        pytest.param(L(2, 1, 3), L(1, 2, 1), marks=pytest.mark.exhaustive),
+        pytest.param(L(2, 2, 1, sp=True), L(1, 2, 2), marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_bf16_keeps_its_float32_masters(data: Data, sources: Sources, tmp_path: Path, source: L, target: L) -> None:
@@ -173,7 +177,11 @@ def test_bf16_keeps_its_float32_masters(data: Data, sources: Sources, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(L(1, 2, 1), L(4, 1, 3)), (L(4, 1, 2, sp=True), L(2, 1, 0)), (L(2, 2, 3), L(1, 1, 1))],
+    [
+        (L(1, 2, 1), L(4, 1, 3)),
+        pytest.param(L(4, 1, 2, sp=True), L(2, 1, 0), marks=pytest.mark.exhaustive),
+        pytest.param(L(2, 2, 3), L(1, 1, 1), marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_a_gated_model_with_fewer_groups_than_ranks(
@@ -200,7 +208,7 @@ def test_the_way_there_and_back_and_on(data: Data, sources: Sources, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved_in_turns", [True, False])
+@pytest.mark.parametrize("saved_in_turns", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_an_option_that_moves_the_weights_within_a_layout(data: Data, tmp_path: Path, saved_in_turns: bool) -> None:
     """round_robin_gradients gives the data-parallel ranks other parameters, and DeepSpeed does not say so."""
     layout, save = L(1, 2, 2), ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
@@ -229,33 +237,27 @@ def test_the_global_batch_stays_when_it_was_left_out(data: Data, tmp_path: Path)
     assert second.losses[:3] == first.losses
 
 
+def die_while_saving() -> None:
+    """kill -9 between the files being written and the rename."""
+    from tempo_megatron.training import checkpoint
+
+    checkpoint.flush_all_to_disk = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.slow
 def test_kill_9_in_the_first_save_after_it_loses_nothing(data: Data, sources: Sources, tmp_path: Path) -> None:
     folder, whole = sources.get(L(1, 2, 1), STOCK)
-    save, stopped = tmp_path / "save", tmp_path / "stopped"
+    save = tmp_path / "save"
     shutil.copytree(folder / "save", save)
     before = {path: path.read_bytes() for path in (save / "iter_0000003").iterdir()}
-    # Between the files being written and the rename: this process stops there until it is killed.
-    program = (
-        "import pathlib, sys, time, tempo_megatron.training.checkpoint as c\n"
-        f"c.flush_all_to_disk = lambda folder: (pathlib.Path({str(stopped)!r}).touch(), time.sleep(600))\n"
-        "from tempo_megatron.training.main import train\n"
-        "sys.exit(train(sys.argv[1:], 'gpt'))"
-    )
-    options = [*COMMON, *STOCK, "--save", str(save), "--load", str(save)]
-    argv = arguments(data, tmp_path, *options, "--save-interval", "1", config=L(1, 1, 2).config())
-    process = launch([sys.executable, "-c", program, *argv], tmp_path)
-    deadline = time.monotonic() + 240
-    while not stopped.exists():
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "rank0.log").read_text()
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert "DP 2, ZeRO 1 to TP 1, DP 1, ZeRO 2" in (tmp_path / "rank0.log").read_text()
+    options = [*STOCK, "--save", str(save), "--load", str(save)]
+    killed = go(data, tmp_path, L(1, 1, 2), *options, "--save-interval", "1", before=die_while_saving)
+    assert killed.exit_codes == [-signal.SIGKILL]
+    assert "DP 2, ZeRO 1 to TP 1, DP 1, ZeRO 2" in killed.output
     assert (save / "iter_0000004.tmp" / "rank_00000.pt").exists()
     assert (save / "latest").read_text() == "iter_0000003\n"
     assert {path: path.read_bytes() for path in (save / "iter_0000003").iterdir()} == before
-    resumed = successful(go(data, tmp_path / "resumed", L(2, 1, 0), *STOCK, "--save", str(save), "--load", str(save)))
+    resumed = successful(go(data, tmp_path / "resumed", L(2, 1, 0), *options))
     assert f"going on after step {SAVED}" in resumed.output and not list(save.glob("*.tmp"))
     assert_same_losses(resumed.losses, whole.losses[SAVED:])
 

@@ -19,18 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import Data, Run, arguments, finished, make_data, start_ranks
+from training_job import Data, Run, arguments, finished, start_ranks
 
 from tempo_megatron.training.differences import find_difference, flatten
 from tempo_megatron.training.watch.rank_process import find_launchers, is_launcher
 from tempo_megatron.training.watch.team import check_open_files, open_listener, start_process
 
 ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 # The ranks of a team that does nothing but wait, in processes that import torch alone.

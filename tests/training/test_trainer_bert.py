@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import MaskedData, Run, make_masked_data, run, successful
+from training_job import MaskedData, Run, run, successful
 
 NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
 BATCH = ["--global-batch-size", "4", "--train-iters", "6"]
@@ -18,23 +18,13 @@ RELATIVE = 5e-6
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
-    return make_masked_data(tmp_path_factory.mktemp("bert"), "BertWordPieceLowerCase")
+def stock(bert_data: MaskedData, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return successful(run(bert_data, tmp_path_factory.mktemp("stock"), *NO_DROPOUT, *BATCH, "--eval-iters", "1"))
 
 
 @pytest.fixture(scope="module")
-def roberta_data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
-    return make_masked_data(tmp_path_factory.mktemp("roberta"), "RobertaBPETokenizer")
-
-
-@pytest.fixture(scope="module")
-def stock(data: MaskedData, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return successful(run(data, tmp_path_factory.mktemp("stock"), *NO_DROPOUT, *BATCH, "--eval-iters", "1"))
-
-
-@pytest.fixture(scope="module")
-def tempo(data: MaskedData, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return successful(run(data, tmp_path_factory.mktemp("tempo"), *BATCH, "--use-tempo"))
+def tempo(bert_data: MaskedData, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return successful(run(bert_data, tmp_path_factory.mktemp("tempo"), *BATCH, "--use-tempo"))
 
 
 def stage(number: int) -> dict[str, Any]:
@@ -52,8 +42,8 @@ def test_both_losses_are_reported_and_begin_where_a_fresh_model_does(stock: Run)
     assert " | lm loss " in stock.output and " | sop loss " in stock.output
 
 
-def test_tempo_has_stocks_losses_without_dropout(data: MaskedData, stock: Run, tmp_path: Path) -> None:
-    found = successful(run(data, tmp_path, *NO_DROPOUT, *BATCH, "--use-tempo"))
+def test_tempo_has_stocks_losses_without_dropout(bert_data: MaskedData, stock: Run, tmp_path: Path) -> None:
+    found = successful(run(bert_data, tmp_path, *NO_DROPOUT, *BATCH, "--use-tempo"))
     assert "loss=fused" in found.output and "loss=fused" not in stock.output
     for name in ("loss", "lm_loss", "sop_loss"):
         ours, theirs = ([record[name] for record in result.of_kind("train")] for result in (found, stock))
@@ -70,22 +60,22 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
 def test_every_layout_has_the_losses_and_masks_of_one_process(
-    name: str, data: MaskedData, tempo: Run, tmp_path: Path
+    name: str, bert_data: MaskedData, tempo: Run, tmp_path: Path
 ) -> None:
     world_size, extra, config = LAYOUTS[name]
-    found = successful(run(data, tmp_path, *BATCH, *extra, "--use-tempo", world_size=world_size, config=config))
+    found = successful(run(bert_data, tmp_path, *BATCH, *extra, "--use-tempo", world_size=world_size, config=config))
     assert found.losses == pytest.approx(tempo.losses, rel=RELATIVE)
 
 
 @pytest.mark.slow
-def test_stock_trains_under_sequence_parallelism_too(data: MaskedData, stock: Run, tmp_path: Path) -> None:
-    found = successful(run(data, tmp_path, *NO_DROPOUT, *BATCH, *SP, world_size=2))
+def test_stock_trains_under_sequence_parallelism_too(bert_data: MaskedData, stock: Run, tmp_path: Path) -> None:
+    found = successful(run(bert_data, tmp_path, *NO_DROPOUT, *BATCH, *SP, world_size=2))
     assert found.losses == pytest.approx(stock.losses, rel=RELATIVE)
 
 
 @pytest.mark.parametrize("kind", ["bert", pytest.param("roberta", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, request: Any, tmp_path: Path) -> None:
-    data = request.getfixturevalue("data" if kind == "bert" else "roberta_data")
+    data = request.getfixturevalue(f"{kind}_data")
     options = [*BATCH, "--use-tempo", *(ROBERTA if kind == "roberta" else [])]
     whole = successful(run(data, tmp_path / "whole", *options))
     folder = str(tmp_path / "save")
@@ -98,10 +88,12 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, request: Any, 
     assert "its masking is {'mask_prob': 0.15" in refused.output and "--mask-prob" in refused.output
 
 
-def test_a_model_of_another_family_or_data_of_another_tokenizer_is_refused(data: MaskedData, tmp_path: Path) -> None:
+def test_a_model_of_another_family_or_data_of_another_tokenizer_is_refused(
+    bert_data: MaskedData, tmp_path: Path
+) -> None:
     (tmp_path / "gpt.json").write_text('{"family": "gpt"}')
-    found = run(data, tmp_path, "--model", str(tmp_path / "gpt.json"))
+    found = run(bert_data, tmp_path, "--model", str(tmp_path / "gpt.json"))
     assert found.exit_codes == [1] and "is of the family gpt; expected bert" in found.output
-    found = run(MaskedData(data.prefix, family="gpt"), tmp_path / "gpt")
+    found = run(MaskedData(bert_data.prefix, family="gpt"), tmp_path / "gpt")
     assert found.exit_codes == [1]
     assert "was made with a BertWordPieceLowerCase; expected GPT2BPETokenizer" in found.output

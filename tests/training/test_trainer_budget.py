@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_job import Data, Run, make_data, run, successful
+from training_job import Data, Run, run, successful
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory import run as memory_run
@@ -24,11 +24,6 @@ QUICKSTART = [
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
 ]
 ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 def count_bytes() -> None:

@@ -12,18 +12,12 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_megatron_ranks
-from training_job import Data, make_data
+from training_job import Data
 
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.training.tasks.datasets import ShardedBatchSampler, build_datasets, load_vocabulary
 from tempo_megatron.training.tasks.next_token import CollateTokens, NextTokenTask
 from tempo_megatron.training.tasks.task import Vocabulary
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
-
 
 TASK = NextTokenTask()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_job import Data, Run, make_data, run
+from training_job import Data, Run, run
 
 from tempo_megatron.training.engine import take_scale
 from tempo_megatron.training.loop import Trainer
@@ -16,11 +16,6 @@ from tempo_megatron.training.loop import Trainer
 SAVED = ["--save-interval", "2", "--log-interval", "10", "--train-iters", "60"]
 BF16 = {"bf16": {"enabled": True}}
 MASTERED = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 def diverge(data: Data, folder: Path, *extra: str, config: dict[str, Any], world_size: int = 1) -> Run:

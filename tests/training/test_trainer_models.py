@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import Data, Run, make_data, run, successful, write_unsealed
+from training_job import Data, Run, run, successful, write_unsealed
 
 NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
 SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -28,11 +28,6 @@ MODELS = {
 }
 OFTEN = ("Qwen 3, norms of q and k", "Mistral, a window", "geglu", "one group")
 STAGES = {"ZeRO 1": 1, "ZeRO 3": 3}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 def stage(number: int, precision: str = "fp32") -> dict[str, Any]:

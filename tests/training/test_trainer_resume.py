@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_job import Data, Run, make_data, run, successful, write_unsealed
+from training_job import Data, Run, run, successful, write_unsealed
 
 from tempo_megatron.models.shape import NAMES
 from tempo_megatron.settings.config import TempoConfig
@@ -46,11 +46,6 @@ STAGES = {
 }  # fmt: skip
 ZERO1 = STAGES["ZeRO 1"]
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

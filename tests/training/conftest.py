@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+from training_job import Data, MaskedData, make_data, make_masked_data
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def bert_data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
+    return make_masked_data(tmp_path_factory.mktemp("bert"), "BertWordPieceLowerCase")
+
+
+@pytest.fixture(scope="session")
+def roberta_data(tmp_path_factory: pytest.TempPathFactory) -> MaskedData:
+    return make_masked_data(tmp_path_factory.mktemp("roberta"), "RobertaBPETokenizer")
