@@ -128,7 +128,7 @@ def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
 
     from tempo_megatron import cpu
     from tempo_megatron.memory.fake_tensors import simulate_layout
-    from tempo_megatron.memory.kept.ledger import measure_model
+    from tempo_megatron.memory.kept.ledger import measure
 
     cpu.use_cpu()
     tp = order["config"].get("tensor_model_parallel_size", 1)
@@ -137,7 +137,7 @@ def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
         config = TransformerConfig(**order["config"])
         choices = {"stock": TempoConfig.off(), "tempo": TempoConfig(**order["tempo"])}
         found = {
-            name: measure_model(config, choice, vocab_size=128 * tp, **sizes).mean_layer_bytes
+            name: measure(config, choice, vocab_size=128 * tp, on_fake_tensors=True, **sizes).mean_layer_bytes
             for name, choice in choices.items()
         }
     return KeptBytes(stock=round(found["stock"]), tempo=round(found["tempo"]))

@@ -15,7 +15,7 @@ from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.ledger import format_table
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.kept.attribution import Row
-from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure, measure_model
+from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure
 from tempo_megatron.memory.kept.plots import list_panels
 from tempo_megatron.models.shape import make_shape
 
@@ -166,7 +166,10 @@ def test_the_activations_row_has_the_name_of_the_activation_that_was_measured(ch
 
 def test_a_row_that_the_table_of_operations_does_not_know_stands_last():
     known = ledger(SMALL, TempoConfig())
-    more = dataclasses.replace(known, rows=(Row("new operation", 640, 1), *known.rows))
+    (kind,) = known.layer_kinds
+    more = dataclasses.replace(
+        known, layer_kinds=(dataclasses.replace(kind, rows=(Row("new operation", 640), *kind.rows)),)
+    )
     assert isinstance(more, Ledger) and more.layer_bytes == known.layer_bytes + 640
     lines = format_table(known, more).splitlines()
     assert "640" in lines[[line.startswith("one layer without") for line in lines].index(True) - 2]
@@ -181,7 +184,7 @@ def test_each_kind_of_layer_is_measured_and_the_model_is_their_sum():
     with simulate_layout(1):
         shape = make_shape(**{**SMALL, "num_layers": 6}, seq_length=64, attention_dropout=0.1, hidden_dropout=0.1)
         config = build_ledger_config(shape, sequence_parallel=False, dtype=torch.bfloat16, recompute=())
-        found = measure_model(config, MIXED, vocab_size=512, seq_length=64)
+        found = measure(config, MIXED, vocab_size=512, seq_length=64, on_fake_tensors=True)
     alone = [ledger(SMALL, MIXED.for_layer(layer)).layer_bytes for layer in range(6)]
     kinds = [(kind.layers, kind.num_layers, kind.layer_bytes) for kind in found.layer_kinds]
     assert kinds == [("0-1", 2, alone[0]), ("2,4-5", 3, alone[2]), ("3", 1, alone[3])]

@@ -12,7 +12,7 @@ import torch
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
-from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure, measure_model
+from tempo_megatron.memory.kept.ledger import Ledger, build_ledger_config, measure
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
 FOLDER = Path(__file__).parents[2] / "configs" / "model"
@@ -90,7 +90,7 @@ def test_every_model_has_a_ledger_in_seconds_and_without_its_memory(file: Path) 
     with simulate_layout(tp):
         config = build_ledger_config(shape, sequence_parallel=tp > 1, dtype=torch.bfloat16, recompute=())
         stock, tempo = (
-            measure_model(config, choice, shape=shape, vocab_size=51200, micro_batch_size=4)
+            measure(config, choice, shape=shape, vocab_size=51200, micro_batch_size=4, on_fake_tensors=True)
             for choice in TEMPO.values()
         )
     assert 0 < tempo.layer_bytes < 0.35 * stock.layer_bytes
@@ -104,5 +104,5 @@ def test_a_layer_of_the_175_billion_keeps_its_share_of_20_6_sbh() -> None:
     shape = make_shape(**read_shape_file(FOLDER / "gpt3_175b.json"))
     with simulate_layout(8):
         config = build_ledger_config(shape, sequence_parallel=True, dtype=torch.bfloat16, recompute=())
-        kept = measure_model(config, TempoConfig(), shape=shape, vocab_size=51200)
+        kept = measure(config, TempoConfig(), shape=shape, vocab_size=51200, on_fake_tensors=True)
     assert kept.layer_sbh == pytest.approx(20.6 / 8, rel=0.01)

@@ -32,7 +32,6 @@ def run_ledger(args: argparse.Namespace) -> int:
     )
     print(title)
     print(f"tempo: {tempo.choices.describe()}")
-    assert tempo.report is not None
     print("".join(f"left: {line}\n" for line in tempo.report.describe_left()))
     print(format_table(stock, tempo))
     if args.plot:
@@ -77,7 +76,7 @@ def format_table(stock: Ledger, tempo: Ledger) -> str:
 
     def format_rows(part: str) -> list[str]:
         places = {row.operation: row.place for ledger in (stock, tempo) for row in getattr(ledger, part)}
-        none = Row("", 0, 0)
+        none = Row("", 0)
         return [
             format_line(name, *(rows_of.get(name, none).num_bytes for rows_of in by_operation))
             for name in sorted(places, key=lambda name: (places[name], name))
@@ -121,7 +120,10 @@ def _list_figures(ledger: Ledger) -> dict[str, Any]:
         "layer_bytes": ledger.layer_bytes,
         "layer_sbh_without_scores": ledger.layer_sbh,
         "layer_sbh": ledger.convert_to_sbh(ledger.layer_bytes),
-        "layer_kinds": [dataclasses.asdict(kind) for kind in ledger.layer_kinds],
+        "layer_kinds": [
+            {name: getattr(kind, name) for name in ("layers", "num_layers", "layer_bytes")}
+            for kind in ledger.layer_kinds
+        ],
         "model_bytes": ledger.model_bytes,
         "rows": {row.operation: row.num_bytes for row in ledger.rows},
     }

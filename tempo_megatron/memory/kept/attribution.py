@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import re
@@ -21,17 +22,32 @@ _LAYER = re.compile(rf"^({'|'.join(STACKS)})\.layers\.(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One operation: the storages that it was the first to save."""
+    """What one operation keeps: the storages that it saved first."""
 
     operation: str
     num_bytes: int
-    num_storages: int
     place: int = len(LEDGER_ROWS)
-    """Where it stands in the table; an operation that LEDGER_ROWS does not know stands last."""
+    """Its place in the table; an operation that LEDGER_ROWS does not know comes last."""
     is_in_layer: bool = True
-    """Whether each layer has it, or the model once."""
+    """Whether every layer has it, or the model once."""
     is_scores: bool = False
     """Whether it grows with s**2."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """Layers that keep the same, operation by operation."""
+
+    layers: str
+    """`0-11,20`, from 0 over the whole model; in a run with two stacks after the name of the stack."""
+    num_layers: int
+    rows: tuple[Row, ...]
+    """Of one layer."""
+
+    @property
+    def layer_bytes(self) -> int:
+        """One layer, s*s tensors included."""
+        return sum(row.num_bytes for row in self.rows)
 
 
 @contextlib.contextmanager
@@ -65,7 +81,7 @@ def _scope_bda(recorder: Scopes, operation: str, get_function: Any) -> Any:
 
 
 def find_layer(operation: str) -> tuple[str, int] | None:
-    """(stack, place in its list of layers) of a qualified name; None of what is in no layer."""
+    """(stack, place in its list of layers) of an operation's name; None if it is in no layer."""
     found = _LAYER.match(operation)
     return None if found is None else (found[1], int(found[2]))
 
@@ -73,7 +89,7 @@ def find_layer(operation: str) -> tuple[str, int] | None:
 def divide_by_layer(
     saved: Iterable[SavedStorage], config: Any
 ) -> tuple[dict[tuple[str, int], list[SavedStorage]], list[SavedStorage]]:
-    """The storages of each layer, by its stack and its place there, and those of no layer.
+    """Divide storages into those of each layer, by (stack, place in its list of layers), and those of no layer.
 
     config: the model's TransformerConfig.
     """
@@ -95,7 +111,7 @@ def divide_by_layer(
 
 
 def find_row(operation: str, shape: tuple[int, ...] = (), lengths: Iterable[int] = ()) -> LedgerRow:
-    """The row of a qualified name; of a tensor whose last two sizes are both among `lengths` that of s*s tensors."""
+    """The ledger's row of an operation; its row of s*s tensors for a shape whose last two sizes are among `lengths`."""
     name = _LAYER.sub(r"\1.layers.0", operation)
     while name not in _MODULES:
         name = name.rpartition(".")[0]
@@ -107,25 +123,22 @@ def sum_rows(saved: Iterable[SavedStorage], lengths: Iterable[int], activation: 
     """The rows of the table, in its order.
 
     Args:
-        saved: of `Recorder.list_saved`.
-        lengths: tokens per sample, of each stack.
-        activation: the name of the MLP's.
+        saved: the storages, as `Recorder.list_saved` returns them.
+        lengths: tokens per sample, for each stack.
+        activation: the name of the MLP's activation.
     """
-    totals: dict[LedgerRow, list[int]] = {}
+    totals: collections.Counter[LedgerRow] = collections.Counter()
     lengths = set(lengths)
     for storage in saved:
-        total = totals.setdefault(find_row(storage.operation, storage.shape, lengths), [0, 0])
-        total[0] += storage.num_bytes
-        total[1] += 1
+        totals[find_row(storage.operation, storage.shape, lengths)] += storage.num_bytes
     has_two_stacks = len({row.stack for row in totals if row.stack}) > 1
     return tuple(
         Row(
             (f"{row.stack} " if has_two_stacks and row.stack else "") + name_row(row, activation),
-            totals[row][0],
-            totals[row][1],
+            totals[row],
             place,
-            is_in_layer=row.is_in_layer,
-            is_scores=row.is_scores,
+            row.is_in_layer,
+            row.is_scores,
         )
         for place, row in enumerate(LEDGER_ROWS)
         if row in totals
@@ -133,5 +146,5 @@ def sum_rows(saved: Iterable[SavedStorage], lengths: Iterable[int], activation: 
 
 
 def name_row(row: LedgerRow, activation: str) -> str:
-    """Its title, or that of the MLP's activation."""
+    """The row's title; the MLP's activation is called by its name."""
     return activation if row.title == ACTIVATION else row.title

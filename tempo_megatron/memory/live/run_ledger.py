@@ -1,7 +1,7 @@
-"""Measures on this rank, as it trains, what the first micro batch of a user's run keeps.
+"""Measures what the first micro batch of a user's run keeps, on this rank, while it trains.
 
-Nothing is put into the run's way. While the models run forward it is noted which module runs; what autograd holds is
-then read from the graph of their outputs. Losses are bit for bit what they are without.
+The run is not changed, and its losses are the same bit for bit: during forward only the running module is noted, and
+what autograd holds is read from the graph of the outputs afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tempo_megatron.beside import Beside
-from tempo_megatron.memory.kept.attribution import Row, attribute_all, divide_by_layer, sum_rows
+from tempo_megatron.memory.kept.attribution import LayerKind, Row, attribute_all, divide_by_layer, sum_rows
 from tempo_megatron.memory.kept.plots import plot_kept, plot_timeline
 from tempo_megatron.memory.kept.recorder import GraphReader, SavedStorage
 from tempo_megatron.memory.kept.timeline import (
@@ -36,42 +36,30 @@ from tempo_megatron.slots.mlp import describe_activation
 
 _WIDTH = 34
 _ByLayer = dict[tuple[str, int], list[SavedStorage]]
-"""(stack, number from 0 over the whole model) -> what the layer keeps."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LayersAlike:
-    """Layers that keep the same, operation by operation."""
-
-    layers: str
-    """`0-11,20`, from 0 over the whole model, after the name of their stack where a model has two."""
-    num_layers: int
-    rows: tuple[Row, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(row.num_bytes for row in self.rows)
+"""(stack, number of the layer from 0 over the whole model) -> what it keeps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What one rank found."""
+    """What one rank keeps."""
 
     title: str
     stage: int
     sbh_bytes: int
     """s * b * h of the run."""
-    layers: tuple[LayersAlike, ...]
+    layers: tuple[LayerKind, ...]
     outside: tuple[Row, ...]
+    """What the model keeps around its layers."""
     standing: dict[str, int]
-    stock: tuple[tuple[str, int], ...]
-    """(operation, bytes) of a stock layer of the same shape; empty where it cannot be measured."""
-    stock_unknown: str = ""
+    """Weights, gradients and optimizer states -> bytes."""
+    stock: dict[str, int]
+    """Operation -> bytes of a stock layer of the same shape; empty where it cannot be measured."""
+    stock_unknown: str
     """Why a stock layer cannot be measured."""
 
     @property
     def kept_bytes(self) -> int:
-        kept = sum(kind.num_layers * kind.num_bytes for kind in self.layers)
+        kept = sum(kind.num_layers * kind.layer_bytes for kind in self.layers)
         return kept + sum(row.num_bytes for row in self.outside)
 
 
@@ -79,11 +67,11 @@ class RunLedger:
     """Measures the first training forward of each model of this rank.
 
     Args:
-        models: as the run has them, perhaps wrapped (DeepSpeed's engine, Megatron's DDP): the chunks of this rank.
+        models: the model chunks of this rank, perhaps wrapped (DeepSpeed's engine, Megatron's DDP).
         micro_batch_size: b.
         seq_length, decoder_seq_length: tokens of a sample; only a T5's decoder has a length of its own.
-        read_run: the run of a model of this rank, of which only the layers count; raises ValueError where the estimate
-            does not know them.
+        read_run: returns the Run of one of the models, which must be right for its layers only. It raises ValueError
+            where the estimate does not know them.
 
     Raises ValueError as GraphReader.
     """
@@ -106,7 +94,7 @@ class RunLedger:
         self.standing = StandingBytes(self._models)
         self._hooks: list[Any] = []
         for place, model in enumerate(self._models):
-            GraphReader(model)  # says at once what it misses
+            GraphReader(model)  # raises here if torch is too old
             self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._hooks.append(
                 model.register_forward_hook(
@@ -115,23 +103,22 @@ class RunLedger:
             )
 
     def measure(self) -> Measured | None:
-        """What was found, and no further look at the run; None where no model of this rank ran forward in training."""
+        """Stop looking at the run, and return what was found; None if no model of this rank ran forward in training."""
         for hook in self._hooks:
             hook.remove()
         self.standing.close()
         if not self._saved:
             return None
-        model, lengths = self._models[0], self._lengths
-        config = model.config
+        config = self._models[0].config
         activation = describe_activation(config)
         by_layer, rest = self._divide()
-        stock, stock_unknown = self._find_stock(model)
+        stock, stock_unknown = self._find_stock()
         return Measured(
             title=self.write_title(),
             stage=find_stage(),
             sbh_bytes=self._seq_length * self._micro_batch_size * config.hidden_size,
-            layers=tuple(_list_kinds(by_layer, lengths, activation)),
-            outside=sum_rows(rest, lengths, activation),
+            layers=tuple(_list_kinds(by_layer, self._lengths, activation)),
+            outside=sum_rows(rest, self._lengths, activation),
             standing=self.standing.count(),
             stock=stock,
             stock_unknown=stock_unknown,
@@ -164,7 +151,7 @@ class RunLedger:
         return by_layer, rest
 
     def follow_step(self) -> StepTimeline:
-        """To follow a step with, after the one in which the optimizer made its states."""
+        """A follower of a later step than the first, so that it knows the optimizer's states."""
         return StepTimeline(self._models, self.standing.list_lasting())
 
     def write_title(self) -> str:
@@ -177,24 +164,25 @@ class RunLedger:
             f"b {self._micro_batch_size}, {layout}"
         )
 
-    def _find_stock(self, model: Any) -> tuple[tuple[tuple[str, int], ...], str]:
-        """The rows of one stock layer, measured in a process of its own; or none, and why."""
+    def _find_stock(self) -> tuple[dict[str, int], str]:
+        """The rows of one stock layer, measured in a separate process; or no rows, and why."""
+        model = self._models[0]
         if sum(hasattr(model, stack) for stack in STACKS) > 1:
-            return (), "the model has two stacks of layers"
+            return {}, "the model has two stacks of layers"
         try:
-            rows = Beside("tempo_megatron.memory.plan.kept_rows:measure_stock_layer", self._read_run(model)).wait()
+            found = Beside("tempo_megatron.memory.plan.kept_rows:measure_stock_layer", self._read_run(model)).wait()
         except ValueError as error:
-            return (), str(error)
-        return tuple(rows.items()), ""
+            return {}, str(error)
+        return dict(found), ""
 
 
-def _list_kinds(by_layer: _ByLayer, lengths: set[int], activation: str) -> Iterator[LayersAlike]:
+def _list_kinds(by_layer: _ByLayer, lengths: set[int], activation: str) -> Iterator[LayerKind]:
     has_two_stacks = len({stack for stack, _ in by_layer}) > 1
     kinds: dict[tuple[str, tuple[Row, ...]], list[int]] = {}
     for (stack, number), storages in sorted(by_layer.items()):
         kinds.setdefault((stack, sum_rows(storages, lengths, activation)), []).append(number)
     for (stack, rows), numbers in kinds.items():
-        yield LayersAlike((f"{stack} " if has_two_stacks else "") + write_layers(numbers), len(numbers), rows)
+        yield LayerKind((f"{stack} " if has_two_stacks else "") + write_layers(numbers), len(numbers), rows)
 
 
 def unwrap(model: Any) -> Any:
@@ -222,13 +210,12 @@ def is_printer() -> bool:
 
 
 def format_measured(found: Measured) -> str:
-    """The table of a run."""
+    """The table of what a run keeps."""
     lines = [
         f"ledger of this run's first micro batch, stage {found.stage}: {found.title}",
         f"{'kept for backward by':<{_WIDTH}}{'bytes':>17}{'sbh':>11}{'stock':>19}",
     ]
     rule = "-" * len(lines[-1])
-    stock = dict(found.stock)
 
     def write(name: str, num_bytes: int, stock_bytes: int | None = None) -> str:
         beside = "" if stock_bytes is None else f"{stock_bytes:>19,}"
@@ -239,9 +226,9 @@ def format_measured(found: Measured) -> str:
         if len(found.layers) > 1:
             lines.append(f"layers {kind.layers}")
         names = [row.operation for row in kind.rows]
-        lines += [write(row.operation, row.num_bytes, stock.get(row.operation)) for row in kind.rows]
-        lines += [write(name, 0, num_bytes) for name, num_bytes in found.stock if name not in names]
-        lines.append(write(f"each of layers {kind.layers}", kind.num_bytes, sum(stock.values()) or None))
+        lines += [write(row.operation, row.num_bytes, found.stock.get(row.operation)) for row in kind.rows]
+        lines += [write(name, 0, num_bytes) for name, num_bytes in found.stock.items() if name not in names]
+        lines.append(write(f"each of layers {kind.layers}", kind.layer_bytes, sum(found.stock.values()) or None))
     lines += [rule, *(write(row.operation, row.num_bytes) for row in found.outside), rule]
     num_layers = sum(kind.num_layers for kind in found.layers)
     lines.append(write(f"this rank, {num_layers} layers", found.kept_bytes))
@@ -256,18 +243,17 @@ def describe_measured(found: Measured) -> dict[str, Any]:
     return {
         **dataclasses.asdict(found),
         "layers": [
-            {"layers": kind.layers, "num_layers": kind.num_layers, "num_bytes": kind.num_bytes}
+            {"layers": kind.layers, "num_layers": kind.num_layers, "num_bytes": kind.layer_bytes}
             | {"rows": {row.operation: row.num_bytes for row in kind.rows}}
             for kind in found.layers
         ],
         "outside": {row.operation: row.num_bytes for row in found.outside},
-        "stock": dict(found.stock),
         "kept_bytes": found.kept_bytes,
     }
 
 
 def write_json(content: dict[str, Any], file: str | Path) -> None:
-    """Write it, with the folder where that is missing."""
+    """Write a JSON file; its folder is made where it is missing."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -276,8 +262,8 @@ class RunObserver:
     """Looks at the first two steps of a run, on the first rank of each pipeline stage.
 
     Args:
-        models: of this rank, perhaps wrapped.
-        prefix: of the files: PREFIX.stageN.json and .png.
+        models: the model chunks of this rank, perhaps wrapped.
+        prefix: the files are PREFIX.stageN.json and .png.
         sizes: the other arguments of `RunLedger`.
     """
 
@@ -288,7 +274,7 @@ class RunObserver:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around each training step."""
+        """Enter this around each training step."""
         self._num_steps += 1
         if self._ledger is None or self._num_steps > 2:
             yield
@@ -323,8 +309,8 @@ def _say(text: str) -> None:
 
 
 def plot_measured(found: Measured, png: str) -> None:
-    """A run's layers beside a stock one."""
-    layers = {"stock": dict(found.stock)} if found.stock else {}
+    """Draw a run's kinds of layers, with a stock layer first."""
+    layers = {"stock": found.stock} if found.stock else {}
     for kind in found.layers:
         label = "this run" if len(found.layers) == 1 else f"layers\n{kind.layers}"
         layers[label] = {row.operation: row.num_bytes for row in kind.rows}
