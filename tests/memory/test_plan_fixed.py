@@ -36,7 +36,7 @@ def read_problem(monkeypatch: pytest.MonkeyPatch, full_rise: int) -> tuple[Probl
         asked.append(run.recompute)
         kept = 12 * count_layer_bytes(make_layer(run), IN_PLACE, stock="transformer_engine")
         around = HEADS[run.tempo.loss] + (full_rise if run.recompute else 0)
-        return tuple(RankEstimate(f"stage {n}", 1, "", {"layers": (2 - n) * kept + around}, 0) for n in (0, 1))
+        return tuple(RankEstimate(f"stage {n}", 1, "", {"layers": (2 - n) * kept + around}) for n in (0, 1))
 
     monkeypatch.setattr(plan_verify, "estimate_ranks", estimate)
     parser = argparse.ArgumentParser()

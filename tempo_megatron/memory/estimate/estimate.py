@@ -5,8 +5,8 @@ pipeline's schedule, and then the optimizer's step. The estimate is the highest 
 from the real modules on fake tensors (`tempo_megatron.memory.simulated.chunk`); nothing in the sum is fitted.
 
 Not in it: memory that an operation takes and gives back inside itself (but for Tempo's on a CPU), what an allocator
-rounds up or keeps, contexts and workspaces of CUDA, cuBLAS and NCCL, and on a CPU the 512 KiB of tables that the
-in-place GELU of 16 bits makes once in a process.
+rounds up or keeps, CUDA's context, NCCL's buffers, cuBLAS's workspaces where no GPU is named, and on a CPU the 512 KiB
+of tables that the in-place GELU of 16 bits makes once in a process.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tempo_megatron.memory.estimate.model_states import (
     count_model_states,
     makes_gradients,
 )
+from tempo_megatron.memory.estimate.workspaces import count_workspaces
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk, trace_chunk
 from tempo_megatron.memory.simulated.phases import ChunkMemory, Moment
@@ -41,8 +42,8 @@ class RankEstimate:
     parts: dict[str, int]
     """What stands at the peak -> bytes; see PART_NAMES."""
 
-    at_rest_bytes: int
-    """Between two steps: weights, gradients, optimizer states and buffers that stay."""
+    at_rest: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What stands between two steps -> bytes, as in `parts`."""
 
     rounded_bytes: int | None = None
     """With torch's caching allocator simulated: what it counts as allocated at most."""
@@ -54,6 +55,10 @@ class RankEstimate:
     def peak_bytes(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def at_rest_bytes(self) -> int:
+        return sum(self.at_rest.values())
+
 
 PART_NAMES = (
     "weights",
@@ -61,6 +66,8 @@ PART_NAMES = (
     "optimizer states",
     "communication buffers",
     "global memory buffer",
+    "workspaces",
+    "stage inputs",
     "micro batches",
     "other micro batches' activations",
     "embedding",
@@ -74,6 +81,8 @@ PART_NAMES = (
 _DESCRIPTIONS = {
     "communication buffers": "buckets of gradients",
     "global memory buffer": "Megatron's global memory buffer",
+    "workspaces": "cuBLAS's workspaces",
+    "stage inputs": "earlier inputs and their gradients",
     "micro batches": "tokens, labels and masks",
     "embedding": "activations of the embedding",
     "layers": "activations of the layers",
@@ -128,7 +137,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
             accumulates=num_micro_batches > 1,
         )
         events = list_events(stage, stages, len(chunks), num_micro_batches)
-        found.append(_estimate_rank(_name(stage, stages), chunks, states, events))
+        workspaces = count_workspaces(run, has_head=stage == stages - 1)
+        found.append(_estimate_rank(_name(stage, stages), chunks, states, workspaces, events))
     if simulates_allocator:
         allocator = simulate_allocator(
             trace_chunk(run, has_gradients=has_gradients),
@@ -149,7 +159,7 @@ def _name(stage: int, num_stages: int) -> str:
 
 
 def _estimate_rank(
-    name: str, chunks: Sequence[ChunkMemory], states: ModelStates, events: Iterable[Event]
+    name: str, chunks: Sequence[ChunkMemory], states: ModelStates, workspaces: int, events: Iterable[Event]
 ) -> RankEstimate:
     """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward."""
     highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
@@ -158,23 +168,27 @@ def _estimate_rank(
             moments = memory.list_moments(in_backward=not is_forward)
             with_buckets = ((moment, states.count_buckets(moment)) for moment in moments)
             highest[chunk, is_forward] = max(with_buckets, key=lambda each: each[0].num_bytes + each[1])
-    waiting = [0] * len(chunks)
-    candidates: dict[tuple[tuple[int, ...], int, bool], int] = {}
+    waiting, follows_backward = [0] * len(chunks), False
+    candidates: dict[tuple[tuple[int, ...], int, bool, bool], int] = {}
     for event in events:
         waiting[event.chunk] -= 0 if event.is_forward else 1
-        key = (tuple(waiting), event.chunk, event.is_forward)
+        key = (tuple(waiting), event.chunk, event.is_forward, follows_backward)
         if key not in candidates:
             in_flight = sum(n * memory.bytes_in_flight for n, memory in zip(waiting, chunks, strict=True))
-            moment, buckets = highest[key[1:]]
-            candidates[key] = in_flight + chunks[event.chunk].micro_batch_bytes + moment.num_bytes + buckets
+            moment, buckets = highest[event.chunk, event.is_forward]
+            earlier = _count_earlier_inputs(chunks, *key)
+            candidates[key] = in_flight + chunks[event.chunk].micro_batch_bytes + moment.num_bytes + buckets + earlier
         waiting[event.chunk] += 1 if event.is_forward else 0
-    others, chunk, is_forward = max(candidates, key=lambda key: candidates[key])
+        follows_backward |= not event.is_forward
+    others, chunk, is_forward, follows_backward = max(candidates, key=lambda key: candidates[key])
     moment, buckets = highest[chunk, is_forward]
     # Its chunks share one, which stays from the first micro batch on.
-    lasting = _list_parts(states) | {"global memory buffer": max(each.global_buffer_bytes for each in chunks)}
+    buffer = max(each.global_buffer_bytes for each in chunks)
+    lasting = _list_parts(states) | {"global memory buffer": buffer, "workspaces": workspaces}
     parts = lasting | {
         "gradients": states.standing_gradients + moment.gradient_bytes,
         "communication buffers": lasting["communication buffers"] + buckets,
+        "stage inputs": _count_earlier_inputs(chunks, others, chunk, is_forward, follows_backward),
         "micro batches": sum(n * each.micro_batch_bytes for n, each in zip(others, chunks, strict=True))
         + chunks[chunk].micro_batch_bytes,
         "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True)),
@@ -182,15 +196,46 @@ def _estimate_rank(
         "transients": moment.rise,
     }
     num_parameters = sum(memory.num_parameters for memory in chunks)
+    at_rest = lasting | {
+        "gradients": states.gradients_at_rest,
+        "stage inputs": sum(_count_own_input(each) for each in chunks),
+    }
     ends = {
         moment.name: parts,
         "reduction of the gradients": lasting
         | {"gradients": states.reduction, "micro batches": chunks[chunk].micro_batch_bytes},
-        "optimizer step": lasting | {"gradients": states.gradients, "transients": states.step_transient},
+        "optimizer step": at_rest | {"gradients": states.gradients, "transients": states.step_transient},
     }
     name_of_moment = max(ends, key=lambda each: sum(ends[each].values()))
-    at_rest = sum(lasting.values()) + states.standing_gradients
     return RankEstimate(name, num_parameters, name_of_moment, ends[name_of_moment], at_rest)
+
+
+def _count_own_input(chunk: ChunkMemory) -> int:
+    """The input of a chunk's latest micro batch, and its gradient.
+
+    The chunk's block has the input in an attribute until the next one comes (core/transformer/transformer_block.py:578
+    of megatron-core 0.16.1), and the schedule lets it keep its gradient (core/pipeline_parallel/schedules.py:469).
+    """
+    return 2 * chunk.input_bytes
+
+
+def _count_earlier_inputs(
+    chunks: Sequence[ChunkMemory], waiting: Sequence[int], current: int, is_forward: bool, follows_backward: bool
+) -> int:
+    """What a stage has of micro batches whose backward is over while chunk `current` runs.
+
+    A chunk with none in flight has the last one's input. In forward the schedule's variables, too, have what the
+    backward before it took and gave: the output, from whose graph the input and its gradient hang, and the gradient
+    that was received; between interleaved chunks this is the one for the next backward, received ahead
+    (core/pipeline_parallel/schedules.py:2195-2269 and 1740-1960 of megatron-core 0.16.1).
+    """
+    idle = (each for place, each in enumerate(chunks) if place != current and not waiting[place])
+    handed = 0
+    if is_forward and follows_backward:
+        chunk = chunks[current]
+        received = chunk.output_bytes if len(chunks) == 1 else max(each.output_bytes for each in chunks)
+        handed = _count_own_input(chunk) + received
+    return sum(map(_count_own_input, idle)) + handed
 
 
 def _list_parts(states: ModelStates) -> dict[str, int]:

@@ -5,7 +5,9 @@ P is the parameters of a rank, e the bytes of one, d the ranks that share optimi
 - "none": weights e P, and gradients e P that backward makes and the next step frees; no optimizer.
 - "megatron": Megatron's DistributedDataParallel holds gradients in float32 buffers (of float16 in float16). Adam's
   moments are float32, and of 16-bit weights there is a float32 copy. With the distributed optimizer moments and copy
-  are divided by d. Gathered weights and reduced gradients use the same buffers.
+  are divided by d. Gathered weights and reduced gradients use the same buffers. The step converts float16 gradients to
+  float32, of the distributed optimizer those of this rank's part, and the next step's `zero_grad` frees the copies
+  (core/optimizer/optimizer.py:759 and distrib_optimizer.py:2419 of megatron-core 0.16.1).
 - "deepspeed": Adam as above, in one of three of its optimizers. Without ZeRO, states are whole on every rank. ZeRO 1 in
   bf16 with "grad_accum_dtype" fp32 is its BF16_Optimizer: gradients in bf16 and float32, and states divided by d. Else
   ZeRO divides the states; a copy of float32 weights is among them. ZeRO 2 divides gradients too, ZeRO 3 weights too, of
@@ -63,6 +65,9 @@ class ModelStates:
     gradients: int = 0
     """In the optimizer's step."""
 
+    gradients_at_rest: int = 0
+    """Between steps."""
+
     step_transient: int = 0
     """What reducing the gradients and the optimizer's step make beside all this; there is no activation then."""
 
@@ -106,11 +111,19 @@ def count_model_states(
     is_16_bit = e < _FLOAT32
     states = _FLOAT32 * (_MOMENTS + is_16_bit) * p
     if optimizer.kind == "none":
-        return ModelStates(weights=e * p, standing_gradients=e * p if accumulates else 0)
+        standing = e * p if accumulates else 0
+        return ModelStates(weights=e * p, standing_gradients=standing, gradients_at_rest=standing)
     if optimizer.kind == "megatron":
-        gradients = (2 if dtype == torch.float16 else _FLOAT32) * p
-        states = _divide(states, d if optimizer.distributed else 1)
-        return ModelStates(weights=e * p, optimizer_states=states, standing_gradients=gradients, gradients=gradients)
+        is_float16, parts = dtype == torch.float16, d if optimizer.distributed else 1
+        standing = (2 if is_float16 else _FLOAT32) * p
+        gradients = standing + (_divide(_FLOAT32 * p, parts) if is_float16 else 0)
+        return ModelStates(
+            weights=e * p,
+            optimizer_states=_divide(states, parts),
+            standing_gradients=standing,
+            gradients=gradients,
+            gradients_at_rest=gradients,
+        )
     roots = _FLOAT32 if optimizer.foreach else 0
     standing = 0 if makes_gradients(optimizer, dtype, accumulates) else e * p
     if optimizer.zero_stage == 0:

@@ -220,11 +220,18 @@ def _make_gpt_shape(transformer_config: TransformerConfig, seq_length: int) -> M
 
 
 def build_ledger_config(
-    shape: ModelShape, *, sequence_parallel: bool, dtype: torch.dtype, recompute: tuple[str, ...]
+    shape: ModelShape,
+    *,
+    sequence_parallel: bool,
+    dtype: torch.dtype,
+    recompute: tuple[str, ...],
+    fuse_swiglu: bool = False,
 ) -> TransformerConfig:
     """The model's TransformerConfig under the initialised model parallelism.
 
-    recompute: nothing, or "full", or names of Megatron's recompute modules ("core_attn", "mlp").
+    Args:
+        recompute: nothing, or "full", or names of Megatron's recompute modules ("core_attn", "mlp").
+        fuse_swiglu: Megatron's fused SwiGLU, where that is the activation.
     """
     choices: dict[str, Any] = {}
     if "full" in recompute:
@@ -236,6 +243,7 @@ def build_ledger_config(
         dtype=dtype,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         sequence_parallel=sequence_parallel,
+        fuse_swiglu=fuse_swiglu,
         # Drawing the values of a large model's weights would take longer than its forward.
         perform_initialization=False,
         **choices,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -36,6 +37,11 @@ from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
+from tempo_megatron.memory.simulated.transformer_engine import (
+    choose_attention,
+    copy_outputs_of_attention,
+    put_norm_kernels,
+)
 from tempo_megatron.memory.storages import AllocationTrace, PeakBytes, count_storage_bytes, find_storages
 from tempo_megatron.models.build import build_model, choose_for_model, make_inputs
 from tempo_megatron.models.shape import ModelShape
@@ -146,10 +152,15 @@ class _Chunk:
         self._has_gradients = has_gradients
         shape = run.model
         config = build_ledger_config(
-            shape, sequence_parallel=run.sequence_parallel, dtype=run.dtype, recompute=run.recompute
+            shape,
+            sequence_parallel=run.sequence_parallel,
+            dtype=run.dtype,
+            recompute=run.recompute,
+            fuse_swiglu=run.stock == "transformer_engine",
         )
-        chosen = choose_for_model(shape, config, run.tempo).config
-        if run.stock == "transformer_engine" and run.stock_attention != "unfused":
+        asked = chosen = choose_for_model(shape, config, run.tempo).config
+        attention = choose_attention(run) if run.stock == "transformer_engine" else "unfused"
+        if attention != "unfused":
             chosen = _fuse_attention(chosen)
         stacks = STACKS_OF_FAMILIES[shape.family]
         layers = range(shape.num_layers)
@@ -161,6 +172,7 @@ class _Chunk:
             for place, (index, _) in enumerate(rows)
             for stack in stacks
         }
+        copies = attention == "flash" and run.micro_batch_size > 1
         if run.recompute_num_layers is not None:
             num_recomputed = sum(recomputed[index] != () for index, _ in rows)
             config = dataclasses.replace(config, recompute_method="block", recompute_num_layers=num_recomputed)
@@ -178,6 +190,12 @@ class _Chunk:
         if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
             put_softmax_kernels(self._model)
         self._stacks = [getattr(self._model, stack) for stack in stacks]
+        for stack, block in zip(stacks, self._stacks, strict=True):
+            for layer, (index, _) in zip(block.layers, rows, strict=True):
+                if copies and asked.for_layer(index, stack).attention == "off":
+                    copy_outputs_of_attention(layer)
+        if run.stock == "transformer_engine":
+            put_norm_kernels(self._model)
         # (layer, how many it stands for) of one stack after the other; a layer's place is that in this list.
         self._layers = [
             (layer, times) for stack in self._stacks for layer, (_, times) in zip(stack.layers, rows, strict=True)
@@ -202,12 +220,28 @@ class _Chunk:
         )
         return ChunkMemory(
             *self._count_parameters(),
-            count_storage_bytes(value for value in batch.values() if isinstance(value, Tensor)),
+            self._count_batch(batch),
             self._count_largest(),
             self._buffer.count_bytes(),
+            0 if self._pre_process else self._count_hidden(),
+            0 if self._post_process else self._count_hidden(),
             forward,
             backward,
         )
+
+    def _count_batch(self, batch: Mapping[str, Any]) -> int:
+        """The micro batch's own tensors.
+
+        The causal masks of the samples are one tensor of bool, which no kernel reads (Megatron-LM: GPTDataset makes
+        one a sample); stages without embedding and loss head get none (pretrain_gpt.py: get_batch).
+        """
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        masks = 0
+        if self._run.data_has_masks and self._run.model.family == "gpt":
+            tensors.pop("attention_mask", None)
+            if self._pre_process or self._post_process:
+                masks = self._run.micro_batch_size * self._run.model.seq_length**2
+        return count_storage_bytes(tensors.values()) + masks
 
     def trace(self) -> Allocations:
         batch = self._make_batch()
@@ -236,13 +270,19 @@ class _Chunk:
         known = [*self._model.parameters(), *self._model.buffers(), *batch.values(), *gradients]
         seen = count_with(*(t for t in known if isinstance(t, Tensor)))
         self._seen = seen
-        self._buffer = LastingBuffer(seen)
+        self._buffer = LastingBuffer(seen, self._uses_global_buffer)
         set_global_buffer(self._buffer)
         self._add_marks()
         with self._seen, on_device(self._run.stock, self._seen):
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
             self._run_micro_batch(batch)
         return seen
+
+    def _uses_global_buffer(self) -> bool:
+        """Transformer Engine gathers tokens in memory of its own, and its unfused attention's scores are new memory
+        (pytorch/attention/dot_product_attention/backends.py:574); embedding and loss head are Megatron's."""
+        is_in_layers = self._phase is not None and self._phase[0] == LAYERS
+        return self._run.stock != "transformer_engine" or not is_in_layers
 
     def _run_micro_batch(self, batch: dict[str, Any]) -> None:
         self._mark(EMBEDDING if self._pre_process else LAYERS, None if self._pre_process else 0)
@@ -267,9 +307,15 @@ class _Chunk:
 
     def _make_hidden(self) -> Tensor:
         """Hidden states that another stage sends."""
+        return torch.empty(self._size_of_hidden(), dtype=self._run.dtype)
+
+    def _size_of_hidden(self) -> tuple[int, int, int]:
         run = self._run
         num_tokens = run.model.seq_length // (run.tensor_parallel if run.sequence_parallel else 1)
-        return torch.empty(num_tokens, run.micro_batch_size, run.model.hidden_size, dtype=run.dtype)
+        return num_tokens, run.micro_batch_size, run.model.hidden_size
+
+    def _count_hidden(self) -> int:
+        return math.prod(self._size_of_hidden()) * self._run.dtype.itemsize
 
     def _make_batch(self, *, gives_mask: bool = False) -> dict[str, Any]:
         run = self._run

@@ -123,13 +123,20 @@ class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]
 
     A process has one (for tokens that sequence parallelism gathers, and unfused attention's scores). It grows in the
     first micro batch and stays: no micro batch has one of its own.
+
+    Args:
+        seen: counts all other memory.
+        is_used: says whether what runs now uses the buffer; Transformer Engine's modules take memory anew instead.
     """
 
-    def __init__(self, seen: PeakBytes) -> None:
+    def __init__(self, seen: PeakBytes, is_used: Callable[[], bool] = lambda: True) -> None:
         super().__init__()
-        self._seen = seen
+        self._seen, self._is_used = seen, is_used
 
-    def get_tensor(self, *args: Any, **keywords: Any) -> Tensor:
+    def get_tensor(self, tensor_shape: Any, dtype: torch.dtype, *args: Any, **keywords: Any) -> Tensor:
+        if not self._is_used():
+            return torch.empty(tensor_shape, dtype=dtype)
+        args = (tensor_shape, dtype, *args)
         return self._seen.make_known(lambda: GlobalMemoryBuffer.get_tensor(self, *args, **keywords))
 
     def count_bytes(self) -> int:

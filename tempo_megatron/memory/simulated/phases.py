@@ -44,6 +44,12 @@ class ChunkMemory:
     global_buffer_bytes: int
     """Megatron's global memory buffer, of which a process has one for all its chunks and micro batches."""
 
+    input_bytes: int
+    """The hidden states that it gets from another chunk; 0 where it has the embedding."""
+
+    output_bytes: int
+    """Those that it gives to another chunk; 0 where it has the loss head."""
+
     forward: tuple[Phase, ...]
     backward: tuple[Phase, ...]
 

@@ -1,0 +1,43 @@
+"""Counts cuBLAS's workspaces on a GPU, which torch's allocator counts as allocated for the life of a process.
+
+torch gives each handle of cuBLAS a workspace on its first product, and each thread has a handle of its own: that of
+forward, and autograd's of backward (aten/src/ATen/cuda/CublasHandlePool.cpp: getCurrentCUDABlasHandle,
+parseChosenWorkspaceSize). Transformer Engine's products share one of their own (2.20,
+pytorch/cpp_extensions/gemm.py:40-67). Where published runs differ in nothing but the GPU or --deterministic-mode, these
+sizes are the difference (NVIDIA's functional tests of Megatron-LM: 28 MiB from A100 to H100 under
+gpt3_7b_tp4_pp1_memory_speed, 47.75 MiB on GB200 from one mode to the other).
+"""
+
+from __future__ import annotations
+
+from tempo_megatron.memory.run import Run
+
+_KIB = 1 << 10
+_THREADS = 2
+DETERMINISTIC_BYTES = 8 * 4096 * _KIB
+"""CUBLAS_WORKSPACE_CONFIG=:4096:8, without which torch's deterministic algorithms refuse products."""
+
+TORCH_BYTES = {
+    "a100": (2 * 4096 + 8 * 16) * _KIB,
+    "h100": 8 * 4096 * _KIB,
+    "gb200": (2 * 4096 + 8 * 16) * _KIB,
+}
+"""Of one handle where CUBLAS_WORKSPACE_CONFIG says nothing: cuBLAS's default of :4096:2:16:8, and more on Hopper."""
+
+TRANSFORMER_ENGINE_BYTES = {"a100": 4096 * _KIB, "h100": 32 * 1024 * _KIB + 1024, "gb200": 32 * 1024 * _KIB + 1024}
+
+
+def count_workspaces(run: Run, *, has_head: bool) -> int:
+    """Of one rank; 0 where nothing says which GPU it is.
+
+    Args:
+        run: on a GPU.
+        has_head: whether the rank has the loss head, whose product is torch's whoever's the layers are.
+    """
+    if run.gpu is None or run.stock == "cpu":
+        return 0
+    of_torch = _THREADS * (DETERMINISTIC_BYTES if run.deterministic else TORCH_BYTES[run.gpu])
+    if run.stock == "local":
+        return of_torch
+    uses_torch = has_head or run.stock_attention == "unfused" or not run.tempo.is_off
+    return TRANSFORMER_ENGINE_BYTES[run.gpu] + (of_torch if uses_torch else 0)

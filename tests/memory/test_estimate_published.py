@@ -1,0 +1,162 @@
+"""Estimates of runs whose memory NVIDIA has published, and what each part that they showed to be missing is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
+from tempo_megatron.memory.estimate.workspaces import count_workspaces
+from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.simulated.chunk import simulate_chunk
+from tempo_megatron.memory.simulated.phases import LAYERS
+from tempo_megatron.memory.simulated.transformer_engine import choose_attention
+from tempo_megatron.models.shape import make_shape
+
+MIB = 1 << 20
+WHOLE, DISTRIBUTED = OptimizerSettings(distributed=False), OptimizerSettings(distributed=True)
+# Of most of the functional tests in NVIDIA/Megatron-LM@d98e8a64dd, tests/functional_tests/test_cases/gpt.
+SMALL = {"num_layers": 12, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "vocab_size": 50257}
+LARGE = {
+    "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "seq_length": 8192,
+    "vocab_size": 131073, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+
+
+def make_run(sizes: dict[str, Any], **settings: Any) -> Run:
+    usual = {"micro_batch_size": 4, "stock": "transformer_engine", "deterministic": True, "data_has_masks": True}
+    return Run(**{"model": make_shape(**sizes), "tempo": TempoConfig.off(), **usual, **settings})
+
+
+# mem-allocated-bytes and mem-max-allocated-bytes of the last rank, from the golden values of the test so called.
+PUBLISHED = {
+    "gpt3_mcore_te_tp1_pp1_resume_torch_dist_dist_optimizer, dgx_h100": (
+        make_run(SMALL, gpu="h100", data_parallel=8, num_micro_batches=1),
+        581489664,
+        2691792384,
+    ),
+    "gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files_1node, dgx_gb200": (
+        make_run(SMALL, gpu="gb200", data_parallel=4, num_micro_batches=2, stock_attention="unfused"),
+        678556160,
+        4801303040,
+    ),
+    "gpt3_mcore_te_tp1_pp4_vp1_resume_torch_decoupled_lr, dgx_h100": (
+        make_run(
+            SMALL,
+            gpu="h100",
+            pipeline_parallel=4,
+            layers_per_virtual_stage=1,
+            data_parallel=2,
+            num_micro_batches=4,
+            optimizer=WHOLE,
+        ),
+        759682560,
+        2639761408,
+    ),
+    "gpt3_7b_tp1_pp4_memory_speed, dgx_gb200": (
+        make_run(
+            LARGE,
+            gpu="gb200",
+            pipeline_parallel=4,
+            layers_per_virtual_stage=1,
+            data_parallel=2,
+            micro_batch_size=1,
+            num_micro_batches=4,
+        ),
+        24540168192,
+        60519342080,
+    ),
+    "gpt3_7b_tp4_pp1_memory_speed, dgx_a100": (
+        make_run(LARGE, gpu="a100", tensor_parallel=4, data_parallel=2, micro_batch_size=2, num_micro_batches=2),
+        20634103808,
+        58188115968,
+    ),
+    "gpt3_7b_tp4_pp1_memory_speed, dgx_h100": (
+        make_run(LARGE, gpu="h100", tensor_parallel=4, data_parallel=2, micro_batch_size=2, num_micro_batches=2),
+        20663519232,
+        57143791616,
+    ),
+    "gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather, dgx_h100": (
+        make_run(SMALL, gpu="h100", data_parallel=8, num_micro_batches=1, stock="local", dtype=torch.float16),
+        518880768,
+        4608815616,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_run_is_estimated_within_half_a_percent(name: str) -> None:
+    run, at_rest, peak = PUBLISHED[name]
+    last = estimate_ranks(run)[-1]
+    assert last.at_rest_bytes == pytest.approx(at_rest, rel=0.005)
+    assert last.peak_bytes == pytest.approx(peak, rel=0.005)
+
+
+def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
+    run = make_run(SMALL, gpu="gb200", deterministic=False)
+    assert count_workspaces(dataclasses.replace(run, gpu=None), has_head=True) == 0
+    assert count_workspaces(dataclasses.replace(run, gpu="h100", stock="cpu"), has_head=True) == 0
+    # Products of torch are in the loss head, in unfused attention, and everywhere in Megatron's own modules.
+    engine = count_workspaces(run, has_head=False)
+    with_torch = count_workspaces(run, has_head=True)
+    assert with_torch == count_workspaces(dataclasses.replace(run, stock_attention="unfused"), has_head=False)
+    assert with_torch - engine == count_workspaces(dataclasses.replace(run, stock="local"), has_head=False)
+    deterministic = count_workspaces(dataclasses.replace(run, deterministic=True), has_head=True)
+    assert deterministic - with_torch == 2 * (32 * MIB - 8.125 * MIB)
+
+
+def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:
+    def estimate(**settings: Any) -> tuple[RankEstimate, ...]:
+        sizes = {**SMALL, "seq_length": 64, "hidden_size": 64}
+        return estimate_ranks(make_run(sizes, pipeline_parallel=2, num_micro_batches=4, **settings))
+
+    hidden = 64 * 4 * 64 * 2
+    assert [rank.at_rest["stage inputs"] for rank in estimate()] == [0, 2 * hidden]
+    chunks = [rank.at_rest["stage inputs"] for rank in estimate(layers_per_virtual_stage=2)]
+    assert chunks == [2 * 2 * hidden, 3 * 2 * hidden]
+
+
+def test_float16_gradients_are_there_a_second_time_until_the_next_step() -> None:
+    for optimizer, parts in ((WHOLE, 1), (DISTRIBUTED, 4)):
+        run = make_run({**SMALL, "seq_length": 64}, dtype=torch.float16, data_parallel=4, optimizer=optimizer)
+        (rank,) = estimate_ranks(run)
+        assert rank.at_rest["gradients"] == 2 * rank.num_parameters + -(-4 * rank.num_parameters // parts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"gpu": "a100"}, "flash"),
+        ({"gpu": "h100"}, "fused"),
+        ({"gpu": "gb200"}, "flash"),
+        ({"gpu": "gb200", "deterministic": False}, "fused"),
+        ({"gpu": None}, "fused"),
+        ({"gpu": "a100", "stock_attention": "unfused"}, "unfused"),
+    ],
+)
+def test_transformer_engine_chooses_an_attention_by_gpu(settings: dict[str, Any], expected: str) -> None:
+    assert choose_attention(make_run(SMALL, **settings)) == expected
+
+
+def test_flash_attention_keeps_its_output_twice_where_samples_are_several() -> None:
+    def keep(attention: str, samples: int) -> int:
+        run = make_run({**SMALL, "num_layers": 1}, stock_attention=attention, micro_batch_size=samples)
+        return simulate_chunk(run, range(1)).kept_bytes
+
+    assert keep("flash", 2) - keep("fused", 2) == 1024 * 2 * 512 * 2
+    assert keep("flash", 1) == keep("fused", 1)
+
+
+def test_a_gpus_modules_keep_what_their_kernels_keep() -> None:
+    """RMSNorm its input and a float32 a token, the fused SwiGLU its input; their outputs are the next linears'."""
+    sizes = {**SMALL, "num_layers": 3, "attention_dropout": 0.0, "hidden_dropout": 0.0, "add_bias_linear": False}
+    shape = {**sizes, "normalization": "RMSNorm", "activation": "swiglu", "ffn_hidden_size": 1024}
+    memory = simulate_chunk(make_run(shape, micro_batch_size=1), range(3))
+    kept = [phase.growth for phase in memory.forward if phase.part == LAYERS][1]
+    # A token's: inputs and outputs of two norms, q, k, v, attention's output, and three of the MLP's inner size.
+    of_token = 2 * (4 * 512 + 4 * 512 + 3 * 1024) + 4 * (2 + 8)
+    assert kept == 1024 * of_token
