@@ -19,7 +19,7 @@ CONFIGS = Path("configs")
 # the latest; on 3.12 pip brings 0.19, which says that GPTModel is deprecated, and in which it works as before.
 MEGATRON = ["megatron-core>=0.14,<0.21"]
 DEEPSPEED = ["deepspeed>=0.16"]
-TRAIN = [*MEGATRON, *DEEPSPEED, "tokenizers", "safetensors", "tensorboard", "matplotlib", "tqdm"]
+TRAIN = [*MEGATRON, *DEEPSPEED, "tokenizers", "safetensors", "tensorboard", "matplotlib", "tqdm", "pyyaml"]
 GPU = ["triton>=3.2; sys_platform == 'linux'"]
 MPI = ["mpi4py"]
 TEST = [

@@ -169,7 +169,13 @@ def _run(argv: list[str]) -> int:
             return int(importlib.import_module(command.module).main(argv[1:], prog=f"tempo-megatron {name}"))
         _quiet_imports()
         getattr(importlib.import_module(command.arguments or command.module), f"add_{name}_arguments")(of_command)
+    words: list[str] = []
+    if argv[:1] in (["estimate"], ["plan"]) and "--" in argv:
+        # Behind it stands a command of Megatron-LM.
+        place = argv.index("--")
+        argv, words = argv[:place], argv[place + 1 :]
     args = parser.parse_args(argv)
+    args.words = words
     command = _COMMANDS[args.command]
     if command.needs:
         check_installed("it", command.needs, "megatron.core")

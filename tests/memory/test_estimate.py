@@ -247,7 +247,7 @@ def test_the_command_says_what_fits_and_what_does_not(capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "stock does not fit 6.00 GiB: all ranks needs" in out and "Tempo fits 6.00 GiB with" in out
     assert plot.read_bytes()[:4] == b"\x89PNG"
-    rows = json.loads(figures.read_text())["Tempo"][0]
+    rows = json.loads(figures.read_text())["tempo"][0]
     assert rows["peak_bytes"] == sum(rows["bytes_at_the_peak"].values())
     for row in ("weights", "optimizer states", "activations of the layers", "made and freed at the peak"):
         assert f"{row} " in out and rows["bytes_at_the_peak"][row] > 0

@@ -133,5 +133,5 @@ def test_a_qwen_is_planned_estimated_and_measured_from_one_file(
     values = [f"--tempo-{name.replace('_', '-')}={value}" for name, value in plan["tempo"].items()]
     estimate = ["estimate", f"--model={model}", "--micro-batch-size=8", f"--json={files['estimate']}"]
     assert main([*estimate, "--use-tempo", *values, f"--tempo-layers={layers}"]) == 0
-    (stage,), (rank,) = plan["stages"], json.loads(files["estimate"].read_text())["Tempo"]
+    (stage,), (rank,) = plan["stages"], json.loads(files["estimate"].read_text())["tempo"]
     assert stage["peak_bytes"] == rank["peak_bytes"] <= 4700 * 2**20

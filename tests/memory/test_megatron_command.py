@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import random
+from pathlib import Path
+
 import pytest
 import torch
 
+from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.megatron_command import read_command, spell_arguments, split_command
+from tempo_megatron.memory.commands.megatron_options import READ
 from tempo_megatron.memory.run import Run
 
 GPT = (
@@ -100,3 +106,85 @@ def test_the_families_differ_in_heads_and_segments() -> None:
         for family, more in (("bert", "--spec local"), ("t5", "--decoder-seq-length 128"))
     )
     assert (bert.num_tokentypes, bert.add_binary_head, t5.decoder_seq_length) == (2, True, 128)
+
+
+TINY = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 16 --pipeline-model-parallel-size 2 --vocab-file none.json"
+)
+
+
+def test_the_estimate_of_a_command_has_each_stage_and_the_command_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "figures.json"
+    ours = f"estimate --vocab-size 500 --json {figures} --all-ranks".split()
+    assert main([*ours, "--", *"torchrun --nproc-per-node 4 pretrain_gpt.py".split(), *TINY.split()]) == 0
+    written = capsys.readouterr().out
+    assert "Megatron-LM 0.19" in written and "largest" in written
+    assert "torchrun --nproc-per-node 4 launch/run_megatron.py pretrain_gpt.py --num-layers 4" in written
+    found = json.loads(figures.read_text())
+    for kind in ("stock", "tempo"):
+        assert [row["stage"] for row in found[kind]] == [0, 1]
+        assert all(0 < row["at_rest_bytes"] < row["peak_bytes"] for row in found[kind])
+    assert found["tempo"][0]["peak_bytes"] < found["stock"][0]["peak_bytes"]
+
+
+def test_a_test_case_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = tmp_path / "bert" / "case" / "model_config.yaml"
+    case.parent.mkdir(parents=True)
+    text = "".join(f"  {name}: {value}\n" for name, value in zip(TINY.split()[::2], TINY.split()[1::2], strict=True))
+    case.write_text(f"ENV_VARS:\n  A: 1\nMODEL_ARGS:\n{text}  --bf16: true\n", encoding="utf-8")
+    ours = f"estimate --vocab-size 500 --world-size 2 --no-use-tempo --megatron-yaml {case}".split()
+    assert main(ours) == 0
+    assert "pretrain_bert.py, bf16, s 64, b 2, TP 1, PP 2, DP 1: 2 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ours", "sentence"),
+    [
+        ("--model a.json --vocab-size 5 --world-size 2", "--model is given beside a command of Megatron-LM"),
+        ("--tp 2 --vocab-size 5 --world-size 2", "--tp is given beside a command"),
+        ("--world-size 2", "how many tokens GPT2BPETokenizer has cannot be read here; give --vocab-size"),
+        ("--vocab-size 5", "give --world-size"),
+    ],
+)
+def test_arguments_beside_a_command(ours: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", *ours.split(), "--", "pretrain_gpt.py", *TINY.split()]) == 2
+    written = capsys.readouterr()
+    assert sentence in written.err and not written.out
+
+
+def test_the_plan_of_a_command_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = "plan --gpu h100 --gpu-memory 1GiB --vocab-size 500 --world-size 2".split()
+    assert main([*ours, "--", "pretrain_gpt.py", *TINY.split(), "--recompute-activations", "--bf16"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("python launch/run_megatron.py pretrain_gpt.py --num-layers 4")
+    assert "--tempo-activation" in line and "--recompute-activations" not in line
+
+
+def test_whatever_is_typed_is_a_run_or_one_sentence() -> None:
+    """Words of real commands, cut, doubled, misspelt and mixed with values that no option has."""
+    draw = random.Random(0)
+    values = ["0", "-1", "1", "2", "3", "8", "1e9", "nan", "inf", "", "true", "false", "[1", "none", "é", "--", "128,0"]
+    ends = {"run": 0, "sentence": 0}
+    for _ in range(200):
+        words = GPT.split()
+        for _ in range(draw.randrange(1, 5)):
+            name = f"--{draw.choice(list(READ))}"
+            place = draw.randrange(len(words) + 1)
+            changes = (
+                [name],
+                [name, draw.choice(values)],
+                [f"{name}={draw.choice(values)}"],
+                [name[: draw.randrange(2, len(name))], draw.choice(values)],
+                [],
+            )
+            words[place : place + draw.choice((0, 0, 1))] = draw.choice(changes)
+        try:
+            read(" ".join(words), world_size=draw.choice((1, 2, 7, 8)))
+            ends["run"] += 1
+        except ValueError as error:
+            assert str(error) and "\n" not in str(error), words
+            ends["sentence"] += 1
+    assert min(ends.values()) > 5

@@ -42,7 +42,7 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tempo-megatron estimate`."""
-    _add_model(parser)
+    _add_run(parser)
     _add_estimate_layout(parser.add_argument_group("layout"))
     _add_estimate_step(parser.add_argument_group("training step"))
     group = parser.add_argument_group("output")
@@ -52,13 +52,14 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         help="also simulate torch's CUDA caching allocator: what it rounds up to, and reserves (one stage)",
     )
     group.add_argument("--gpu-memory", type=parse_memory, metavar="SIZE", help="say whether it fits, such as 80GiB")
+    group.add_argument("--all-ranks", action="store_true", help="a column for every pipeline stage")
     _add_outputs(group, plot="stacked bars, stock beside Tempo,")
     add_tempo_arguments(parser)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tempo-megatron plan`."""
-    _add_model(parser)
+    _add_run(parser)
     parser.add_argument("--gpu", help=f"{_GPUS} (default: this machine's where it is one of these, else h100)")
     parser.add_argument(
         "--gpu-memory",
@@ -153,6 +154,26 @@ def add_order_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: Any, example: str = "configs/model/gpt3_175b.json") -> None:
     parser.add_argument("--model", required=True, metavar="JSON", help=f"a model, such as {example}")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """What is trained: a model with the arguments below, or a command of Megatron-LM."""
+    parser.usage = (
+        "%(prog)s --model JSON ...\n       %(prog)s --world-size N [...] -- [torchrun ...] pretrain_gpt.py ARGS..."
+    )
+    group = parser.add_argument_group("what is trained")
+    group.add_argument("--model", metavar="JSON", help="a model, such as configs/model/gpt3_175b.json")
+    group.add_argument(
+        "--world-size",
+        type=parse_positive,
+        metavar="N",
+        help="GPUs of the command of Megatron-LM that stands behind --, where its launcher does not say it",
+    )
+    group.add_argument(
+        "--megatron-yaml",
+        metavar="FILE",
+        help="take the arguments of a model_config.yaml of Megatron-LM's functional tests",
+    )
 
 
 def _add_sizes(parser: Any, **names: str) -> None:

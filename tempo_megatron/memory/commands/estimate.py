@@ -6,17 +6,22 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import shlex
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tempo_megatron.memory.commands.arguments import add_estimate_arguments
+from tempo_megatron.memory.commands.megatron_command import Command, read_command, take_command, write_command
+from tempo_megatron.memory.commands.megatron_options import VERSION
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
-from tempo_megatron.memory.run import OptimizerSettings
+from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.models.build import DTYPES
 from tempo_megatron.plots import INK, import_pyplot, save, tidy
-from tempo_megatron.settings.arguments import tempo_config_from
+from tempo_megatron.settings.arguments import describe_tempo_arguments, tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.argument_types import format_bytes
 
@@ -33,30 +38,75 @@ def run_estimate(args: argparse.Namespace) -> int:
 
     Raises ValueError for what cannot be estimated.
     """
-    config = take_deepspeed(args)
-    run = read_requested_run(args, tempo_config_from(args, config or {}), config)
+    command = take_command(args, add_estimate_arguments)
+    if command is None:
+        config = take_deepspeed(args)
+        run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), Path(args.model).stem
+    else:
+        is_said = describe_tempo_arguments(args) != "none"
+        run = read_run_of_command(args, command, tempo_config_from(args, {}) if is_said else None)
+        title = Path(command.script).name
     stock = dataclasses.replace(run, tempo=TempoConfig.off())
     found = {}
     for name, each in {"stock": stock, **({} if run.tempo.is_off else {"Tempo": run})}.items():
         with _say_that_it_takes_time(f"estimating {name} ..."):
             found[name] = estimate_ranks(each, simulates_allocator=args.allocator)
-    ranks = f"{run.world_size:,} rank{'s' if run.world_size > 1 else ''}"
-    print(
-        f"{Path(args.model).stem}, {args.dtype}, s {run.model.seq_length}, b {args.micro_batch_size}, TP {args.tp}"
-        f"{' + SP' if args.sequence_parallel else ''}, PP {args.pp}, DP {args.dp}: {ranks}, "
-        f"{_describe_optimizer(run.optimizer)}, stock modules: {describe_stock(run)}"
-        f"{', recompute ' + ' '.join(args.recompute) if args.recompute else ''}"
-    )
-    print(format_estimates(found))
+    print(f"{title}, {describe_run(run)}")
+    print(format_estimates(found, shows_all=args.all_ranks))
     fits = True
     if args.gpu_memory is not None:
         fits = [_print_fit(name, ranks, args.gpu_memory) for name, ranks in found.items()][-1]
     if args.json:
-        figures = {name: [_list_figures(rank) for rank in ranks] for name, ranks in found.items()}
+        figures = {
+            name.lower(): [{"stage": stage, **_list_figures(rank)} for stage, rank in enumerate(ranks)]
+            for name, ranks in found.items()
+        }
         Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
     if args.plot:
         plot_estimates({name: choose_ranks(ranks) for name, ranks in found.items()}, args.plot, args.gpu_memory)
+    if command is not None and not run.tempo.is_off:
+        print(f"with Tempo: {write_command(command, _add_tempo(command, args), run, args.vocab_size)}")
     return 0 if fits else 1
+
+
+def read_run_of_command(args: argparse.Namespace, command: Command, tempo: TempoConfig | None = None) -> Run:
+    """With Tempo, unless it is switched off: what it would change is what is asked.
+
+    tempo: what our own arguments say; None is what the command says.
+    """
+    run, warnings = read_command(command, tempo, world_size=args.world_size, vocab_size=args.vocab_size)
+    print(f"defaults are those of Megatron-LM {VERSION}")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if tempo is None and run.tempo.is_off and "--no-use-tempo" not in command.options:
+        return dataclasses.replace(run, tempo=TempoConfig())
+    return run
+
+
+def _add_tempo(command: Command, args: argparse.Namespace) -> list[str]:
+    """The options of a command, and --use-tempo with what our own arguments say of it."""
+    own = describe_tempo_arguments(args)
+    words = [] if own == "none" else shlex.split(own)
+    is_on = "--use-tempo" in (*command.options, *words)
+    return [*command.options, *([] if is_on else ["--use-tempo"]), *words]
+
+
+def name_dtype(run: Run) -> str:
+    """As our arguments call it: bf16, fp16, fp32."""
+    return next(name for name, dtype in DTYPES.items() if dtype == run.dtype)
+
+
+def describe_run(run: Run) -> str:
+    """One clause for people: precision, sizes, layout, optimizer, modules, recomputation."""
+    recomputed = " ".join(run.recompute)
+    if run.recompute_num_layers is not None:
+        recomputed += f" of {run.recompute_num_layers} layers a chunk"
+    return (
+        f"{name_dtype(run)}, s {run.model.seq_length}, b {run.micro_batch_size}, TP {run.tensor_parallel}"
+        f"{' + SP' if run.sequence_parallel else ''}, PP {run.pipeline_parallel}, DP {run.data_parallel}: "
+        f"{run.world_size:,} rank{'s' if run.world_size > 1 else ''}, {_describe_optimizer(run.optimizer)}, "
+        f"stock modules: {describe_stock(run)}{f', recompute {recomputed}' if recomputed else ''}"
+    )
 
 
 @contextlib.contextmanager
@@ -77,14 +127,18 @@ def choose_ranks(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:
     return [ranks[0], *([middle] if middle else []), *(ranks[-1:] if len(ranks) > 1 else [])]
 
 
-def format_estimates(found: dict[str, tuple[RankEstimate, ...]]) -> str:
-    """Parts down; kinds of ranks, and within each stock and Tempo, across."""
-    chosen = {name: choose_ranks(ranks) for name, ranks in found.items()}
+def format_estimates(found: dict[str, tuple[RankEstimate, ...]], *, shows_all: bool = False) -> str:
+    """Parts down; kinds of ranks, or all of them, and within each stock and Tempo, across."""
+    chosen = {name: list(ranks) if shows_all else choose_ranks(ranks) for name, ranks in found.items()}
     columns = [
         (f"{ranks[i].name}", name, ranks[i]) for i in range(len(chosen["stock"])) for name, ranks in chosen.items()
     ]
     lines = [f"{'GiB at the peak':<{_WIDTH}}" + "".join(f"{rank:>16}" for rank, _, _ in columns)]
     lines.append(" " * _WIDTH + "".join(f"{name:>16}" for _, name, _ in columns))
+    largest = {name: max(ranks, key=_count_needed) for name, ranks in found.items()}
+    if len(found["stock"]) > 1:
+        marks = ("largest" if rank is largest[name] else "" for _, name, rank in columns)
+        lines.append((" " * _WIDTH + "".join(f"{mark:>16}" for mark in marks)).rstrip())
     rule = "-" * len(lines[0])
     lines.append(rule)
     for part in PART_NAMES:
@@ -92,6 +146,7 @@ def format_estimates(found: dict[str, tuple[RankEstimate, ...]]) -> str:
         if any(values):
             lines.append(f"{describe_part(part):<{_WIDTH}}" + "".join(f"{value / 2**30:>16.3f}" for value in values))
     lines += [rule, f"{'peak':<{_WIDTH}}" + "".join(f"{rank.peak_bytes / 2**30:>16.3f}" for *_, rank in columns)]
+    lines.append(f"{'between steps':<{_WIDTH}}" + "".join(f"{r.at_rest_bytes / 2**30:>16.3f}" for *_, r in columns))
     for title, name in (("allocated, rounded", "rounded_bytes"), ("reserved by the allocator", "reserved_bytes")):
         if all(getattr(rank, name) is not None for *_, rank in columns):
             lines.append(f"{title:<{_WIDTH}}" + "".join(f"{getattr(r, name) / 2**30:>16.3f}" for *_, r in columns))
@@ -128,6 +183,7 @@ def _list_figures(rank: RankEstimate) -> dict[str, Any]:
         "name": rank.name,
         "num_parameters": rank.num_parameters,
         "moment": rank.moment,
+        "at_rest_bytes": rank.at_rest_bytes,
         "peak_bytes": rank.peak_bytes,
         "rounded_bytes": rank.rounded_bytes,
         "reserved_bytes": rank.reserved_bytes,

@@ -15,12 +15,14 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.commands.megatron_options import find_default, list_options, parse_options
 from tempo_megatron.memory.megatron_run import (
     UNKNOWN_IN_COMMANDS,
@@ -30,11 +32,18 @@ from tempo_megatron.memory.megatron_run import (
 )
 from tempo_megatron.memory.run import Run
 from tempo_megatron.models.shape import pad_vocab_size
+from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.words.json_text import read_object
 
 _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
 _MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
 _NUM_GPT2_TOKENS = 50257
+# Arguments of ours that say nothing of the run, or what the command cannot.
+_BESIDE_A_COMMAND = (
+    *("command", "words", "world_size", "megatron_yaml", "vocab_size", "use_tempo", "gpu", "gpu_memory"),
+    *("allocator", "all_ranks", "json", "plot", "fixed_memory", "recompute_allowed"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +113,7 @@ def spell_arguments(arguments: Mapping[str, Any]) -> list[str]:
     for name, value in arguments.items():
         words.append(name)
         if isinstance(value, list):
-            words += [str(each) for each in value]
+            words += [word for each in value for word in str(each).split()]
         elif isinstance(value, str) and re.fullmatch(r"\[[^]]+\]", value):
             words += value[1:-1].split()
         elif isinstance(value, bool):
@@ -112,6 +121,84 @@ def spell_arguments(arguments: Mapping[str, Any]) -> list[str]:
         elif value != "true":
             words.append(str(value))
     return words
+
+
+def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]) -> Command | None:
+    """The command that stands behind --, or in the file of --megatron-yaml; None where there is a --model.
+
+    Args:
+        args: of `estimate` or `plan`.
+        add_arguments: declares what they are.
+
+    Raises ValueError where there is neither, and for an argument that says what the command says.
+    """
+    if not args.words and args.megatron_yaml is None:
+        if args.model is None:
+            raise ValueError(
+                "nothing is given to look at; give --model with a file of configs/model, or a command of Megatron-LM "
+                "behind --, such as -- pretrain_gpt.py --num-layers 12 ..."
+            )
+        if args.world_size is not None:
+            raise ValueError("--world-size is for a command of Megatron-LM behind --; give --tp, --pp and --dp")
+        return None
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    for name, value in vars(args).items():
+        if name not in _BESIDE_A_COMMAND and not name.startswith("tempo_") and value != parser.get_default(name):
+            raise ValueError(f"{_spell(name)} is given beside a command of Megatron-LM, which says it; leave it out")
+    if args.megatron_yaml is None:
+        return split_command(args.words)
+    command = split_command(args.words or [f"pretrain_{_guess_family(args.megatron_yaml)}.py"])
+    options = (*command.options, *spell_arguments(_read_test_case(args.megatron_yaml)))
+    return dataclasses.replace(command, options=options)
+
+
+def _guess_family(file: str) -> str:
+    """The family of a test case, whose folder is called after it."""
+    return next((part for part in reversed(Path(file).absolute().parts) if part in _MODELS), "gpt")
+
+
+def _read_test_case(file: str) -> dict[str, Any]:
+    """MODEL_ARGS of a model_config.yaml. Raises ValueError where it has none."""
+    check_installed("--megatron-yaml", "train", "yaml")
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--megatron-yaml {file} is not valid YAML ({reason}); correct it") from error
+    arguments = content.get("MODEL_ARGS") if isinstance(content, dict) else None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"--megatron-yaml {file} has no MODEL_ARGS; give a model_config.yaml of Megatron-LM's tests")
+    return {str(name): value for name, value in arguments.items()}
+
+
+def drop_options(words: Sequence[str], beginnings: tuple[str, ...]) -> list[str]:
+    """The words without the options that begin so, and their values."""
+    found, is_dropped = [], False
+    for word in words:
+        if word.startswith("--"):
+            is_dropped = word.startswith(beginnings)
+        if not is_dropped:
+            found.append(word)
+    return found
+
+
+def write_command(command: Command, options: Sequence[str], expected: Run, vocab_size: int | None) -> str:
+    """A line for a shell: the command with Tempo, through launch/run_megatron.py.
+
+    Args:
+        command: as it was given.
+        options: what stands behind its script now.
+        expected: what they say. The line is read again, so that it is what was meant.
+        vocab_size: as of `read_command`.
+    """
+    words = [*(command.launcher or ("python",)), "launch/run_megatron.py", command.script, *options]
+    line = shlex.join(words)
+    again, _ = read_command(split_command(shlex.split(line)), world_size=expected.world_size, vocab_size=vocab_size)
+    assert again == expected, line
+    return line
 
 
 def read_command(
@@ -128,6 +215,8 @@ def read_command(
     Raises ValueError for what Megatron-LM would refuse, and what the estimate does not know.
     """
     args, warnings = parse_options(command.options)
+    if tempo is None:
+        tempo = tempo_config_from(args, _read_tempo_block(args))
     _refuse_unknown(args, command.family)
     _complete_layout(args, _agree_on_world_size(command, world_size), warnings)
     _complete_model(args, command.family)
@@ -148,12 +237,20 @@ def read_command(
         args,
         arguments,
         args,
-        tempo or TempoConfig.off(),
+        tempo,
         activation=_find_activation(args),
         stock=_find_stock(args, command.family),
     )
     run.check()
     return run, warnings
+
+
+def _read_tempo_block(args: argparse.Namespace) -> dict[str, Any]:
+    """The "tempo" block of --tempo-config or --deepspeed_config, as a DeepSpeed JSON holds it."""
+    if args.tempo_config is not None:
+        content = read_object(args.tempo_config)
+        return content if "tempo" in content else {"tempo": content}
+    return read_object(args.deepspeed_config) if args.deepspeed_config is not None else {}
 
 
 def _refuse_unknown(args: argparse.Namespace, family: str) -> None:

@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from tempo_megatron.settings.arguments import add_tempo_arguments
+from tempo_megatron.settings.arguments import add_ledger_argument, add_tempo_arguments
 
 VERSION = "0.19"
 """Whose defaults these are. Up to 0.16 --data-parallel-sharding-strategy was no_shard, and NullTokenizer added a token
@@ -442,7 +442,9 @@ def _make_parser() -> argparse.ArgumentParser:
         for name in names.split():
             parser.add_argument(f"--{name}", dest="_ignored", default=argparse.SUPPRESS, **ignored)
     add_tempo_arguments(parser)
-    parser.add_argument("--deepspeed_config", metavar="FILE")
+    for name in ("--deepspeed_config", "--tempo-config", "--tempo-report"):
+        parser.add_argument(name, metavar="FILE")
+    add_ledger_argument(parser)
     return parser
 
 

@@ -15,13 +15,25 @@ from typing import Any
 import torch
 
 from tempo_megatron.extras import check_installed
+from tempo_megatron.memory.commands.arguments import add_plan_arguments
+from tempo_megatron.memory.commands.estimate import name_dtype, read_run_of_command
 from tempo_megatron.memory.commands.ledger import format_layout
+from tempo_megatron.memory.commands.megatron_command import Command, drop_options, take_command, write_command
+from tempo_megatron.memory.commands.megatron_options import parse_options
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.plan.gpu import Gpu, find_gpu, read_gpu
 from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, Problem, StagePlan
 from tempo_megatron.memory.plan.verify import choose_trial, plan_memory, try_micro_batches
+from tempo_megatron.memory.run import Run, read_recomputation
 from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.words.argument_types import format_bytes
+
+# Options of a command in whose place a plan's stand, by their beginnings.
+_PLANNED = (
+    *("--recompute-", "--use-tempo", "--tempo-config", "--tempo-layers", "--tempo-memory-budget"),
+    *(operation.argument for operation in OPERATIONS.values()),
+)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -33,7 +45,12 @@ def run_plan(args: argparse.Namespace) -> int:
     )
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
-    request, samples_per_rank = read_request(args, gpu)
+    command = take_command(args, add_plan_arguments)
+    if command is None:
+        request, samples_per_rank = read_request(args, gpu)
+        title = Path(args.model).stem
+    else:
+        request, samples_per_rank, title = _read_request_of_command(args, command, gpu), None, Path(command.script).name
     trials = []
     with _show_estimates() as note_estimate:
         if args.micro_batch_size == "auto":
@@ -43,8 +60,9 @@ def run_plan(args: argparse.Namespace) -> int:
         else:
             plan, problem = plan_memory(request, args.gpu_memory, note_estimate)
     run = problem.run
-    print(f"{Path(args.model).stem}, {args.dtype}, s {run.model.seq_length}, b {run.micro_batch_size}, ", end="")
-    print(f"{format_layout(args.tp, args.sequence_parallel)}, PP {args.pp}, {format_bytes(args.gpu_memory)} a GPU")
+    print(f"{title}, {name_dtype(run)}, s {run.model.seq_length}, b {run.micro_batch_size}, ", end="")
+    layout = format_layout(run.tensor_parallel, run.sequence_parallel)
+    print(f"{layout}, PP {run.pipeline_parallel}, {format_bytes(args.gpu_memory)} a GPU")
     print(f"{gpu.title}: {'measured' if gpu.calibrated else 'data-sheet (uncalibrated)'} rates")
     print(f"stock modules, where a value is off: {describe_stock(run)}\n")
     print(format_plan(problem, plan))
@@ -53,6 +71,8 @@ def run_plan(args: argparse.Namespace) -> int:
         print(f"b {each.micro_batch_size}: {rate:.1f} samples/s, peak {format_bytes(each.plan.peak_bytes)}")
     print(f"\n{json.dumps({'tempo': plan.block})}")
     print(" ".join(plan.megatron_arguments) or "without --recompute-granularity")
+    if command is not None:
+        print(_write_planned_command(command, request.run, plan, args.vocab_size))
     if args.json:
         figures = {
             "tempo": plan.block,
@@ -66,7 +86,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.plot:
         from tempo_megatron.memory.plan.plots import plot_plan
 
-        plot_plan(problem, plan, args.gpu_memory, args.plot, f"{Path(args.model).stem} on {gpu.title}")
+        plot_plan(problem, plan, args.gpu_memory, args.plot, f"{title} on {gpu.title}")
     return 0
 
 
@@ -88,6 +108,51 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
         fixed_sizes=tuple(args.fixed_memory or ()),
     )
     return request, samples
+
+
+def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gpu) -> PlanRequest:
+    """What a command of Megatron-LM asks, whatever it says of recomputation.
+
+    Raises ValueError for pipelines that the planner does not know.
+    """
+    run = read_run_of_command(args, command)
+    if run.layers_per_virtual_stage or run.first_stage_layers or run.last_stage_layers:
+        raise ValueError(
+            "the command has virtual pipeline stages or stages of unequal layers, which the planner does not know; ask "
+            "tempo-megatron estimate"
+        )
+    if run.tempo.is_off:
+        raise ValueError("--no-use-tempo is given, and the plan is what Tempo does; leave it out")
+    return PlanRequest(
+        run=dataclasses.replace(run, recompute=(), recompute_num_layers=None),
+        gpu=gpu,
+        recompute=frozenset(args.recompute_allowed),
+        fixed_sizes=tuple(args.fixed_memory or ()),
+    )
+
+
+def _write_planned_command(command: Command, run: Run, plan: MemoryPlan, vocab_size: int | None) -> str:
+    """The command with the plan in place of what it said of Tempo and of recomputation."""
+    tempo = TempoConfig.from_dict(plan.block)
+    recomputed, _ = parse_options(plan.megatron_arguments)
+    planned = dataclasses.replace(
+        run,
+        tempo=tempo,
+        **read_recomputation(
+            recomputed.recompute_granularity,
+            recomputed.recompute_method,
+            recomputed.recompute_num_layers,
+            recomputed.recompute_modules,
+        ),
+    )
+    words = ["--use-tempo"]
+    for name, value in plan.block.items():
+        if name != "layers":
+            words += [OPERATIONS[name].argument, str(value)]
+    if "layers" in plan.block:
+        words += ["--tempo-layers", json.dumps(plan.block["layers"])]
+    options = [*drop_options(command.options, _PLANNED), *plan.megatron_arguments, *words]
+    return write_command(command, options, planned, vocab_size)
 
 
 @contextlib.contextmanager
