@@ -157,13 +157,13 @@ class TempoRecomputeDotProductAttention(TempoDotProductAttention):
 def find_attention_refusal(config: Any) -> str | None:
     """What the TransformerConfig asks of attention that Tempo's cannot give; None where it can give everything."""
     softmax_type = getattr(config, "softmax_type", "vanilla")  # since 0.15
-    refused: list[tuple[bool, str]] = [
-        (softmax_type != "vanilla", f"softmax_type is {softmax_type}"),
-        (config.context_parallel_size > 1, f"context_parallel_size is {config.context_parallel_size}"),
-        (getattr(config, "multi_latent_attention", False), "multi_latent_attention is on"),
-    ]
-    found = next((what for is_refused, what in refused if is_refused), None)
-    return None if found is None else f"{found}, which Tempo's attention does not support"
+    refused = {
+        f"softmax_type is {softmax_type}": softmax_type != "vanilla",
+        f"context_parallel_size is {config.context_parallel_size}": config.context_parallel_size > 1,
+        "multi_latent_attention is on": getattr(config, "multi_latent_attention", False),
+    }
+    found = (f"{what}, which Tempo's attention does not support" for what, is_refused in refused.items() if is_refused)
+    return next(found, None)
 
 
 class TempoSelfAttention(SelfAttention):

@@ -285,18 +285,13 @@ def _replace_attention(
             changes[name] = _replace_norm(getattr(submodules, name), transformer_config, tempo_config)
     stock_attention = getattr(submodules, "core_attention", None)
     is_te = te.is_attention(stock_attention, getattr(slot, "params", {}))
-    if stock_attention is DotProductAttention or is_te:
-        core_attention = _ATTENTIONS.get(tempo_config.attention, DotProductAttention)
-        if is_te:
-            core_attention = te.replace_attention(stock_attention, tempo_config.attention)
-        changes["core_attention"] = core_attention
-        if tempo_config.attention != "off":
-            norms = [norm for name in _QUERY_KEY_NORMS if is_there(norm := changes.get(name))]
-            pins = drops_projection or any(getattr(norm, "keep", "input") == "input" for norm in norms)
-            changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})
+    if tempo_config.attention != "off" and (stock_attention is DotProductAttention or is_te):
+        norms = [norm for name in _QUERY_KEY_NORMS if is_there(norm := changes.get(name))]
+        pins = drops_projection or any(getattr(norm, "keep", "input") == "input" for norm in norms)
+        core_attention = (te.ATTENTIONS if is_te else _ATTENTIONS)[tempo_config.attention]
+        changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})
     if drops_projection:
-        is_tempo = tempo_config.attention != "off" and "core_attention" in changes
-        _refuse_kept_operands(stock_attention, transformer_config, is_tempo)
+        _refuse_kept_operands(stock_attention, transformer_config, "core_attention" in changes)
         slot = dataclasses.replace(slot, module=TempoSelfAttention)
     return dataclasses.replace(slot, submodules=dataclasses.replace(submodules, **changes)) if changes else slot
 

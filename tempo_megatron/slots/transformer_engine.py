@@ -186,7 +186,7 @@ def make_dropping_linear(mixin: Any, linear: Any) -> Any:
     return name_as_stock(type(f"Tempo{linear.__name__}", (mixin, linear), {}))
 
 
-_ATTENTIONS = {
+ATTENTIONS = {
     module.value: module
     for module in (
         TempoTEDotProductAttention,
@@ -194,6 +194,8 @@ _ATTENTIONS = {
         TempoTERecomputeDotProductAttention,
     )
 }
+"""Value of tempo.attention -> the class in the place of `TEDotProductAttention`."""
+
 _FUSED_MLPS = {module.keep: module for module in (TempoOpsMLP, TempoRecomputeOpsMLP)}
 _HOLDERS = ("self_attention", "cross_attention", "mlp")
 _NORM_AND_LINEAR = "TELayerNormColumnParallelLinear"
@@ -221,11 +223,6 @@ def is_residual_norm(slot: Any, transformer_config: Any) -> bool:
 def is_attention(slot: Any, params: Any) -> bool:
     """Whether a core attention is TE's in a layer whose mask Tempo's attention understands as TE does."""
     return _is_stock(slot, "TEDotProductAttention") and params.get("attn_mask_type") in _MASKS
-
-
-def replace_attention(slot: Any, choice: str) -> Any:
-    """The class for tempo.attention = `choice`."""
-    return _ATTENTIONS.get(choice, slot)
 
 
 def replace_norm(stock: Any, tempo_norm: Any) -> Any:
@@ -285,7 +282,9 @@ def find_obstacles(layer_specs: Any, transformer_config: Any) -> Obstacles:
     if not any(map(has_transformer_engine, layer_specs)):
         return {}
     obstacles: dict[str, Refusal] = {}
-    if any(map(_has_attention, layer_specs)):
+    holders = [getattr(layer.submodules, name, None) for layer in layer_specs for name in _HOLDERS]
+    attentions = (getattr(find_submodules(holder), "core_attention", None) for holder in holders)
+    if any(_is_stock(attention, "TEDotProductAttention") for attention in attentions):
         why = "Transformer Engine's attention keeps no s*s tensor and no mask either"
         obstacles["attention"] = Refusal(why, is_for_auto=True)
     for name, why in (
@@ -305,10 +304,6 @@ def find_obstacles(layer_specs: Any, transformer_config: Any) -> Obstacles:
     return obstacles
 
 
-def _has_attention(layer: Any) -> bool:
-    return any(_is_stock(slot, "TEDotProductAttention") for slot in _core_attentions(layer))
-
-
 def has_transformer_engine(layer: Any) -> bool:
     """Whether a layer's spec holds a module of TE, or Tempo's around one."""
     slots = [layer.submodules, *(find_submodules(getattr(layer.submodules, name, None)) for name in _HOLDERS)]
@@ -326,9 +321,3 @@ def describe_stock(slot: Any) -> str | None:
     module = find_class(slot)
     is_te = getattr(module, "__module__", "").startswith((extension.__name__, "transformer_engine"))
     return "Transformer Engine's module" if is_te else None
-
-
-def _core_attentions(layer: Any) -> list[Any]:
-    holders = (getattr(layer.submodules, name, None) for name in ("self_attention", "cross_attention"))
-    found = (getattr(find_submodules(holder), "core_attention", None) for holder in holders)
-    return [slot for slot in found if slot is not None]
