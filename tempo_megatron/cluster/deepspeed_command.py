@@ -13,39 +13,16 @@ from tempo_megatron.cluster.hostfile import Host, choose_hosts, read_hostfile
 # DeepSpeed reads this file if no hostfile is given and the file exists.
 DEFAULT_HOSTFILE = "/job/hostfile"
 # The launcher's options in DeepSpeed 0.16 to 0.19. The script's name is the first word that is neither an option nor
-# the value of one, so options with a value are listed apart from flags.
-_WITH_VALUE = (
-    ("-H", "--hostfile"),
-    ("-i", "--include"),
-    ("-e", "--exclude"),
-    ("--num_nodes",),
-    ("--min_elastic_nodes",),
-    ("--max_elastic_nodes",),
-    ("--num_gpus", "--num_accelerators"),
-    ("--master_port",),
-    ("--master_addr",),
-    ("--node_rank",),
-    ("--launcher",),
-    ("--launcher_args",),
-    ("--enable_each_rank_log",),
-    ("--autotuning",),
-    ("--bind_core_list",),
-    ("--ssh_port",),
-    ("--venv_script",),
-    ("--log_level",),
-)
-_FLAGS = (
-    ("--module",),
-    ("--no_python",),
-    ("--no_local_rank",),
-    ("--no_ssh",),
-    ("--no_ssh_check",),
-    ("--force_multi",),
-    ("--save_pid",),
-    ("--elastic_training",),
-    ("--bind_cores_to_rank",),
-    ("-q", "--quiet"),
-)
+# the value of one, so options with a value are listed apart from flags. A bar joins the names of one option.
+_WITH_VALUE = """
+    -H|--hostfile -i|--include -e|--exclude --num_nodes --min_elastic_nodes --max_elastic_nodes
+    --num_gpus|--num_accelerators --master_port --master_addr --node_rank --launcher --launcher_args
+    --enable_each_rank_log --autotuning --bind_core_list --ssh_port --venv_script --log_level
+""".split()
+_FLAGS = """
+    --module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid --elastic_training
+    --bind_cores_to_rank -q|--quiet
+""".split()
 _NUMBERS = ("num_nodes", "num_gpus", "master_port", "node_rank", "ssh_port")
 
 
@@ -83,9 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
     """Makes a parser of the launcher's options, with their names and defaults."""
     parser = _Parser(prog="deepspeed", add_help=False)
     for names in _WITH_VALUE:
-        parser.add_argument(*names)
+        parser.add_argument(*names.split("|"))
     for names in _FLAGS:
-        parser.add_argument(*names, action="store_true")
+        parser.add_argument(*names.split("|"), action="store_true")
     parser.add_argument("user_script")
     parser.add_argument("user_args", nargs=argparse.REMAINDER)
     parser.set_defaults(launcher="pdsh", master_port="29500", include="", exclude="", master_addr="")

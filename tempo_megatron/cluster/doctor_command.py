@@ -17,7 +17,7 @@ from typing import Any
 from tempo_megatron.cluster.findings import Finding, judge
 from tempo_megatron.cluster.hostfile import choose_hosts, read_hostfile
 from tempo_megatron.cluster.remote_host import Ssh
-from tempo_megatron.cluster.survey import DEFAULT_SECONDS, HostReport, Survey, survey_hosts
+from tempo_megatron.cluster.survey import DEFAULT_SECONDS, Survey, SurveyedHost, survey_hosts
 from tempo_megatron.cluster.versions import PACKAGES, find_broken_imports, find_misfits, find_version
 from tempo_megatron.extras import MissingExtraError
 
@@ -52,21 +52,21 @@ def run_doctor(args: argparse.Namespace) -> int:
                 raise ValueError(
                     f"--{name} is given without --hostfile, which says which hosts there are; give that too"
                 )
-    report = _Report(quiet=args.json)
+    diagnosis = _Diagnosis(quiet=args.json)
     if args.hostfile:
         # Survey the hosts first, so that the user waits at most ten seconds for a host that is down.
-        report.look_at_hosts(args)
-    report.look_here(starts_others=bool(args.hostfile))
-    if args.collectives and not report.failed:
-        report.measure_collectives(args)
+        diagnosis.look_at_hosts(args)
+    diagnosis.look_here(starts_others=bool(args.hostfile))
+    if args.collectives and not diagnosis.failed:
+        diagnosis.measure_collectives(args)
     if args.json:
-        print(json.dumps(report.make_record(), indent=2))
+        print(json.dumps(diagnosis.make_record(), indent=2))
     else:
-        print("\nsomething has to be fixed, see above" if report.failed else "\nnothing stops a job")
-    return int(report.failed)
+        print("\nsomething has to be fixed, see above" if diagnosis.failed else "\nnothing stops a job")
+    return int(diagnosis.failed)
 
 
-class _Report:
+class _Diagnosis:
     """Collects findings and, unless `quiet`, prints each as soon as it is known."""
 
     def __init__(self, quiet: bool) -> None:
@@ -118,7 +118,7 @@ class _Report:
             "findings": [{"level": f.level, "host": f.host, "text": f.text} for f in self.findings],
             "versions": {"python": platform.python_version(), **{name: find_version(name) for name in PACKAGES}},
             "operations": list_implementations(),
-            "hosts": [_make_host_record(report) for report in self.survey.reports] if self.survey else None,
+            "hosts": [_make_host_record(surveyed) for surveyed in self.survey.hosts] if self.survey else None,
             "master_addr": self.survey.address if self.survey else None,
             "collectives": self.measured,
         }
@@ -137,22 +137,22 @@ def describe_hosts(survey: Survey) -> str:
     """Formats a table with a line for each host, and rank 0's address."""
     head = ("host", "slots", "devices", "interface", "code", "python", "torch", "clock", "/dev/shm", "disk")
     rows: list[tuple[str, ...]] = [head]
-    for report in survey.reports:
-        name, slots = report.host.name, str(len(report.host.slots))
-        if report.error is not None:
+    for surveyed in survey.hosts:
+        name, slots = surveyed.host.name, str(len(surveyed.host.slots))
+        if surveyed.error is not None:
             rows.append((name, slots, "does not answer", *[""] * 7))
             continue
-        facts = report.facts
+        facts = surveyed.facts
         rows.append(
             (
                 name,
                 slots,
                 f"{facts['gpus']} GPUs" if facts["gpus"] else f"{facts['cores']} cores",
-                report.interface or "?",
+                surveyed.interface or "?",
                 str(facts["sources"]["tempo_megatron"]),
                 facts["versions"]["python"],
                 facts["versions"]["torch"] or "missing",
-                f"{report.clock_ahead:+.1f} s",
+                f"{surveyed.clock_ahead:+.1f} s",
                 f"{facts['shm_bytes'] / 2**30:.1f} GiB",
                 f"{facts['disk_bytes'] / 2**30:.0f} GiB",
             )
@@ -212,12 +212,12 @@ def _measure_collectives(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
     return None, f"the ranks of --collectives failed: {cause}"
 
 
-def _make_host_record(report: HostReport) -> dict[str, Any]:
+def _make_host_record(surveyed: SurveyedHost) -> dict[str, Any]:
     return {
-        "host": report.host.name,
-        "slots": list(report.host.slots),
-        "error": report.error,
-        "interface": report.interface,
-        "clock_ahead": report.clock_ahead,
-        **report.facts,
+        "host": surveyed.host.name,
+        "slots": list(surveyed.host.slots),
+        "error": surveyed.error,
+        "interface": surveyed.interface,
+        "clock_ahead": surveyed.clock_ahead,
+        **surveyed.facts,
     }

@@ -1,8 +1,8 @@
 """`tempo-megatron launch deepspeed ...`: runs an ordinary deepspeed command with checked hosts and a clean end.
 
-It does what the launcher leaves to its user. It checks the hosts before anything starts, finds rank 0's address and the
-network interface, and passes variables on to the other hosts. SIGTERM and Ctrl-C let all ranks save and end, and no
-rank trains on when the launcher is gone.
+It does what DeepSpeed's launcher leaves to the user. It checks the hosts before anything starts, finds rank 0's address
+and the network interface, and passes variables on to the other hosts. On SIGTERM or Ctrl-C all ranks save and end, and
+no rank trains on when the launcher is gone.
 """
 
 from __future__ import annotations
@@ -133,10 +133,10 @@ def choose_variables(job: str, survey: Survey | None, environ: os._Environ[str] 
     if survey is not None:
         # DeepSpeed looks for ninja and compilers in PATH, which is shorter in an ssh session.
         chosen["PATH"] = environ.get("PATH", os.defpath)
-        interfaces = {report.interface for report in survey.answered}
+        interfaces = {surveyed.interface for surveyed in survey.answered}
         if len(interfaces) == 1 and (interface := interfaces.pop()):
             chosen.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if not any(report.facts.get("gpus") for report in survey.answered):
+        if not any(surveyed.facts.get("gpus") for surveyed in survey.answered):
             chosen.setdefault("DS_ACCELERATOR", "cpu")
     return chosen
 

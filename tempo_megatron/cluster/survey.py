@@ -1,4 +1,4 @@
-"""Surveys all hosts of a job at once over ssh: what each reports of itself, and which ones reach rank 0's port."""
+"""Surveys all hosts of a job at once over ssh: what each says of itself, and which ones reach rank 0's port."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _DESCRIBE_SHARE, _LISTEN_SHARE, _REACH_SHARE = 0.65, 0.1, 0.2
 
 
 @dataclasses.dataclass
-class HostReport:
-    """The findings about one host."""
+class SurveyedHost:
+    """What is known about one host."""
 
     host: Host
     error: str | None = None
@@ -42,9 +42,9 @@ class HostReport:
 
 @dataclasses.dataclass
 class Survey:
-    """All hosts' reports in the order of their ranks, and an address of rank 0 that all can reach."""
+    """The hosts in the order of their ranks, and an address of rank 0 that all can reach."""
 
-    reports: list[HostReport]
+    hosts: list[SurveyedHost]
     port: int
     port_error: str | None = None
     """The reason if rank 0's host cannot open the port."""
@@ -53,12 +53,12 @@ class Survey:
     candidates: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def first(self) -> HostReport:
-        return self.reports[0]
+    def first(self) -> SurveyedHost:
+        return self.hosts[0]
 
     @property
-    def answered(self) -> list[HostReport]:
-        return [report for report in self.reports if report.error is None]
+    def answered(self) -> list[SurveyedHost]:
+        return [surveyed for surveyed in self.hosts if surveyed.error is None]
 
 
 def survey_hosts(
@@ -80,24 +80,24 @@ def survey_hosts(
         files: those that must have the same content on all hosts.
     """
     start = time.monotonic()
-    survey = Survey([HostReport(host) for host in hosts], port)
+    survey = Survey([SurveyedHost(host) for host in hosts], port)
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(max_workers=len(hosts)) as threads:
 
-        def describe(report: HostReport) -> HostConnection | None:
+        def describe(surveyed: SurveyedHost) -> HostConnection | None:
             try:
-                connection = stack.enter_context(HostConnection(report.host.name, ssh))
+                connection = stack.enter_context(HostConnection(surveyed.host.name, ssh))
                 names = {"packages": list(PACKAGES), "sources": list(SOURCES), "files": list(files)}
                 # A second, empty question takes only the time of the way there and back.
-                report.facts = connection.ask(start + _DESCRIBE_SHARE * seconds, "describe", **names)
+                surveyed.facts = connection.ask(start + _DESCRIBE_SHARE * seconds, "describe", **names)
                 asked = time.time()
                 again = connection.ask(start + _DESCRIBE_SHARE * seconds, "describe", packages=[], sources=[], files=[])
-                report.clock_ahead = _find_clock_difference(asked, again["time"], time.time())
+                surveyed.clock_ahead = _find_clock_difference(asked, again["time"], time.time())
             except HostError as error:
-                report.error = str(error)
+                surveyed.error = str(error)
                 return None
             return connection
 
-        connections = list(threads.map(describe, survey.reports))
+        connections = list(threads.map(describe, survey.hosts))
         first = connections[0]
         if first is None:
             return survey
@@ -118,30 +118,30 @@ def _connect_all(
     """Lets every host try rank 0's addresses, and takes the first that all reach."""
     deadline = time.monotonic() + seconds
 
-    def reach(report: HostReport, connection: HostConnection | None) -> None:
+    def reach(surveyed: SurveyedHost, connection: HostConnection | None) -> None:
         if connection is None:
             return
         question = {"addresses": survey.candidates, "port": survey.port, "seconds": 0.75 * seconds}
         try:
-            report.reached = connection.ask(deadline, "reach", **question)
+            surveyed.reached = connection.ask(deadline, "reach", **question)
         except HostError as error:
-            report.error = str(error)
+            surveyed.error = str(error)
 
-    list(threads.map(reach, survey.reports, connections))
-    others = [report for report in survey.reports[1:] if report.error is None]
+    list(threads.map(reach, survey.hosts, connections))
+    others = [surveyed for surveyed in survey.hosts[1:] if surveyed.error is None]
     reachable = [
         address
         for address in survey.candidates
-        if all(address in report.reached["accepted"] for report in others)
+        if all(address in surveyed.reached["accepted"] for surveyed in others)
         # Every host reaches its own loopback, which proves nothing about rank 0's.
-        and (len(survey.reports) == 1 or not this_host.is_loopback(address))
+        and (len(survey.hosts) == 1 or not this_host.is_loopback(address))
     ]
     survey.address = reachable[0] if reachable else None
-    for report in survey.answered:
-        report.interface = report.reached.get("interfaces", {}).get(survey.address)
+    for surveyed in survey.answered:
+        surveyed.interface = surveyed.reached.get("interfaces", {}).get(survey.address)
 
 
-def _find_candidates(first: HostReport, master_addr: str) -> list[str]:
+def _find_candidates(first: SurveyedHost, master_addr: str) -> list[str]:
     """Lists the addresses that rank 0 may have, best first: the given one, or its name's, then its interfaces'."""
     if master_addr:
         return this_host.resolve(master_addr) or [master_addr]

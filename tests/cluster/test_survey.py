@@ -17,7 +17,7 @@ from tempo_megatron.cluster import host as this_host
 from tempo_megatron.cluster.findings import Finding, judge
 from tempo_megatron.cluster.hostfile import Host
 from tempo_megatron.cluster.remote_host import Ssh
-from tempo_megatron.cluster.survey import HostReport, Survey, survey_hosts
+from tempo_megatron.cluster.survey import Survey, SurveyedHost, survey_hosts
 from tempo_megatron.cluster.versions import PACKAGES
 
 # The host is the last word but one. `live...` is this machine.
@@ -64,12 +64,12 @@ def sentences(found: Survey) -> list[str]:
 @pytest.mark.usefixtures("fake_ssh")
 def test_a_live_host_says_what_it_has() -> None:
     found = survey("live", files=(__file__, "no such file"))
-    (report,) = found.reports
-    assert report.error is None
-    assert set(report.facts["versions"]) == {"python", *PACKAGES} and report.facts["versions"]["torch"]
-    assert report.facts["sources"]["tempo_megatron"] and report.facts["files"]["no such file"] is None
-    assert report.facts["files"][__file__] == this_host.hash_file(__file__)
-    assert report.clock_ahead == 0.0 and found.port_error is None
+    (surveyed,) = found.hosts
+    assert surveyed.error is None
+    assert set(surveyed.facts["versions"]) == {"python", *PACKAGES} and surveyed.facts["versions"]["torch"]
+    assert surveyed.facts["sources"]["tempo_megatron"] and surveyed.facts["files"]["no such file"] is None
+    assert surveyed.facts["files"][__file__] == this_host.hash_file(__file__)
+    assert surveyed.clock_ahead == 0.0 and found.port_error is None
     assert sentences(found) == []
 
 
@@ -130,7 +130,7 @@ def test_one_machine_with_two_names_and_an_address_that_no_other_host_reaches_ar
     assert any("rank 0 would listen on loopback only" in text and "--master_addr" in text for text in found)
 
 
-def make_report(name: str, **facts: Any) -> HostReport:
+def make_host(name: str, **facts: Any) -> SurveyedHost:
     standard = {
         "hostname": name,
         "hostname_addresses": [],
@@ -145,16 +145,16 @@ def make_report(name: str, **facts: Any) -> HostReport:
         "disk_bytes": 2**40,
     }
     host = Host(name=name, slots=tuple(range(8)), place=f"hosts, line {len(name)}")
-    return HostReport(host, facts={**standard, **facts}, reached={"accepted": ["10.0.0.1"]}, interface="eth0")
+    return SurveyedHost(host, facts={**standard, **facts}, reached={"accepted": ["10.0.0.1"]}, interface="eth0")
 
 
-def judge_all(*reports: HostReport, **changes: Any) -> list[Finding]:
-    found = Survey(list(reports), 29500, address="10.0.0.1", candidates=["10.0.0.1", "127.0.0.1"])
+def judge_all(*hosts: SurveyedHost, **changes: Any) -> list[Finding]:
+    found = Survey(list(hosts), 29500, address="10.0.0.1", candidates=["10.0.0.1", "127.0.0.1"])
     return judge(dataclasses.replace(found, **changes))
 
 
 def test_hosts_that_are_alike_have_no_findings() -> None:
-    assert judge_all(make_report("n"), make_report("nn"), make_report("nnn")) == []
+    assert judge_all(make_host("n"), make_host("nn"), make_host("nnn")) == []
 
 
 @pytest.mark.parametrize(
@@ -182,22 +182,25 @@ def test_hosts_that_are_alike_have_no_findings() -> None:
     ],
 )
 def test_what_one_host_has_otherwise_is_said_of_that_host(facts: dict, level: str, sentence: str) -> None:
-    findings = judge_all(make_report("n"), make_report("nn", **facts), make_report("nnn"))
+    findings = judge_all(make_host("n"), make_host("nn", **facts), make_host("nnn"))
     assert findings and {finding.host for finding in findings} == {"nn"}
     assert any(finding.level == level and sentence in finding.text for finding in findings), findings
 
 
 def test_a_clock_that_is_off_is_a_warning() -> None:
-    report = make_report("nn")
-    report.clock_ahead = -61.5
-    (finding,) = judge_all(make_report("n"), report)
+    surveyed = make_host("nn")
+    surveyed.clock_ahead = -61.5
+    (finding,) = judge_all(make_host("n"), surveyed)
     assert str(finding) == "warning: nn: its clock is 61.5 s behind this host's; start chrony or ntpd there"
 
 
 def test_a_host_behind_a_firewall_is_said_with_every_address_it_tried() -> None:
-    report = make_report("nn")
-    report.reached = {"accepted": [], "failed": {"10.0.0.1": "no answer within 2 s", "127.0.0.1": "Connection refused"}}
-    (finding,) = judge_all(make_report("n"), report, address=None)
+    surveyed = make_host("nn")
+    surveyed.reached = {
+        "accepted": [],
+        "failed": {"10.0.0.1": "no answer within 2 s", "127.0.0.1": "Connection refused"},
+    }
+    (finding,) = judge_all(make_host("n"), surveyed, address=None)
     assert str(finding) == (
         "error: nn: it does not reach rank 0's port 29500 on n (10.0.0.1: no answer within 2 s); open it and those "
         "above 1023 between the hosts, or give --master_addr the address of a network that they share"
