@@ -48,24 +48,19 @@ UNKNOWN_IN_RUNS = {
     "fine_grained_activation_offloading": "activations on the host",
     "distribute_saved_activations": "saved activations that tensor-parallel ranks share",
     "pipeline_model_parallel_layout": "a pipeline layout of its own",
-    "account_for_embedding_in_pipeline_split": "an embedding that counts as a layer of its stage",
-    "account_for_loss_in_pipeline_split": "a loss that counts as a layer of its stage",
 }
 """Likewise, what changes what a step holds beside its layers."""
 
 UNKNOWN_IN_COMMANDS = {
-    "context_parallel_size": "context parallelism",
     "use_megatron_fsdp": "weights sharded by Megatron-FSDP",
     "use_torch_fsdp2": "weights sharded by torch's FSDP",
     "optimizer": "another optimizer than Adam",
     "optimizer_cpu_offload": "optimizer states on the host",
     "offload_optimizer_states": "optimizer states on the host",
-    "num_distributed_optimizer_instances": "several instances of the distributed optimizer",
     "use_precision_aware_optimizer": "states of other dtypes than float32",
     "grad_reduce_in_bf16": "gradients that are added up in bf16",
     "ddp_reduce_scatter_with_fp32_accumulation": "gradients that are reduced through all-to-all",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "gradients of several dtypes",
-    "cross_entropy_loss_fusion": "Megatron's fused cross entropy",
     "fp16_lm_cross_entropy": "a cross entropy in float16",
     "cuda_graph_impl": "CUDA graphs",
     "cuda_graph_impl_deprecated": "CUDA graphs",
@@ -74,7 +69,6 @@ UNKNOWN_IN_COMMANDS = {
     "defer_embedding_wgrad_compute": "gradients of the output layer that wait for the pipeline's end",
     "delay_wgrad_compute": "gradients of weights that are computed later than their inputs'",
     "overlap_moe_expert_parallel_comm": "two micro batches that run at once",
-    "microbatch_group_size_per_virtual_pipeline_stage": "a group of micro batches of its own",
     "overlap_p2p_communication_warmup_flush": "a pipeline with one more micro batch in flight",
     "rampup_batch_size": "a batch size that grows",
     "step_batch_size_schedule": "a batch size that grows",
@@ -210,12 +204,18 @@ def read_run(
     return Run(
         model=model,
         tempo=tempo,
-        optimizer=OptimizerSettings(distributed=run.use_distributed_optimizer),
+        optimizer=OptimizerSettings(
+            distributed=run.use_distributed_optimizer,
+            instances=getattr(run, "num_distributed_optimizer_instances", 1),
+        ),
         tensor_parallel=config.tensor_model_parallel_size,
         pipeline_parallel=stages,
         data_parallel=run.data_parallel_size,
+        context_parallel=config.context_parallel_size,
         sequence_parallel=config.sequence_parallel,
         layers_per_virtual_stage=chunks and config.num_layers // (stages * chunks),
+        layers_of_chunks=deal_out_layers(config),
+        micro_batch_group=getattr(config, "microbatch_group_size_per_vp_stage", None),
         first_stage_layers=config.num_layers_in_first_pipeline_stage,
         last_stage_layers=config.num_layers_in_last_pipeline_stage,
         micro_batch_size=run.micro_batch_size,
@@ -226,6 +226,30 @@ def read_run(
         stock_attention=_STOCK_ATTENTIONS.get(
             getattr(config.attention_backend, "name", config.attention_backend), "fused"
         ),
+        fuses_cross_entropy=getattr(config, "cross_entropy_loss_fusion", False)
+        and config.cross_entropy_fusion_impl == "native",
         masked_softmax_fusion=config.masked_softmax_fusion,
         **recomputation,
     )
+
+
+def deal_out_layers(config: Any) -> tuple[int, ...] | None:
+    """How many layers each chunk has, where the embedding or the loss counts as a layer; else None.
+
+    As transformer_block.py: get_num_layers_to_build of megatron-core 0.16.1 deals them out. Raises ValueError where
+    they do not divide.
+    """
+    extra = (config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split)
+    if not any(extra):
+        return None
+    num_chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    per_chunk, rest = divmod(config.num_layers + sum(extra), num_chunks)
+    if rest:
+        raise ValueError(
+            f"{config.num_layers} layers and what counts as one with --account-for-embedding-in-pipeline-split and "
+            f"--account-for-loss-in-pipeline-split do not divide into {num_chunks} chunks; change one of them"
+        )
+    found = [per_chunk] * num_chunks
+    found[0] -= extra[0]
+    found[-1] -= extra[1]
+    return tuple(found)

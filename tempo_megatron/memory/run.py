@@ -36,6 +36,9 @@ class OptimizerSettings:
     distributed: bool = True
     """Megatron's distributed optimizer."""
 
+    instances: int = 1
+    """Of the distributed optimizer: groups of data-parallel ranks that each have all of its states between them."""
+
     zero_stage: int = 1
     """DeepSpeed's."""
 
@@ -96,9 +99,17 @@ class Run:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     data_parallel: int = 1
+    context_parallel: int = 1
     sequence_parallel: bool = False
     layers_per_virtual_stage: int | None = None
     """Megatron's --num-layers-per-virtual-pipeline-stage; None is 1F1B without interleaving."""
+
+    layers_of_chunks: tuple[int, ...] | None = None
+    """How many layers each chunk of the pipeline has, in the order of the model, where they are not all alike: stage 0
+    has the first chunk, and in turn one of each `pipeline_parallel` of the rest."""
+
+    micro_batch_group: int | None = None
+    """Megatron's --microbatch-group-size-per-virtual-pipeline-stage; None is the number of stages."""
 
     first_stage_layers: int | None = None
     """Megatron's --decoder-first-pipeline-num-layers; None gives the first stage as many as those in the middle."""
@@ -123,6 +134,10 @@ class Run:
     stock_attention: str = "fused"
     """Transformer Engine's: "fused" (cuDNN), "flash" (FlashAttention 2) or "unfused"."""
 
+    fuses_cross_entropy: bool = False
+    """Megatron's --cross-entropy-loss-fusion of its "native" kind. That of Transformer Engine makes what the unfused
+    one makes (transformer_engine/pytorch/triton/cross_entropy.py at d0067d0d: a float32 gradient)."""
+
     masked_softmax_fusion: bool = True
     """Whether unfused attention on a GPU has Megatron's softmax kernel, for the 16-bit scores that the kernel takes."""
 
@@ -137,7 +152,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
     @property
     def padded_vocab_size(self) -> int:
@@ -182,6 +197,8 @@ class Run:
 
         Raises ValueError where the model cannot be cut so.
         """
+        if self.layers_of_chunks is not None:
+            return self._list_given_chunks(self.layers_of_chunks, stage)
         layers, stages = self.list_stage_layers(), self.pipeline_parallel
         per_chunk = self.layers_per_virtual_stage
         if per_chunk is None:
@@ -204,10 +221,30 @@ class Run:
         firsts = range(stage * per_chunk, self.model.num_layers, stages * per_chunk)
         return [range(first, first + per_chunk) for first in firsts]
 
+    def _list_given_chunks(self, sizes: tuple[int, ...], stage: int) -> list[range]:
+        stages, num_layers = self.pipeline_parallel, self.model.num_layers
+        if len(sizes) % stages or sum(sizes) != num_layers or min(sizes) < 0:
+            raise ValueError(
+                f"the pipeline's {len(sizes)} chunks have {sum(sizes)} layers; expected a multiple of its {stages} "
+                f"stages, and the model's {num_layers} layers"
+            )
+        firsts = [sum(sizes[:place]) for place in range(len(sizes))]
+        return [range(firsts[place], firsts[place] + sizes[place]) for place in range(stage, len(sizes), stages)]
+
     def check(self) -> None:
         """Raise ValueError where the model cannot lie over the devices so."""
         check_layout(self.model, self.tensor_parallel, self.sequence_parallel, option="--tp")
         _ = self.padded_vocab_size
+        if self.context_parallel > 1 and (self.model.family != "gpt" or self.stock != "transformer_engine"):
+            raise ValueError(
+                f"context parallel size is {self.context_parallel}, which Megatron has for a GPT with Transformer "
+                "Engine's attention only; expected 1"
+            )
+        if self.context_parallel > 1 and self.model.seq_length % (2 * self.context_parallel):
+            raise ValueError(
+                f"{self.model.seq_length} tokens are not a multiple of twice the context parallel size "
+                f"{self.context_parallel}, as each rank takes two chunks; change one of them"
+            )
         if self.model.family == "t5" and self.pipeline_parallel > 1:
             raise ValueError(
                 f"--pp is {self.pipeline_parallel}, but the model is a T5, whose encoder and decoder have stages of "

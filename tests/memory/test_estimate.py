@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kept_formula import LayerShape, count_layer_bytes
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -19,9 +20,10 @@ from tempo_megatron.cli import main
 from tempo_megatron.memory.commands import estimate as estimate_command
 from tempo_megatron.memory.estimate.estimate import estimate_ranks, list_events
 from tempo_megatron.memory.estimate.model_states import count_model_states
+from tempo_megatron.memory.megatron_run import deal_out_layers
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
-from tempo_megatron.memory.simulated.phases import LAYERS, compress
+from tempo_megatron.memory.simulated.phases import HEAD, LAYERS, compress
 from tempo_megatron.models.shape import make_shape, read_shape_file
 
 OFF = TempoConfig.off()
@@ -174,6 +176,30 @@ def test_stages_have_the_layers_that_megatron_gives_them(stages: int, first: int
     assert [rank.num_parameters for rank in ranks] == [n * layer + m for n, m in zip(layers, others, strict=True)]
 
 
+@pytest.mark.parametrize(("chunks", "embedding", "loss"), [(2, True, True), (1, True, True), (3, True, False)])
+def test_chunks_have_the_layers_that_megatron_gives_them(chunks: int, embedding: bool, loss: bool) -> None:
+    num_layers = 4 * chunks * 2 - embedding - loss
+    config = TransformerConfig(
+        num_layers=num_layers, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, pipeline_dtype=torch.float32,
+        account_for_embedding_in_pipeline_split=embedding, account_for_loss_in_pipeline_split=loss,
+    )  # fmt: skip
+    model = make_shape(**{**SMALL, "num_layers": num_layers})
+    run = Run(model=model, tempo=OFF, pipeline_parallel=4, layers_of_chunks=deal_out_layers(config))
+    found = [[len(layers) for layers in run.list_chunks(stage)] for stage in range(4)]
+    places = range(chunks) if chunks > 1 else (None,)
+    assert found == [[get_num_layers_to_build(config, vp, stage) for vp in places] for stage in range(4)]
+
+
+def test_the_head_may_have_a_chunk_of_its_own() -> None:
+    run = Run(model=make_shape(**SMALL), tempo=OFF, pipeline_parallel=2, num_micro_batches=4)
+    apart = dataclasses.replace(run, layers_of_chunks=(4, 4, 0, 0))
+    assert estimate_ranks(apart)[1].num_parameters == estimate_ranks(run)[1].num_parameters
+    first, last = (simulate_chunk(run, range(0), pre_process=place == 0, post_process=place == 1) for place in (0, 1))
+    assert first.num_parameters == 512 * 64 + 32 * 64 and last.num_parameters == 512 * 64 + 2 * 64
+    assert {phase.part for phase in last.forward} <= {LAYERS, HEAD}
+
+
 @pytest.mark.parametrize(("stage", "chunks", "in_flight"), [(0, 1, 4), (3, 1, 1), (0, 2, 11), (3, 2, 5), (0, 3, 15)])
 def test_the_schedule_has_megatrons_micro_batches_in_flight(stage: int, chunks: int, in_flight: int) -> None:
     """In chunks; of the first stage p m + p - 1, the paper's 1 + (p - 1) / (p m) of a whole model."""
@@ -184,6 +210,36 @@ def test_the_schedule_has_megatrons_micro_batches_in_flight(stage: int, chunks: 
         level += 1 if event.is_forward else -1
         most = max(most, level)
     assert (level, most, len(seen)) == (0, in_flight, 2 * 12 * chunks)
+
+
+@pytest.mark.parametrize("group", [4, 6, 8])
+def test_micro_batches_pass_through_chunks_in_the_groups_of_megatron(group: int) -> None:
+    table = get_schedule_table(12, 3, group)
+    forwards = [event for event in list_events(1, 4, 3, 12, group) if event.is_forward]
+    assert [(event.micro_batch, event.chunk) for event in forwards] == list(table)
+    before_the_first_backward = [event.is_forward for event in list_events(1, 4, 3, 12, group)].index(False)
+    assert before_the_first_backward == 2 * (4 - 1 - 1) + (3 - 1) * group + 1
+
+
+def test_context_parallel_ranks_keep_their_share_of_the_tokens_and_divide_states_like_data_parallel_ones() -> None:
+    run = Run(model=make_shape(**SMALL), tempo=OFF, stock="transformer_engine", context_parallel=2)
+    half = dataclasses.replace(run, model=dataclasses.replace(run.model, seq_length=16), context_parallel=1)
+    (ours,) = estimate_ranks(run)
+    (shorter,) = estimate_ranks(dataclasses.replace(half, data_parallel=2))
+    assert ours.parts == shorter.parts and run.world_size == 2
+    for wrong, sentence in (({"context_parallel": 3}, "not a multiple of twice"), ({"stock": "local"}, "expected 1")):
+        with pytest.raises(ValueError, match=sentence):
+            estimate_ranks(dataclasses.replace(run, **wrong))
+
+
+def test_the_fused_cross_entropy_makes_one_more_tensor_in_backward() -> None:
+    # A head that is the peak: 32 * 16 * 512 logits, and of the unfused one some tensors of 32 * 16 numbers.
+    model = make_shape(**SMALL | {"num_layers": 1, "hidden_size": 4})
+    run = Run(model=model, tempo=OFF, stock="transformer_engine", micro_batch_size=16)
+    unfused, fused = (
+        estimate_ranks(dataclasses.replace(run, fuses_cross_entropy=fuses))[0].peak_bytes for fuses in (False, True)
+    )
+    assert fused - unfused == pytest.approx(32 * 16 * 512 * 4, rel=0.02)
 
 
 def test_model_states_are_divided_as_their_owner_does() -> None:

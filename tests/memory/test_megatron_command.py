@@ -30,6 +30,13 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
     [
         ("", {"data_parallel": 8, "num_micro_batches": 1, "dtype": torch.bfloat16, "stock": "transformer_engine"}),
         ("--tensor-model-parallel-size=2", {"tensor_parallel": 2, "data_parallel": 4, "padded_vocab_size": 50432}),
+        ("--context-parallel-size 2", {"context_parallel": 2, "data_parallel": 4, "num_micro_batches": 2}),
+        ("--cross-entropy-loss-fusion", {"fuses_cross_entropy": True}),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 7 "
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            {"layers_of_chunks": (0, *[1] * 12, 0)},
+        ),
         ("--micro-batch-size 2 --micro-batch-size 1", {"micro_batch_size": 1, "num_micro_batches": 4}),
         ("--transformer-impl local --no-masked-softmax-fusion", {"stock": "local", "masked_softmax_fusion": False}),
         ("--attention-backend unfused", {"stock_attention": "unfused"}),
@@ -63,7 +70,10 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
     ("words", "sentence"),
     [
         ("--num-experts 8", "--num-experts 8 gives the run layers of experts"),
-        ("--context-parallel-size 2", "context parallelism"),
+        ("--context-parallel-size 3", "8 GPUs are not a multiple"),
+        ("--num-distributed-optimizer-instances 2", "needs --use-distributed-optimizer"),
+        ("--use-distributed-optimizer --num-distributed-optimizer-instances 3", "does not divide the 8 ranks"),
+        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear", "it knows native and te"),
         ("--bf16 false", "'false' belongs to no option"),
         ("--hidden 5", "nearest is --hidden-size"),
         ("--hiden-size 5", "nearest is --hidden-size"),

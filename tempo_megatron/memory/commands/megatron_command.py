@@ -265,6 +265,11 @@ def _refuse_unknown(args: argparse.Namespace, family: str) -> None:
                 "" if isinstance(value, bool) else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
             )
             raise ValueError(f"{options}{of} gives the run {words}, which the estimate does not know")
+    if args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "linear":
+        raise ValueError(
+            "--cross-entropy-fusion-impl linear gives the run a fused output layer, which the estimate does not know; "
+            "it knows native and te"
+        )
     dtypes = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     for field in dtypes:
         if (value := getattr(args, field)) != "fp32":
@@ -296,18 +301,36 @@ def _agree_on_world_size(command: Command, given: int | None) -> int:
 
 def _complete_layout(args: argparse.Namespace, world_size: int, warnings: list[str]) -> None:
     """Raises ValueError where ranks or layers do not divide."""
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "num_virtual_stages_per_pipeline_rank",
+    ):
         _check_positive(args, name)
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    if world_size % (tp * pp):
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    if world_size % (tp * pp * cp):
         raise ValueError(
             f"{world_size} GPUs are not a multiple of --tensor-model-parallel-size {tp} times "
-            f"--pipeline-model-parallel-size {pp}; change one of them"
+            f"--pipeline-model-parallel-size {pp}{f' times --context-parallel-size {cp}' if cp > 1 else ''}; change "
+            "one of them"
         )
-    args.world_size, args.data_parallel_size = world_size, world_size // (tp * pp)
+    args.world_size, args.data_parallel_size = world_size, world_size // (tp * pp * cp)
     if args.sequence_parallel and tp == 1:
         warnings.append("--sequence-parallel is off, as Megatron-LM switches it off without tensor parallelism")
         args.sequence_parallel = False
+    instances = args.num_distributed_optimizer_instances
+    _check_positive(args, "num_distributed_optimizer_instances")
+    if instances > 1 and not args.use_distributed_optimizer:
+        raise ValueError(
+            f"--num-distributed-optimizer-instances {instances} needs --use-distributed-optimizer; add it, or leave "
+            "the instances out"
+        )
+    if args.data_parallel_size * cp % instances:
+        raise ValueError(
+            f"--num-distributed-optimizer-instances {instances} does not divide the {args.data_parallel_size * cp} "
+            "ranks that share states; change it"
+        )
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise ValueError(
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them, or leave it "
@@ -351,19 +374,25 @@ def _complete_model(args: argparse.Namespace, family: str) -> None:
         )
     if per_chunk is not None:
         _check_positive(args, "num_layers_per_virtual_pipeline_stage")
-        chunks, rest = divmod(args.num_layers, pp * per_chunk)
+        chunks, rest = divmod(_count_places(args), pp * per_chunk)
         if rest or pp == 1:
             raise ValueError(
                 f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {args.num_layers} layers of "
                 f"{pp} pipeline stages into chunks; change it or leave it out"
             )
-    elif chunks is not None and args.num_layers % (pp * chunks):
+    elif chunks is not None and _count_places(args) % (pp * chunks):
         raise ValueError(
             f"--num-virtual-stages-per-pipeline-rank {chunks} does not divide the {args.num_layers} layers of {pp} "
             "pipeline stages; change it or leave it out"
         )
     # One chunk a stage is no interleaving.
     args.virtual_pipeline_model_parallel_size = None if chunks == 1 else chunks
+
+
+def _count_places(args: argparse.Namespace) -> int:
+    """Layers, and what counts as one in the pipeline."""
+    extra = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    return int(args.num_layers + extra)
 
 
 def _complete_step(args: argparse.Namespace) -> None:

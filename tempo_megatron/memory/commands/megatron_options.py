@@ -147,7 +147,7 @@ READ: dict[str, Option] = {
     "pipeline-model-parallel-size": Option(default=1),
     "num-layers-per-virtual-pipeline-stage": Option(),
     "num-virtual-stages-per-pipeline-rank": Option(),
-    "microbatch-group-size-per-virtual-pipeline-stage": Option(),
+    "microbatch-group-size-per-virtual-pipeline-stage": Option(field="microbatch_group_size_per_vp_stage"),
     "overlap-p2p-communication-warmup-flush": _switch(),
     "decoder-first-pipeline-num-layers": Option(field="num_layers_in_first_pipeline_stage"),
     "decoder-last-pipeline-num-layers": Option(field="num_layers_in_last_pipeline_stage"),

@@ -132,11 +132,12 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
             sum(chunk.num_parameters for chunk in chunks),
             run.dtype,
             optimizer,
-            data_parallel=run.data_parallel,
+            # Context-parallel ranks share the states like data-parallel ones.
+            data_parallel=run.data_parallel * run.context_parallel // optimizer.instances,
             largest_layer_parameters=max(chunk.largest_layer_parameters for chunk in chunks),
             accumulates=num_micro_batches > 1,
         )
-        events = list_events(stage, stages, len(chunks), num_micro_batches)
+        events = list_events(stage, stages, len(chunks), num_micro_batches, run.micro_batch_group)
         workspaces = count_workspaces(run, has_head=stage == stages - 1)
         found.append(_estimate_rank(_name(stage, stages), chunks, states, workspaces, events))
     if simulates_allocator:
@@ -256,31 +257,35 @@ class Event:
     chunk: int
 
 
-def list_events(stage: int, num_stages: int, num_chunks: int, num_micro_batches: int) -> Iterator[Event]:
-    """What a stage does in one step, in Megatron's order.
+def list_events(
+    stage: int, num_stages: int, num_chunks: int, num_micro_batches: int, group: int | None = None
+) -> Iterator[Event]:
+    """What a stage does in one step, in Megatron's order (schedules.py: get_schedule_table of megatron-core 0.16.1).
 
     Args:
         stage: from 0.
         num_stages: p.
         num_chunks: chunks of layers per stage; 1 is 1F1B without interleaving.
-        num_micro_batches: of a step; with several chunks a multiple of p.
+        num_micro_batches: of a step.
+        group: how many micro batches pass through one chunk before the next chunk begins; None is p.
     """
-    total = num_micro_batches * num_chunks
-    warmup = num_stages - stage - 1
-    if num_chunks > 1:
-        # Groups of p micro batches pass through one chunk after another.
-        warmup = 2 * warmup + (num_chunks - 1) * num_stages
-    warmup = min(warmup, total)
-    for number in range(total + warmup):
-        if number < total:
-            yield _locate(number, num_stages, num_chunks, is_forward=True)
-        if number >= warmup:
-            yield _locate(number - warmup, num_stages, num_chunks, is_forward=False)
-
-
-def _locate(number: int, num_stages: int, num_chunks: int, *, is_forward: bool) -> Event:
-    group, place = divmod(number, num_stages * num_chunks)
-    chunk, micro_batch = divmod(place, num_stages)
     if num_chunks == 1:
-        return Event(is_forward, number, 0)
-    return Event(is_forward, group * num_stages + micro_batch, chunk if is_forward else num_chunks - 1 - chunk)
+        places = [(micro_batch, 0) for micro_batch in range(num_micro_batches)]
+        warmup = num_stages - stage - 1
+    else:
+        group = group or num_stages
+        places = [
+            (micro_batch, chunk)
+            for first in range(0, num_micro_batches, group)
+            for chunk in range(num_chunks)
+            for micro_batch in range(first, min(first + group, num_micro_batches))
+        ]
+        warmup = 2 * (num_stages - stage - 1) + (num_chunks - 1) * group
+    warmup = min(warmup, len(places))
+    for number in range(len(places) + warmup):
+        if number < len(places):
+            micro_batch, chunk = places[number]
+            yield Event(True, micro_batch, chunk)
+        if number >= warmup:
+            micro_batch, chunk = places[number - warmup]
+            yield Event(False, micro_batch, num_chunks - 1 - chunk)

@@ -35,6 +35,7 @@ from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_param
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
 from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
 from tempo_megatron.memory.simulated.transformer_engine import (
@@ -62,19 +63,24 @@ def simulate_chunk(
     Args:
         run: its model is the whole one.
         layers: the chunk's, counted from 0 over the whole model; of a T5 those of the encoder, and as many of the
-            decoder.
+            decoder. A chunk with the embedding or the loss head alone has none.
         pre_process, post_process: whether the chunk has the embedding, and the loss head.
         has_gradients: whether the gradients' memory is there before the micro batch; else backward makes it.
 
     Raises ValueError where torch.distributed is already initialised, and for values that the model cannot have.
     """
-    return _simulate_chunk(_cut(run, layers), pre_process, post_process, has_gradients)
+    return _simulate_chunk(_cut(run, layers), pre_process, post_process, has_gradients, not layers)
 
 
 @functools.lru_cache(maxsize=256)
-def _simulate_chunk(run: Run, pre_process: bool, post_process: bool, has_gradients: bool) -> ChunkMemory:
+def _simulate_chunk(
+    run: Run, pre_process: bool, post_process: bool, has_gradients: bool, is_without_layers: bool
+) -> ChunkMemory:
     with _simulate(run):
-        return _Chunk(run, pre_process, post_process, has_gradients).measure()
+        chunk = _Chunk(run, pre_process, post_process, has_gradients)
+        if is_without_layers:
+            chunk.drop_layers()
+        return chunk.measure()
 
 
 def trace_chunk(run: Run, *, has_gradients: bool = False) -> Allocations:
@@ -90,10 +96,14 @@ def _cut(run: Run, layers: range) -> Run:
     """A run of the chunk alone, of one stage on one rank. Layers count from 0 in it, so that chunks alike are equal."""
     return dataclasses.replace(
         run,
-        model=dataclasses.replace(run.model, num_layers=len(layers)),
+        # A context-parallel rank has its share of a sample's tokens; what attention gathers of others' it frees.
+        model=dataclasses.replace(
+            run.model, num_layers=max(1, len(layers)), seq_length=run.model.seq_length // run.context_parallel
+        ),
         tempo=run.tempo.for_layers(layers, STACKS_OF_FAMILIES[run.model.family]),
         optimizer=OptimizerSettings(),
         pipeline_parallel=1,
+        context_parallel=1,
         data_parallel=1,
         layers_per_virtual_stage=None,
         first_stage_layers=None,
@@ -189,6 +199,8 @@ class _Chunk:
         convert_parameters(self._model, run.dtype)
         if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
             put_softmax_kernels(self._model)
+        if run.fuses_cross_entropy and chosen.loss != "fused":
+            put_fused_cross_entropy(self._model)
         self._stacks = [getattr(self._model, stack) for stack in stacks]
         for stack, block in zip(stacks, self._stacks, strict=True):
             for layer, (index, _) in zip(block.layers, rows, strict=True):
@@ -205,6 +217,12 @@ class _Chunk:
         self._levels: list[tuple[tuple[str, int | None, bool], Phase]] = []
         # Since the phase began, and before it.
         self._num_gradients = self._num_gradients_before = 0
+
+    def drop_layers(self) -> None:
+        """Leave the embedding and the head alone: no ModelShape is without layers."""
+        for stack in self._stacks:
+            stack.layers = torch.nn.ModuleList()
+        self._layers = []
 
     def measure(self) -> ChunkMemory:
         batch = self._make_batch()
@@ -285,7 +303,10 @@ class _Chunk:
         return self._run.stock != "transformer_engine" or not is_in_layers
 
     def _run_micro_batch(self, batch: dict[str, Any]) -> None:
-        self._mark(EMBEDDING if self._pre_process else LAYERS, None if self._pre_process else 0)
+        if self._pre_process or not self._layers:
+            self._mark(EMBEDDING if self._pre_process else HEAD, None)
+        else:
+            self._mark(LAYERS, 0)
         output, loss_mask = self._run_forward(batch), batch["loss_mask"]
         if self._post_process:
             output = output[0] if isinstance(output, tuple) else output
@@ -293,7 +314,10 @@ class _Chunk:
         # As Megatron's schedule does, which sends the output on and frees it.
         edge, output = torch.autograd.graph.get_gradient_edge(output), None
         self._is_backward = True
-        self._mark(HEAD if self._post_process else LAYERS, None if self._post_process else len(self._layers) - 1)
+        if self._post_process or not self._layers:
+            self._mark(HEAD if self._post_process else EMBEDDING, None)
+        else:
+            self._mark(LAYERS, len(self._layers) - 1)
         gradient = None if self._post_process else self._make_hidden()
         torch.autograd.backward([edge], None if gradient is None else [gradient])
         del edge, gradient
@@ -401,7 +425,7 @@ class _Chunk:
             *(layer for layer, _ in self._layers),
             *(getattr(self._model, n, None) for n in ("embedding", "output_layer")),
         ]
-        return max(_count(part.parameters(), False) for part in parts if part is not None)
+        return max((_count(part.parameters(), False) for part in parts if part is not None), default=0)
 
 
 def _count(parameters: Any, in_bytes: bool) -> int:
