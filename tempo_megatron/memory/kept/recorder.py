@@ -1,4 +1,4 @@
-"""Records which storages autograd holds after a forward, and which operation of the model asked for each."""
+"""Records which storages autograd holds after a forward, and which operation of the model saved each first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SavedStorage:
 
 
 class _Handle(Kept):
-    """What autograd holds in a saved tensor's place; it lives exactly as long as the graph needs the tensor."""
+    """Stands in for a saved tensor; autograd holds it exactly as long as the graph needs the tensor."""
 
     def __init__(self, tensor: Tensor, operation: str) -> None:
         super().__init__(tensor)
@@ -34,25 +34,37 @@ class _Handle(Kept):
 
 
 class Scopes:
-    """Says which operation runs: the innermost module, or function in `scope`.
+    """Notes which operation runs: the innermost module, or function in `scope`, and which one made a node of autograd.
 
-    Parameters, buffers and what `exclude` names (a micro batch's own tensors) are not counted: they are there anyway.
+    Parameters, buffers and the tensors in `exclude` do not count: they exist anyway.
 
     Args:
-        model: its modules' qualified names become the operations.
-        exclude: tensors whose storages are not counted.
+        model: the names of its modules become the names of operations.
+        exclude: tensors whose storages are not counted, such as the micro batch's.
     """
 
     def __init__(self, model: torch.nn.Module, exclude: tuple[Tensor, ...] = ()) -> None:
         self._model = model
         self._scopes: list[str] = [""]
+        # (sequence number of autograd's next node, operation), where the operation changed.
+        self._changes: list[tuple[int, str]] = [(-1, "")]
         known = (*model.parameters(), *model.buffers(), *exclude)
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._owners: dict[int, str] = {}
 
+    @property
+    def operation(self) -> str:
+        """The operation that runs now; empty outside of submodules."""
+        return self._scopes[-1]
+
+    def find_operation(self, node: Any) -> str:
+        """The operation that ran when autograd made this node, by its sequence number."""
+        number = node._sequence_nr()
+        return self._changes[bisect.bisect_right(self._changes, number, key=lambda change: change[0]) - 1][1]
+
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Inside, note which module runs."""
+        """Note inside this context which module runs."""
         hooks = []
         for name, module in self._model.named_modules():
             if name:  # the root module has no name: whatever runs outside of submodules belongs to it
@@ -65,7 +77,7 @@ class Scopes:
                 hook.remove()
 
     def scope(self, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with what it saves recorded under `operation`."""
+        """Wrap `function` so that it runs as `operation`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._enter(operation)
@@ -77,17 +89,22 @@ class Scopes:
         return run
 
     def claim(self, tensor: Tensor, operation: str) -> None:
-        """Record what is saved of this tensor's storage under `operation`, whoever saves it first."""
+        """Count this tensor's storage under `operation`, whoever saves it first."""
         self._owners[tensor.untyped_storage()._cdata] = operation
 
     def _enter(self, operation: str) -> None:
         self._scopes.append(operation)
+        self._note_change()
 
     def _leave(self) -> None:
         self._scopes.pop()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self._changes.append((torch._C._autograd._get_sequence_nr(), self.operation))
 
     def _list_distinct(self, found: Iterable[tuple[str, Tensor]]) -> list[SavedStorage]:
-        """The distinct storages of saved tensors, each under the first operation that saved it."""
+        """The distinct storages of (operation, saved tensor), each under its first operation."""
         storages: dict[int, SavedStorage] = {}
         for operation, tensor in found:
             storage = tensor.untyped_storage()
@@ -98,7 +115,7 @@ class Scopes:
 
 
 class Recorder(Scopes):
-    """Records saved tensors of a model's forward, storage by storage, whatever becomes of its outputs.
+    """Records the tensors that a model's forward saves, whatever becomes of its outputs.
 
     This gives autograd equal tensors without their attributes, and keeps ZeRO-partitioned parameters alive longer. Use
     it on a model of your own; in a running job use GraphReader.
@@ -110,52 +127,24 @@ class Recorder(Scopes):
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        """Record what autograd saves inside, by the innermost module or function in `scope` that runs."""
+        """Record what autograd saves inside this context, each tensor under the operation that runs."""
         with self.follow(), torch.autograd.graph.saved_tensors_hooks(self._pack, _Handle.unpack):
             yield
 
     def list_saved(self) -> list[SavedStorage]:
         """The distinct storages that autograd still holds, in the order in which they were saved."""
-        handles = [handle for reference in self._handles if (handle := reference()) is not None]  # others are freed
+        # The references of freed tensors are empty.
+        handles = [handle for reference in self._handles if (handle := reference()) is not None]
         return self._list_distinct((handle.operation, handle.tensor) for handle in handles if handle.tensor is not None)
 
     def _pack(self, tensor: Tensor) -> _Handle:
-        handle = _Handle(tensor, self._scopes[-1])
+        handle = _Handle(tensor, self.operation)
         self._handles.append(weakref.ref(handle))
         return handle
 
 
-class NodeScopes(Scopes):
-    """Scopes that also say which operation made a node of autograd: the one that ran at its sequence number."""
-
-    def __init__(self, model: torch.nn.Module, exclude: tuple[Tensor, ...] = ()) -> None:
-        super().__init__(model, exclude)
-        # (sequence number of the next node, operation), where the operation changed.
-        self._changes: list[tuple[int, str]] = [(-1, "")]
-
-    @property
-    def operation(self) -> str:
-        """The operation that runs now; empty outside of submodules."""
-        return self._scopes[-1]
-
-    def find_operation(self, node: Any) -> str:
-        number = node._sequence_nr()
-        return self._changes[bisect.bisect_right(self._changes, number, key=lambda change: change[0]) - 1][1]
-
-    def _enter(self, operation: str) -> None:
-        super()._enter(operation)
-        self._note_change()
-
-    def _leave(self) -> None:
-        super()._leave()
-        self._note_change()
-
-    def _note_change(self) -> None:
-        self._changes.append((torch._C._autograd._get_sequence_nr(), self._scopes[-1]))
-
-
-class GraphReader(NodeScopes):
-    """Reads from the graph of a model's outputs what a Recorder records, and changes nothing for whoever runs it.
+class GraphReader(Scopes):
+    """Reads what a Recorder records from the graph of a model's outputs, and changes nothing in the run.
 
     Raises ValueError where torch is too old to read a graph without running its hooks.
     """

@@ -2,16 +2,16 @@
 
 An event is an operation of torch's dispatcher that makes memory. A storage belongs to the operation of the model that
 ran when it was made: in forward the innermost module, in backward the module whose forward made autograd's node. It
-counts until nobody holds it. Results do not change; each operation takes some microseconds more.
+counts as long as somebody holds it. Results do not change; each operation takes some microseconds longer.
 """
 
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from tempo_megatron.memory.kept.attribution import attribute_all, find_row, name_row
-from tempo_megatron.memory.kept.recorder import NodeScopes
+from tempo_megatron.memory.kept.recorder import Scopes
 from tempo_megatron.memory.storages import MadeStorage, StorageFollower, find_storages
 from tempo_megatron.slots.mlp import describe_activation
 
@@ -29,17 +29,18 @@ WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
 LOSS_HEAD, OTHERS, TRANSIENTS = "loss head", "micro batch and others", "transients"
 STANDING = (WEIGHTS, STATES, GRADIENTS)
 _HEAD_ROWS = ("output_layer", "loss", "lm_head", "pooler", "binary_head")
-# AccumulateGrad has the highest number there is.
+# AccumulateGrad has the highest sequence number.
 _NO_OPERATION = 2**63
 _EVENTS_BETWEEN = 32
+_LEAST_SHARE = 0.002  # of the peak: smaller parts of a category are one line of the table
 
 
 @dataclasses.dataclass(eq=False)
 class _Made(MadeStorage):
-    """A storage, from the event that made it."""
+    """A storage, and the events at which it is made and freed."""
 
     phase: str
-    """forward, backward or recomputation; empty outside of them."""
+    """forward, backward or recomputation; empty outside of these."""
     operation: str
     start: int
     end: int | None = None
@@ -47,13 +48,13 @@ class _Made(MadeStorage):
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
-    """What of one kind is alive at the peak."""
+class PeakPart:
+    """Bytes of one category and origin that are alive at the peak."""
 
     category: str
-    """One of STANDING, LOSS_HEAD, OTHERS, TRANSIENTS, or the operation of a layer whose activations these are."""
+    """One of STANDING, LOSS_HEAD, OTHERS, TRANSIENTS, or, for activations, the operation of the layer."""
     operation: str
-    """Which operation made it, and when: `backward of linear_fc2`."""
+    """The operation that made them: `backward of linear_fc2`."""
     num_bytes: int
 
 
@@ -65,12 +66,12 @@ class Timeline:
     levels: dict[str, np.ndarray]
     """Category -> bytes alive at each event."""
     marks: tuple[tuple[int, str], ...]
-    """(event, `forward` or `backward`): where each begins."""
+    """(event, "forward" or "backward") where each begins."""
     peak_event: int
     moment: str
     """What ran at the peak: `backward of the loss head`."""
-    at_peak: tuple[Standing, ...]
-    """From the largest."""
+    at_peak: tuple[PeakPart, ...]
+    """The largest first."""
 
     @property
     def peak_bytes(self) -> int:
@@ -81,9 +82,9 @@ class StepTimeline(StorageFollower):
     """Follows the storages of one step, each with the operation of the model that made it.
 
     Args:
-        models: Megatron's, without wrappers.
-        standing: kind -> storages (as find_storages has them) that are there before: weights and optimizer states.
-            Gradients that are made inside are found automatically.
+        models: Megatron's models, without wrappers.
+        standing: weights and optimizer states that exist before the step: category -> storages, as find_storages
+            returns them. Gradients that are made inside are found automatically.
     """
 
     def __init__(self, models: Sequence[Any], standing: Mapping[str, Mapping[int, int]]) -> None:
@@ -91,13 +92,13 @@ class StepTimeline(StorageFollower):
         self._models = models
         self._standing = {kind: sum(storages.values()) for kind, storages in standing.items()}
         self._known |= {key for storages in standing.values() for key in storages}
-        self._scopes = [NodeScopes(model) for model in models]
-        self._running: NodeScopes | None = None
+        self._scopes = [Scopes(model) for model in models]
+        self._running: Scopes | None = None
         self._made: list[_Made] = []
         self._event = self._asked = self._highest = 0
-        # The event that ends a storage which is found freed now: the one that is noted, or between two the next.
+        # The event that ends a storage which is found freed now: the one that is being noted, or else the next one.
         self._end = 1
-        # Of the event that is noted: phase and operation, and the storages that the operation was given.
+        # Phase and operation of the event that is being noted, and the storages that it reads.
         self._place = ("", "")
         self._read: set[int] = set()
         self._marks: list[tuple[int, str]] = []
@@ -125,13 +126,13 @@ class StepTimeline(StorageFollower):
         self._context.close()
 
     def note_gradients(self, tensors: Iterable[Tensor]) -> None:
-        """Count these as gradients, whatever made them."""
+        """Count these tensors as gradients, whatever made them."""
         for key in find_storages(tensors):
             if isinstance(made := self._alive.get(key), _Made):
                 made.is_gradient = True
 
     def finish(self, title: str) -> Timeline:
-        """What was seen. Nothing is followed after it."""
+        """The timeline of the step. Call it last."""
         self.drop_freed()
         num_events = self._event + 1
         changes: dict[str, np.ndarray] = {}
@@ -154,11 +155,11 @@ class StepTimeline(StorageFollower):
                 at_peak[key] = at_peak.get(key, 0) + made.num_bytes
             if made.start == peak:
                 moment = _describe(made.phase, self._name(made.operation))
-        found = [Standing(*key, num_bytes) for key, num_bytes in at_peak.items()]
+        found = [PeakPart(*key, num_bytes) for key, num_bytes in at_peak.items()]
         found.sort(key=lambda each: -each.num_bytes)
         return Timeline(title, levels, tuple(self._marks), peak, moment, tuple(found))
 
-    def _begin_forward(self, scopes: NodeScopes) -> None:
+    def _begin_forward(self, scopes: Scopes) -> None:
         if self._running is None and torch._C._current_autograd_node() is None:
             self._running = scopes
             self._mark("forward")
@@ -179,7 +180,7 @@ class StepTimeline(StorageFollower):
         self._event += 1
         self._end = self._event
         super().note(new, inputs)
-        # To ask each storage takes long. Those that are freed count a little longer, but never for the peak.
+        # Asking every storage takes long, so freed ones may count a little longer, but never at the peak.
         if self._upper_bound > self._highest or self._event - self._asked >= _EVENTS_BETWEEN:
             self.drop_freed()
             self._highest = max(self._highest, self._upper_bound)
@@ -233,7 +234,7 @@ class StepTimeline(StorageFollower):
         return TRANSIENTS
 
     def _name(self, operation: str) -> str:
-        """The ledger's row; of what is none the name itself."""
+        """The title of the operation's row in the ledger."""
         if operation == "gradient accumulation":
             return operation
         return name_row(find_row(operation), describe_activation(self._models[0].config))
@@ -243,32 +244,26 @@ def _describe(phase: str, name: str) -> str:
     return f"{phase} of {'the model' if name == 'loss' else name}" if phase else "outside of forward and backward"
 
 
-def list_tensors_alive(timeline: Timeline, least: float = 0.002) -> Iterator[Standing]:
-    """What stands at the peak; what is less than `least` of it is put together per category."""
-    limit = least * timeline.peak_bytes
-    large: list[Standing] = []
-    small: list[Standing] = []
-    for each in timeline.at_peak:
-        (large if each.num_bytes >= limit else small).append(each)
-    yield from large
-    for category, group in itertools.groupby(sorted(small, key=lambda each: each.category), lambda each: each.category):
-        yield Standing(category, "smaller ones", sum(each.num_bytes for each in group))
-
-
 def format_timeline(timeline: Timeline) -> str:
-    """What stands at the peak, as a table."""
+    """A table of what is alive at the peak."""
     lines = [f"memory at the peak of one step ({timeline.moment}): {timeline.title}"]
     lines.append(f"{'category':<28}{'made by':<44}{'bytes':>17}{'share':>8}")
     rule = "-" * len(lines[-1])
     lines.append(rule)
-    for each in list_tensors_alive(timeline):
+    limit = _LEAST_SHARE * timeline.peak_bytes
+    parts = [each for each in timeline.at_peak if each.num_bytes >= limit]
+    small: collections.Counter[str] = collections.Counter()
+    for each in timeline.at_peak:
+        if each.num_bytes < limit:
+            small[each.category] += each.num_bytes
+    for each in [*parts, *(PeakPart(category, "smaller ones", small[category]) for category in sorted(small))]:
         share = each.num_bytes / timeline.peak_bytes
         lines.append(f"{each.category:<28}{each.operation:<44}{each.num_bytes:>17,}{share:>8.1%}")
     return "\n".join([*lines, rule, f"{'peak':<72}{timeline.peak_bytes:>17,}{1:>8.0%}"])
 
 
 def describe_timeline(timeline: Timeline) -> dict[str, Any]:
-    """What goes into the JSON."""
+    """The timeline as JSON."""
     return {
         "title": timeline.title,
         "peak_bytes": timeline.peak_bytes,
@@ -281,11 +276,11 @@ def describe_timeline(timeline: Timeline) -> dict[str, Any]:
 
 
 class StandingBytes:
-    """Looks at the first step of every optimizer of a run until `close`.
+    """Counts weights, gradients and optimizer states at the first step of every optimizer, until `close`.
 
     Args:
-        models: of this rank; their parameters are the weights. What an optimizer steps besides (float32 copies) counts
-            as its states.
+        models: the models of this rank, whose parameters are the weights. Other tensors that an optimizer steps, such
+            as float32 copies, count as its states.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
@@ -304,12 +299,12 @@ class StandingBytes:
         self._hooks = []
 
     def count(self) -> dict[str, int]:
-        """Bytes by kind; gradients and states are 0 while no optimizer has stepped."""
+        """Category -> bytes; gradients and states are 0 before an optimizer has stepped."""
         found = {**self.list_lasting(), GRADIENTS: self._gradients}
         return {kind: sum(storages.values()) for kind, storages in found.items()}
 
     def list_lasting(self) -> dict[str, dict[int, int]]:
-        """The storages of weights and states, as find_storages has them."""
+        """The storages of weights and states, as find_storages returns them."""
         return {WEIGHTS: find_storages(self._list_parameters()), STATES: self._states}
 
     def _list_parameters(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Reports an out-of-memory error: what was allocated at the peak, and the smallest change that would have fitted.
 
-The run's own process has no memory to spare and process groups of its own, so that another one computes it on fake
-tensors, from the run's sizes alone.
+The run's process has no memory to spare, and its process groups are in the way. So another process estimates the step
+on fake tensors, from the run's sizes alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from tempo_megatron.beside import Beside
 from tempo_megatron.words.argument_types import format_bytes
 
-if TYPE_CHECKING:  # so that whether memory ended is told in any process, whatever is installed there
+if TYPE_CHECKING:  # is_out_of_memory must work in any process, also where Megatron is missing
     from tempo_megatron.memory.run import Run
 
 _SECONDS = 300.0
@@ -38,20 +38,20 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ended, on a GPU or on a CPU."""
+    """Whether the error says that memory ran out, on a GPU or on a CPU."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
 def find_requested(error: BaseException) -> int | None:
-    """The bytes that an allocation asked for in vain."""
+    """The bytes that the failed allocation asked for; None where the error does not say."""
     found = _REQUESTED.search(str(error))
     return None if found is None else int(float(found[1]) * _UNITS[found[2]])
 
 
 def find_capacity() -> int | None:
-    """What torch may take of this rank's GPU; None on a CPU, where others take from the same memory."""
+    """The bytes that torch may take of this rank's GPU; None on a CPU, whose memory other processes share."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
     free, _ = torch.cuda.mem_get_info()
@@ -61,14 +61,14 @@ def find_capacity() -> int | None:
 def report_out_of_memory(
     error: BaseException, read_run: Callable[[], tuple[Run, int]], folder: str | None = None, seconds: float = _SECONDS
 ) -> None:
-    """Print it on stderr, and write the traceback to a file.
+    """Print the report on stderr, and write the traceback to a file.
 
     Args:
-        error: is_out_of_memory.
-        read_run: gives the run and this rank's pipeline stage, from 0; raises ValueError, or what Megatron raises where
-            nothing is initialized, for a run that the estimate does not know.
-        folder: of the file (default: where the run was started).
-        seconds: that the explanation may take.
+        error: an error for which `is_out_of_memory` is true.
+        read_run: returns the run and this rank's pipeline stage, from 0. For a run that the estimate does not know it
+            raises ValueError, or what Megatron raises where nothing is initialized.
+        folder: where the file is written (default: where the run was started).
+        seconds: the time that the explanation may take.
     """
     rank = int(os.environ.get("RANK", "0"))
     file = Path(folder or ".").resolve() / f"out_of_memory.rank{rank}.txt"
@@ -86,7 +86,7 @@ def report_out_of_memory(
             f"{format_bytes(torch.cuda.memory_reserved())} reserved on this GPU"
         )
     text = "".join(traceback.format_exception(error))
-    # The frames hold what the run had alive.
+    # The frames still hold the run's tensors.
     traceback.clear_frames(error.__traceback__)
     gc.collect()
     try:
@@ -103,7 +103,7 @@ def report_out_of_memory(
 
 
 def _explain_elsewhere(asked: tuple[Run, int, int | None, int | None], seconds: float) -> str:
-    """`remedies.explain` in a process of its own, without a GPU and without this one's limit."""
+    """Call `remedies.explain` in a separate process, without a GPU and without this process's memory limit."""
     try:
         return str(Beside("tempo_megatron.memory.live.remedies:explain", *asked).wait(seconds))
     except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, estimate_ranks
@@ -14,24 +14,27 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.argument_types import format_bytes
 
 _RECOMPUTE = {"activation": "recompute", "norm": "recompute"}
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_Part = tuple[str, dict[str, Any]]
+"""Words of the command line, and the fields of a Run that they set."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What a user may type, and the run that it makes."""
+    """Words to add to the command line, and the run with them."""
 
     text: str
     run: Run
 
 
 def explain(run: Run, stage: int = 0, requested: int | None = None, capacity: int | None = None) -> str:
-    """What stands at the peak, by operation, and the smallest change that fits.
+    """Say what is alive at the peak, by operation, and name the smallest change that fits.
 
     Args:
-        run: as it ran.
+        run: the run that failed.
         stage: pipeline stage of the rank, from 0.
-        requested: bytes that could not be allocated.
-        capacity: bytes that all tensors may take; None where nobody knows.
+        requested: bytes that could not be allocated; None where that is not known.
+        capacity: bytes that all tensors may take; None where that is not known.
 
     Raises ValueError as `estimate_ranks`.
     """
@@ -70,46 +73,39 @@ def explain(run: Run, stage: int = 0, requested: int | None = None, capacity: in
 
 
 def list_changes(run: Run) -> Iterator[Change]:
-    """From what costs a run least: single changes first, then what goes together."""
-    steps: list[tuple[str, dict[str, Any]]] = []
+    """Changes from the one that costs a run least: single ones first, then several together."""
     on = TempoConfig() if run.tempo.is_off else run.tempo
-    switch = "--use-tempo" if run.tempo.is_off else ""
-    if run.tempo.is_off:
-        steps.append((switch, {"tempo": on}))
     lower: dict[str, Any] = {name: value for name, value in _RECOMPUTE.items() if getattr(on, name) != value}
-    least = {"tempo": dataclasses.replace(on, **lower)}
-    words = " ".join(filter(None, [switch, *(f"--tempo-{name} {value}" for name, value in lower.items())]))
+    words = ["--use-tempo"] * run.tempo.is_off + [f"--tempo-{name} {value}" for name, value in lower.items()]
+    least: _Part = " ".join(words), {"tempo": dataclasses.replace(on, **lower)}
+    parallel: _Part = "--sequence-parallel", {"sequence_parallel": True}
+    smaller: list[_Part] = [(f"--micro-batch-size {size}", {"micro_batch_size": size}) for size in _list_sizes(run)]
+    full: _Part = _FULL, {"recompute": ("full",), "recompute_num_layers": None}
+    changes: list[list[_Part]] = []
+    if run.tempo.is_off:
+        changes.append([("--use-tempo", {"tempo": on})])
     if lower:
-        steps.append((words, least))
+        changes.append([least])
     if run.tensor_parallel > 1 and not run.sequence_parallel:
-        parallel = {"sequence_parallel": True}
-        steps += [("--sequence-parallel", parallel), (f"{words} --sequence-parallel".strip(), {**parallel, **least})]
+        changes += [parallel], [least, parallel]
     if not run.recompute:
-        steps.append(("--recompute-activations", {"recompute": ("core_attn",)}))
-    smaller = _list_smaller_batches(run)
-    for size in smaller:
-        steps.append((f"--micro-batch-size {size}", {"micro_batch_size": size}))
-    for size in smaller:
-        steps.append((f"{words} --micro-batch-size {size}".strip(), {"micro_batch_size": size, **least}))
+        changes.append([("--recompute-activations", {"recompute": ("core_attn",)})])
+    changes += [[each] for each in smaller] + [[least, each] for each in smaller]
     if "full" not in run.recompute or run.recompute_num_layers is not None:
-        text = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-        full = {"recompute": ("full",), "recompute_num_layers": None}
-        steps.append((text, full))
-        steps.append((f"{words} {text}".strip(), {**full, **least}))
-        if smaller:
-            last = {**full, "micro_batch_size": smaller[-1], **least}
-            steps.append((f"{words} {text} --micro-batch-size {smaller[-1]}".strip(), last))
-    yield from (Change(text, dataclasses.replace(run, **changes)) for text, changes in steps)
+        changes += [full], [least, full], *([least, full, each] for each in smaller[-1:])
+    for parts in changes:
+        fields = {name: value for _, changed in parts for name, value in changed.items()}
+        yield Change(" ".join(text for text, _ in parts if text), dataclasses.replace(run, **fields))
 
 
-def _list_smaller_batches(run: Run) -> Sequence[int]:
-    """Micro batches of which a step has a whole number, from the largest."""
+def _list_sizes(run: Run) -> list[int]:
+    """Smaller micro batch sizes that divide the samples of a step, the largest first."""
     samples = run.micro_batch_size * (run.num_micro_batches or 1)
     return [size for size in range(run.micro_batch_size - 1, 0, -1) if samples % size == 0]
 
 
 def _list_operations(run: Run, stage: int) -> list[tuple[str, int]]:
-    """What all layers of one rank keep of one micro batch, by operation."""
+    """(operation, bytes) of what all layers of one rank keep of one micro batch, the largest first."""
     layers = (layer for chunk in run.list_chunks(stage) for layer in range(len(chunk)))
     found = []
     for recompute, number in collections.Counter(map(run.find_recomputed, layers)).items():
