@@ -129,13 +129,13 @@ def use_dtype(name: str) -> Iterator[None]:
 def simulate_reserved(graph: StepGraph, order: Sequence[int]) -> int:
     """Simulates what torch's CUDA allocator reserves on the device in two steps, fragmentation included."""
     allocator, made = CachingAllocator(), {s for operation in graph.operations for s in operation.makes}
-    lives = [life for life in find_lifetimes(graph, order) if life.storage in made]
+    lives = {storage: life for storage, life in find_lifetimes(graph, order).items() if storage in made}
     for storage in sorted(graph.kept - made):
         allocator.allocate(graph.sizes[storage])
     begins, ends = collections.defaultdict[int, list[int]](list), collections.defaultdict[int, list[int]](list)
-    for life in lives:
-        begins[life.first].append(life.storage)
-        ends[life.last].append(life.storage)
+    for storage, (first, last) in lives.items():
+        begins[first].append(storage)
+        ends[last].append(storage)
     for _ in range(2):
         blocks = {}
         for step, place in enumerate(order):

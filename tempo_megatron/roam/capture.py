@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +24,8 @@ from torch.optim import Optimizer
 from tempo_kernels.fakes import simulate
 from tempo_kernels.opaque import Opaque
 from tempo_megatron.roam.read_graph import CapturedStep, GraphReader, Update, is_random
-from tempo_megatron.roam.refusals import (
-    BatchStructure,
-    check_model,
-    explain_refusals,
-    refuse_changed_attributes,
-)
-from tempo_megatron.roam.updates import ParameterUpdate, UpdateBytes, check_optimizer, measure_update
+from tempo_megatron.roam.refusals import BatchStructure, check_model, explain_refusals, refuse_changed_attributes
+from tempo_megatron.roam.updates import ParameterUpdate, check_optimizer, measure_update
 
 
 def capture_step(
@@ -58,15 +54,8 @@ def capture_step(
     trace = _Trace(model, compute_loss, batch)
     with _see_operations() as opaque, refuse_changed_attributes(model), explain_refusals(model):
         module = trace.run()
-    names = [*trace.state, *(f"batch {i}" for i in range(len(trace.batch_tensors)))]
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node, name in zip(placeholders, names, strict=True):
-        node.meta["name"] = name
-    (output,) = (node for node in module.graph.nodes if node.op == "output")
-    loss, *grads = output.args[0]
     if optimizer is not None:
-        _append_updates(module, optimizer, trace.trained, grads)
-        output.args = ([loss],)
+        _append_updates(module, optimizer, trace)
     module.graph.lint()
     module.recompile()
     captured = GraphReader(module, opaque).read()
@@ -161,23 +150,26 @@ def _see_operations() -> Iterator[dict[str, Opaque]]:
         yield seen
 
 
-def _append_updates(
-    module: fx.GraphModule, optimizer: Optimizer, trained: Mapping[str, Tensor], grads: Sequence[fx.Node | None]
-) -> None:
-    """Appends an update for each parameter of the optimizer that has a gradient, in the optimizer's order."""
-    placeholders = {node.meta["name"]: node for node in module.graph.nodes if node.op == "placeholder"}
+def _append_updates(module: fx.GraphModule, optimizer: Optimizer, trace: _Trace) -> None:
+    """Appends an update for each parameter of the optimizer that has a gradient, in the optimizer's order.
+
+    The module then returns the loss alone.
+    """
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    placeholders = dict(zip(trace.state, inputs, strict=False))
     (output,) = (node for node in module.graph.nodes if node.op == "output")
-    found = {id(p): (name, grad) for (name, p), grad in zip(trained.items(), grads, strict=True) if grad is not None}
+    loss, *grads = output.args[0]
+    trained = zip(trace.trained.items(), grads, strict=True)
+    found = {id(p): (name, grad) for (name, p), grad in trained if grad is not None}
     for group in optimizer.param_groups:
-        costs = dict[torch.dtype, UpdateBytes]()
+        measure = functools.cache(functools.partial(measure_update, optimizer, group))
         for parameter in group["params"]:
             if id(parameter) not in found:
                 continue
             name, grad = found[id(parameter)]
-            if parameter.dtype not in costs:
-                costs[parameter.dtype] = measure_update(optimizer, group, parameter.dtype)
             target = f"update_{len(module._modules)}"
             module.add_module(target, ParameterUpdate(optimizer, parameter))
             with module.graph.inserting_before(output):
                 node = module.graph.call_module(target, (grad,))
-            node.meta["update"] = Update(name, placeholders[name], parameter.numel(), costs[parameter.dtype])
+            node.meta["update"] = Update(name, placeholders[name], *measure(parameter.dtype)(parameter.numel()))
+    output.args = ([loss],)

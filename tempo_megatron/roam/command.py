@@ -43,7 +43,7 @@ def run_order(args: argparse.Namespace) -> int:
     """Captures, orders and places one step, and prints the gain. Raises ValueError for what cannot be captured."""
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
-    tempo_config = _read_tempo_config(args)
+    tempo_config = tempo_config_from(args, read_object(args.deepspeed_config) if args.deepspeed_config else {})
     shape = read_requested_shape(args)
     title = f"{Path(args.model).stem}, {args.dtype}, s {shape.seq_length}, b {args.micro_batch_size}, {args.optimizer}"
     start = time.perf_counter()
@@ -72,13 +72,6 @@ def run_order(args: argparse.Namespace) -> int:
         figures = list_figures(captured, plan, placement, seconds)
         Path(args.json).write_text(json.dumps({"title": title, **figures}, indent=2) + "\n", encoding="utf-8")
     return 0
-
-
-def _read_tempo_config(args: argparse.Namespace) -> TempoConfig:
-    block = {}
-    if args.deepspeed_config:
-        block = read_object(args.deepspeed_config)
-    return tempo_config_from(args, block)
 
 
 def capture_megatron_step(shape: ModelShape, tempo_config: TempoConfig, args: argparse.Namespace) -> CapturedStep:

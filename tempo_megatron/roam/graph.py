@@ -104,36 +104,27 @@ class StepGraph:
         return [frozenset((*each.makes, *each.reads, *each.writes)) for each in self.operations]
 
 
-@dataclasses.dataclass(frozen=True)
-class Lifetime:
-    """The first and the last step of an order in which a storage is alive."""
-
-    storage: int
-    first: int
-    last: int
-
-
-def find_lifetimes(graph: StepGraph, order: Sequence[int]) -> list[Lifetime]:
-    """Finds when each storage that is used or kept is alive."""
+def find_lifetimes(graph: StepGraph, order: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Finds the first and the last step of an order in which each storage that is used or kept is alive."""
     first, last = dict[int, int](), dict[int, int]()
     made = {storage for operation in graph.operations for storage in operation.makes}
-    uses, end = graph.list_uses(), len(order) - 1
+    uses = graph.list_uses()
     for step, place in enumerate(order):
         for storage in uses[place]:
             first.setdefault(storage, step if storage in made else 0)
             last[storage] = step
     for storage in graph.kept:
         first.setdefault(storage, 0)
-        last[storage] = end
-    return [Lifetime(storage, first[storage], last[storage]) for storage in sorted(first)]
+        last[storage] = len(order) - 1
+    return {storage: (first[storage], last[storage]) for storage in sorted(first)}
 
 
 def count_bytes(graph: StepGraph, order: Sequence[int]) -> list[int]:
     """Counts the bytes that are alive while each step of the order runs, its scratch included."""
     changes = [0] * (len(order) + 1)
-    for each in find_lifetimes(graph, order):
-        changes[each.first] += graph.sizes[each.storage]
-        changes[each.last + 1] -= graph.sizes[each.storage]
+    for storage, (first, last) in find_lifetimes(graph, order).items():
+        changes[first] += graph.sizes[storage]
+        changes[last + 1] -= graph.sizes[storage]
     alive, found = 0, []
     for step, place in enumerate(order):
         alive += changes[step]

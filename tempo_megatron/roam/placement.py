@@ -5,8 +5,8 @@ by integer programs. `find_placement` keeps the order of operations and takes no
 
 1. Rectangles are split where none is alive on both sides. The most bytes alive at once are a lower bound of each part.
 2. `Filler` fills an arena of exactly that height from the bottom, so that at every step the rest can still fit.
-3. If that fails, `_Arena` places rectangles one by one at the lowest or the narrowest fitting gap, in many orders.
-   Where a rectangle reaches too high, it goes earlier in the next attempt.
+3. If that fails, `_place_greedily` places rectangles one by one at the lowest or the narrowest fitting gap, in many
+   orders. Where a rectangle reaches too high, it goes earlier in the next attempt.
 4. A part of few rectangles is solved exactly by `BranchAndBound`.
 
 `find_arena` may also change the order of operations: where the peak is flat and long, an arena of its height has no
@@ -66,9 +66,9 @@ def list_rectangles(graph: StepGraph, order: Sequence[int]) -> tuple[list[int | 
     Storages that exist both before and after the step are not part of an arena.
     """
     made = {storage for operation in graph.operations for storage in operation.makes}
-    lives = [each for each in find_lifetimes(graph, order) if each.storage in made or each.storage not in graph.kept]
-    storages: list[int | None] = [each.storage for each in lives]
-    found = [Rectangle(graph.sizes[each.storage], each.first, each.last) for each in lives]
+    lives = {s: life for s, life in find_lifetimes(graph, order).items() if s in made or s not in graph.kept}
+    storages: list[int | None] = [*lives]
+    found = [Rectangle(graph.sizes[storage], *life) for storage, life in lives.items()]
     for step, place in enumerate(order):
         if scratch := graph.operations[place].scratch_bytes:
             storages.append(None)
@@ -146,7 +146,7 @@ def place_longest_first(rectangles: Sequence[Rectangle]) -> int:
     order = sorted(
         range(len(rectangles)), key=lambda i: (rectangles[i].first - rectangles[i].last, -rectangles[i].size)
     )
-    offsets = _Arena(rectangles).place(order, best=True).offsets
+    offsets, _ = _place_greedily(rectangles, order, best=True)
     return _find_height(rectangles, offsets)
 
 
@@ -177,7 +177,7 @@ def _place_part(
 ) -> Placement:
     """Places one part by steps 2 to 4; an attempt ends as soon as it gets as high as the best so far."""
     bound = find_most_alive(rectangles)
-    goal, arena, work = max(bound, enough), _Arena(rectangles), 0
+    goal, work = max(bound, enough), 0
     stacked = [0, *itertools.accumulate(each.size for each in rectangles)]
     offsets, height = stacked[:-1], stacked[-1]
     if height > goal and (filled := _fill_part(rectangles, goal, num_fills)) is not None:
@@ -186,12 +186,12 @@ def _place_part(
         for _ in range(_ROUNDS):
             if height <= goal:
                 return Placement(tuple(offsets), height, bound)
-            found = arena.place(order, best=best, limit=height - 1)
-            work += found.num_placed
-            if found.num_placed == len(order):
-                offsets, height = found.offsets, _find_height(rectangles, found.offsets)
+            attempt, num_placed = _place_greedily(rectangles, order, best=best, limit=height - 1)
+            work += num_placed
+            if num_placed == len(order):
+                offsets, height = attempt, _find_height(rectangles, attempt)
             else:
-                order.insert(0, order.pop(found.num_placed))
+                order.insert(0, order.pop(num_placed))
         if work >= work_limit:
             break
         if note_share:
@@ -203,16 +203,18 @@ def _place_part(
 
 
 def _fill_part(rectangles: Sequence[Rectangle], height: int, num_fills: int) -> list[int] | None:
-    """Returns offsets in an arena of this height, or None if `Filler` finds none."""
+    """Returns offsets in an arena of this height if `Filler` finds them in one of num_fills orders, else None."""
     chosen = [i for i, each in enumerate(rectangles) if each.size]
     sizes, firsts, lasts = (
         np.array([getattr(rectangles[i], name) for i in chosen], np.int64) for name in ("size", "first", "last")
     )
-    found = fill_arena(sizes, firsts, lasts, height, num_fills)
-    if found is None:
-        return None
-    offsets = dict(zip(chosen, found.tolist(), strict=True))
-    return [offsets.get(i, 0) for i in range(len(rectangles))]
+    filler = Filler(sizes, firsts, lasts, height)
+    for ranks in itertools.islice(_list_ranks(sizes, firsts, lasts), num_fills):
+        found = filler.place(ranks)
+        if (found >= 0).all():
+            offsets = dict(zip(chosen, found.tolist(), strict=True))
+            return [offsets.get(i, 0) for i in range(len(rectangles))]
+    return None
 
 
 def _list_starts(rectangles: Sequence[Rectangle]) -> Iterator[tuple[list[int], bool]]:
@@ -248,42 +250,33 @@ def _find_crowds(rectangles: Sequence[Rectangle]) -> list[int]:
     return [int(alive[each.first : each.last + 1].max()) for each in rectangles]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Attempt:
-    offsets: list[int]
-    """In the order of the rectangles."""
-    num_placed: int
-    """Fewer than all if the next one would have reached above the limit."""
+def _place_greedily(
+    rectangles: Sequence[Rectangle], order: Sequence[int], *, best: bool, limit: int = _UNLIMITED
+) -> tuple[list[int], int]:
+    """Places rectangles in this order, each at the lowest offset where it fits, or in the narrowest gap.
 
-
-class _Arena:
-    """Places rectangles one by one, each at the lowest offset where it fits, or in the narrowest gap."""
-
-    def __init__(self, rectangles: Sequence[Rectangle]) -> None:
-        self._rectangles = rectangles
-
-    def place(self, order: Sequence[int], *, best: bool, limit: int = _UNLIMITED) -> _Attempt:
-        """Places rectangles in this order until one reaches above the limit."""
-        n = len(self._rectangles)
-        low, high, first, last = (np.zeros(n, np.int64) for _ in range(4))
-        offsets = [0] * n
-        for count, index in enumerate(order):
-            each = self._rectangles[index]
-            if not each.size:
-                first[count], last[count] = 0, -1
-                continue
-            meets = np.flatnonzero((first[:count] <= each.last) & (last[:count] >= each.first) & (high[:count] > 0))
-            by_offset = meets[np.argsort(low[meets], kind="stable")]
-            below = np.maximum.accumulate(np.concatenate(([0], high[by_offset])))
-            gaps = np.concatenate((low[by_offset] - below[:-1], [_UNLIMITED]))
-            fitting = np.flatnonzero(gaps >= each.size)
-            chosen = fitting[np.argmin(gaps[fitting])] if best else fitting[0]
-            offset = int(below[chosen])
-            if offset + each.size > limit:
-                return _Attempt(offsets, count)
-            low[count], high[count], first[count], last[count] = offset, offset + each.size, each.first, each.last
-            offsets[index] = offset
-        return _Attempt(offsets, n)
+    Returns the offsets, and how many were placed: fewer than all if the next one would reach above the limit.
+    """
+    n = len(rectangles)
+    low, high, first, last = (np.zeros(n, np.int64) for _ in range(4))
+    offsets = [0] * n
+    for count, index in enumerate(order):
+        each = rectangles[index]
+        if not each.size:
+            first[count], last[count] = 0, -1
+            continue
+        meets = np.flatnonzero((first[:count] <= each.last) & (last[:count] >= each.first) & (high[:count] > 0))
+        by_offset = meets[np.argsort(low[meets], kind="stable")]
+        below = np.maximum.accumulate(np.concatenate(([0], high[by_offset])))
+        gaps = np.concatenate((low[by_offset] - below[:-1], [_UNLIMITED]))
+        fitting = np.flatnonzero(gaps >= each.size)
+        chosen = fitting[np.argmin(gaps[fitting])] if best else fitting[0]
+        offset = int(below[chosen])
+        if offset + each.size > limit:
+            return offsets, count
+        low[count], high[count], first[count], last[count] = offset, offset + each.size, each.first, each.last
+        offsets[index] = offset
+    return offsets, n
 
 
 class BranchAndBound:
@@ -319,16 +312,6 @@ class BranchAndBound:
 
 
 _PLACED = 1 << 62
-
-
-def fill_arena(sizes: Any, firsts: Any, lasts: Any, height: int, num_orders: int) -> Any | None:
-    """Returns offsets in an arena of this height if `Filler` finds them in one of num_orders orders, else None."""
-    filler = Filler(sizes, firsts, lasts, height)
-    for ranks in itertools.islice(_list_ranks(sizes, firsts, lasts), num_orders):
-        offsets = filler.place(ranks)
-        if (offsets >= 0).all():
-            return offsets
-    return None
 
 
 def _list_ranks(sizes: Any, firsts: Any, lasts: Any) -> Iterator[Any]:

@@ -14,7 +14,6 @@ from tempo_megatron.memory.simulated.device import PLACES, on_device
 from tempo_megatron.memory.storages import PeakBytes, count_storage_bytes
 from tempo_megatron.roam.graph import Operation, StepGraph, count_bytes
 from tempo_megatron.roam.refusals import BatchStructure
-from tempo_megatron.roam.updates import UpdateBytes
 
 # These write to running statistics although their schemas do not say so: the indices of the statistics among the
 # arguments, and of the flag that switches the writing on.
@@ -31,8 +30,8 @@ class Update:
 
     parameter: str
     placeholder: fx.Node
-    num_elements: int
-    cost: UpdateBytes
+    scratch_bytes: int
+    state_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +44,6 @@ class CapturedStep:
     graph: StepGraph
     nodes: tuple[tuple[fx.Node, ...], ...]
     """For each operation of the graph its call, then the views of the call's results."""
-    storage_names: tuple[str, ...]
-    """For each storage the node that makes it, or the name of its parameter, buffer or optimizer state."""
     standing_bytes: int
     """Bytes that exist before and after: parameters, buffers, optimizer states, constants and the micro batch."""
     batch: BatchStructure = dataclasses.field(default_factory=lambda: BatchStructure(()))
@@ -76,7 +73,7 @@ class GraphReader:
     def __init__(self, module: fx.GraphModule, opaque: dict[str, Opaque]) -> None:
         self._module, self._opaque = module, opaque
         self._numbers = dict[int, int]()
-        self._sizes, self._names = list[int](), list[str]()
+        self._sizes = list[int]()
         self._standing = set[int]()
         self._operations = list[Operation]()
         self._nodes = list[list[fx.Node]]()
@@ -96,7 +93,7 @@ class GraphReader:
             if node.op in ("placeholder", "get_attr"):
                 if node.op == "get_attr":
                     node.meta.setdefault("val", getattr(self._module, node.target))
-                self._standing.update(self._number(node, node.meta.get("name", node.name)))
+                self._standing.update(self._number(node))
             elif node.op == "output":
                 kept.update(s for each in node.all_input_nodes for s in self._number(each))
             elif self._joins(node):
@@ -111,7 +108,6 @@ class GraphReader:
             self._module,
             graph,
             tuple(map(tuple, self._nodes)),
-            tuple(self._names),
             sum(self._sizes[storage] for storage in self._standing),
         )
 
@@ -156,18 +152,17 @@ class GraphReader:
 
     def _read_update(self, node: fx.Node, update: Update) -> Operation:
         state = len(self._sizes)
-        self._sizes.append(update.cost.count_state(update.num_elements))
-        self._names.append(f"optimizer state of {update.parameter}")
+        self._sizes.append(update.state_bytes)
         self._standing.add(state)
         return Operation(
             name=f"update of {update.parameter}",
             reads=tuple(s for each in node.all_input_nodes for s in self._number(each)),
             after=tuple(self._places[each] for each in node.all_input_nodes if each in self._places),
             writes=(*self._number(update.placeholder), state),
-            scratch_bytes=update.cost.count_scratch(update.num_elements),
+            scratch_bytes=update.scratch_bytes,
         )
 
-    def _number(self, node: fx.Node, name: str | None = None) -> list[int]:
+    def _number(self, node: fx.Node) -> list[int]:
         """Returns the indices of a node's storages; new storages get new indices."""
         found = []
         for t in _list_tensors(node):
@@ -185,7 +180,6 @@ class GraphReader:
                     )
                 self._numbers[storage._cdata] = len(self._sizes)
                 self._sizes.append(storage.nbytes())
-                self._names.append(name or node.name)
             found.append(self._numbers[storage._cdata])
         return list(dict.fromkeys(found))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,20 +53,6 @@ class ParameterUpdate(torch.nn.Module):
             optimizer.param_groups, parameter.grad = groups, None
 
 
-@dataclasses.dataclass(frozen=True)
-class UpdateBytes:
-    """The scratch memory and the state of an update, each as (bytes, bytes per element of the parameter)."""
-
-    scratch: tuple[int, int]
-    state: tuple[int, int]
-
-    def count_scratch(self, num_elements: int) -> int:
-        return self.scratch[0] + self.scratch[1] * num_elements
-
-    def count_state(self, num_elements: int) -> int:
-        return self.state[0] + self.state[1] * num_elements
-
-
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raises ValueError if the update of a parameter may depend on another one, or a hook sees the step."""
     if type(optimizer) not in ELEMENTWISE:
@@ -82,21 +68,23 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
-def measure_update(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> UpdateBytes:
+def measure_update(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Callable[[int], tuple[int, int]]:
     """Measures the updates of two small parameters of this dtype with the group's settings.
 
-    The bytes are linear in the number of elements, so two sizes determine them for any size.
+    Returns a function from a parameter's number of elements to the bytes of its update's scratch memory and of its
+    state. Both are linear in the number of elements, so two sizes determine them for any size.
     """
+    small = 4096
     with unset_fake_temporarily():
-        few_scratch, few_state = _measure_elements(optimizer, group, dtype, 4096)
-        more_scratch, more_state = _measure_elements(optimizer, group, dtype, 8192)
-    return UpdateBytes(_find_line(few_scratch, more_scratch), _find_line(few_state, more_state))
+        few, more = (_measure_elements(optimizer, group, dtype, size) for size in (small, 2 * small))
+    slopes = [(b - a) // small for a, b in zip(few, more, strict=True)]
+    assert all((b - a) % small == 0 for a, b in zip(few, more, strict=True)), "an optimizer's bytes are not linear"
 
+    def count(num_elements: int) -> tuple[int, int]:
+        scratch, state = (a + slope * (num_elements - small) for a, slope in zip(few, slopes, strict=True))
+        return scratch, state
 
-def _find_line(few: int, more: int) -> tuple[int, int]:
-    slope, rest = divmod(more - few, 4096)
-    assert not rest, "an optimizer is not linear in the elements of a parameter"
-    return few - 4096 * slope, slope
+    return count
 
 
 def _measure_elements(
