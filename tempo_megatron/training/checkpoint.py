@@ -22,11 +22,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from tempo_megatron.disk import flush_all_to_disk
-from tempo_megatron.training.checkpoint_files.files import (
-    name_rank_file,
-    read_tensors,
-    try_to_write,
-)
+from tempo_megatron.training.checkpoint_files.files import name_rank_file, read_tensors, try_to_write
 from tempo_megatron.training.checkpoint_files.folder import CheckpointFolder, name_unfinished, parse_iteration
 from tempo_megatron.training.checkpoint_files.integrity import FORMAT, describe_files, find_damage, write_description
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
@@ -36,12 +32,12 @@ from tempo_megatron.training.run.deepspeed_config import read_offload_device
 from tempo_megatron.training.run.resume import REMEDIES, describe_conflict
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.task import Vocabulary
-from tempo_megatron.training.watch.agreement import differs_between_ranks, is_true_on_any_rank, raise_on_all_ranks
+from tempo_megatron.training.watch.agreement import gather, raise_on_all_ranks
 
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """How far a run is."""
+    """The position of a run."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -51,13 +47,13 @@ class Checkpoints:
     """Saves to `--save` and resumes from `--load`, on every rank at once.
 
     Args:
-        run: save and load folders, and how many checkpoints stay.
-        engine: whose state it is.
-        settings: list_settings of this run as it was asked for, before anything was planned for it.
+        run: says where to save and load, and how many checkpoints to keep.
+        engine: holds the state.
+        settings: list_settings of the run as the user gave it, before anything was planned for it.
         description: describe_run of this run.
         sample_parts: of its datasets, the order of the samples.
 
-    `last_saved` is the newest step that --save holds of this run.
+    `last_saved` is the newest step of this run in --save.
     """
 
     def __init__(
@@ -74,10 +70,10 @@ class Checkpoints:
         self.last_saved: int | None = None
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint; every rank calls it.
+        """Writes a checkpoint; every rank calls it.
 
-        Raises ValueError on every rank where one cannot write it, for want of space for example; the one before stays
-        the latest, and nothing of the new one stays behind.
+        Raises ValueError on every rank if one cannot write it, for example on a full disk. The checkpoint before stays
+        the latest, and the unfinished one is removed.
         """
         assert self.run.save is not None
         folder = CheckpointFolder(self.run.save)
@@ -93,7 +89,7 @@ class Checkpoints:
         self.last_saved = progress.iteration
 
     def _raise_everywhere(self, progress: Progress, reason: str | None) -> None:
-        """Wait for every rank to be as far as this one. Where one has a reason to give up, clean up and raise."""
+        """Waits until every rank is as far as this one. If one has a reason to give up, cleans up and raises."""
         sentence = reason and (
             f"--save {self.run.save}: the checkpoint of step {progress.iteration} cannot be written ({reason}); "
             "free some space and go on from the one before with --load"
@@ -115,9 +111,13 @@ class Checkpoints:
         return self.engine.files.take_failure()
 
     def _describe(self, unfinished: Path, progress: Progress) -> None:
-        """Write what the checkpoint is, on rank 0, with the checksums of the files that every rank wrote."""
-        files: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(files, try_to_describe(unfinished, self.engine.files.take_written()))
+        """Writes the description on rank 0, with the checksums of the files that every rank wrote."""
+        own: Any
+        try:
+            own = describe_files(unfinished, self.engine.files.take_written())
+        except OSError as error:
+            own = str(error)
+        files = gather(own)
         if reasons := [found for found in files if isinstance(found, str)]:
             raise OSError(reasons[0])
         if self.rank != 0:
@@ -131,9 +131,9 @@ class Checkpoints:
         write_description(unfinished, content, {name: entry for found in files for name, entry in found.items()})
 
     def load(self, saved: Mapping[str, Any]) -> Progress:
-        """Put everything back from the checkpoint that `saved` (read_saved_run) describes; returns how far it was.
+        """Restores everything from the checkpoint that `saved` (of read_saved_run) describes; returns its position.
 
-        Call find_damage_on_any_rank first. Raises ValueError on every rank where the checkpoint belongs to another run.
+        Call find_damage_on_any_rank first. Raises ValueError on every rank if the checkpoint belongs to another run.
         """
         assert self.run.load is not None
         check_same_run(saved, self.description, self.run.load)
@@ -148,24 +148,22 @@ class Checkpoints:
         return progress
 
     def _is_divided_otherwise(self, checkpoint: Path) -> bool:
-        """Whether an option that the layout's name does not tell, ZeRO's round robin for example, has changed."""
-        layout = read_tensors(checkpoint / name_rank_file(self.rank)).get("layout")
-        return is_true_on_any_rank(
-            layout is not None and layout["fragments"] != describe_rank(self.engine)["fragments"]
-        )
+        """Whether ZeRO divided the weights otherwise in the same layout, as its round robin does."""
+        saved = read_tensors(checkpoint / name_rank_file(self.rank)).get("layout")
+        return any(gather(saved is not None and saved["fragments"] != describe_rank(self.engine)["fragments"]))
 
     def _load_as_saved(self, checkpoint: Path) -> dict[str, Any]:
-        """Let DeepSpeed load what the same layout saved; returns this rank's own state."""
+        """Lets DeepSpeed load what the same layout saved; returns this rank's own state."""
         self.engine.load(checkpoint, self.run)
         state: dict[str, Any] = read_tensors(checkpoint / name_rank_file(self.rank))
         set_rng_state(state["rng"], self.run.on_gpu)
         return state
 
     def _reshard(self, checkpoint: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Take over what another layout saved; returns the state of a rank that stands for this one.
+        """Loads what another layout saved; returns the state that a corresponding rank saved.
 
-        Data-parallel ranks have equal random states. Those of tensor-parallel ranks belong to their number: where it
-        changes, all start anew from the seed and the step.
+        Data-parallel ranks have equal random states, so those of the same tensor-parallel rank are restored. If the
+        tensor parallel size changes, the random states start anew from the seed and the step.
         """
         start = time.perf_counter()
         change = f"{describe_layout(saved)} to {describe_layout(self.description)}"
@@ -193,28 +191,20 @@ class Checkpoints:
         }
 
 
-def try_to_describe(checkpoint: Path, written: list[str]) -> Any:
-    """describe_files, or what the disk had against reading one of them."""
-    try:
-        return describe_files(checkpoint, written)
-    except OSError as error:
-        return str(error)
-
-
 def find_damage_on_any_rank(saved: Mapping[str, Any], load: str) -> str | None:
-    """One sentence where a file of the checkpoint that `saved` describes is not what was saved, or holds anything that
-    would have to be executed; the same on every rank, each of which reads a share of the files."""
-    found: list[str | None] = [None] * dist.get_world_size()
-    damage = find_damage(Path(load) / saved["checkpoint"], saved["files"], dist.get_rank(), len(found))
-    dist.all_gather_object(found, damage)
+    """Says which file of the checkpoint `saved` was changed, or would execute code; returns None if all are sound.
+
+    Each rank reads a share of the files, and every rank gets the same sentence.
+    """
+    folder = Path(load) / saved["checkpoint"]
+    found = gather(find_damage(folder, saved["files"], dist.get_rank(), dist.get_world_size()))
     return next((each for each in found if each), None)
 
 
 def claim_save_folder(run: RunConfig) -> CheckpointFolder | None:
-    """Lock the folder of --save on rank 0 and return it; no other run can write there while the result is kept.
+    """Locks the folder of --save on rank 0 and returns it; no other run can write there while the result is kept.
 
-    Raises ValueError where another run writes to it, or where it holds checkpoints that this run neither continues
-    nor may overwrite.
+    Raises ValueError if another run writes to it, or if it holds checkpoints that this run does not continue.
     """
     if not run.save:
         return None
@@ -231,8 +221,8 @@ def claim_save_folder(run: RunConfig) -> CheckpointFolder | None:
 
 
 def check_all_ranks_load(saved: Mapping[str, Any] | None, load: str | None) -> None:
-    """Raise ValueError on every rank where --load gave some of them another checkpoint, or none."""
-    if differs_between_ranks(saved and saved["checkpoint"]):
+    """Raises ValueError on every rank unless --load gave all of them the same checkpoint, or none."""
+    if len(set(gather(saved and saved["checkpoint"]))) > 1:
         raise ValueError(
             f"--load {load} does not name one checkpoint to every rank: another run writes there, or it is not the "
             "same folder on every node; wait for that run, or give a folder on a shared file system"
@@ -240,7 +230,7 @@ def check_all_ranks_load(saved: Mapping[str, Any] | None, load: str | None) -> N
 
 
 def check_all_ranks_share(folder: Path) -> None:
-    """Raise ValueError on every rank where one cannot write to `folder`, or sees another folder than rank 0 does."""
+    """Raises ValueError on every rank if one cannot write to `folder`, or sees another folder than rank 0 does."""
     token = [secrets.token_hex(8)]
     dist.broadcast_object_list(token, src=0)
     names = [folder / f"shared_{token[0]}_{rank}.tmp" for rank in range(dist.get_world_size())]
@@ -259,7 +249,7 @@ def check_all_ranks_share(folder: Path) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy, torch and Megatron's tracker; tensor-parallel ranks differ in the tracker's regions only."""
+    """Seeds Python, numpy, torch and Megatron's tracker; only the tracker differs between tensor-parallel ranks."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -267,7 +257,7 @@ def seed_all(seed: int) -> None:
 
 
 def get_rng_state(on_gpu: bool) -> dict[str, Any]:
-    """The states of Python, numpy, torch's CPU and CUDA generators and Megatron's tracker."""
+    """Returns the states of Python's, numpy's, torch's CPU and CUDA generators and Megatron's tracker."""
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -279,7 +269,7 @@ def get_rng_state(on_gpu: bool) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], on_gpu: bool) -> None:
-    """Put back what get_rng_state gave."""
+    """Restores what get_rng_state returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -290,12 +280,12 @@ def set_rng_state(state: dict[str, Any], on_gpu: bool) -> None:
     get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-# How weights and moments lie on the ranks. A run goes on in another layout: see resharding.py.
+# The layout: how weights and moments are divided over the ranks. resharding.py loads another one.
 _LAYOUT = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage", "optimizer", "offload_device")
 
 
 def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], load: str) -> None:
-    """Raise ValueError for the first field of describe_run in which the checkpoint is of another run."""
+    """Raises ValueError for the first field of describe_run that differs from the checkpoint's."""
     where = f"--load {load}/{saved['checkpoint']}"
     for name, remedy in REMEDIES.items():
         ours, theirs = description.get(name), saved.get(name)
@@ -311,7 +301,7 @@ def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], loa
 
 
 def has_other_layout(saved: Mapping[str, Any], description: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's files are divided in another way than those of this run will be."""
+    """Whether the layout of a checkpoint differs from this run's."""
     return any(saved.get(name, description[name]) != description[name] for name in _LAYOUT)
 
 
@@ -321,14 +311,14 @@ def describe_layout(description: Mapping[str, Any]) -> str:
 
 
 def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
-    """What a checkpoint belongs to; a run resumes only from one whose description is its own.
+    """Describes the run that a checkpoint belongs to; only a run of the same description resumes from it.
 
     `more` holds what only the built run knows, such as the optimizer's name.
     """
     described = {name: getattr(run, name) for name in (*REMEDIES, *_LAYOUT) if hasattr(run, name)}
     described |= {"offload_device": read_offload_device(run.deepspeed), "vocab_padding_tp": run.vocab_padding_tp}
     described |= run.model.describe() | vocabulary.describe()
-    if run.masking is None:  # a run for GPT has none, and says nothing of it
+    if run.masking is None:  # GPT has no masking
         del described["masking"]
     else:
         described["masking"] = dataclasses.asdict(run.masking)

@@ -23,7 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from tempo_megatron.training.checkpoint_files.files import CheckpointFiles
-from tempo_megatron.training.checkpoint_files.layout import find_cuts
+from tempo_megatron.training.checkpoint_files.sharding import find_cuts
 from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.watch.agreement import STORE, open_store

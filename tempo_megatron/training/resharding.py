@@ -1,7 +1,7 @@
 """Loads a checkpoint of another layout: another tensor or data parallel size, another ZeRO stage.
 
-Every rank reads from the checkpoint's files the elements of the weights and moments that it holds now, one parameter
-after the other. The files are only read, so that nothing has to be converted first and a kill leaves them as they were.
+Every rank reads the elements of the weights and moments that it holds now, parameter by parameter. Nothing has to be
+converted first, and a kill leaves the checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from tempo_megatron.training.checkpoint_files.layout import MOMENTS, Fragment, Partition, find_partition
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState
+from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Fragment, Partition, find_partition
 from tempo_megatron.training.engine import Engine, take_scale
 from tempo_megatron.training.run.deepspeed_config import read_offload_device
 from tempo_megatron.training.run.run_config import RunConfig
@@ -25,7 +25,7 @@ _SECONDS_BETWEEN_LINES = 10
 
 
 def describe_rank(engine: Engine) -> dict[str, Any]:
-    """What a later run has to know of this rank to read its part of the checkpoint, in plain types."""
+    """Describes this rank's part of the checkpoint for a later run of another layout, in plain types."""
     return {
         "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
         "dp_rank": parallel_state.get_data_parallel_rank(),
@@ -36,15 +36,15 @@ def describe_rank(engine: Engine) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_resharded(engine: Engine, source: SavedState, run: RunConfig) -> None:
-    """Put weights, moments, steps and loss scale of `source` into `engine`; every rank calls it.
+    """Loads weights, moments, steps and loss scale of `source` into `engine`; every rank calls it.
 
-    Raises ValueError on every rank, before anything is changed, where the checkpoint is of another model or the
-    optimizer's states lie where they cannot be reached.
+    Raises ValueError on every rank, before anything is changed, if the checkpoint is of another model or the
+    optimizer's states are on NVMe, where they cannot be reached.
     """
     if read_offload_device(run.deepspeed) == "nvme":
         raise ValueError(
-            f"--load {source.checkpoint} has another layout, and states that are offloaded to nvme go on in their own "
-            'only; use "cpu" for zero_optimization.offload_optimizer.device, or the layout of the checkpoint'
+            f"--load {source.checkpoint} has another layout, and states that are offloaded to nvme cannot be "
+            'resharded; use "cpu" for zero_optimization.offload_optimizer.device, or the layout of the checkpoint'
         )
     names = {name for name, _ in engine.deepspeed.module.named_parameters()}
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -55,7 +55,7 @@ def load_resharded(engine: Engine, source: SavedState, run: RunConfig) -> None:
     fault = None
     try:
         _fill(find_partition(engine.deepspeed), source, engine)
-    except ValueError as error:  # of a file that this rank alone may read
+    except ValueError as error:  # of a file that perhaps only this rank reads
         fault = str(error)
     raise_on_all_ranks(fault)
     _publish(engine)
@@ -68,7 +68,7 @@ def load_resharded(engine: Engine, source: SavedState, run: RunConfig) -> None:
 
 
 def _fill(partition: Partition, source: SavedState, engine: Engine) -> None:
-    """Write every fragment of this rank; a line now and then says how far rank 0 is."""
+    """Fills every fragment of this rank; rank 0 prints its progress now and then."""
     keys = ("weight", *(MOMENTS if source.has_moments() else ()))
     tp, tp_rank = engine.tensor_parallel_size, parallel_state.get_tensor_model_parallel_rank()
     total, done, said = sum(fragment.size for fragment in partition.fragments), 0, time.monotonic()
@@ -86,7 +86,7 @@ def _fill(partition: Partition, source: SavedState, engine: Engine) -> None:
 
 
 def _prepare_states(partition: Partition, fragment: Fragment, source: SavedState) -> dict[str, Any]:
-    """The optimizer's states of a flat tensor, made where it has not made them itself yet."""
+    """Returns the optimizer's states of a flat tensor, and makes those that do not exist yet."""
     group = partition.groups[fragment.group]
     states: dict[str, Any] = partition.optimizer.state[group]
     for key in MOMENTS:
@@ -101,10 +101,10 @@ def _prepare_states(partition: Partition, fragment: Fragment, source: SavedState
 
 
 def _publish(engine: Engine) -> None:
-    """Let the model have the master weights, in its precision and on every data-parallel rank."""
+    """Copies the master weights into the model, in its precision and on every data-parallel rank."""
     optimizer = engine.deepspeed.optimizer
     if engine.zero_stage == 3:
-        # DeepSpeed's own way from the master weights to the parameters, offloaded ones too.
+        # Loading only the flat groups makes DeepSpeed copy them to the parameters, offloaded ones too.
         state = {
             "loss_scaler": optimizer.loss_scaler,
             "dynamic_loss_scale": optimizer.dynamic_loss_scale,

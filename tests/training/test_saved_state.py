@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from tempo_megatron import TempoConfig, tempo_block_spec, tempoize_embedding, tempoize_loss
 from tempo_megatron.slots import dropout_rng
 from tempo_megatron.training.checkpoint_files.files import name_rank_file
-from tempo_megatron.training.checkpoint_files.layout import MOMENTS, Box, find_cuts, overlap
 from tempo_megatron.training.checkpoint_files.saved_state import SavedState, find_model_file
+from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Box, find_cuts, overlap
 
 OFF = TempoConfig(**dict.fromkeys(("activation", "norm", "dropout", "attention", "loss"), "off"))
 LLAMA: dict[str, Any] = {

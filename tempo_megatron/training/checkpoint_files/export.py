@@ -1,4 +1,4 @@
-"""`tempo-megatron export`: writes a checkpoint of any model and layout as one safetensors file.
+"""Writes a checkpoint of any model and layout (TP, DP, ZeRO stage) as one safetensors file: `tempo-megatron export`.
 
 With `--format huggingface` transformers loads the folder of the file.
 """
@@ -26,14 +26,14 @@ from tempo_megatron.training.checkpoint_files.saved_state import SavedState
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LAYOUT_FIELDS = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage")
-# What transformers asks besides the fields of a model that older checkpoints may lack too.
+# transformers needs these besides the fields of the model; older checkpoints may lack them.
 _HUGGINGFACE_FIELDS = ("vocab_size", "padded_vocab_size", "end_of_document", "gelu_form")
 _HUGGINGFACE_FILE = "model.safetensors"
 _COMPANIONS = ("config.json", "vocab.json", "merges.txt", "tokenizer")
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `tempo-megatron export`."""
+    """Adds the arguments of `tempo-megatron export`."""
     parser.add_argument("--load", required=True, metavar="DIR", help="the trainer's --save")
     parser.add_argument("--iteration", type=int, metavar="N", help="the checkpoint of this step (default the latest)")
     parser.add_argument("--output", required=True, metavar="FILE", help="the .safetensors file to write")
@@ -41,18 +41,18 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("megatron", "huggingface"),
         default="megatron",
-        help="names and layout of the weights: Megatron's, or those of Hugging Face's transformers (GPT-2, Llama, "
+        help="names and order of the weights: Megatron's, or those of Hugging Face's transformers (GPT-2, Llama, "
         "Mistral, Qwen 2 and 3, BERT), with config.json and the tokenizer's files beside them (default %(default)s)",
     )
     parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="default %(default)s, as the optimizer has it")
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Read, join, rename, write; says on stdout what it does.
+    """Reads, joins, renames and writes the weights, and reports each step on stdout.
 
-    Holds the whole model in memory, in float32. A file appears under its name when it is whole.
+    It holds the whole model in memory, in float32. A file gets its name when it is whole.
 
-    Raises ValueError where there is no such checkpoint, it is not whole, or the output is there already.
+    Raises ValueError if the checkpoint does not exist or is not whole, or if the output exists already.
     """
     check_installed("it", "train", "safetensors")
     checkpoint = _find_checkpoint(args.load, args.iteration)
@@ -74,13 +74,13 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def read_weights(checkpoint: Path, run: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights of the whole model by Megatron's names, vocabulary padding included.
+    """Reads the weights of the whole model by Megatron's names, vocabulary padding included.
 
     Args:
         checkpoint: one checkpoint's folder, iter_XXXXXXX.
         run: the content of its run.json.
 
-    Raises ValueError where a file is missing or damaged, or does not say how its ranks divide the weights.
+    Raises ValueError if a file is missing or damaged, or does not say how its ranks divide the weights.
     """
     tp, dp, stage = (run[name] for name in _LAYOUT_FIELDS)
     print(f"reading {checkpoint}: TP {tp}, DP {dp}, ZeRO {stage}", flush=True)
@@ -124,7 +124,7 @@ def _read_run(checkpoint: Path, form: str) -> dict[str, Any]:
         )
     run = complete_description(run)
     if form == "huggingface":
-        huggingface.find_class(run)  # refuses what transformers has no class for before anything is read
+        huggingface.find_class(run)  # fails, before anything is read, if transformers has no such class
     return run
 
 
@@ -166,12 +166,13 @@ def _save(weights: dict[str, Tensor], path: Path, run: Mapping[str, Any]) -> Non
 
 
 def _write_companions(folder: Path, run: Mapping[str, Any], dtype: str) -> None:
-    """config.json and, where the checkpoint says where they are, the files of the tokenizer."""
+    """Writes config.json and copies the files of the tokenizer, if the checkpoint says where they are."""
     config, files = huggingface.build_config(run, dtype), run.get("tokenizer_files", {})
     _write_json(folder / "config.json", config)
     names = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
     if config["model_type"] != "gpt2":
-        # Beside their config.json AutoTokenizer takes a class by the kind of model, which may cut words otherwise.
+        # Beside a config.json AutoTokenizer would choose the model's own tokenizer class, which may split words
+        # differently.
         folder = folder / "tokenizer"
         folder.mkdir()
         if run["family"] == "gpt":
@@ -183,8 +184,8 @@ def _write_companions(folder: Path, run: Mapping[str, Any], dtype: str) -> None:
         source = files.get(file)
         content = Path(source["path"]).read_bytes() if source and Path(source["path"]).is_file() else None
         if content is None or hashlib.sha256(content).hexdigest() != source["sha256"]:
-            where = f"{source['path']} is not the file of the training any more" if source else "its place is not known"
-            print(f"note: the tokenizer's {name} is not copied, for {where}; copy it to {folder}")
+            why = f"{source['path']} has changed since the training" if source else "its place is not known"
+            print(f"note: the tokenizer's {name} is not copied ({why}); copy it to {folder}")
         else:
             (folder / name).write_bytes(content)
 

@@ -16,16 +16,18 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from tempo_megatron.training.checkpoint_files.integrity import first_line
+
 
 def _find_member(cls: Any, name: str) -> Any:
-    """What stands for getattr in a file: some Pythons (3.11.0 to 3.11.3) write a member of an enum by its name."""
+    """Replaces getattr while a file is read: Python 3.11.0 to 3.11.3 pickles a member of an enum as a call of it."""
     if cls is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
         raise pickle.UnpicklingError(f"getattr of {cls} and {name!r}, where only members of ZeroStageEnum are read")
     return ZeroStageEnum[name]
 
 
-# All that DeepSpeed's optimizers put into a checkpoint besides tensors and plain containers. None of them runs code
-# that the file brings along.
+# The classes that DeepSpeed's optimizers save besides tensors and plain containers. None of them runs code from the
+# file.
 ALLOWED_CLASSES: list[Any] = [
     DynamicLossScaler,
     LossScaler,
@@ -36,11 +38,11 @@ ALLOWED_CLASSES: list[Any] = [
 
 
 def read_tensors(path: str | Path, map_location: Any = "cpu", *, is_mapped: bool = False) -> Any:
-    """What torch.save wrote to `path`: tensors, plain containers and the few classes of DeepSpeed's optimizers.
+    """Reads what torch.save wrote: tensors, plain containers and the few classes of DeepSpeed's optimizers.
 
-    With `is_mapped` a tensor is read from the disk when it is used, and one that is not used never.
+    With `is_mapped` a tensor is read from the disk when it is first used.
 
-    Raises ValueError where the file is missing or damaged, or holds anything else, which is not executed.
+    Raises ValueError if the file is missing or damaged, or holds anything else, which is not executed.
     """
     try:
         with safe_globals(ALLOWED_CLASSES):
@@ -50,21 +52,19 @@ def read_tensors(path: str | Path, map_location: Any = "cpu", *, is_mapped: bool
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing, so the checkpoint is not whole; give another checkpoint") from error
     except Exception as error:  # the unpickler raises any kind of error on damaged bytes
-        raise ValueError(
-            f"{path} is damaged or cannot be read ({_take_first_line(error)}); give another one"
-        ) from error
+        raise ValueError(f"{path} is damaged or cannot be read ({first_line(error)}); give another one") from error
 
 
 def find_fault(path: str | Path) -> str | None:
-    """One sentence where the file is damaged or holds more than tensors and what DeepSpeed adds; else None.
+    """Says in one sentence that a file is damaged or holds more than read_tensors allows; returns None if it is sound.
 
-    Reads the outline of the file, not its tensors, and executes nothing.
+    It reads the pickle, not the tensors, and executes nothing.
     """
     try:
         with safe_globals(ALLOWED_CLASSES):
             foreign = get_unsafe_globals_in_checkpoint(str(path))
-    except Exception as error:  # whatever a parser says of a file that is not one of torch's
-        return f"{path} is damaged or not a file of torch.save ({_take_first_line(error)}); give another checkpoint"
+    except Exception as error:  # the parser raises any kind of error on damaged bytes
+        return f"{path} is damaged or not a file of torch.save ({first_line(error)}); give another checkpoint"
     if not foreign:
         return None
     return (
@@ -74,10 +74,10 @@ def find_fault(path: str | Path) -> str | None:
 
 
 class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy DeepSpeed's class is Any
-    """The checkpoint engine that DeepSpeed reads and writes its files through.
+    """The checkpoint engine by which DeepSpeed reads and writes its files.
 
-    A file that cannot be written does not raise at once: the other ranks wait for this one inside DeepSpeed. Call
-    take_failure when DeepSpeed is through.
+    A file that cannot be written does not raise at once, because the other ranks wait for this one inside DeepSpeed.
+    Call take_failure when DeepSpeed has returned.
     """
 
     def __init__(self) -> None:
@@ -87,12 +87,12 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
         self._written: list[str] = []
 
     def take_written(self) -> list[str]:
-        """The files that were written since the last call."""
+        """Returns the files that were written since the last call."""
         written, self._written = self._written, []
         return written
 
     def take_failure(self) -> str | None:
-        """What the disk had against the first file that was not written since the last call; None where all were."""
+        """Returns why the first file that failed since the last call could not be written, or None."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -104,7 +104,7 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
         self._written.append(path)
 
     def attempt(self, write: Callable[..., Any], *args: Any) -> None:
-        """Let DeepSpeed write what does not come through save."""
+        """Calls a function of DeepSpeed that writes without this engine."""
         self._failure = self._failure or try_to_write(write, *args)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -112,23 +112,19 @@ class CheckpointFiles(TorchCheckpointEngine):  # type: ignore[misc]  # to mypy D
 
 
 def try_to_write(write: Any, *args: Any, **options: Any) -> str | None:
-    """Call `write`. Returns the operating system's error message, or None."""
+    """Calls `write`. Returns the operating system's error message, or None."""
     try:
         write(*args, **options)
     except OSError as error:
         return str(error)
     except RuntimeError as error:
-        # What torch.save raises on a full disk is a RuntimeError of its writer.
+        # On a full disk torch.save raises a RuntimeError of its writer.
         if not re.search("inline_container|PytorchStreamWriter|unexpected pos", str(error)):
             raise
-        return "the disk took a part of a file only"
+        return "the disk took only a part of a file"
     return None
 
 
 def name_rank_file(rank: int) -> str:
-    """What the trainer itself writes for one rank, beside DeepSpeed's files."""
+    """Names the file that the trainer itself writes for a rank, beside DeepSpeed's files."""
     return f"rank_{rank:05d}.pt"
-
-
-def _take_first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Keeps a folder of checkpoints whose latest one is always whole, whenever the process that writes is killed.
+"""Keeps a folder of checkpoints whose latest one is always whole, even if the writing process is killed.
 
 A checkpoint is written to iter_XXXXXXX.tmp, flushed to disk, renamed, and only then named in the file `latest`, which
 is itself replaced in one step. Nothing here knows what a checkpoint contains.
@@ -31,12 +31,12 @@ class CheckpointFolder:
         self._lock: int | None = None
 
     def find_latest(self) -> str | None:
-        """Name of the newest whole checkpoint; None where there is none.
+        """Returns the name of the newest whole checkpoint, or None if there is none.
 
-        It is the one that the file `latest` names. Without that file it is the one of the highest step: a checkpoint
-        gets its name when it is whole, and the first one may have been cut off before the file was written.
+        The file `latest` names it. Without that file it is the one of the highest step: a checkpoint gets its name when
+        it is whole, and a kill may have come before the file was written.
 
-        Raises ValueError where `latest` names one that is not there: somebody moved or deleted it.
+        Raises ValueError if `latest` names a checkpoint that was moved or deleted.
         """
         try:
             name = (self.path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
@@ -49,14 +49,14 @@ class CheckpointFolder:
         return name
 
     def list_up_to(self, name: str) -> list[str]:
-        """The checkpoint `name` and those of earlier steps, the newest first."""
+        """Lists the checkpoint `name` and those of earlier steps, the newest first."""
         step = parse_iteration(name)
         return [other for other in reversed(self._list_checkpoints()) if parse_iteration(other) <= step]
 
     def set_aside(self, damaged: Iterable[str], name: str) -> list[str]:
-        """Rename damaged checkpoints, which stay for whoever wants to look at them, and make `name` the latest.
+        """Renames damaged checkpoints, so that they can be examined, and makes `name` the latest.
 
-        Returns their new names. Call it with the folder locked.
+        Returns their new names. The folder must be locked.
         """
         renamed = []
         for other in damaged:
@@ -69,17 +69,17 @@ class CheckpointFolder:
         return renamed
 
     def is_named(self) -> bool:
-        """Whether a file `latest` says which checkpoint is the newest."""
+        """Whether the file `latest` exists."""
         return (self.path / LATEST).exists()
 
     def _list_checkpoints(self) -> list[str]:
         return sorted(entry.name for entry in self.path.glob("iter_*") if _NAME.fullmatch(entry.name))
 
     def lock(self) -> None:
-        """Keep other runs from saving here until unlock(), or until this process ends, however it ends.
+        """Keeps other runs from saving here until unlock() or the end of this process, even by a kill.
 
-        Raises ValueError where the folder cannot be written, or where another run saves to it: its launcher may be
-        gone while its ranks still train.
+        Raises ValueError if the folder cannot be written, or if another run saves to it. The launcher of that run may
+        be gone while its ranks still train.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class CheckpointFolder:
             self._lock = None
 
     def begin(self, iteration: int) -> str:
-        """An empty folder to write the checkpoint of `iteration` into; its name. Removes what killed runs left."""
+        """Makes and names an empty folder for the checkpoint of `iteration`; removes what killed runs left."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.remove_unfinished()
         name = name_unfinished(iteration)
@@ -109,11 +109,11 @@ class CheckpointFolder:
         return name
 
     def commit(self, iteration: int) -> None:
-        """Make what was written after begin(iteration) the latest checkpoint. Call it when every file is on disk."""
+        """Makes what was written after begin(iteration) the latest checkpoint. Every file must be on disk."""
         name = name_checkpoint(iteration)
         target, replaced = self.path / name, self.path / f"{name}.old.tmp"
         if target.exists():
-            # Of a run that was killed before it could say so in `latest`, or that went on from an earlier checkpoint.
+            # A run was killed before it could name this one in `latest`, or went on from an earlier checkpoint.
             if self.find_latest() == name:
                 raise ValueError(f"{target} is already the latest checkpoint")
             target.rename(replaced)
@@ -130,16 +130,14 @@ class CheckpointFolder:
         flush_to_disk(self.path)
 
     def remove_older_than_newest(self, number: int) -> None:
-        """Keep the newest `number` checkpoints up to the latest one and delete those before them.
+        """Keeps the newest `number` checkpoints up to the latest one and deletes those before them.
 
-        A checkpoint loses its name before its files go, so that a kill never leaves half of one under its name. What
+        A checkpoint is renamed before it is deleted, so that a kill never leaves half of one under its name. What
         cannot be deleted stays.
         """
         latest = self.find_latest()
         assert latest is not None and number >= 1
-        steps = sorted(parse_iteration(name) for name in self._list_checkpoints())
-        for iteration in [step for step in steps if step <= parse_iteration(latest)][:-number]:
-            name = name_checkpoint(iteration)
+        for name in reversed(self.list_up_to(latest)[number:]):
             doomed = self.path / f"{name}.old.tmp"
             with contextlib.suppress(OSError):
                 (self.path / name).rename(doomed)
@@ -147,7 +145,7 @@ class CheckpointFolder:
                 shutil.rmtree(doomed)
 
     def remove_unfinished(self) -> None:
-        """Delete what saves that did not finish have left behind."""
+        """Deletes what unfinished saves have left behind."""
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             if _UNFINISHED.fullmatch(entry.name):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -158,7 +156,7 @@ def name_checkpoint(iteration: int) -> str:
 
 
 def name_unfinished(iteration: int) -> str:
-    """What the checkpoint is called while it is written."""
+    """Names the folder of a checkpoint while it is written."""
     return f"{name_checkpoint(iteration)}.tmp"
 
 

@@ -1,6 +1,6 @@
 """Converts the weights of a trained GPT or BERT to those of a class of Hugging Face's transformers, with config.json.
 
-A class of transformers is taken only where it computes what was trained, activation and norms included.
+A class is used only if it computes exactly what was trained, activation and norms included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GATED = {"family": "gpt", "activation": _GATES, "normalization": "RMSNorm", "ad
 _GATED |= {"position_embedding_type": "rope", "rotary_percent": 1.0, "qk_layernorm": False, "add_qkv_bias": False}
 Modules = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 """Megatron's name of a module -> the shape of its weight, and which of "weight" and "bias" it has."""
-# Class -> what run.json has to say for it; of a tuple any one. The first class that fits is taken.
+# Class -> the values that run.json must have for it; a tuple allows any of its values. The first that fits is used.
 _CLASSES: dict[str, dict[str, Any]] = {
     GPT2: _GELU,
     LLAMA: {**_GATED, "add_bias_linear": (False, True), "window_size": None},
@@ -35,7 +35,7 @@ _CLASSES: dict[str, dict[str, Any]] = {
     BERT_WITH_HEAD: {**_BERT, "add_binary_head": True},
 }
 
-# Megatron's module -> those of transformers, among which the rows of its weight are divided; * is a layer's number.
+# Megatron's module -> the modules of transformers that share the rows of its weight; * is a layer's number.
 _GPT2_NAMES: dict[str, tuple[str, ...]] = {
     "embedding.word_embeddings": ("transformer.wte",),
     "embedding.position_embeddings": ("transformer.wpe",),
@@ -81,16 +81,13 @@ _BERT_NAMES: dict[str, tuple[str, ...]] = {
     "pooler.dense": ("bert.pooler.dense",),
     "binary_head": ("cls.seq_relationship",),
 }
-_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
-    GPT2: _GPT2_NAMES,
-    **dict.fromkeys((BERT, BERT_WITH_HEAD), _BERT_NAMES),
-}
+_NAMES = {GPT2: _GPT2_NAMES, BERT: _BERT_NAMES, BERT_WITH_HEAD: _BERT_NAMES}
 
 
 def find_class(run: Mapping[str, Any]) -> str:
-    """The class of transformers that computes what the model of `run` does.
+    """Returns the class of transformers that computes what the model of `run` does.
 
-    Raises ValueError, which names the nearest class and what it has differently, where there is none.
+    Raises ValueError if there is none; it names the nearest class and the first difference.
     """
     of_family = [name for name, expected in _CLASSES.items() if expected["family"] == run["family"]]
     differences = {name: list(_list_differences(name, run)) for name in of_family}
@@ -115,17 +112,17 @@ def _list_differences(name: str, run: Mapping[str, Any]) -> Iterable[tuple[str, 
 
 
 def convert(weights: Mapping[str, Tensor], run: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights by their names in transformers, in its layout, without the vocabulary's padding.
+    """Returns the weights by their names in transformers, in its order of rows, without the vocabulary's padding.
 
-    Megatron's linear_qkv has, per group of heads, the rows of its queries, of its key and of its value. transformers
-    has all queries, all keys, all values: as three weights, or in GPT-2 as one, whose linears are [in, out]. A gated
-    linear_fc1 has the rows of the gate, then the others. A tied output layer has no weight of its own.
+    Megatron's linear_qkv has, for each group of heads, the rows of its queries, its key and its value. transformers has
+    all queries, then all keys, then all values: as three weights, or in GPT-2 as one, whose linears are [in, out]. A
+    gated linear_fc1 begins with the rows of the gate. A tied output layer has no weight of its own.
 
-    Raises ValueError where a weight is missing, has another shape than in this model, or does not belong to it.
+    Raises ValueError if a weight is missing, has another shape than in this model, or does not belong to it.
     """
     name, left, converted = find_class(run), dict(weights), {}
     heads, groups = run["num_attention_heads"], run["num_query_groups"]
-    names = {GPT2: _GPT2_NAMES, BERT: _BERT_NAMES, BERT_WITH_HEAD: _BERT_NAMES}.get(name, _LLAMA_NAMES)
+    names = _NAMES.get(name, _LLAMA_NAMES)
     for module, (shape, kinds) in list_modules(run).items():
         pattern = re.sub(r"\.\d+\.", ".*.", module)
         layer = "".join(re.findall(r"\.(\d+)\.", module))
@@ -153,7 +150,7 @@ def convert(weights: Mapping[str, Tensor], run: Mapping[str, Any]) -> dict[str, 
         raise ValueError(f"the checkpoint has {min(left)}, the model of run.json has not; {_UNCHANGED}")
     if names is _BERT_NAMES:
         converted["cls.predictions.bias"] = converted["cls.predictions.decoder.bias"].clone()
-        if not run["num_tokentypes"]:  # transformers has at least one kind of segments, and adds what it is
+        if not run["num_tokentypes"]:  # transformers has at least one kind of segment, and adds its embedding
             converted["bert.embeddings.token_type_embeddings.weight"] = torch.zeros(
                 1, run["hidden_size"], dtype=torch.float32
             )
@@ -164,7 +161,7 @@ _UNCHANGED = "give a checkpoint whose files were not changed"
 
 
 def list_modules(run: Mapping[str, Any]) -> Modules:
-    """Megatron's modules of the model that `run` describes."""
+    """Lists Megatron's modules of the model that `run` describes."""
     h, ffn, vocab, heads = (run[name] for name in ("hidden_size", "ffn_hidden_size", "padded_vocab_size", _HEADS))
     head, is_bert, gates = run["kv_channels"], run["family"] == "bert", 2 if run["activation"] in _GATES else 1
     queries, rows = heads * head, (heads + 2 * run["num_query_groups"]) * head
@@ -198,7 +195,7 @@ def list_modules(run: Mapping[str, Any]) -> Modules:
 
 
 def build_config(run: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """config.json of the same model; what it leaves out is as the defaults of its class have it."""
+    """Returns the config.json of the model; fields that it leaves out have the defaults of its class."""
     name = find_class(run)
     build: Callable[[Mapping[str, Any], str], dict[str, Any]] = _build_llama_config
     if name in (GPT2, BERT, BERT_WITH_HEAD):
@@ -257,7 +254,7 @@ def _build_bert_config(run: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _build_llama_config(run: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Of the classes that are made like Llama's."""
+    """Builds the config of Llama, Mistral, Qwen 2 or Qwen 3."""
     gate = "silu" if run["activation"] == "swiglu" else {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}[run["gelu_form"]]
     config = {
         "model_type": name.removesuffix("ForCausalLM").lower(),
@@ -269,13 +266,13 @@ def _build_llama_config(run: Mapping[str, Any], name: str) -> dict[str, Any]:
         "attention_dropout": run["attention_dropout"],
         "rope_theta": float(run["rotary_base"]),
     }
-    if run["use_rope_scaling"]:  # Llama 3's, of which Megatron has constants but for the factor
+    if run["use_rope_scaling"]:  # Llama 3's; in Megatron all but the factor are constants
         config["rope_scaling"] = {"rope_type": "llama3", "factor": run["rope_scaling_factor"]}
         config["rope_scaling"] |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         config["rope_scaling"]["original_max_position_embeddings"] = 8192
     if name == LLAMA:
         config |= {"attention_bias": run["add_bias_linear"], "mlp_bias": run["add_bias_linear"]}
     elif name == MISTRAL or run["window_size"] is not None:
-        # transformers counts the token itself, Megatron those before it. The layers from max_window_layers on have it.
+        # transformers counts the token itself, Megatron only those before it. Layers from max_window_layers on use it.
         config |= {"sliding_window": run["window_size"][0] + 1, "use_sliding_window": True, "max_window_layers": 0}
     return config

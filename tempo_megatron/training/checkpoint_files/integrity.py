@@ -1,6 +1,6 @@
-"""Checks that a checkpoint is what was saved, by sizes and SHA-256 in its description, which has one of its own.
+"""Checks that a checkpoint is what was saved, by the sizes and SHA-256 in its description, which is itself sealed.
 
-Sizes are compared before anything starts, by every process; contents once the ranks have met, who divide the files.
+Every process compares the sizes before anything starts. The ranks divide the contents among them, once they have met.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 RUN_FILE = "run.json"
 FORMAT = 4
-"""Its settings are every field of the run."""
 READ_FORMATS = (2, 3, FORMAT)
-"""3 has few settings, see `resume.read_settings`; 2 no checksums either."""
+"""4 stores every field of the run as a setting, 3 only some (see `resume.read_settings`); 2 has no checksums."""
 _SEAL = "sha256_of_the_rest"
 _BLOCK_BYTES = 1 << 24
 
@@ -24,7 +23,7 @@ Files = dict[str, tuple[int, str]]
 
 
 def describe_files(checkpoint: Path, paths: Iterable[str | Path]) -> Files:
-    """Sizes and checksums of files of `checkpoint`, read from the disk."""
+    """Reads the sizes and checksums of files of `checkpoint` from the disk."""
     return {
         Path(path).relative_to(checkpoint).as_posix(): (Path(path).stat().st_size, hash_file(Path(path)))
         for path in paths
@@ -32,23 +31,23 @@ def describe_files(checkpoint: Path, paths: Iterable[str | Path]) -> Files:
 
 
 def write_description(checkpoint: Path, content: Mapping[str, Any], files: Files) -> None:
-    """Write the RUN_FILE of a checkpoint with these files, and seal it."""
+    """Writes and seals the RUN_FILE of a checkpoint with these files."""
     described = {**content, "format": FORMAT, "files": dict(sorted(files.items()))}
     sealed = {**described, _SEAL: _seal(described)}
     (checkpoint / RUN_FILE).write_text(json.dumps(sealed, indent=2) + "\n", encoding="utf-8")
 
 
 def read_description(checkpoint: Path) -> dict[str, Any]:
-    """The content of RUN_FILE of one checkpoint, of whatever version.
+    """Reads the RUN_FILE of a checkpoint of any version.
 
-    Raises ValueError where there is none, where it is not a JSON object, and where it was changed.
+    Raises ValueError if it is missing, is not a JSON object, or was changed.
     """
     path = checkpoint / RUN_FILE
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{checkpoint} is not a checkpoint of Tempo's trainer ({_shorten(error)}); give another --load"
+            f"{checkpoint} is not a checkpoint of Tempo's trainer ({first_line(error)}); give another --load"
         ) from error
     if not isinstance(description, dict):
         raise ValueError(
@@ -62,9 +61,9 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
 
 
 def find_missing(checkpoint: Path, files: Any) -> str | None:
-    """Which of `files`, those of its description, a checkpoint lacks or has in another size; None where all are there.
+    """Says in one sentence which of `files`, those of its description, a checkpoint lacks or has in another size.
 
-    Looks at names and sizes only.
+    It looks at names and sizes only, and returns None if all are right.
     """
     missing = [name for name in files if not (checkpoint / name).is_file()]
     if missing:
@@ -80,9 +79,9 @@ def find_missing(checkpoint: Path, files: Any) -> str | None:
 
 
 def find_damage(checkpoint: Path, files: Any, rank: int, world_size: int) -> str | None:
-    """The first file of this rank's share that is not what was saved, as one sentence; None where all are.
+    """Says in one sentence which file of this rank's share is not what was saved; returns None if all are.
 
-    Reads every byte of the share: as long as loading it takes. All ranks together look at every file.
+    It reads every byte of the share, which takes as long as loading. All ranks together read every file.
     """
     from tempo_megatron.training.checkpoint_files.files import find_fault  # it imports deepspeed
 
@@ -99,7 +98,7 @@ def find_damage(checkpoint: Path, files: Any, rank: int, world_size: int) -> str
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of what is in a file."""
+    """Returns the SHA-256 of a file's content."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -111,5 +110,6 @@ def _seal(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
-def _shorten(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's text, or the name of its class if it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

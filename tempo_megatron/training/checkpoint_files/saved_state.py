@@ -1,4 +1,4 @@
-"""Reads weights and moments of a checkpoint by parameter and range, whatever layout wrote it.
+"""Reads weights and moments of a checkpoint by parameter and range, whatever layout (TP, DP, ZeRO stage) saved it.
 
 Files are memory-mapped, and only the requested elements are read.
 """
@@ -14,47 +14,47 @@ import torch
 from torch import Tensor
 
 from tempo_megatron.training.checkpoint_files.files import name_rank_file, read_tensors
-from tempo_megatron.training.checkpoint_files.layout import MOMENTS, Box, Cut, Fragment, overlap
+from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Box, Cut, Fragment, overlap
 
 
 class SavedState:
-    """What the ranks of a run have written to `checkpoint`.
+    """The weights and moments that the ranks of a run wrote to `checkpoint`.
 
     Args:
         checkpoint: one checkpoint's folder, iter_XXXXXXX.
         saved: the content of its run.json.
 
-    Raises ValueError where a file is missing or damaged, or where the checkpoint does not say what lies where.
+    Raises ValueError if a file is missing or damaged, or does not describe its rank's parts.
     """
 
     def __init__(self, checkpoint: Path, saved: Mapping[str, Any]) -> None:
         self.checkpoint, self.zero_stage = checkpoint, int(saved["zero_stage"])
         self.tp: int = saved["tensor_model_parallel_size"]
-        # Without ZeRO every data-parallel rank has the same, and one of them writes.
+        # Without ZeRO the data-parallel ranks have equal states, and only the first one's are saved.
         self.dp: int = saved["data_parallel_size"] if self.zero_stage else 1
         self._contents: dict[tuple[int, int], Any] = {}
-        # By tensor-parallel rank and name.
+        # For each tensor-parallel rank, by name.
         self.cuts: list[dict[str, Cut]] = [{} for _ in range(self.tp)]
         self._fragments: list[dict[str, list[tuple[int, Fragment]]]] = [{} for _ in range(self.tp)]
         for rank in range(self.tp * saved["data_parallel_size"]):
             self._add_rank(read_tensors(checkpoint / name_rank_file(rank)).get("layout"))
 
-    def _add_rank(self, layout: dict[str, Any] | None) -> None:
-        if layout is None:
+    def _add_rank(self, described: dict[str, Any] | None) -> None:
+        if described is None:
             raise ValueError(
                 f"--load {self.checkpoint} was saved by an older version of the trainer, which did not write how its "
                 "ranks divide the weights; train on with the number of processes, the tensor parallel size and the "
                 "JSON it was saved with, save once, and take the new checkpoint"
             )
-        tp_rank, dp_rank = layout["tp_rank"], layout["dp_rank"]
+        tp_rank, dp_rank = described["tp_rank"], described["dp_rank"]
         if dp_rank == 0:
-            self.cuts[tp_rank] = {name: Cut.unpack(cut) for name, cut in layout["cuts"].items()}
+            self.cuts[tp_rank] = {name: Cut.unpack(cut) for name, cut in described["cuts"].items()}
         if dp_rank < self.dp:
-            for fragment in (Fragment(*packed) for packed in layout["fragments"]):
+            for fragment in (Fragment(*packed) for packed in described["fragments"]):
                 self._fragments[tp_rank].setdefault(fragment.name, []).append((dp_rank, fragment))
 
     def find_mismatch(self, cuts: Mapping[str, Cut], names: set[str], tp: int) -> str | None:
-        """One sentence where the parameters `names` of a model cannot be read with its `cuts`; None where they can."""
+        """Says in one sentence why a model of the parameters `names` and `cuts` cannot be read, or returns None."""
         theirs = self._fragments[0]
         if other := names.symmetric_difference(theirs):
             name = min(other)
@@ -74,10 +74,7 @@ class SavedState:
         return None
 
     def list_names(self) -> list[str]:
-        """The parameters of the model.
-
-        Raises ValueError where one of them is nothing that `read_whole` can put together.
-        """
+        """Lists the model's parameters. Raises ValueError if `read_whole` cannot put one of them together."""
         names = sorted(self._fragments[0])
         for name in names:
             if any(name not in cuts for cuts in self.cuts):
@@ -88,10 +85,10 @@ class SavedState:
         return names
 
     def read_whole(self, name: str) -> tuple[Tensor, float]:
-        """A weight of the whole model, and how far apart ranks are that each hold the same part of it.
+        """Returns a weight of the whole model, and the largest difference between ranks that hold the same part of it.
 
-        Such parts get equal gradients, but a GPU may add those of the positions in another order on each rank. The
-        lowest rank's is the one returned.
+        Such ranks compute the same gradient, but a GPU may sum it over the positions in another order on each of them.
+        The lowest rank's part is returned.
         """
         whole, difference = torch.empty(self.cuts[0][name].shape, dtype=torch.float32), 0.0
         blocks = {(box.start, box.size): rank for rank, box in self._list_distinct_boxes(name)}
@@ -106,35 +103,39 @@ class SavedState:
         return whole, difference
 
     def has_moments(self) -> bool:
-        """Whether the optimizer had made a step."""
+        """Whether the optimizer has made a step."""
         return any(self._find_states(rank, 0) for rank in range(self.tp))
 
     def read_step(self, name: str) -> float:
-        """The number of AdamW's steps that a parameter has had."""
+        """Returns how many steps AdamW has made with a parameter."""
         dp_rank, fragment = self._fragments[0][name][0]
         return float(self._find_states(0, dp_rank)[fragment.group]["step"])
 
     def read_model_file(self) -> Any:
-        """What DeepSpeed says besides tensors, and each rank alike."""
+        """Returns the first rank's model file, which also counts steps and samples."""
         return read_tensors(find_model_file(self.checkpoint, 0, self.zero_stage), is_mapped=True)
 
     def read_optimizer_file(self) -> Any:
-        """As read_model_file; with ZeRO the loss scaler is in it."""
+        """Returns the first rank's file with optimizer states; under ZeRO it also holds the loss scaler."""
         return self._read_content(0, 0)
 
     def read(self, name: str, key: str, first: int, last: int, *, cut: Cut | None, tp: int, tp_rank: int) -> Tensor:
-        """Elements [first, last) of a flattened parameter of rank `tp_rank` of `tp`; float32, flat, on the CPU.
+        """Returns elements [first, last) of the flattened part of a parameter that rank `tp_rank` of `tp` holds.
+
+        The result is flat, float32 and on the CPU.
 
         Args:
+            name: the parameter's.
             key: "weight" or one of MOMENTS.
-            cut: that rank's; not needed where `tp` is the checkpoint's.
+            first, last: counted in that rank's part.
+            cut: of that rank; needed only if `tp` is not the checkpoint's.
         """
         if tp == self.tp:
             return self._read_range(tp_rank, name, key, first, last)
         assert cut is not None
         row = math.prod(cut.local_shape[1:])
         first_row, last_row = first // row, -(-last // row)
-        # Only the rows that hold a part of the range.
+        # Read only the rows that hold a part of the range.
         rows = torch.empty((last_row - first_row, *cut.local_shape[1:]), dtype=torch.float32)
         missing = rows.numel()
         for box in cut.boxes:
@@ -150,7 +151,7 @@ class SavedState:
         return rows.flatten()[first - first_row * row : last - first_row * row]
 
     def _list_distinct_boxes(self, name: str) -> list[tuple[int, Box]]:
-        """The blocks that make up a parameter; of ranks that hold the same one, the lowest."""
+        """Lists the blocks that make up a parameter, each with the lowest rank that holds it."""
         distinct: dict[tuple[Any, ...], tuple[int, Box]] = {}
         for rank, cuts in enumerate(self.cuts):
             for box in cuts[name].boxes:
@@ -187,7 +188,7 @@ class SavedState:
         return flat.flatten()
 
     def _find_states(self, tp_rank: int, dp_rank: int) -> Any:
-        """The optimizer's states by the number of the flat tensor."""
+        """Returns the optimizer's states by the number of the flat tensor."""
         content = self._read_content(tp_rank, dp_rank)
         if self.zero_stage == 0:
             return content["optimizer"]["state"]
@@ -196,22 +197,16 @@ class SavedState:
 
     def _read_content(self, tp_rank: int, dp_rank: int) -> Any:
         if (tp_rank, dp_rank) not in self._contents:
-            if self.zero_stage == 0:
-                path = find_model_file(self.checkpoint, tp_rank, 0)
-            else:
-                path = find_optimizer_file(self.checkpoint, tp_rank, dp_rank)
+            path = find_model_file(self.checkpoint, tp_rank, 0)
+            if self.zero_stage:
+                name = f"zero_pp_rank_{dp_rank}_mp_rank_{tp_rank:02d}_optim_states.pt"
+                prefixed = self.checkpoint / f"bf16_{name}"  # written by DeepSpeed's BF16_Optimizer
+                path = prefixed if prefixed.exists() else self.checkpoint / name
             self._contents[tp_rank, dp_rank] = read_tensors(path, is_mapped=True)
         return self._contents[tp_rank, dp_rank]
 
 
-def find_model_file(checkpoint: Path, tp_rank: int, zero_stage: int, dp_rank: int = 0) -> Path:
-    """DeepSpeed's file of the model; only ZeRO 3 has one per data-parallel rank."""
-    prefix = f"zero_pp_rank_{dp_rank}_" if zero_stage == 3 else ""
+def find_model_file(checkpoint: Path, tp_rank: int, zero_stage: int) -> Path:
+    """Returns the path of DeepSpeed's file with the model; under ZeRO-3 of the first data-parallel rank."""
+    prefix = "zero_pp_rank_0_" if zero_stage == 3 else ""
     return checkpoint / f"{prefix}mp_rank_{tp_rank:02d}_model_states.pt"
-
-
-def find_optimizer_file(checkpoint: Path, tp_rank: int, dp_rank: int) -> Path:
-    """DeepSpeed's file of one rank's optimizer under ZeRO; its bf16 optimizer puts a prefix before the name."""
-    name = f"zero_pp_rank_{dp_rank}_mp_rank_{tp_rank:02d}_optim_states.pt"
-    prefixed = checkpoint / f"bf16_{name}"
-    return prefixed if prefixed.exists() else checkpoint / name

@@ -18,7 +18,7 @@ from tempo_megatron.models.shape import pad_vocab_size
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks import index_files
 from tempo_megatron.training.tasks.task import Batch, Collate, Task, Vocabulary
-from tempo_megatron.training.watch.agreement import is_true_on_any_rank
+from tempo_megatron.training.watch.agreement import gather
 from tempo_megatron.training.watch.stop_signal import ignore_stop_signals
 
 
@@ -173,7 +173,7 @@ def _remove_changed_indices(before: Collection[str], used: Iterable[str]) -> boo
                 os.remove(path)
         if changed:
             print(f"{', '.join(changed)}: not as this trainer wrote it, or of another program; made again", flush=True)
-    return is_true_on_any_rank(bool(changed))
+    return any(gather(bool(changed)))
 
 
 class ShardedBatchSampler:

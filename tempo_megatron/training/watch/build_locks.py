@@ -1,8 +1,8 @@
-"""Ends a run with one sentence where a killed build has left its lock, instead of waiting for ever.
+"""Ends a run with one sentence if a killed build has left its lock, instead of waiting for ever.
 
-DeepSpeed compiles some of its operations at their first use. torch lets one process build and the others wait until
-the file `lock` is gone, whoever wrote it and whenever. It keeps the file open while it builds, which other processes of
-the machine can see; for those of other machines that share the folder, a run touches its lock while it builds.
+DeepSpeed compiles some of its operations at their first use. torch lets one process build; the others wait until the
+file `lock` is gone, however old it is. The builder keeps the file open, which other processes of the machine can see.
+For processes of other machines that share the folder, the builder also touches its lock while it builds.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from collections.abc import Iterator
 
 from torch.utils.file_baton import FileBaton
 
-_PATIENCE_SECONDS = 10.0
-# No build takes that long.
-_STALE_SECONDS = 600.0
-# Another machine, or another container, may hold the lock where several share a home. It touches the lock.
+_PATIENCE_SECONDS = 10.0  # after which a waiting process says so
+_STALE_SECONDS = 600.0  # no build takes that long
 _TOUCH_SECONDS = 5.0
-_QUIET_SECONDS = 20.0
+_QUIET_SECONDS = 20.0  # a lock that is not touched for this long has no builder on another machine either
 _LOOK_SECONDS = 2.0
 
 
 class StaleLockError(ValueError):
-    """A lock that nobody holds."""
+    """A lock that no process holds."""
 
 
 @contextlib.contextmanager
 def refuse_stale_locks() -> Iterator[None]:
-    """In this context what waits for another process's build raises StaleLockError where no process can be
-    building, also where DeepSpeed makes another error of it; what builds touches its lock."""
+    """Raises StaleLockError, even if DeepSpeed wraps it, instead of waiting for a build that no process does.
+
+    A build of this process touches its lock.
+    """
     wait, try_acquire = FileBaton.wait, FileBaton.try_acquire
 
     def try_acquire_and_touch(baton: FileBaton) -> bool:
@@ -59,7 +59,7 @@ def refuse_stale_locks() -> Iterator[None]:
 
 
 def _touch(path: str, descriptor: int) -> None:
-    """Touch a lock, which stays open as `descriptor`, until it is gone from `path`."""
+    """Touches a lock, which stays open as `descriptor`, until it is gone from `path`."""
     try:
         while os.stat(path).st_ino == os.fstat(descriptor).st_ino:
             os.utime(descriptor)
@@ -100,7 +100,7 @@ def _wait(baton: FileBaton) -> None:
 
 
 def _find_time(path: str) -> float | None:
-    """When a file was written; None where there is none. It is opened, for NFS to ask its server."""
+    """Returns when a file was written, or None if it is gone. Opening it makes NFS ask its server."""
     try:
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -109,15 +109,14 @@ def _find_time(path: str) -> float | None:
 
 
 def find_holders(path: str) -> list[int]:
-    """The processes that have a file open, among those that this user may look at."""
+    """Lists the processes that have a file open, among those that this user may inspect."""
     wanted = os.path.realpath(path)
     found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                folder = f"/proc/{entry}/fd"
-                if any(_read_link(f"{folder}/{each}") == wanted for each in os.listdir(folder)):
-                    found.append(int(entry))
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            folder = f"/proc/{entry}/fd"
+            if any(_read_link(f"{folder}/{each}") == wanted for each in os.listdir(folder)):
+                found.append(int(entry))
     return found
 
 

@@ -1,21 +1,21 @@
-"""Watches a run from small processes beside it, which notice when a rank is gone and tell the others why.
+"""Watches a run from small processes beside it, which notice that a rank is gone and tell the others why.
 
-Each rank has a watcher; rank 0 has a judge as well, which the watchers are connected to. They are processes of their
-own, and not threads of the rank, so that nothing a rank does can look like its end: a long save, a compiler, a debugger
-or a C function that keeps Python's interpreter lock. A rank counts as lost when its process has ended without saying
-so, when it has been stopped (SIGSTOP, Ctrl-Z) for longer than the limit while another rank was not, or when nothing has
-come from its host for that long. A rank that runs and makes no progress is not: nobody can tell it from a slow one.
+Each rank has a watcher. Rank 0 also has a judge, to which all watchers connect. They are processes and not threads of
+the rank, so that nothing a rank does looks like its end: a long save, a compiler, a debugger, or a C function that
+holds Python's interpreter lock. A rank counts as lost if its process has ended without saying so, if it has been
+stopped (SIGSTOP, Ctrl-Z) for longer than the limit while another rank was not, or if its host has been silent for that
+long. A rank that runs without progress is not lost: it cannot be told from a slow one.
 
-Only the standard library is imported: a watcher takes 10 MB, and starts at once.
+Only the standard library is imported: a watcher takes 10 MB and starts at once.
 
-The protocol is a line of words in each direction. A watcher says `hello TOKEN RANK HOST`, `beat STATE` every second,
-`failed JSON` for its rank, `ready` when that has nothing to say against
-its command line, `gone` when its rank has ended without a word, `told` when its rank has been told the end,
-and `bye`. The judge answers `hello` with a `beat`, says `beat` every second, and `end JSON` once.
+Each side sends lines of words. A watcher sends `hello TOKEN RANK HOST`, `beat STATE` every second, `ready` when its
+rank's command line is accepted, `failed JSON` when its rank has failed, `gone` when its rank has ended without a word,
+`told` when its rank has reported the end, and `bye`. The judge answers `hello` with a `beat`, sends `beat` every second
+and `end JSON` once.
 
-Whoever reaches the judge's port may connect to it, and must not matter. A stranger has one short line and a few seconds
-to show the token; there are never more than a few strangers, the oldest of which makes room; and once all ranks are
-there, the judge no longer listens. A watcher that was crowded out comes again.
+Anybody who reaches the judge's port may connect, and must not disturb the run. A stranger has one short line and a few
+seconds to show the token; the number of strangers is limited, and the oldest makes room for a new one; once all ranks
+are connected, the judge stops listening. A watcher that was crowded out connects again.
 """
 
 from __future__ import annotations
@@ -38,34 +38,33 @@ from typing import Any
 
 BEAT_SECONDS = 1.0
 _TICK_SECONDS = 0.25
-# A failure that another one may have caused (a connection that was closed) waits so long for that one to be told, and
-# one of a command line, which all ranks have, for rank 0 to say it.
+# A failure that may be a consequence, such as a closed connection, waits this long for its cause to be reported.
 CAUSE_SECONDS = 5.0
+# An error in the command line, which all ranks have, waits this long for rank 0 to report it.
 FIRST_SECONDS = 10.0
-# How long rank 0 may take to say why the run ends before the others end too, and a rank to end when it was told,
-# or when it has failed by itself.
+# How long rank 0 may take to report the end before the other ranks are told.
 _TOLD_SECONDS = 5.0
+# How long a rank may take to end after it was told, or after it has failed by itself.
 _END_SECONDS = 10.0
 _OWN_END_SECONDS = 45.0
-# How long a watcher tries to join, how long a stranger may take to show the token, and how many of these there may be.
-_JOIN_SECONDS = 30.0
-_STRANGER_SECONDS = 5.0
+_JOIN_SECONDS = 30.0  # how long a watcher tries to connect
+_STRANGER_SECONDS = 5.0  # how long a stranger may take to show the token
 _STRANGERS = 256
-# Of these one turn of the judge's loop accepts no more, so that those who are known are heard in between.
+# One turn of the judge's loop accepts no more connections than this, so that it also hears the ranks.
 _ACCEPTED_AT_ONCE = 64
 _LONGEST_HELLO = 1 << 10
 _LONGEST_LINE = 1 << 20
 
 
 def count_files(world_size: int) -> int:
-    """How many files the judge of a run may have open at a time."""
+    """Returns how many files the judge of a run may have open at a time."""
     return world_size + _STRANGERS + 32
 
 
 class Lines:
     """A socket or a pipe that carries lines, read and written without waiting.
 
-    A line of more than `longest` bytes ends it, as if the other end had closed it.
+    A line of more than `longest` bytes counts as the end of the connection.
     """
 
     def __init__(self, descriptor: int, longest: int = _LONGEST_LINE) -> None:
@@ -94,7 +93,7 @@ class Lines:
         yield from (line.decode(errors="replace") for line in lines)
 
     def write(self, line: str) -> None:
-        """What the other end does not take yet follows with the next line; a beat is left out, the next one says it."""
+        """Sends a line, or keeps what the other end cannot take yet for the next call; a beat is then dropped."""
         if not self._unsent or not line.startswith("beat"):
             self._unsent += line.encode() + b"\n"
         try:
@@ -106,7 +105,7 @@ class Lines:
 
 
 class Clock:
-    """Seconds that pass only while this process runs, so that a machine that slept does not blame the others."""
+    """Counts the seconds in which this process runs, so that a machine that slept does not blame the others."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -120,17 +119,22 @@ class Clock:
 
 
 def read_state(pid: int) -> tuple[str, str]:
-    """(state, start time) of a process; state is one letter of ps, X where there is no such process."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return "X", ""
+    """Returns (state, start time) of a process. The state is a letter as in ps, X if there is no such process."""
+    words = read_stat(pid)
     return words[0], words[19]
+
+
+def read_stat(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat after the name: state, parent, and others; `X 0` and empty ones if none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ["X", "0", *[""] * 18]
 
 
 @dataclasses.dataclass
 class Member:
-    """What the judge knows of one rank."""
+    """A rank's connection to the judge."""
 
     rank: int
     connection: socket.socket
@@ -138,8 +142,6 @@ class Member:
     host: str
     heard: float
     stopped_since: float | None = None
-    has_left: bool = False
-    """Has ended, or said that it will."""
     was_sent_end: bool = False
     has_been_told: bool = False
 
@@ -156,23 +158,23 @@ class Stranger:
 class Judge:
     """Decides once, for all ranks, why the run ends.
 
-    What it does for each event does not depend on the number of ranks; what does, it does once a second.
+    The work for an event does not depend on the number of ranks; what does is done once a second.
     """
 
     def __init__(self, listener: socket.socket, token: str, world_size: int, limit: float) -> None:
         self.listener, self.token, self.world_size, self.limit = listener, token, world_size, limit
         self.selector = selectors.DefaultSelector()
         self.strangers: dict[int, Stranger] = {}
-        """By descriptor; those who have waited longest come first."""
+        """By descriptor, the oldest first."""
         self.members: dict[int, Member] = {}
         self.present: dict[int, Member] = {}
-        """The members that have not left."""
+        """The members that have neither ended nor said goodbye."""
         self.clock = Clock()
         self.end: dict[str, Any] | None = None
         self.ended_at = 0.0
         self.first_is_ready = False
         self.suspicion: tuple[float, dict[str, Any]] | None = None
-        """From when on that is the cause, if nothing else is told."""
+        """(time, failure): the failure becomes the cause at this time, unless another one is reported before."""
 
     def run(self, parent: int) -> None:
         next_beat, alone_since = 0.0, None
@@ -209,7 +211,7 @@ class Judge:
         self.selector.close()
 
     def _is_through(self, now: float) -> bool:
-        """Whether all who can still be reached know the end. A connection to a host that is gone stays open."""
+        """Whether all ranks that can be reached know the end. A connection to a host that is gone stays open."""
         if self.end is None:
             return False
         reachable = (m for m in self.present.values() if m.lines.is_open and now - m.heard <= self.limit)
@@ -221,7 +223,7 @@ class Judge:
                 connection = self.listener.accept()[0]
             except BlockingIOError:
                 return
-            except OSError:  # it is gone again, or this host has no more files, which must not make a busy loop
+            except OSError:  # it is gone again, or this host has no files left: do not loop without a pause
                 time.sleep(_TICK_SECONDS)
                 return
             if len(self.strangers) == _STRANGERS:
@@ -270,16 +272,11 @@ class Judge:
             self._take(member, line, now)
         if not member.lines.is_open:
             self.selector.unregister(member.connection)
-            if not member.has_left:
-                self._leave(member)
+            if self.present.pop(member.rank, None):
                 text = (
                     "the connection to it was closed without a word: its host has gone down, or what watches it there"
                 )
                 self._suspect(now, {"rank": member.rank, "host": member.host, "sentence": text, "is_lost": True})
-
-    def _leave(self, member: Member) -> None:
-        member.has_left = True
-        self.present.pop(member.rank, None)
 
     def _take(self, member: Member, line: str, now: float) -> None:
         place = {"rank": member.rank, "host": member.host}
@@ -296,13 +293,13 @@ class Judge:
         elif word == "ready":
             self.first_is_ready = self.first_is_ready or member.rank == 0
         elif word == "gone":
-            self._leave(member)
+            self.present.pop(member.rank, None)
             text = "its process has ended without a word: it was killed, by the kernel for want of memory perhaps"
             self._decide(now, {**place, "sentence": text, "is_lost": True})
         elif word == "told":
             member.has_been_told = True
         elif word == "bye":
-            self._leave(member)
+            self.present.pop(member.rank, None)
 
     def _look_at_suspicion(self, now: float) -> None:
         if self.suspicion is not None:
@@ -312,7 +309,7 @@ class Judge:
 
     def _look_for_losses(self, now: float) -> None:
         if all(member.stopped_since is not None for member in self.present.values()):
-            for member in self.present.values():  # Ctrl-Z: nobody waits for anybody
+            for member in self.present.values():  # Ctrl-Z stopped all of them: none waits for another
                 member.stopped_since = now
         for rank, member in self.present.items():
             place = {"rank": rank, "host": member.host}
@@ -334,7 +331,7 @@ class Judge:
             self.end, self.ended_at = end, now
 
     def _announce(self, now: float) -> None:
-        """To rank 0 first, which says it; a launcher ends every rank as soon as one has ended."""
+        """Tells rank 0 first, which reports the end: a launcher ends every rank as soon as one has ended."""
         if self.end is None:
             return
         line = f"end {json.dumps(self.end)}"
@@ -347,7 +344,7 @@ class Judge:
 
 
 class Watcher:
-    """Watches the process that has started it, and the launchers above, on behalf of the judge."""
+    """Watches the rank that has started it, and the launchers above, on behalf of the judge."""
 
     def __init__(self, parent: int, rank: int, limit: float, launchers: list[tuple[int, str]]) -> None:
         self.parent, self.rank, self.limit, self.launchers = parent, rank, limit, launchers
@@ -364,7 +361,7 @@ class Watcher:
         if address is not None:
             connection = self._join(address, token)
             if connection is None:
-                return  # the rank says that there is no connection
+                return  # the rank reports that there is no connection
             self.judge, self.judge_host = Lines(connection.fileno()), address[0]
         self.answers.write("ready")
         heard, next_beat = self.clock.advance(), 0.0
@@ -393,7 +390,7 @@ class Watcher:
                     os.kill(self.parent, signal.SIGKILL)
 
     def _join(self, address: tuple[str, int], token: str) -> socket.socket | None:
-        """The connection to the judge, once that has answered; None where it does not."""
+        """Returns the connection to the judge once it has answered, or None if it does not."""
         deadline = time.monotonic() + max(self.limit, _JOIN_SECONDS)
         while (left := deadline - time.monotonic()) > 0 and os.getppid() == self.parent:
             with contextlib.suppress(OSError):
@@ -419,7 +416,7 @@ class Watcher:
                 self.judge.write(line)
 
     def _leave(self) -> None:
-        """The rank has ended. Without a bye that is news."""
+        """Reports that the rank has ended, unless it has said goodbye."""
         if self.judge is not None and not self.has_left:
             self.judge.write("gone")
 
@@ -458,7 +455,7 @@ def _list_alive(start: str) -> list[tuple[str, str]]:
 def main(argv: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Not among the arguments, which every user of this host can see. Unbuffered: orders follow.
+    # The settings are not arguments, which every user of this host can see. Unbuffered, because orders follow.
     with open(0, "rb", buffering=0, closefd=False) as standard_input:
         settings = json.loads(standard_input.readline())
     if argv[0] == "judge":

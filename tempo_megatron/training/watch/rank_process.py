@@ -1,6 +1,6 @@
 """Finds the launchers above this rank's process, and writes this rank's log when its run fails.
 
-Nothing here imports torch, so that the rank can tell of a wrong command line before that.
+Nothing here imports torch, so that a rank can report a wrong command line before that takes its time.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ import os
 import socket
 from pathlib import Path
 
-from tempo_megatron.training.watch.heartbeat_process import read_state
+from tempo_megatron.training.watch.heartbeat_process import read_stat, read_state
 
 _PROGRAMS = ("deepspeed", "ds", "deepspeed.pt", "torchrun")
 _MODULES = ("deepspeed.launcher.", "torch.distributed.run", "torch.distributed.launch")
 
 
 def find_launchers() -> list[tuple[int, str]]:
-    """Process and start time of each launcher above this process, up to the first ancestor that is none.
+    """Lists (pid, start time) of each launcher above this process, up to the first ancestor that is none.
 
-    `deepspeed` starts a launcher on each node, which starts the ranks, and does not end it when it is killed itself.
+    `deepspeed` starts a launcher on each node, which starts the ranks and survives when `deepspeed` is killed.
     """
     found = []
     pid = os.getppid()
     while pid > 1 and is_launcher(_read_words(pid)):
         found.append((pid, read_state(pid)[1]))
-        pid = _read_parent(pid)
+        pid = int(read_stat(pid)[1])
     return found
 
 
 def is_launcher(words: list[str]) -> bool:
-    """Whether a command line is one of DeepSpeed's or torch's launchers, not a script that calls one."""
+    """Whether a command line is a launcher of DeepSpeed's or torch's, rather than a script that calls one."""
     names = [Path(word).name for word in words[:2]]
     if any(name in _PROGRAMS for name in names):
         return True
@@ -46,20 +46,8 @@ def _read_words(pid: int) -> list[str]:
     return [os.fsdecode(word) for word in content.split(b"\0")[:-1]]
 
 
-def _read_parent(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[1])
-
-
 class RankLog:
-    """What one rank writes when its run fails: to a file of its own in --log-dir, once that is known.
-
-    Args:
-        rank: of this process.
-    """
+    """The file in --log-dir, once that is known, to which one rank writes when its run fails."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -69,7 +57,7 @@ class RankLog:
         self.path = None if folder is None else Path(folder).resolve() / f"rank_{self.rank:05d}.log"
 
     def write(self, text: str) -> bool:
-        """Append `text` under a line of when and where; whether there is a file and it took it."""
+        """Appends `text` under a line with time, rank and host; returns whether it could be written."""
         if self.path is None:
             return False
         head = f"{datetime.datetime.now().isoformat(' ', 'seconds')} rank {self.rank} on {socket.gethostname()}"

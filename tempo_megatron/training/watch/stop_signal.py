@@ -15,16 +15,16 @@ _PASSED_ON_SECONDS = 3.0
 
 
 class StopSignal:
-    """Whether some rank was asked to stop, agreed upon by all ranks without waiting for the device.
+    """Lets all ranks agree whether one of them was asked to stop, without waiting for the device.
 
     Launchers signal the ranks one after the other, some only after the first has ended, so the ranks have to tell
-    each other. On a GPU the answer asked for at one step is read at the next: by then it is there.
+    each other. On a GPU the answer to one step's question is read at the next step, when it has arrived.
     """
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self.device, self.enabled = device, enabled
         self.name: str | None = None
-        """What this rank was asked with, in words."""
+        """The signal that this rank has received."""
         self._since = 0.0
         self._was_agreed = False
         self._answer: tuple[torch.Tensor, torch.cuda.Event] | None = None
@@ -33,14 +33,14 @@ class StopSignal:
             self._previous = {number: signal.signal(number, self._note_signal) for number in _NAMES}
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        """A second Ctrl-C stops at once. A launcher passes the first one on, so that it comes twice in a moment."""
+        """Notes a signal. A second Ctrl-C stops at once, unless it follows within moments: launchers pass it on."""
         if self.name is None:
             self.name, self._since = _NAMES[number], time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._since > _PASSED_ON_SECONDS:
             raise KeyboardInterrupt
 
     def agree(self) -> bool:
-        """Whether to stop. Every rank calls it once per step, and all get the same answer."""
+        """Returns whether to stop: every rank calls it once per step, and all get the same answer."""
         self._was_agreed = self.enabled and self._ask_all()
         return self._was_agreed
 
@@ -66,12 +66,12 @@ class StopSignal:
         return host, arrived
 
     def close(self) -> None:
-        """A rank that stops because of a signal is not ended by the next one, which a launcher sends it meanwhile."""
+        """Restores the handlers. A rank that stops ignores further signals, which a launcher may still send."""
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if self._was_agreed else handler)
 
 
 def ignore_stop_signals(_: int) -> None:
-    """In a DataLoader's worker: a launcher signals it as well, and its rank needs batches to the end of the step."""
+    """Makes a DataLoader's worker ignore a launcher's signals: its rank needs batches to the end of the step."""
     for number in _NAMES:
         signal.signal(number, signal.SIG_IGN)

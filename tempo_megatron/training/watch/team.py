@@ -1,9 +1,9 @@
 """Lets the ranks of a run meet, detect one another's failure, and exit together with one reported cause.
 
-They meet in torch's store, which needs no process group: a rank whose command line is wrong can say so, and what the
-ranks are is compared before a collective that some of them would not call. From then on a small process beside each
-rank (heartbeat_process.py) watches it. Where a rank fails, dies, is stopped or can no longer be reached, every other
-one is told why and ends, wherever it waits.
+They meet in torch's store, which needs no process group: a rank whose command line is wrong can say so, and the ranks
+are compared before a collective that some of them would not call. From then on a small process beside each rank
+(heartbeat_process.py) watches it. If a rank fails, dies, is stopped or cannot be reached, every other one is told why
+and ends, wherever it waits.
 """
 
 from __future__ import annotations
@@ -33,30 +33,28 @@ from tempo_megatron.training.watch.heartbeat_process import CAUSE_SECONDS, FIRST
 from tempo_megatron.training.watch.rank_process import RankLog, find_launchers
 
 _KEY = "tempo"
-# How long a rank that has failed waits for the cause that all ranks agree upon.
-_VERDICT_SECONDS = 20.0
-# The system lowers it to its own limit.
-_BACKLOG = 1 << 14
+_VERDICT_SECONDS = 20.0  # how long a rank that has failed waits for the judge's cause
+_BACKLOG = 1 << 14  # the system lowers it to its own limit
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why the run ends."""
+    """The reason why the run ends, and the rank that has it."""
 
     rank: int
     host: str
     sentence: str
     is_lost: bool = False
-    """Whether the rank cannot say so itself."""
+    """Whether the rank cannot report it itself."""
 
     def describe(self) -> str:
         return f"error on rank {self.rank} ({self.host}): {self.sentence}"
 
 
 class Team:
-    """The ranks of one run. Make it with `join`.
+    """One rank's view of the ranks of its run; `join` makes it.
 
-    `store` is a torch.distributed Store that all of them share.
+    `store` is the torch.distributed Store that all of them share.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, log: RankLog) -> None:
@@ -70,14 +68,14 @@ class Team:
 
     @classmethod
     def join(cls, log: RankLog, *, timeout_s: float, heartbeat_s: float) -> Team | None:
-        """Meet the other ranks; None for a run of one process that no launcher could leave behind.
+        """Meets the other ranks; returns None for a run of one process without a launcher.
 
         Args:
             log: of this rank.
             timeout_s: how long the others may take to come.
-            heartbeat_s: how long a rank may be stopped or out of reach; 0 lets nobody watch.
+            heartbeat_s: how long a rank may be stopped or out of reach; 0 starts no watcher.
 
-        Raises ValueError where rank 0's port is taken or rank 0 is not reached.
+        Raises ValueError if rank 0's port is in use or rank 0 cannot be reached.
         """
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         launchers = find_launchers()
@@ -95,13 +93,13 @@ class Team:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the ranks hear of one another."""
+        """Whether the ranks are told of one another's failures."""
         return self._watcher is not None and self.world_size > 1
 
     def compare(self, facts: Mapping[str, Any], timeout_s: float) -> None:
-        """Raise AgreedError on every rank where one has other `facts` than rank 0, with the difference.
+        """Raises AgreedError, with the difference, on every rank if one has other `facts` than rank 0.
 
-        Raises it on rank 0, too, where a rank has not come within `timeout_s`.
+        Also raises it if a rank has not come within `timeout_s`.
         """
         if self.world_size == 1:
             return
@@ -130,7 +128,7 @@ class Team:
         return find_difference([json.loads(zlib.decompress(self.store.get(key))) for key in keys]) or ""
 
     def begin_to_end(self) -> None:
-        """From here on this thread says why the run ends, once; where the heartbeat already does, wait for the end."""
+        """Makes this thread the one that reports the end; if the heartbeat's thread already does, waits for the end."""
         if not self._claim_end():
             threading.Event().wait()
 
@@ -141,9 +139,9 @@ class Team:
             return self._ending_thread is threading.current_thread()
 
     def fail(self, sentence: str, *, is_secondary: bool = False) -> Cause:
-        """Tell every rank that this one has failed; returns why the run ends.
+        """Tells every rank that this one has failed; returns why the run ends, which may be another rank's failure.
 
-        That is what happened first: another rank's failure where `is_secondary` says that this one may follow from it.
+        `is_secondary` says that this failure may follow from another one.
         """
         own = Cause(self.rank, socket.gethostname(), sentence)
         self.begin_to_end()
@@ -155,7 +153,7 @@ class Team:
         return self.cause or own
 
     def confirm(self) -> None:
-        """Let the others end: rank 0 has said why."""
+        """Lets the others end, now that rank 0 has reported why."""
         self._order("told")
 
     def leave(self) -> None:
@@ -170,7 +168,7 @@ class Team:
                 self._watcher.stdin.flush()
 
     def _find_judge(self, heartbeat_s: float) -> tuple[tuple[str, int], str]:
-        """Address and password of the judge, which rank 0 starts."""
+        """Returns address and token of the judge, which rank 0 starts."""
         key = f"{_KEY}/judge"
         if self.rank == 0:
             check_open_files(self.world_size)
@@ -212,7 +210,7 @@ class Team:
             self._end(Cause(self.rank, socket.gethostname(), "the process that watches this rank was killed"))
 
     def _end(self, cause: Cause) -> None:
-        """Leave it to the main thread where that has failed, too; else end this process, wherever it waits."""
+        """Ends this process, wherever it waits, unless the main thread has failed too and ends it."""
         self.cause = cause
         self._has_cause.set()
         if not self._claim_end():
@@ -225,20 +223,22 @@ class Team:
         os._exit(1)
 
     def say(self, cause: Cause) -> None:
-        """On rank 0, or where that is what was lost, on the first rank of each node."""
+        """Prints the cause on rank 0 or, if rank 0 was lost, on the first ranks of each node."""
         if self.rank == 0 or (cause.rank == 0 and cause.is_lost and os.environ.get("LOCAL_RANK") in ("0", "1")):
             print(cause.describe(), file=sys.stderr, flush=True)
 
 
 def open_listener(environ: Mapping[str, str]) -> tuple[str, socket.socket]:
-    """A listener for the judge, on rank 0's host, and the address for the other ranks.
+    """Opens the judge's listener on rank 0's host; returns the address for the other ranks, and the listener.
 
-    It listens at the address by which the ranks meet: that of MASTER_ADDR, or, where the host itself takes that name
-    for loopback, that of Gloo's interface. Only where neither belongs to this host, as behind a translation of
-    addresses, does it listen at all of them.
+    It listens at the address of MASTER_ADDR or, if the host resolves that name to loopback, of Gloo's interface. If
+    neither belongs to this host, as behind network address translation, it listens at all addresses.
     """
     name = environ["MASTER_ADDR"]
-    places = [(str(entry[4][0]), entry[0]) for entry in _look_up(name)]
+    places = []
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        places = [(str(address[0]), family) for family, _, _, _, address in found]
     if int(environ["LOCAL_WORLD_SIZE"]) < int(environ["WORLD_SIZE"]):
         places = [(address, family) for address, family in places if not is_loopback(address)]
         interface = environ.get("GLOO_SOCKET_IFNAME")
@@ -251,14 +251,8 @@ def open_listener(environ: Mapping[str, str]) -> tuple[str, socket.socket]:
     return name, socket.create_server(("", 0), backlog=_BACKLOG)
 
 
-def _look_up(name: str) -> list[Any]:
-    try:
-        return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-
-
 def check_open_files(world_size: int) -> None:
+    """Raises ValueError if this host allows fewer open files than the judge of so many ranks needs."""
     needed, allowed = heartbeat_process.count_files(world_size), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         raise ValueError(
@@ -268,7 +262,7 @@ def check_open_files(world_size: int) -> None:
 
 
 def start_process(role: str, settings: Mapping[str, Any], **options: Any) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C and Ctrl-Z of a terminal do not reach it."""
+    """Starts a watcher or the judge, in a session of its own, which Ctrl-C and Ctrl-Z of a terminal do not reach."""
     command = [sys.executable, "-I", "-S", heartbeat_process.__file__, role]
     process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE, **options)
     assert process.stdin is not None

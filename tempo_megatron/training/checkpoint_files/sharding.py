@@ -1,7 +1,7 @@
 """Describes what a rank holds: its part of each parameter, and where that part lies in its optimizer's flat tensors.
 
-A Cut says how tensor parallelism divides a parameter. The model's own sharded_state_dict is asked, and nothing is
-matched by name: the modules themselves describe how they are split (gated fc1, grouped attention). A Fragment says
+A Cut says how tensor parallelism divides a parameter. It is read from the model's own sharded_state_dict: Megatron's
+modules know how they are split (gated fc1, grouped attention), so that nothing is matched by name. A Fragment says
 which elements of that part ZeRO gave to this rank.
 """
 
@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Box:
     size: Shape
 
     def take_rows(self, first: int, last: int) -> Box | None:
-        """The part in rows [first, last) of the rank's tensor; None where it has none of them."""
+        """Returns the part in rows [first, last) of the rank's tensor, or None if there is none."""
         begin, end = max(self.local_start[0], first), min(self.local_start[0] + self.size[0], last)
         if begin >= end:
             return None
@@ -40,13 +41,13 @@ class Box:
         return Box((begin, *self.local_start[1:]), start, (end - begin, *self.size[1:]))
 
     def index(self, *, from_row: int = 0) -> tuple[slice, ...]:
-        """Where it is in the rank's tensor without the first `from_row` rows."""
+        """Returns the slices of the block in the rank's tensor without its first `from_row` rows."""
         rows, *columns = (slice(at, at + n) for at, n in zip(self.local_start, self.size, strict=True))
         return (slice(rows.start - from_row, rows.stop - from_row), *columns)
 
 
 def overlap(ours: Box, theirs: Box) -> tuple[Box, Box] | None:
-    """What both hold of the whole parameter, where each has it; None where nothing."""
+    """Returns the intersection of two blocks of a parameter, placed in each rank's tensor, or None if it is empty."""
     pairs = list(zip(ours.start, ours.size, theirs.start, theirs.size, strict=True))
     start = tuple(max(a, c) for a, _, c, _ in pairs)
     size = tuple(min(a + b, c + d) - max(a, c) for a, b, c, d in pairs)
@@ -69,7 +70,7 @@ class Cut:
     boxes: tuple[Box, ...]
 
     def pack(self) -> tuple[Any, ...]:
-        """The same in tuples, which torch.load reads without running code."""
+        """Returns the same as tuples, which torch.load reads without running code."""
         return self.local_shape, self.shape, tuple(dataclasses.astuple(box) for box in self.boxes)
 
     @classmethod
@@ -79,26 +80,23 @@ class Cut:
 
 
 def find_cuts(model: Any) -> dict[str, Cut]:
-    """Name -> Cut of the parameters of this rank, also where ZeRO-3 has partitioned them.
+    """Returns the Cut of each parameter of this rank by name, also under ZeRO-3.
 
-    A parameter that sharded_state_dict leaves out, or that is no block-wise part of a whole, is not in the result.
+    It leaves out a parameter that sharded_state_dict leaves out, or that is not made of blocks of a whole.
     """
+    cuts: dict[str, Cut] = {}
     with _stand_ins(model) as names:
-        entries = list(nested_values(model.sharded_state_dict()))
-        cuts: dict[str, Cut] = {}
-        for entry in entries:
+        for entry in nested_values(model.sharded_state_dict()):
             tensor = getattr(entry, "data", None)
             name = names.get(id(tensor))
-            if tensor is None or name is None or name in cuts:
-                continue
-            if (cut := _describe(entry, tensor)) is not None:
+            if tensor is not None and name is not None and name not in cuts and (cut := _describe(entry, tensor)):
                 cuts[name] = cut
     return cuts
 
 
 @contextlib.contextmanager
 def _stand_ins(model: Any) -> Iterator[dict[int, str]]:
-    """Tensors without memory, of every parameter's full shape, in the parameters' places; id -> name."""
+    """Puts a meta tensor of the full shape in place of every parameter; gives the names by the meta tensors' ids."""
     stand_ins, names = {}, {}
     for name, parameter in model.named_parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -118,13 +116,13 @@ def _stand_ins(model: Any) -> Iterator[dict[int, str]]:
 
 
 def _describe(entry: Any, stand_in: Tensor) -> Cut | None:
-    """The Cut that a ShardedTensor, or the factory of several, of `stand_in` says."""
+    """Returns the Cut that Megatron's ShardedTensor of `stand_in`, or its factory of several, describes."""
     parts = list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
     boxes, shapes = [], set()
     for part in parts:
         if part.data is not stand_in and part.data._base is not stand_in:
-            return None  # a copy: nothing says where its elements come from
-        skipped = part.prepend_axis_num  # the layers, where Megatron stores those of all in one tensor
+            return None  # a copy, which does not tell where its elements come from
+        skipped = part.prepend_axis_num  # Megatron may prepend an axis that counts the layers
         local_start, rest = [], part.data.storage_offset()
         for stride in stand_in.stride():
             local_start.append(rest // stride)
@@ -136,13 +134,13 @@ def _describe(entry: Any, stand_in: Tensor) -> Cut | None:
     return Cut(tuple(stand_in.shape), shapes.pop(), tuple(boxes))
 
 
-# Of AdamW, beside "step": as large as the weights.
+# AdamW's states that are as large as the weights.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
-    """Elements [first, last) of a flattened parameter, in the flat tensor number `group` from element `start` on."""
+    """Elements [first, last) of a flattened parameter. They begin at element `start` of flat tensor number `group`."""
 
     name: str
     group: int
@@ -157,19 +155,19 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The float32 master weights of one rank, `groups`, what lies where in them, and the optimizer over them."""
+    """One rank's float32 master weights (`groups`, flat tensors), the fragments in them, and their optimizer."""
 
     groups: list[Tensor]
     fragments: tuple[Fragment, ...]
     optimizer: torch.optim.Optimizer
 
     def pack(self) -> list[tuple[Any, ...]]:
-        """The fragments in tuples, which torch.load reads without running code."""
+        """Returns the fragments as tuples, which torch.load reads without running code."""
         return [dataclasses.astuple(fragment) for fragment in self.fragments]
 
 
 def find_partition(engine: Any) -> Partition:
-    """The Partition of a DeepSpeedEngine of any ZeRO stage; its tensors are the optimizer's own."""
+    """Returns the Partition of a DeepSpeedEngine of any ZeRO stage; its tensors are the optimizer's own."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     if stage == 0:
@@ -179,16 +177,16 @@ def find_partition(engine: Any) -> Partition:
     if stage == 3:
         divided = _find_fragments_of_stage_3(engine.module, optimizer)
         return Partition(list(optimizer.fp32_partitioned_groups_flat), tuple(divided), optimizer.optimizer)
-    if hasattr(optimizer, "bf16_groups"):  # its BF16_Optimizer
+    if hasattr(optimizer, "bf16_groups"):  # DeepSpeed's BF16_Optimizer
         parameters, groups, offsets = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, None
     else:
         parameters, groups = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
-        offsets = getattr(optimizer, "round_robin_bit16_offsets", None)  # of versions that pad between parameters
+        offsets = getattr(optimizer, "round_robin_bit16_offsets", None)  # versions that pad between parameters
     fragments = []
     for number, (group, members) in enumerate(zip(groups, parameters, strict=True)):
         begin = dist.get_rank(optimizer.real_dp_process_group[number]) * group.numel()
-        starts = offsets[number] if offsets is not None else _add_up(members)
-        for parameter, start in zip(members, starts, strict=True):
+        starts = offsets[number] if offsets is not None else accumulate((p.numel() for p in members), initial=0)
+        for parameter, start in zip(members, starts, strict=False):
             first, last = max(start, begin), min(start + parameter.numel(), begin + group.numel())
             if first < last:
                 name = names[id(parameter)]
@@ -197,7 +195,7 @@ def find_partition(engine: Any) -> Partition:
 
 
 def _find_fragments_of_stage_3(module: torch.nn.Module, optimizer: Any) -> Iterator[Fragment]:
-    """Every rank holds an equal part of each parameter, the last ones less or nothing."""
+    """Yields the fragments of ZeRO-3: equal parts of each parameter, smaller or empty on the last ranks."""
     rank = dist.get_rank(optimizer.dp_process_group)
     parameter: Any
     for name, parameter in module.named_parameters():
@@ -205,10 +203,3 @@ def _find_fragments_of_stage_3(module: torch.nn.Module, optimizer: Any) -> Itera
         first, last = rank * size, min((rank + 1) * size, parameter.ds_numel)
         if first < last:
             yield Fragment(name, group, start, first, last)
-
-
-def _add_up(parameters: list[Tensor]) -> Iterator[int]:
-    total = 0
-    for parameter in parameters:
-        yield total
-        total += parameter.numel()
