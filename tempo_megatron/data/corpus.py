@@ -1,7 +1,7 @@
-"""Lists the documents of a data set, their order, and the pieces of about equal size that they are read in.
+"""Lists the documents of a data set in order, and cuts them into pieces of about equal size for the workers.
 
-Everything here depends on the files alone, never on the number of workers. A text file is one document, a line of a
-JSON-lines file is one.
+The result depends on the files alone, never on the number of workers. A text file is one document; so is a line of a
+JSON-lines file.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from tempo_megatron.data import DataError
 from tempo_megatron.data.dataset_files import is_inside
 from tempo_megatron.data.dataset_writer import SUFFIXES
 
-JSON_SUFFIXES = (".json", ".jsonl")  # in capitals too, as all suffixes
+JSON_SUFFIXES = (".json", ".jsonl")  # suffixes are compared without regard to case
 _COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zip")
 STDLIB_SUFFIXES = (".py", ".txt")
-# Tests hold broken encodings and tables of data; the others are not part of the library or not text.
+# Tests contain broken encodings and tables of data; the other folders hold other packages, or no text.
 _STDLIB_LEFT_OUT = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
-# Why a file of a directory tree is left out -> what is said where the user named such a file himself.
+# Why a file of a directory tree is left out -> how the error describes such a file if the user named it.
 _REFUSED = {
     "binary": "a binary file (it has NUL bytes)",
     "not a regular file": "neither a file nor a directory",
 }
 
-_HEAD_BYTES = 8192  # a NUL byte in the first 8 KiB makes a file binary, as git has it
+_HEAD_BYTES = 8192  # like git: a NUL byte in the first 8 KiB makes a file binary
 _FILES_PER_PIECE = 256
 _SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 8 << 20
 _WINDOW = 1 << 16
 
-# A text may be cut in front of a space or newline that follows anything but white space (Unicode's, in UTF-8): a
-# border of two pretokens, so that the parts have the tokens of the whole. Lines of JSON are cut after the newline.
+# A text may be cut before a space or newline that does not follow white space (Unicode's, in UTF-8). A pretoken ends
+# there, so the parts have the tokens of the whole. JSON lines are cut after the newline.
 _TEXT_CUT = re.compile(
     rb"(?<![\t-\r\x1c-\x20])(?<!\xc2[\x85\xa0])(?<!\xe1\x9a\x80)(?<!\xe2\x80[\x80-\x8a\xa8\xa9\xaf])"
     rb"(?<!\xe2\x81\x9f)(?<!\xe3\x80\x80)(?=[ \n])"
@@ -48,8 +48,11 @@ _LOOKBEHIND = 3
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file to read: its first `size` bytes. What cannot be used in it is an error where the user named it himself
-    (is_named); found in a directory tree it is counted and left out."""
+    """The first `size` bytes of a file.
+
+    What cannot be used in it is an error if the user named the file (is_named). If it was found in a directory tree, it
+    is counted and left out.
+    """
 
     path: str
     size: int
@@ -63,7 +66,7 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes [start, end) of a file; is_last where they are its last ones."""
+    """Bytes [start, end) of a file; is_last says whether the file ends there."""
 
     file: InputFile
     start: int
@@ -76,7 +79,7 @@ Piece = tuple[Part, ...]
 
 @dataclass(slots=True)
 class LeftOut:
-    """Files that were not used: how many for each reason, and the first of them."""
+    """Counts the files that are left out for each reason, and remembers the first of each."""
 
     count: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
@@ -91,19 +94,19 @@ class LeftOut:
 
 
 def format_path(path: str) -> str:
-    """`path` for a message, also where its name is not UTF-8."""
+    """Returns `path` for a message, even if it is not UTF-8."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
 def list_files(
     inputs: Iterable[str], extensions: tuple[str, ...], output_prefix: str, left_out: LeftOut
 ) -> list[InputFile]:
-    """Every file of `inputs` that can be text: files as they are, directory trees in sorted order.
+    """Lists the files of `inputs` that can be text: files as they are given, directory trees in sorted order.
 
-    A link in a tree is read where it leads to a file of that tree; others, and those to directories, are left out. The
-    output of an earlier run with the same prefix may lie in a tree; it is left out.
+    It leaves out links of a tree, except those to files of the same tree, and the output of an earlier run with the
+    same prefix.
 
-    Raises: DataError (a ValueError) where a file is missing or unreadable, or named by the user and binary or a file of
+    Raises: DataError (a ValueError) if a file is missing or unreadable, or if the user named a binary file or one of
         the output.
     """
     files: list[InputFile] = []
@@ -127,11 +130,11 @@ def list_files(
 
 
 def list_stdlib(left_out: LeftOut) -> list[InputFile]:
-    """The sources and texts of this Python's standard library, without its tests and without installed packages."""
+    """Lists the sources and texts of this Python's standard library, without tests and installed packages."""
     root = sysconfig.get_path("stdlib")
     files: list[InputFile] = []
     for path in _walk(root, left_out, _STDLIB_LEFT_OUT):
-        # Distributions link to files of packages that may not be installed.
+        # Some distributions link to files of packages that are not installed.
         if path.endswith(STDLIB_SUFFIXES) and os.path.exists(path):
             files.extend(_take_usable(path, is_named=False, left_out=left_out))
     if not files:
@@ -140,7 +143,7 @@ def list_stdlib(left_out: LeftOut) -> list[InputFile]:
 
 
 def take_first_bytes(files: list[InputFile], max_bytes: int, left_out: LeftOut) -> list[InputFile]:
-    """The files up to max_bytes in total; the last one is cut at the first word's or line's end after the limit."""
+    """Takes files up to max_bytes in total; cuts the last one at the first end of a word or line after the limit."""
     taken: list[InputFile] = []
     budget = max_bytes
     for file in files:
@@ -156,7 +159,7 @@ def take_first_bytes(files: list[InputFile], max_bytes: int, left_out: LeftOut) 
 
 
 def cut_pieces(files: list[InputFile]) -> list[Piece]:
-    """The files in order, cut and grouped into pieces of 1 to 8 MiB (more for more data)."""
+    """Cuts and groups the files, in order, into pieces of 1 to 8 MiB: the more data, the larger."""
     piece_bytes = min(_LARGEST_PIECE, max(_SMALLEST_PIECE, sum(file.size for file in files) >> 12))
     result: list[Piece] = []
     group: list[Part] = []
@@ -175,7 +178,7 @@ def cut_pieces(files: list[InputFile]) -> list[Piece]:
 
 
 def sample_pieces(all_pieces: list[Piece], max_bytes: int) -> list[Piece]:
-    """Pieces spread evenly over all, max_bytes in total; the first one where none is as small as that."""
+    """Samples evenly spread pieces of max_bytes in total; returns the first piece if none is that small."""
     sizes = [sum(part.end - part.start for part in piece) for piece in all_pieces]
     share = min(1.0, max_bytes / max(1, sum(sizes)))
     chosen: list[Piece] = []
@@ -202,14 +205,14 @@ def _walk(root: str, left_out: LeftOut, names_left_out: Iterable[str] = ()) -> I
 
 
 def _is_output(path: str, prefix: str) -> bool:
-    if os.path.basename(prefix) not in path:  # almost always, and far quicker
+    if os.path.basename(prefix) not in path:  # a quick test that nearly always suffices
         return False
     rest = os.path.realpath(path).removeprefix(os.path.realpath(prefix))
     return rest in SUFFIXES or rest.startswith(".partial" + os.sep)
 
 
 def _take_usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile]:
-    """The file as a list of one, or none where it is left out."""
+    """Returns a list with the file, or an empty one if it is left out."""
     reason = ""
     try:
         info = os.stat(path)
@@ -238,7 +241,7 @@ def _take_usable(path: str, is_named: bool, left_out: LeftOut) -> list[InputFile
 
 
 def _find_cuts(file: InputFile, step: int) -> Iterator[int]:
-    """The offsets, each the first possible one at least `step` bytes after the one before, that cut a file."""
+    """Yields the offsets at which to cut a file: each the first possible one at least `step` bytes after the last."""
     if file.size <= step:
         return
     pattern = _JSON_CUT if file.is_json else _TEXT_CUT
@@ -250,7 +253,7 @@ def _find_cuts(file: InputFile, step: int) -> Iterator[int]:
                 stream.seek(position - before)
                 window = stream.read(_WINDOW)
                 if len(window) <= before:
-                    return  # the file became shorter; whoever reads it says so
+                    return  # the file became shorter, which its reader reports
                 match = pattern.search(window, before)
                 if match is None:
                     position += len(window) - before

@@ -1,10 +1,12 @@
 """Reads and checks a data set: Megatron's PREFIX.bin and PREFIX.idx, and PREFIX.json, which says how it was made.
 
-Data made by Megatron-LM has no PREFIX.json; it is read all the same, with the tokenizer files given by hand.
+Data made by Megatron-LM has no PREFIX.json; it is read with the tokenizer files that the user names.
 """
 
 from __future__ import annotations
 
+import difflib
+import glob
 import json
 import os
 import struct
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tempo_megatron.data import DataError
-from tempo_megatron.data.tokenizer_types import GPT2_BPE, TYPES, list_given_files, load_tokenizer
+from tempo_megatron.data.tokenizer_types import GPT2_BPE, TYPES, list_given_files
 
 _FORMAT_NAME = "tempo-megatron data set"
 FORMAT = f"{_FORMAT_NAME} 1"
@@ -30,8 +32,7 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 class Sidecar:
     """The content of PREFIX.json. File names are relative to its own directory, and never lead out of it.
 
-    A tokenizer without merges has "" for their file and digest. What has a default is written only where it differs:
-    the file of a data set for GPT is as it was before others were made.
+    A tokenizer without merges has "" for their file and digest. A field with a default is written only if it differs.
     """
 
     format: str = FORMAT
@@ -50,13 +51,13 @@ class Sidecar:
     fingerprint: str
     tokenizer_type: str = _OPTIONAL["tokenizer_type"]
     split_sentences: str = _OPTIONAL["split_sentences"]
-    """How the documents were split into sentences; "" where they were not."""
+    """How the documents were split into sentences; "" if they were not."""
 
     @classmethod
     def read(cls, prefix: str) -> Sidecar | None:
-        """None where there is no PREFIX.json, or one of another program.
+        """Reads PREFIX.json; returns None if it is missing or of another program.
 
-        Raises: DataError (a ValueError) where it cannot be read or is not of this version.
+        Raises: DataError (a ValueError) if it cannot be read or is not of this version.
         """
         content = _load_json(prefix + ".json")
         if not _is_ours(content):
@@ -79,13 +80,13 @@ class Sidecar:
             stream.write("\n")
 
     def find_tokenizer_files(self, prefix: str) -> tuple[str, ...]:
-        """The paths of the tokenizer's files.
+        """Returns the paths of the tokenizer's files.
 
-        Raises: DataError (a ValueError) where PREFIX.json names a file outside of its own directory: data sets come
-            from others, and what they name is read.
+        Raises: DataError (a ValueError) if PREFIX.json names a file outside of its own directory: a data set may come
+            from somebody else, and must not choose which files are read.
         """
         folder = os.path.dirname(prefix)
-        # Where a data set is reached through links, its files may be beside the linked one.
+        # If the prefix is a link, the files may be beside its target.
         homes = [folder, os.path.dirname(os.path.realpath(prefix + ".json"))]
         names = (self.vocab_file, self.merge_file)[: len(TYPES[self.tokenizer_type].suffixes)]
         files = tuple(os.path.join(folder, name) for name in names)
@@ -105,9 +106,9 @@ def is_inside(path: str, folder: str) -> bool:
 
 
 def find_foreign_files(prefix: str, suffixes: Iterable[str]) -> list[str]:
-    """The files PREFIX + suffix that are there and that PREFIX.json, of prepare_data, does not tell of.
+    """Lists the files PREFIX + suffix that exist and that do not belong to the PREFIX.json of prepare_data.
 
-    Raises: DataError (a ValueError) where PREFIX.json cannot be read.
+    Raises: DataError (a ValueError) if PREFIX.json cannot be read.
     """
     content = _load_json(prefix + ".json")
     own: set[str] = set()
@@ -119,7 +120,7 @@ def find_foreign_files(prefix: str, suffixes: Iterable[str]) -> list[str]:
 
 
 def _has_other_data(prefix: str, tokens: object) -> bool:
-    """Whether PREFIX.bin and PREFIX.idx are whole and hold another number of tokens than PREFIX.json tells."""
+    """Whether PREFIX.bin and PREFIX.idx are whole and hold another number of tokens than PREFIX.json says."""
     try:
         return _check_index(prefix)[1] != tokens
     except DataError:
@@ -129,16 +130,16 @@ def _has_other_data(prefix: str, tokens: object) -> bool:
 def load_dataset_tokenizer(
     prefix: str, vocab_file: str | None = None, merge_file: str | None = None, types: Sequence[str] | None = None
 ) -> Any:
-    """The tokenizer of a data set: the files given, else those that PREFIX.json names.
+    """Loads the tokenizer of a data set from the files that the user named, else from those that PREFIX.json names.
 
     Args:
         prefix: of the data set.
-        vocab_file, merge_file: given by hand.
-        types: what the tokenizer may be; None: anything, as prepare_data reads its own output. Of data without
-            PREFIX.json it is the first one that has as many files as are given.
+        vocab_file, merge_file: named by the user.
+        types: the allowed types of tokenizer; None allows all. For data without PREFIX.json it is the first type that
+            has as many files as were named.
 
-    Raises: ValueError where there is neither, a file is missing or broken, where it is not the vocabulary that the data
-        set was made with, or where its type is another one.
+    Raises: DataError (a ValueError) if no files are named, if one is missing, broken or not the one that the data set
+        was made with, or if the type is not allowed.
     """
     sidecar = Sidecar.read(prefix)
     allowed = tuple(TYPES) if types is None else tuple(types)
@@ -151,7 +152,7 @@ def load_dataset_tokenizer(
             f"--tokenizer-type {allowed[0]}"
         )
     paths = list_given_files(name, vocab_file, merge_file) or sidecar.find_tokenizer_files(prefix)
-    tokenizer = load_tokenizer(name, paths)
+    tokenizer = TYPES[name].cls.load(*paths)
     for path, key in zip(paths, ("vocab_sha256", "merge_sha256"), strict=False):
         if tokenizer.unique_identifiers[key] != getattr(sidecar, key):
             raise DataError(
@@ -162,7 +163,7 @@ def load_dataset_tokenizer(
 
 
 def _load_given_tokenizer(prefix: str, vocab_file: str | None, merge_file: str | None, types: Sequence[str]) -> Any:
-    """Of data that another program made."""
+    """Loads the tokenizer of data that another program made."""
     counts = {name: len(TYPES[name].suffixes) for name in types}
     number = sum(file is not None for file in (vocab_file, merge_file))
     name = next((name for name in types if counts[name] == number), types[0])
@@ -170,16 +171,16 @@ def _load_given_tokenizer(prefix: str, vocab_file: str | None, merge_file: str |
     if not paths:
         options = "--vocab-file and --merge-file" if 2 in counts.values() else "--vocab-file"
         raise DataError(f"{prefix}.json, which names the tokenizer of the data, is missing; give {options}")
-    return load_tokenizer(name, paths)
+    return TYPES[name].cls.load(*paths)
 
 
 def validate_dataset(prefix: str, vocab_size: int, *, scan_bytes: int = 1 << 30) -> None:
-    """Check that PREFIX.bin and PREFIX.idx are whole and that a model with vocab_size rows has a row for every token.
+    """Checks that PREFIX.bin and PREFIX.idx are whole and that a model of vocab_size tokens has a row for each token.
 
-    With PREFIX.json its vocabulary is compared; without, the token ids themselves: all of them up to scan_bytes, else
-    blocks of scan_bytes in total, spread evenly.
+    It compares the vocabulary of PREFIX.json or, without that file, the token ids: all of them up to scan_bytes, else
+    evenly spaced blocks of scan_bytes in total.
 
-    Raises: ValueError.
+    Raises: DataError (a ValueError) if they are not.
     """
     dtype, tokens = _check_index(prefix)
     sidecar = Sidecar.read(prefix)
@@ -205,7 +206,7 @@ def validate_dataset(prefix: str, vocab_size: int, *, scan_bytes: int = 1 << 30)
 
 
 def _load_json(path: str) -> Any:
-    """None where the file is not there or not JSON."""
+    """Reads a JSON file; returns None if it is missing or not JSON."""
     try:
         with open(path, "rb") as stream:
             return json.load(stream)
@@ -219,11 +220,23 @@ def _is_ours(content: Any) -> bool:
     return isinstance(content, dict) and str(content.get("format")).startswith(_FORMAT_NAME)
 
 
-def _check_index(prefix: str) -> tuple[Any, int]:
-    """The dtype and number of the tokens of a data set that is whole."""
+def check_presence(prefix: str) -> None:
+    """Raises DataError if PREFIX.idx or PREFIX.bin is missing; it names the nearest data set in the folder."""
     missing = [prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
-    if missing:
-        raise DataError(f"{' and '.join(missing)} not found; prepare the data, or check --data-path")
+    if not missing:
+        return
+    stem, suffix = os.path.splitext(prefix)
+    there = [path[: -len(".idx")] for path in glob.glob(os.path.join(glob.escape(os.path.dirname(prefix)), "*.idx"))]
+    near = [stem] if suffix in (".idx", ".bin") else difflib.get_close_matches(prefix, there, n=1)
+    raise DataError(
+        f"{' and '.join(missing)} not found; prepare the data, or check --data-path"
+        + (f": there is {near[0]}" if near and near[0] in there else "")
+    )
+
+
+def _check_index(prefix: str) -> tuple[Any, int]:
+    """Checks that a data set is whole; returns the dtype and the number of its tokens."""
+    check_presence(prefix)
     broken = f"{prefix}.idx is not a whole index of Megatron's format; prepare the data again"
     try:
         with open(prefix + ".idx", "rb") as stream:
@@ -253,7 +266,7 @@ def _check_index(prefix: str) -> tuple[Any, int]:
 
 
 def _has_whole_tables(prefix: str, lengths: Any, borders: int, itemsize: int) -> bool:
-    """Whether the sequences of an index lie one behind the other, and its documents are runs of them."""
+    """Whether the sequences of an index follow one another without gaps, and its documents are runs of them."""
     with open(prefix + ".idx", "rb") as stream:
         stream.seek(INDEX_HEADER.size + lengths.nbytes)
         places = np.fromfile(stream, np.int64, len(lengths))

@@ -1,11 +1,11 @@
-"""Writes a data set in a folder beside its place: PREFIX.bin and PREFIX.idx as megatron-core has them.
+"""Writes a data set, PREFIX.bin and PREFIX.idx as megatron-core has them, in a folder beside its place.
 
-DatasetWriter writes byte for byte what megatron-core's IndexedDatasetBuilder does. It is written anew because importing
-megatron-core takes seconds and prints warnings about packages that tokenizing does without.
+DatasetWriter writes byte for byte what megatron-core's IndexedDatasetBuilder writes. Importing that would take seconds
+and print warnings about packages that tokenizing does not need.
 
-PartialOutput renames the files at the end. A process that is killed at any time leaves the old data set, the new one,
-or none: nothing loads without the index, which is removed first and renamed last. PREFIX.json, which tells whose the
-other files are, is renamed first, so that the next run may replace what a killed one had renamed.
+PartialOutput renames the files at the end. A kill at any time leaves the old data set, the new one, or none: nothing
+loads without the index, which is removed first and renamed last. PREFIX.json says that the other files are ours. It is
+renamed first, so that the next run may replace what a killed one has renamed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tempo_megatron.data import DataError
 from tempo_megatron.data.dataset_files import DTYPES, INDEX_HEADER, INDEX_MAGIC, find_foreign_files
 from tempo_megatron.disk import flush_to_disk
 
-_FIRST_SIZE_IN_32_BITS = 65500  # megatron-core's own limit: its readers expect what it would have chosen
+_FIRST_SIZE_IN_32_BITS = 65500  # megatron-core's limit, which its readers expect
 
 
 def choose_token_dtype(vocab_size: int) -> type[np.integer]:
-    """The dtype in which megatron-core stores the tokens of such a vocabulary."""
+    """Returns the dtype in which megatron-core stores the tokens of such a vocabulary."""
     return np.uint16 if vocab_size < _FIRST_SIZE_IN_32_BITS else np.int32
 
 
 class DatasetWriter:
-    """Writes the tokens as they come; finish() writes the index, without which nothing loads. For a with block."""
+    """Writes tokens as they come; finish() writes the index, without which nothing loads. A context manager."""
 
     def __init__(self, bin_path: str, dtype: type[np.integer]):
         self._dtype = np.dtype(dtype)
@@ -42,11 +42,11 @@ class DatasetWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with suppress(OSError):  # of a full disk, a second time
+        with suppress(OSError):  # a full disk has raised before
             self._stream.close()
 
     def add(self, ids: np.ndarray, lengths: Sequence[int], ends: Sequence[bool]) -> None:
-        """Append sequences.
+        """Appends sequences.
 
         Args:
             ids: [sum of lengths], the sequences one after the other.
@@ -61,12 +61,12 @@ class DatasetWriter:
         self._ends.append(np.array(ends, bool))
 
     def finish(self, idx_path: str) -> None:
-        """Close the tokens and write their index. Raises: OSError."""
+        """Closes the file of tokens and writes their index. Raises: OSError."""
         self._stream.close()
         lengths = np.concatenate(self._lengths)
         offsets = np.zeros(lengths.size, np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
-        # The number of the first sequence of each document, and last the number of all sequences.
+        # The first sequence of each document, and last the number of sequences.
         borders = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(np.concatenate(self._ends)).astype(np.int64)])
         code = next(code for code, dtype in DTYPES.items() if self._dtype == dtype)
         with open(idx_path, "wb") as stream:
@@ -75,24 +75,23 @@ class DatasetWriter:
                 stream.write(part.tobytes())
 
 
-# What a data set consists of, in the order of the renames.
+# The files of a data set, in the order of the renames.
 SUFFIXES = (".json", "-vocab.txt", "-vocab.json", "-merges.txt", ".bin", ".idx")
 _LOCK = "prepare_data.lock"  # a folder that holds it is one of ours
 
 
 class PartialOutput:
-    """The folder PREFIX.partial, for a `with` block. Its files have names that no reader of data sets looks for.
+    """The folder PREFIX.partial, as a context manager. Its files have names that no reader of data sets looks for.
 
-    A second process that writes to the same prefix is refused. What a killed one left in the folder is removed, and
-    only that.
+    A second process that writes to the same prefix is refused. Only files that a killed process left are removed.
 
     Args:
-        prefix: PREFIX.
+        prefix: of the data set.
         suffixes: of the files that will be written.
-        obsolete: of the files that the new data set does not have; publish() removes those that prepare_data made.
-        overwrite: whether they may replace files that prepare_data did not make.
+        obsolete: of files that the new data set does not have; publish() removes those that prepare_data made.
+        overwrite: whether to replace files that prepare_data did not make.
 
-    Raises: DataError where the place cannot be written, or holds what prepare_data did not make.
+    Raises: DataError if the place cannot be written, or holds files that prepare_data did not make.
     """
 
     def __init__(
@@ -137,14 +136,14 @@ class PartialOutput:
         self._leave()
 
     def locate(self, suffix: str) -> str:
-        """Where to write the file that will be called PREFIX + suffix."""
+        """Returns where to write the file that will become PREFIX + suffix."""
         return os.path.join(self.folder, suffix[1:])
 
     def publish(self) -> None:
-        """Rename every file; the data set that had the names before is gone from the first step on."""
+        """Renames every file; an old data set of the same prefix is gone from the first step on."""
         written = [suffix for suffix in SUFFIXES if os.path.exists(self.locate(suffix))]
         assert set(written) <= set(self._suffixes)
-        self._check_is_free()  # once more: writing may have taken hours
+        self._check_is_free()  # again, because writing may have taken hours
         for suffix in written:
             flush_to_disk(self.locate(suffix))
         obsolete = {self.prefix + suffix for suffix in self._obsolete}
@@ -182,7 +181,7 @@ class PartialOutput:
             try:
                 self._lock_fd = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o644)
             except FileNotFoundError:
-                continue  # the process that had it removed the folder just now
+                continue  # another process has just removed the folder
             try:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -200,7 +199,7 @@ class PartialOutput:
                 os.remove(self.locate(suffix))
 
     def _leave(self) -> None:
-        """Let another process have the folder, and remove it where nothing else is in it."""
+        """Unlocks the folder for other processes, and removes it if it is empty."""
         with suppress(OSError):
             if os.listdir(self.folder) == [_LOCK]:
                 os.remove(os.path.join(self.folder, _LOCK))

@@ -1,4 +1,4 @@
-"""Reads the documents of a piece and tokenizes them: what a worker process does."""
+"""Reads and tokenizes the documents of a data set's pieces, in worker processes."""
 
 from __future__ import annotations
 
@@ -22,30 +22,29 @@ import numpy as np
 from tempo_megatron.data import DataError
 from tempo_megatron.data.corpus import InputFile, LeftOut, Part, Piece, format_path
 from tempo_megatron.data.sentences import LONGEST_SENTENCE, split_sentences
-from tempo_megatron.data.tokenizer_types import TextTokenizer, load_tokenizer
+from tempo_megatron.data.tokenizer import TextTokenizer
+from tempo_megatron.data.tokenizer_types import TYPES
 
-_LOOKED_AT = 1 << 20
+_LONGEST_CHECKED_LINE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The tokens of a piece.
-
-    ids: [sum of lengths], every document followed by the end-of-document id, if the tokenizer has one. lengths: tokens
-    per sequence; a sequence is a sentence, or a document, or a part of one that is larger than a piece. ends: whether
-    the sequence ends its document.
-    """
+    """The tokens of a piece. A sequence is a sentence, a document, or the piece's part of a larger document."""
 
     ids: np.ndarray
+    """[sum of lengths]; the end-of-document id, if the tokenizer has one, follows each document."""
     lengths: list[int]
+    """Tokens of each sequence."""
     ends: list[bool]
+    """Whether the sequence ends its document."""
     source_bytes: int
     left_out: LeftOut
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A document, or a part of one; `where` is its place for a message."""
+    """A document, or a part of one; `where` names its place in a message."""
 
     text: str
     is_end: bool
@@ -63,15 +62,17 @@ class Encoding:
     dtype: Any
     skip_bad_lines: bool = False
     sentences: str | None = None
-    """How documents are split into sentences, see sentences.py; None: they are not."""
+    """How documents are split into sentences (see sentences.py); None does not split them."""
 
 
 def read_texts(piece: Piece, json_key: str, left_out: LeftOut, skip_bad_lines: bool = False) -> Iterator[Text]:
-    """The documents of a piece, in order; what is left out is counted in left_out.
+    """Yields the documents of a piece, in order, and counts in left_out what it leaves out.
 
-    Raises: DataError (a ValueError) where a file cannot be read, is not UTF-8 (left out instead where it was found in a
-        directory tree), or has a line that is not a JSON object with a text under json_key. With skip_bad_lines the
-        lines that are not UTF-8, and those of JSON, are left out instead.
+    It leaves out a file of a directory tree that is not UTF-8. With skip_bad_lines it leaves out bad lines: those that
+    are not UTF-8, and in JSON files those that are not an object with a text under json_key.
+
+    Raises: DataError (a ValueError) if a file cannot be read, if one that the user named is not UTF-8, or for a bad
+        line without skip_bad_lines.
     """
     for part in piece:
         try:
@@ -90,7 +91,7 @@ def read_texts(piece: Piece, json_key: str, left_out: LeftOut, skip_bad_lines: b
 def _read_text(part: Part, content: bytes, json_key: str, left_out: LeftOut, skip_bad_lines: bool) -> Iterator[Text]:
     path = format_path(part.file.path)
     if skip_bad_lines:
-        # Of a line that lies in two pieces, the bad one of its parts is left out: no piece knows the other.
+        # If a line is divided between two pieces, only its bad part is left out: a piece does not know the next one.
         text = _decode_good_lines(part, content, left_out)
         if text or (part.start > 0 and part.is_last):  # a document that began in another piece must end
             yield Text(text, part.is_last, path, part.start == 0)
@@ -108,7 +109,7 @@ def _read_text(part: Part, content: bytes, json_key: str, left_out: LeftOut, ski
 
 
 def _decode_good_lines(part: Part, content: bytes, left_out: LeftOut) -> str:
-    """The content without the lines that are not UTF-8."""
+    """Returns the content without the lines that are not UTF-8."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:
@@ -153,16 +154,16 @@ def _read_json_texts(
 
 
 def check_first_lines(files: Iterable[InputFile], json_key: str) -> None:
-    """Raise DataError where the first line of a JSON file holds no text: long work would end in it.
+    """Raises DataError if the first line of a JSON file holds no text, before long work would fail at it.
 
-    A line that is longer than a MiB is not looked at here.
+    It does not check a line of more than a MiB.
     """
     for file in files:
         if not file.is_json:
             continue
         content = b""
-        with suppress(OSError), open(file.path, "rb") as stream:  # read_texts says what the disk has against it
-            content = stream.read(min(file.size, _LOOKED_AT))
+        with suppress(OSError), open(file.path, "rb") as stream:  # read_texts reports the error
+            content = stream.read(min(file.size, _LONGEST_CHECKED_LINE))
         first = len(content) - len(content.lstrip(b"\xef\xbb\xbf \t\r\n"))
         end = content.find(b"\n", first)
         if end < 0 and len(content) == file.size:
@@ -204,6 +205,7 @@ def _count_newlines_before(part: Part) -> int:
 
 
 def encode_piece(tokenizer: TextTokenizer, piece: Piece, encoding: Encoding) -> Encoded:
+    """Reads and tokenizes one piece. Raises DataError as read_texts and tokenize_batch do."""
     left_out = LeftOut()
     texts = list(read_texts(piece, encoding.json_key, left_out, encoding.skip_bad_lines))
     if encoding.sentences is None:
@@ -225,7 +227,7 @@ def encode_piece(tokenizer: TextTokenizer, piece: Piece, encoding: Encoding) -> 
 def _tokenize_sentences(
     tokenizer: TextTokenizer, texts: list[Text], way: str, left_out: LeftOut
 ) -> tuple[list[np.ndarray], list[bool]]:
-    """The tokens of every sentence that has any, the long ones cut, and whether each is the last one of a document."""
+    """Tokenizes every sentence and cuts long ones; returns their ids, and whether each is the last of its document."""
     sentences = [split_sentences(text.text, way) for text in texts]
     flat = [replace(text, text=sentence) for text, own in zip(texts, sentences, strict=True) for sentence in own]
     tokens = iter(_tokenize(tokenizer, flat))
@@ -251,7 +253,7 @@ def _tokenize(tokenizer: TextTokenizer, texts: list[Text]) -> list[np.ndarray]:
     try:
         return tokenizer.tokenize_batch([text.text for text in texts])
     except DataError:
-        for text in texts:  # once more, one at a time, to say where
+        for text in texts:  # again, one at a time, to find the place
             try:
                 tokenizer.tokenize(text.text)
             except DataError as error:
@@ -260,15 +262,17 @@ def _tokenize(tokenizer: TextTokenizer, texts: list[Text]) -> list[np.ndarray]:
 
 
 def encode(pieces: Iterable[Piece], encoding: Encoding, workers: int) -> Iterator[Encoded]:
-    """encode_piece over all pieces in order, in `workers` processes (1: in this one), a few ahead of the reader.
+    """Yields encode_piece of all pieces, in order.
 
-    Raises: DataError (a ValueError) as read_texts and tokenize do, and where a worker was killed.
+    `workers` processes are a few pieces ahead of the reader; 1 works in this process.
+
+    Raises: DataError (a ValueError) as encode_piece does, and if a worker was killed.
     """
     if workers == 1:
-        tokenizer = load_tokenizer(encoding.tokenizer_type, encoding.tokenizer_files)
+        tokenizer = TYPES[encoding.tokenizer_type].cls.load(*encoding.tokenizer_files)
         yield from (encode_piece(tokenizer, piece, encoding) for piece in pieces)
         return
-    # A forkserver's children start without threads or locks of this process, and import nothing again.
+    # A forkserver's children inherit no threads or locks of this process, and import nothing again.
     executor = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), _start_worker, (encoding,))
     try:
         rest = iter(pieces)
@@ -289,14 +293,14 @@ _worker: tuple[TextTokenizer, Encoding] | None = None
 
 def _start_worker(encoding: Encoding) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says that it was interrupted, once
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent reports the interruption
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _worker = load_tokenizer(encoding.tokenizer_type, encoding.tokenizer_files), encoding
+    _worker = TYPES[encoding.tokenizer_type].cls.load(*encoding.tokenizer_files), encoding
 
 
 def _leave_with_parent() -> None:
-    """End when the parent does: killed, it cannot tell its workers, and they would wait for ever."""
+    """Ends this process when its parent has ended, since a killed parent cannot stop its waiting workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,37 +1,34 @@
 """Tokenizes for masked language models, by BERT's WordPiece or RoBERTa's byte-level BPE.
 
-Both have four tokens that never come from a text: one that begins a sample, one that ends a segment, one in place of a
-masked token and one for padding. Their data hold no end-of-document token: Megatron's masked dataset never reads over
-the end of a document.
+Both have four tokens that never come from a text: they begin a sample, end a segment, replace a masked token, and pad a
+sample. Their data need no end-of-document token, because Megatron's masked dataset never reads past a document's end.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tempo_megatron.data import DataError
-from tempo_megatron.data.tokenizer import ByteLevelTokenizer, cut_batches, read_tokenizer_file
+from tempo_megatron.data.tokenizer import ByteLevelTokenizer, TextTokenizer, read_tokenizer_file
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing's from Python 3.11 on
 
-_LONGEST_WORD = 100  # BERT's own: a longer one is [UNK]
+_LONGEST_WORD = 100  # BERT's own limit: a longer word is [UNK]
 _LARGEST_ALPHABET = 1000
 _FIRST_PRIVATE = 0xF0000
 
 
-class WordPieceTokenizer:
-    """BERT's WordPiece over a vocab.txt, a token a line; load() reads and checks it.
+class WordPieceTokenizer(TextTokenizer):
+    """BERT's WordPiece over a vocab.txt, one token per line.
 
-    The names of special tokens inside a text are ordinary characters. A word with a character that the vocabulary
-    lacks, or of more than 100 characters, is [UNK].
+    A word with a character that the vocabulary lacks, or of more than 100 characters, is [UNK].
     """
 
     lowercase: ClassVar[bool]
@@ -42,25 +39,20 @@ class WordPieceTokenizer:
         "[SEP]": "ends a segment",
         "[MASK]": "stands for a masked token",
     }
-    eod = None
 
     def __init__(self, vocab: dict[str, int], unique_identifiers: dict[str, str]):
-        self.vocab = vocab
-        self.inv_vocab = {token_id: token for token, token_id in vocab.items()}
-        self.vocab_size = len(vocab)
-        self.unique_identifiers = unique_identifiers
+        tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=self.lowercase)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        super().__init__(vocab, tokenizer, unique_identifiers)
         self.pad, _, self.cls, self.sep, self.mask = (vocab[token] for token in self.special_tokens)
-        self._tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD))
-        self._tokenizer.normalizer = normalizers.BertNormalizer(lowercase=self.lowercase)
-        self._tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        self._tokenizer.decoder = decoders.WordPiece()
-        self._encode_batch = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
 
     @classmethod
     def load(cls, vocab_file: str) -> Self:
-        """The tokenizer of a vocab.txt.
+        """Reads and checks a vocab.txt.
 
-        Raises: DataError (a ValueError) where it cannot be read, is not a vocabulary, or lacks a special token.
+        Raises: DataError (a ValueError) if it cannot be read, is not a vocabulary, or lacks a special token.
         """
         content = read_tokenizer_file(vocab_file)
         try:
@@ -79,11 +71,11 @@ class WordPieceTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, folder: str) -> Self:
-        """A new vocabulary of at most vocab_size pieces, written to folder/vocab.txt.
+        """Trains a vocabulary of at most vocab_size pieces and writes it to folder/vocab.txt.
 
         The special tokens come first, [PAD] is 0. The result depends on the texts alone.
 
-        Raises: OSError where the file cannot be written.
+        Raises: OSError if the file cannot be written.
         """
         alphabet_size = min(_LARGEST_ALPHABET, (vocab_size - len(cls.special_tokens)) // 4)
         words = _count_words(texts, cls.lowercase)
@@ -92,42 +84,25 @@ class WordPieceTokenizer:
         Path(vocab_file).write_text("".join(f"{token}\n" for token in [*cls.special_tokens, *pieces]), encoding="utf-8")
         return cls.load(vocab_file)
 
-    def tokenize(self, text: str) -> list[int]:
-        """The ids of one text, without special tokens around them."""
-        ids: list[int] = self.tokenize_batch([text])[0].tolist()
-        return ids
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Per text its ids, int32, [number of tokens]."""
-        ids: list[list[np.ndarray]] = [[np.empty(0, np.int32)] for _ in texts]
-        for batch in cut_batches(texts, lambda segment: [segment]):
-            encodings = self._encode_batch([part for _, part in batch], add_special_tokens=False)
-            for (index, _), encoding in zip(batch, encodings, strict=True):
-                ids[index].append(np.array(encoding.ids, dtype=np.int32))
-        return [np.concatenate(parts) for parts in ids]
-
-    def detokenize(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, as far as WordPiece keeps it: white space is one space or none."""
-        return self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=False)
-
     def starts_word(self, token_id: int) -> bool:
+        """Whether a word begins with the token."""
         return not self.inv_vocab[token_id].startswith("##")
 
 
 class LowerCaseWordPieceTokenizer(WordPieceTokenizer):
-    """Of uncased models: letters become small and lose their accents."""
+    """The tokenizer of uncased models: letters become small and lose their accents."""
 
     lowercase = True
 
 
 class CasedWordPieceTokenizer(WordPieceTokenizer):
-    """Of cased models."""
+    """The tokenizer of cased models."""
 
     lowercase = False
 
 
 class RobertaTokenizer(ByteLevelTokenizer):
-    """RoBERTa's: GPT-2's byte-level BPE with four special tokens."""
+    """RoBERTa's tokenizer: GPT-2's byte-level BPE with four special tokens."""
 
     special_tokens: ClassVar[dict[str, str]] = {
         "<s>": "begins a sample",
@@ -135,15 +110,13 @@ class RobertaTokenizer(ByteLevelTokenizer):
         "</s>": "ends a segment",
         "<mask>": "stands for a masked token",
     }
-    eod = None
 
     def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], unique_identifiers: dict[str, str]):
         super().__init__(vocab, merges, unique_identifiers)
         self.cls, self.pad, self.sep, self.mask = (vocab[token] for token in self.special_tokens)
 
     def starts_word(self, token_id: int) -> bool:
-        """Whether white space is before or in the token, in GPT-2's alphabet a character from U+0100 on: a word begins
-        where a text begins, too, but no token tells of that."""
+        """Whether the token begins with white space. A word also begins a text, but no token shows that."""
         return self.inv_vocab[token_id][0] in _BYTE_LEVEL_WHITE_SPACE
 
 
@@ -159,11 +132,11 @@ def _count_words(texts: Iterable[str], lowercase: bool) -> Counter[str]:
 
 
 def _learn_pieces(words: Counter[str], alphabet_size: int, num_pieces: int) -> list[str]:
-    """The pieces of a WordPiece vocabulary, single characters first, then what BPE merges, best first.
+    """Learns the pieces of a WordPiece vocabulary: single characters first, then what BPE merges, best first.
 
-    The library's own trainer numbers the characters inside words in the order of a hash table, which another process
-    has otherwise. Here they are one alphabet with the first characters, in an order that the words decide: the inner
-    form of a character is a private one.
+    The library's own WordPiece trainer numbers the characters inside words in the order of a hash table, which differs
+    between processes. Here BPE learns from an alphabet in which a character at a word's beginning and the same one
+    inside a word are two private characters, so that the words alone decide the order.
     """
     letters: Counter[str] = Counter()
     for word, count in words.items():

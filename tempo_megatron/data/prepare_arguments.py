@@ -44,7 +44,7 @@ class PrepareOptions:
 
 
 def parse_prepare_arguments(argv: list[str] | None, prog: str) -> PrepareOptions:
-    """What was typed, checked and completed; what contradicts itself ends the process with status 2."""
+    """Parses, checks and completes the command line; an error ends the process with status 2."""
     parser = _build_parser(prog)
     typed = parser.parse_args(argv)
     _check(parser, typed)
@@ -109,10 +109,10 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     if options.workers < 1:
         parser.error(f"--workers {options.workers}: expected at least 1")
     if options.extensions and not any(os.path.isdir(path) for path in options.input):
-        parser.error("--extensions chooses files of a directory tree, and --input has no directory; leave it out")
+        parser.error("--extensions chooses files of a directory tree, but --input has no directory; leave it out")
     for name in ("vocab_size", "train_bytes"):
         if options.vocab_file is not None and getattr(options, name) is not None:
-            parser.error(f"--{name.replace('_', '-')} is for a trained vocabulary, --vocab-file gives one; choose")
+            parser.error(f"--{name.replace('_', '-')} is for training a vocabulary, but --vocab-file gives one; choose")
     kind = TYPES[options.tokenizer_type]
     if kind.of_masked and options.split_sentences is None:
         parser.error(

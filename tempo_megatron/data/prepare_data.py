@@ -9,9 +9,9 @@ import shutil
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -28,28 +28,22 @@ from tempo_megatron.data.dataset_files import (
 from tempo_megatron.data.dataset_writer import SUFFIXES, DatasetWriter, PartialOutput, choose_token_dtype
 from tempo_megatron.data.documents import Encoded, Encoding, check_first_lines, encode, read_texts
 from tempo_megatron.data.prepare_arguments import PrepareOptions, parse_prepare_arguments
-from tempo_megatron.data.tokenizer_types import (
-    GPT2_BPE,
-    TYPES,
-    TextTokenizer,
-    list_given_files,
-    load_tokenizer,
-    train_tokenizer,
-)
+from tempo_megatron.data.tokenizer import TextTokenizer
+from tempo_megatron.data.tokenizer_types import GPT2_BPE, TYPES, list_given_files
 
 _SECONDS_BETWEEN_LINES = 5.0
 _SMALL_DATA_SET = 100  # sequences; below it, a few per cent of --split may hold none
 
 
 def main(argv: list[str] | None = None, prog: str = "prepare_data") -> int:
-    """The command line, called `prog`; 0 where the data set is there, 1 with one sentence on stderr where it is not."""
+    """Runs the command line under the name `prog`; returns 0, or 1 after an error of one sentence on stderr."""
     options = parse_prepare_arguments(argv, prog)
     try:
         prepare(options)
     except DataError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever read our output has left; the data set is there
+    except BrokenPipeError:  # the reader of stdout has left; the data set is made
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(
@@ -65,10 +59,10 @@ def main(argv: list[str] | None = None, prog: str = "prepare_data") -> int:
 
 
 def prepare(options: PrepareOptions) -> None:
-    """Make the data set that the parsed arguments describe.
+    """Makes the data set that the parsed arguments describe.
 
-    Raises: DataError (a ValueError) where the input, the vocabulary or the output cannot be used; OSError where the
-        disk fails. A data set that was there before is then untouched.
+    Raises: DataError (a ValueError) if the input, the vocabulary or the output cannot be used; OSError if the disk
+        fails. An old data set of the same prefix is then unchanged.
     """
     started = time.monotonic()
     prefix = options.output_prefix
@@ -77,12 +71,12 @@ def prepare(options: PrepareOptions) -> None:
     files = _choose_input_files(options, left_out)
     fingerprint = _compute_fingerprint(options, files)
     if options.skip_existing and _is_current(prefix, fingerprint):
-        if os.path.isdir(prefix + ".partial"):  # of a run killed at its very end
+        if os.path.isdir(prefix + ".partial"):  # left by a run that was killed at its very end
             with suppress(DataError), PartialOutput(prefix):
                 pass
         print(
             f"{options.prog}: {corpus.format_path(prefix)} is already there, made from the same files in the "
-            "same way; kept"
+            "same way; it is kept"
         )
         return
     pieces = corpus.cut_pieces(files)
@@ -118,7 +112,7 @@ def prepare(options: PrepareOptions) -> None:
             fingerprint=fingerprint,
             tokenizer_type=options.tokenizer_type,
             split_sentences=options.split_sentences or "",
-            **asdict(written),
+            **written,
         )
         sidecar.write(output.locate(".json"))
         output.publish()
@@ -141,9 +135,9 @@ def _choose_input_files(options: PrepareOptions, left_out: corpus.LeftOut) -> li
 
 
 def _compute_fingerprint(options: PrepareOptions, files: list[corpus.InputFile]) -> str:
-    """A digest of all that the output depends on; files by name, size and time of change."""
+    """Returns a digest of everything that the output depends on; files count by name, size and time of change."""
     if paths := list_given_files(options.tokenizer_type, options.vocab_file, options.merge_file):
-        identifiers = load_tokenizer(options.tokenizer_type, paths).unique_identifiers
+        identifiers = TYPES[options.tokenizer_type].cls.load(*paths).unique_identifiers
         vocabulary: list[Any] = [value for key, value in identifiers.items() if key.endswith("sha256")]
     else:
         vocabulary = [options.vocab_size, options.train_bytes]
@@ -171,33 +165,34 @@ def _is_current(prefix: str, fingerprint: str) -> bool:
 def _load_or_train_tokenizer(
     options: PrepareOptions, pieces: list[corpus.Piece], output: PartialOutput
 ) -> tuple[TextTokenizer, tuple[str, ...]]:
-    """The tokenizer and its files: those given, or new ones among the output.
+    """Returns the tokenizer and its files: those that the user named, or new ones among the output.
 
-    A file that is given and not below the directory of the output is copied there: data take along their tokenizer.
+    A named file that is not below the directory of the output is copied there: a data set keeps its tokenizer.
     """
+    kind = TYPES[options.tokenizer_type].cls
     if options.vocab_file is not None:
         paths: list[str] = []
         for given, suffix in _list_given_files(options):
             assert given is not None  # prepare has checked that all are there
             is_beside = _name_beside(options.output_prefix, given, suffix) is not None
             paths.append(given if is_beside else shutil.copyfile(given, output.locate(suffix)))
-        return load_tokenizer(options.tokenizer_type, paths), tuple(paths)
+        return kind.load(*paths), tuple(paths)
     chosen = corpus.sample_pieces(pieces, options.train_bytes)
     chosen_bytes = sum(part.end - part.start for piece in chosen for part in piece)
     with Progress(options.prog, "training the vocabulary", min(chosen_bytes, options.train_bytes)) as progress:
         texts = _read_training_texts(chosen, options, progress)
-        tokenizer = train_tokenizer(options.tokenizer_type, texts, options.vocab_size, output.folder)
+        tokenizer = kind.train(texts, options.vocab_size, output.folder)
     return tokenizer, tuple(output.locate(suffix) for _, suffix in _list_given_files(options))
 
 
 def _list_given_files(options: PrepareOptions) -> list[tuple[str | None, str]]:
-    """The tokenizer files as given (None: not), each with the suffix of its place among the output."""
+    """Lists the tokenizer's files as the user named them (None: not named), each with its suffix among the output."""
     given = (options.vocab_file, options.merge_file)
     return list(zip(given, TYPES[options.tokenizer_type].suffixes, strict=False))
 
 
 def _list_suffixes(options: PrepareOptions) -> list[str]:
-    """Of the files to write: a tokenizer file stays where it is if it is given and below the output's directory."""
+    """Lists the suffixes of the files to write: without named tokenizer files below the output's directory."""
     kept = {
         suffix for given, suffix in _list_given_files(options) if _name_beside(options.output_prefix, given, suffix)
     }
@@ -206,7 +201,7 @@ def _list_suffixes(options: PrepareOptions) -> list[str]:
 
 
 def _read_training_texts(pieces: Iterable[corpus.Piece], options: PrepareOptions, progress: Progress) -> Iterator[str]:
-    """The first --train-bytes of the pieces."""
+    """Yields the first --train-bytes of the pieces' texts."""
     budget = options.train_bytes
     texts = (
         text.text
@@ -222,53 +217,44 @@ def _read_training_texts(pieces: Iterable[corpus.Piece], options: PrepareOptions
     progress.begin_unmeasured("learning its merges")
 
 
-@dataclass(slots=True)
-class _Written:
-    documents: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    source_bytes: int = 0
-
-
 def _write(
     output: PartialOutput,
     encoded: Iterable[Encoded],
     dtype: type[np.integer],
     progress: Progress,
     left_out: corpus.LeftOut,
-) -> _Written:
-    written = _Written()
+) -> dict[str, Any]:
+    """Writes what the workers encode; counts documents, sequences, tokens and source_bytes."""
+    written: Counter[str] = Counter()
     with DatasetWriter(output.locate(".bin"), dtype) as writer, progress:
         for piece in encoded:
             writer.add(piece.ids, piece.lengths, piece.ends)
-            written.documents += sum(piece.ends)
-            written.sequences += len(piece.lengths)
-            written.tokens += piece.ids.size
-            written.source_bytes += piece.source_bytes
+            written.update(documents=sum(piece.ends), sequences=len(piece.lengths))
+            written.update(tokens=piece.ids.size, source_bytes=piece.source_bytes)
             left_out.update(piece.left_out)
             progress.update(piece.source_bytes)
-        if written.documents == 0:
+        if written["documents"] == 0:
             raise DataError(
                 f"there is no document in the input{_format_left_out(left_out)}; give other files with --input"
             )
         writer.finish(output.locate(".idx"))
-    return written
+    return dict(written)
 
 
 def _name_beside(prefix: str, given: str | None, suffix: str) -> str | None:
-    """The path of a given tokenizer file from the directory of the data set; None where it is not below that."""
+    """Returns a named tokenizer file's path relative to the data set's directory; None if it is not below that."""
     folder = os.path.dirname(os.path.abspath(prefix))
     if given is None or not is_inside(given, folder):
         return None
     name = os.path.relpath(os.path.abspath(given), folder)
-    if name.startswith(os.pardir + os.sep):  # it is below through a link only
+    if name.startswith(os.pardir + os.sep):  # it is below only through a link
         name = os.path.relpath(os.path.realpath(given), os.path.realpath(folder))
-    # Under the very name of a trained one, "./" says that it is the user's own, which no later run may replace.
+    # "./" marks the user's own file of the same name as a trained one, which no later run may replace.
     return os.path.join(os.curdir, name) if name == os.path.basename(prefix) + suffix else name
 
 
 def _format_left_out(left_out: corpus.LeftOut) -> str:
-    """What was left out, for a message: '; left out: 2 binary (the first: a.png)'."""
+    """Formats what was left out for a message: '; left out: 2 binary (the first: a.png)'."""
     reasons = [
         f"{count} {reason} (the first: {corpus.format_path(left_out.first[reason])})"
         for reason, count in sorted(left_out.count.items())
@@ -295,10 +281,9 @@ def _report(options: PrepareOptions, sidecar: Sidecar, left_out: corpus.LeftOut,
 
 
 class Progress:
-    """Shows progress of `what`: a bar on a terminal, elsewhere a line every few seconds; a context manager.
+    """Shows the progress of `what`: a bar on a terminal, else a line every few seconds. A context manager.
 
-    `update` says how many of `total_bytes` are done. The lines come from a thread of their own, so that they also come
-    while one call takes minutes.
+    A thread prints, so that lines also appear while one call takes minutes.
     """
 
     def __init__(self, prog: str, what: str, total_bytes: int):
@@ -329,11 +314,11 @@ class Progress:
         self._done = min(self._done + num_bytes, self._total)
 
     def begin_unmeasured(self, phase: str) -> None:
-        """All is read; what follows, `phase`, takes time that nobody can foretell."""
+        """Everything is read; from now on show `phase`, whose duration is unknown."""
         self._phase = phase
 
     def format_line(self, seconds: float) -> str:
-        """The line of a log, `seconds` after the beginning."""
+        """Returns the line of a log, `seconds` after the beginning."""
         begin = f"{self._prog}: {self._what}: "
         if self._phase:
             return f"{begin}{self._phase}, {seconds:.0f} s so far"

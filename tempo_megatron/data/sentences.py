@@ -1,13 +1,13 @@
 # ruff: noqa: RUF001 (quotes and full stops of other scripts are what this is about)
-"""Splits text into sentences, by a rule of our own, so that nothing has to be downloaded.
+"""Splits text into sentences by a rule of its own, which needs no download.
 
 A sentence ends
 - after `.`, `!`, `?` or an ellipsis, with the quotes and brackets that close there, where white space follows and then
   anything but a small letter;
 - after the full stops and other final marks of Chinese and Japanese, with what closes there;
 - at a blank line.
-A single `.` does not end one after a single capital letter, as in initials, nor after the words of ABBREVIATIONS, nor
-before a digit after those of BEFORE_NUMBERS. White space at the ends of a sentence is dropped.
+A single `.` does not end a sentence after a single capital letter (an initial), after a word of ABBREVIATIONS, or
+between a word of BEFORE_NUMBERS and a digit. White space around a sentence is dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 RULE, LINES = "rule", "lines"
 WAYS = (RULE, LINES)
 LONGEST_SENTENCE = 512
-"""Tokens. Megatron's sample index passes over every document that has a longer sequence, so longer ones are cut."""
+"""In tokens. Longer sentences are cut, because Megatron's sample index skips a document with a longer sequence."""
 
 ABBREVIATIONS = frozenset(
     "mr mrs ms dr prof rev gen col capt lt sgt sr jr st mt eds vs cf e.g i.e al approx dept est inc ltd co corp jan "
@@ -36,11 +36,11 @@ _LOOKBEHIND = 40  # characters; no abbreviation is longer
 
 
 def split_sentences(text: str, way: str) -> list[str]:
-    """The sentences of `text`, in order, none of them blank.
+    """Returns the sentences of `text`, in order, none of them blank.
 
     Args:
         text: a document, or a part of one.
-        way: RULE, as above; LINES, where each line is a sentence.
+        way: RULE, as above, or LINES: each line is a sentence.
     """
     if way == LINES:
         return [sentence for line in text.split("\n") if (sentence := line.strip())]

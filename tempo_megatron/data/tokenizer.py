@@ -1,7 +1,7 @@
 """Tokenizes by GPT-2's byte-level BPE, as megatron-core's datasets expect it, and trains new vocabularies.
 
-Files are GPT-2's own two: vocab.json (token -> id) and merges.txt (one pair per line, best first). A token is written
-in GPT-2's alphabet of 256 printable characters, one per byte, so every text can be expressed.
+The files are GPT-2's own two: vocab.json (token -> id) and merges.txt (one pair per line, best first). A token is
+written in GPT-2's alphabet of 256 printable characters, one per byte, so every text can be expressed.
 """
 
 from __future__ import annotations
@@ -26,38 +26,84 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 LARGEST_VOCABULARY = 10_000_000  # ten times the largest published; from 10**9 on the library aborts the process
 
-# Between a character that is not white space and a space or newline there is always a border of two pretokens, so a
-# text cut there has the same tokens as the whole. The library keeps about 100 bytes per token of what it encodes at
-# once; cutting bounds that.
+# A pretoken always ends between a character that is not white space and a space or newline, so a text that is cut
+# there has the same tokens as the whole. The library keeps about 100 bytes for each token that it encodes in one call;
+# cutting bounds that.
 _CUT = re.compile(r"(?<!\s)(?=[ \n])")
 _SEGMENT_CHARS = 1 << 18
 
 
-class ByteLevelTokenizer:
-    """Byte-level BPE; load() reads and checks the two files.
+class TextTokenizer:
+    """The base of all tokenizers; their class methods `load` and `train` read and make their files.
 
     Special tokens are never produced from text: their names in a text are encoded as ordinary characters.
+
+    Args:
+        vocab: token -> id.
+        tokenizer: the library's.
+        unique_identifiers: class and checksums of the files, by name.
     """
 
     special_tokens: ClassVar[dict[str, str]] = {}
-    """Each that the vocabulary must have, with what it is for."""
+    """The tokens that the vocabulary must have, each with its purpose."""
+    eod: int | None = None
+    """The token that ends every document; None if documents end without one."""
 
-    def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], unique_identifiers: dict[str, str]):
+    def __init__(self, vocab: dict[str, int], tokenizer: Tokenizer, unique_identifiers: dict[str, str]):
         self.vocab = vocab
         self.inv_vocab = {token_id: token for token, token_id in vocab.items()}
         self.vocab_size = max(vocab.values()) + 1
         self.unique_identifiers = unique_identifiers
+        self._tokenizer = tokenizer
+        # The fast function, which tokenizers has from 0.20 on, does not compute where in the text a token is.
+        self._encode_batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Returns the ids of one text, without special tokens. Raises as tokenize_batch does."""
+        ids: list[int] = self.tokenize_batch([text])[0].tolist()
+        return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids of each text, int32, [number of tokens].
+
+        Raises: DataError (a ValueError) if a byte-level vocabulary lacks a byte of a text.
+        """
+        ids: list[list[np.ndarray]] = [[] for _ in texts]
+        for batch in cut_batches(texts, self._cut):
+            encodings = self._encode_batch([part for _, part in batch], add_special_tokens=False)
+            for (index, _), encoding in zip(batch, encodings, strict=True):
+                ids[index].append(np.array(encoding.ids, dtype=np.int32))
+        return [np.concatenate(parts) for parts in ids]
+
+    def _cut(self, segment: str) -> Iterable[str]:
+        """Cuts a segment of a text where its tokens do not change."""
+        return (segment,)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """Returns the text of `ids`. Bytes that are not whole UTF-8 characters become U+FFFD.
+
+        Raises: DataError (a ValueError) if an id is not in the vocabulary.
+        """
+        known = [int(token_id) for token_id in ids]
+        unknown = next((token_id for token_id in known if token_id not in self.inv_vocab), None)
+        if unknown is not None:
+            raise DataError(f"token id {unknown} is not in the vocabulary of {len(self.vocab)} tokens")
+        return self._tokenizer.decode(known, skip_special_tokens=False)
+
+
+class ByteLevelTokenizer(TextTokenizer):
+    """Byte-level BPE over a vocab.json and a merges.txt."""
+
+    def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], unique_identifiers: dict[str, str]):
+        super().__init__(vocab, _build_byte_level(models.BPE(vocab=vocab, merges=merges)), unique_identifiers)
         self._missing_bytes = {byte for byte, character in _map_bytes_to_characters().items() if character not in vocab}
-        self._tokenizer = _build_byte_level(models.BPE(vocab=vocab, merges=merges))
-        # The fast one, which tokenizers has from 0.20 on, leaves out the places of the tokens in the text.
-        self._encode_batch = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
 
     @classmethod
     def load(cls, vocab_file: str, merge_file: str) -> Self:
-        """The tokenizer in GPT-2's two files.
+        """Reads and checks GPT-2's two files.
 
-        Raises: DataError (a ValueError) where a file cannot be read, is not of GPT-2's format, lacks a special token,
-            or where a merge needs a token that the vocabulary lacks.
+        Raises: DataError (a ValueError) if a file cannot be read, is not of GPT-2's format or lacks a special token, or
+            if a merge needs a token that the vocabulary lacks.
         """
         vocab_bytes, merge_bytes = read_tokenizer_file(vocab_file), read_tokenizer_file(merge_file)
         vocab = _parse_vocab(vocab_file, vocab_bytes)
@@ -79,53 +125,23 @@ class ByteLevelTokenizer:
         }
         return cls(vocab, list(merges.values()), identifiers)
 
-    def tokenize(self, text: str) -> list[int]:
-        """The ids of one text, without an end of document.
-
-        Raises: DataError (a ValueError) where the vocabulary lacks a byte of the text.
-        """
-        ids: list[int] = self.tokenize_batch([text])[0].tolist()
-        return ids
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Per text its ids, int32, [number of tokens]. Raises as tokenize does."""
-        for text in texts if self._missing_bytes else ():
-            self._check_expressible(text)
-        ids: list[list[np.ndarray]] = [[] for _ in texts]
-        for batch in cut_batches(texts, cut_long_runs):
-            encodings = self._encode_batch([part for _, part in batch], add_special_tokens=False)
-            for (index, _), encoding in zip(batch, encodings, strict=True):
-                ids[index].append(np.array(encoding.ids, dtype=np.int32))
-        return [np.concatenate(parts) for parts in ids]
-
-    def detokenize(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are not whole UTF-8 characters become U+FFFD.
-
-        Raises: DataError (a ValueError) where an id is not in the vocabulary.
-        """
-        known = [int(token_id) for token_id in ids]
-        unknown = next((token_id for token_id in known if token_id not in self.inv_vocab), None)
-        if unknown is not None:
-            raise DataError(f"token id {unknown} is not in the vocabulary of {len(self.vocab)} tokens")
-        return self._tokenizer.decode(known, skip_special_tokens=False)
-
-    def _check_expressible(self, text: str) -> None:
-        missing = self._missing_bytes.intersection(text.encode("utf-8"))
-        if missing:
-            character = next(c for c in text if missing.intersection(c.encode("utf-8")))
+    def _cut(self, segment: str) -> Iterable[str]:
+        if missing := self._missing_bytes and self._missing_bytes.intersection(segment.encode("utf-8")):
+            character = next(c for c in segment if missing.intersection(c.encode("utf-8")))
             raise DataError(
                 f"the vocabulary cannot express {character!r} (it lacks the token of byte 0x{min(missing):02x}); use "
                 "the vocabulary of a byte-level BPE, or none to train one"
             )
+        return cut_long_runs(segment)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, folder: str) -> Self:
-        """A new byte-level BPE of vocab_size tokens, written to folder/vocab.json and merges.txt.
+        """Trains a byte-level BPE of vocab_size tokens and writes it to folder/vocab.json and merges.txt.
 
-        As in GPT-2's own vocabulary, the special tokens have the last ids. The result depends on the texts alone; it
-        has fewer than vocab_size tokens where no pair of tokens is left that occurs twice.
+        As in GPT-2's own vocabulary, the special tokens have the last ids. The result depends on the texts alone. It
+        has fewer than vocab_size tokens if no pair of tokens is left that occurs twice.
 
-        Raises: DataError (a ValueError) or OSError where the files cannot be written.
+        Raises: DataError (a ValueError) or OSError if the files cannot be written.
         """
         vocab_file, merge_file = (str(Path(folder, name)) for name in ("vocab.json", "merges.txt"))
         train_byte_level(texts, vocab_size - len(cls.special_tokens), folder)
@@ -137,24 +153,17 @@ class ByteLevelTokenizer:
 
 
 class GPT2Tokenizer(ByteLevelTokenizer):
-    """GPT-2's: `<|endoftext|>` ends every document.
-
-    The attributes are those that megatron-core's GPTDatasetConfig asks of its tokenizer.
-    """
+    """GPT-2's tokenizer: `<|endoftext|>` ends every document. megatron-core's datasets also read it as `eos`."""
 
     special_tokens: ClassVar[dict[str, str]] = {END_OF_TEXT: "ends every document"}
 
-    @property
-    def eod(self) -> int:
-        return self.vocab[END_OF_TEXT]
-
-    @property
-    def eos(self) -> int:
-        return self.eod
+    def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], unique_identifiers: dict[str, str]):
+        super().__init__(vocab, merges, unique_identifiers)
+        self.eod = self.eos = vocab[END_OF_TEXT]
 
 
 def train_byte_level(texts: Iterable[str], vocab_size: int, folder: str) -> None:
-    """Train a byte-level BPE without special tokens and write folder/vocab.json and merges.txt."""
+    """Trains a byte-level BPE without special tokens and writes folder/vocab.json and merges.txt."""
     assert 256 <= vocab_size <= LARGEST_VOCABULARY
     tokenizer = _build_byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -178,15 +187,17 @@ def _build_byte_level(model: models.BPE) -> Tokenizer:
 
 
 def _map_bytes_to_characters() -> dict[int, str]:
-    """Byte -> its character: itself where Latin-1 prints it, else the next free one from U+0100."""
+    """Maps a byte to itself if Latin-1 can print it, else to the next free character from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
 
 
 def cut_batches(texts: Sequence[str], cut: Callable[[str], Iterable[str]]) -> Iterator[list[tuple[int, str]]]:
-    """The texts cut into segments and these by `cut`, each part with the index of its text, some four segments' length
-    at a time."""
+    """Cuts the texts into segments and these by `cut`.
+
+    Yields batches of (index of the text, part), each about as long as four segments.
+    """
     batch: list[tuple[int, str]] = []
     characters = 0
     for index, text in enumerate(texts):
@@ -252,13 +263,13 @@ def _parse_merges(path: str, content: bytes) -> dict[int, tuple[str, str]]:
     return merges
 
 
-# GPT-2 first divides a text into pretokens: letters, digits, other signs, white space. Learning pairs takes time that
-# grows with the square of a pretoken's length (0.25 MB of spaces: 90 s), so a run of more than LONGEST_RUN characters
-# of one kind is cut. A text without such a run is left whole and has the tokens that it always had.
+# GPT-2 first divides a text into pretokens: letters, digits, other signs, white space. The time to learn pairs grows
+# with the square of a pretoken's length (0.25 MB of spaces take 90 s), so a run of more than LONGEST_RUN characters of
+# one kind is cut. A text without such a run keeps its tokens.
 LONGEST_RUN = 1024
 
-# The kinds are GPT-2's, each a little wider where `re` has no class for it (its \w knows letters and numbers together,
-# its \s also has the controls U+001C to U+001F): what GPT-2 keeps together is at most two of these runs.
+# The kinds are GPT-2's, some a little wider because `re` has no such class: its \w does not tell letters from numbers,
+# and its \s includes the controls U+001C to U+001F. One of GPT-2's pretokens covers at most two of these runs.
 _RUNS = re.compile(
     r"[^\W\d_]+"  # letters, and numbers such as a fraction
     r"|[^\W_a-zA-Z]+"  # numbers, and letters beyond ASCII
@@ -269,10 +280,9 @@ _UNBROKEN = re.compile(r"[\S\x1c-\x1f]+|\s+")
 
 
 def cut_long_runs(text: str) -> Iterator[str]:
-    """The parts of `text`, in order: cut LONGEST_RUN characters after a run's beginning, and again, while it goes on.
+    """Yields the parts of `text`, in order. A run is cut after every LONGEST_RUN characters.
 
-    A run never reaches over the border between other signs and white space, so a text that is cut at such borders
-    first has the same parts.
+    No run goes from other signs into white space, so a text that was cut there before has the same parts.
     """
     start = 0
     for run in _RUNS.finditer(text) if _may_have_long_run(text) else ():
@@ -283,6 +293,6 @@ def cut_long_runs(text: str) -> Iterator[str]:
 
 
 def _may_have_long_run(text: str) -> bool:
-    """Quick, and never wrongly False: a long run covers one of the windows of half its length from end to end."""
+    """Tests quickly whether a long run is possible: it would fill one of the windows of half its length."""
     step = LONGEST_RUN // 2
     return len(text) > LONGEST_RUN and any(_UNBROKEN.fullmatch(text, at, at + step) for at in range(0, len(text), step))

@@ -1,15 +1,12 @@
 """Lists the tokenizers that data sets are made with, by Megatron-LM's names for --tokenizer-type.
 
-RobertaBPETokenizer is ours: Megatron-LM has no byte-level BPE with the special tokens of a masked language model.
+RobertaBPETokenizer is our own name: Megatron-LM has no byte-level BPE with a masked language model's special tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from tempo_megatron.data import DataError
 from tempo_megatron.data.masked_tokenizers import (
@@ -20,41 +17,15 @@ from tempo_megatron.data.masked_tokenizers import (
 from tempo_megatron.data.tokenizer import GPT2Tokenizer
 
 
-class TextTokenizer(Protocol):
-    """What data preparation and the trainer ask of every tokenizer."""
-
-    vocab_size: int
-    unique_identifiers: dict[str, str]
-
-    @property
-    def eod(self) -> int | None:
-        """The token that ends every document; None where documents end without one."""
-
-    def tokenize(self, text: str) -> list[int]: ...
-    def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
-
-
-class MaskedTokenizer(TextTokenizer, Protocol):
-    """What a masked language model asks besides."""
-
-    inv_vocab: dict[int, str]
-    cls: int
-    sep: int
-    mask: int
-    pad: int
-
-    def starts_word(self, token_id: int) -> bool:
-        """Whether a word begins with the token, as far as the token itself tells."""
-
-
 @dataclass(frozen=True, slots=True)
 class TokenizerType:
-    """A kind of tokenizer: its class, the suffixes of its files beside a data set, and what a trained one has."""
+    """A kind of tokenizer: its class, the suffixes of its files beside a data set, and the sizes of its vocabulary."""
 
     cls: Any
+    """A TextTokenizer; cls.load(*files) reads one and cls.train(texts, vocab_size, folder) makes one."""
     suffixes: tuple[str, ...]
     vocab_size: int
-    """Of a new vocabulary, where none is asked for: that of the published model."""
+    """The default of --vocab-size: the published model's."""
     smallest: int
     smallest_reason: str
     of_masked: bool = True
@@ -73,26 +44,10 @@ TYPES = {
 MASKED_TYPES = tuple(name for name, kind in TYPES.items() if kind.of_masked)
 
 
-def load_tokenizer(name: str, paths: Sequence[str]) -> Any:
-    """The tokenizer of type `name` in its files: vocab.json and merges.txt, or vocab.txt alone.
-
-    Raises: DataError (a ValueError) as its class does.
-    """
-    return TYPES[name].cls.load(*paths)
-
-
-def train_tokenizer(name: str, texts: Iterable[str], vocab_size: int, folder: str) -> Any:
-    """A new tokenizer of type `name` with at most vocab_size tokens; its files go into `folder`.
-
-    Raises: DataError (a ValueError) or OSError where they cannot be written.
-    """
-    return TYPES[name].cls.train(texts, vocab_size, folder)
-
-
 def list_given_files(name: str, vocab_file: str | None, merge_file: str | None) -> tuple[str, ...]:
-    """The files of a tokenizer of type `name` that were named; none of them, or all.
+    """Returns the files of a tokenizer of type `name` that the user named: none of them, or all.
 
-    Raises: DataError (a ValueError) where one is missing, or one is named that the type does not have.
+    Raises: DataError (a ValueError) if one is missing, or if one is named that the type does not have.
     """
     if len(TYPES[name].suffixes) == 1:
         if merge_file is not None:

@@ -1,9 +1,7 @@
-"""Writes what a run says about itself when it starts."""
+"""Writes the banner that a run prints when it starts."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import platform
 from collections.abc import Mapping
@@ -12,6 +10,8 @@ from typing import Any
 import torch
 
 from tempo_megatron.cluster.installation import describe_implementation
+from tempo_megatron.cluster.versions import find_version
+from tempo_megatron.extras import is_installed
 from tempo_megatron.memory.live.aside import RunPlan
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.choose import Choices
@@ -24,16 +24,10 @@ _OPTIONAL = {"Apex": "apex", "Transformer Engine": "transformer_engine"}
 
 
 def find_versions() -> dict[str, str]:
-    """Version of each package that decides what a run computes; "-" where one is not installed."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "-"
-    for name, module in _OPTIONAL.items():
-        found[name] = "yes" if importlib.util.find_spec(module) else "no"
-    return found
+    """Returns the version of each package that decides what a run computes; "-" if it is not installed."""
+    versions = {package: find_version(package) or "-" for package in _PACKAGES}
+    optional = {name: "yes" if is_installed(module) else "no" for name, module in _OPTIONAL.items()}
+    return {"python": platform.python_version(), **versions, **optional}
 
 
 def write_banner(
@@ -50,13 +44,18 @@ def write_banner(
     activation: str,
     plan: RunPlan | None = None,
 ) -> str:
-    """One line per subject, from the packages to Tempo.
+    """Returns one line per subject, from the packages to Tempo.
 
     Args:
-        run: with the values of `choices`, where its arguments and its file said "auto".
-        choices: these values, and why one is less than the first choice.
-        tempo_report: what became of the model's slots.
-        settings: what the optimizer itself works with.
+        run: with the values of `choices` in place of "auto".
+        choices: these values, and why one is not the first choice.
+        tempo_report: which of the model's slots Tempo fills.
+        launcher: name of the program that started the ranks.
+        device: of this rank.
+        padded_vocab_size: rows of the embedding.
+        parameters: of the whole model.
+        optimizer_name: class of DeepSpeed's optimizer.
+        settings: of the optimizer, read from it.
         activation: name and form of the MLP's activation.
         plan: of the run's memory budget.
     """

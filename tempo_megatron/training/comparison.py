@@ -18,13 +18,13 @@ _MIB = 2**20
 
 
 def compare(stock: str | Path, tempo: str | Path, ledger: str | Path) -> str:
-    """The table of two runs of the same model on the same data.
+    """Returns the table of two runs of the same model on the same data.
 
     Args:
         stock, tempo: their metrics files.
-        ledger: what `tempo-megatron ledger --json` wrote for the same sizes, layout and dtype.
+        ledger: file that `tempo-megatron ledger --json` wrote for the same sizes, layout and dtype.
 
-    Raises: ValueError where a file lacks what the table needs.
+    Raises: ValueError if a file lacks what the table needs.
     """
     runs = [_summarize_run(path) for path in (stock, tempo)]
     if runs[0]["steps"] != runs[1]["steps"]:
@@ -53,7 +53,7 @@ def _summarize_run(path: str | Path) -> dict[str, Any]:
     train = [record for record in records if record["kind"] == "train" and record["loss"] is not None]
     if not train:
         raise ValueError(f"{path} holds no training step; give the metrics file of a run")
-    # Speed is known for an interval as a whole. The first one pays for compilation and for the allocator's growth.
+    # Speed is measured per interval. The first one includes compilation and the growth of the allocator's cache.
     intervals = list(dict.fromkeys(record["tokens_per_s"] for record in train))
     validation = [record["loss"] for record in records if record["kind"] == "validation"]
     return {

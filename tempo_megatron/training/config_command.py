@@ -18,7 +18,7 @@ from tempo_megatron.training.run.resume import MAY_CHANGE, STAYS, read_saved_run
 from tempo_megatron.training.run.run_config import complete_run
 from tempo_megatron.words.argument_types import parse_positive
 
-# What both the command line and the DeepSpeed JSON may say, by its name there.
+# Settings that both the command line and the DeepSpeed JSON may give, with their names in the JSON.
 _IN_JSON = {
     "micro_batch_size": "train_micro_batch_size_per_gpu",
     "global_batch_size": "train_batch_size",
@@ -32,10 +32,10 @@ _COMPUTED = (
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Print the settings, one a line."""
+    """Prints the settings, one per line."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Print what a training run would work with, a setting a line, and where each value comes from.",
+        description="Print the settings of a training run, one per line, and where each value comes from.",
         epilog="Every other argument is one of tempo-pretrain-gpt or, with --family bert, of tempo-pretrain-bert.",
         allow_abbrev=False,
     )
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def describe_settings(argv: Sequence[str], family: str, world_size: int | None) -> Iterator[tuple[str, str, str]]:
-    """(name, value, source) of every setting of a run. Raises ValueError where the run would be refused."""
+    """Yields (name, value, source) of every setting of a run. Raises ValueError if the run would be refused."""
     args = parse_arguments(argv, family)
     config = read_deepspeed_config(args.deepspeed_config)
     saved = read_saved_run(args)
@@ -67,7 +67,7 @@ def describe_settings(argv: Sequence[str], family: str, world_size: int | None) 
 
 
 def find_typed(argv: Sequence[str], family: str) -> dict[str, Any]:
-    """The arguments that a command line has, and not their defaults."""
+    """Returns the arguments that a command line gives, without defaults."""
     parser = build_parser(family)
     for action in parser._actions:
         action.default = argparse.SUPPRESS

@@ -1,4 +1,4 @@
-"""Finds in what two descriptions of a run differ."""
+"""Finds the differences between descriptions of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ _ABSENT = object()
 
 
 def find_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
-    """One sentence about the first rank whose facts, of collect_facts and with its host, differ from rank 0's."""
+    """Says in one sentence how the first rank that differs from rank 0 differs; returns None if none does.
+
+    Args:
+        facts: of each rank, collect_facts and "host".
+    """
     first = flatten(facts[0])
     for rank, other in enumerate(facts[1:], start=1):
         found = flatten(other)
@@ -41,7 +45,7 @@ def flatten(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _is_other(name: str, first: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
     if name == "host":
         return False
-    if name.startswith("data content of set "):  # told by the first rank of a node only
+    if name.startswith("data content of set "):  # only the first rank of a node has it
         return name in first and name in found and bool(first[name] != found[name])
     return bool(first.get(name, _ABSENT) != found.get(name, _ABSENT))
 

@@ -1,4 +1,4 @@
-"""Puts a Megatron model into DeepSpeed's engine: process groups, optimizer, schedule.
+"""Runs a Megatron model in DeepSpeed's engine: process groups, optimizer, schedule.
 
 It also sums the gradients of sequence-parallel parameters, which DeepSpeed does not do.
 """
@@ -29,7 +29,7 @@ from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.watch.agreement import STORE, open_store
 from tempo_megatron.training.watch.build_locks import refuse_stale_locks
 
-# What a user whose model has diverged can do; the last checkpoint is one from before.
+# What a user can do whose model has diverged; the last checkpoint is older than that.
 REMEDY = (
     "lower --lr, lengthen --lr-warmup-iters or give a lower --clip-grad above 0, and start anew or go on from the last "
     "checkpoint with --load (another schedule then needs --override-opt-param-scheduler)"
@@ -37,7 +37,7 @@ REMEDY = (
 
 
 class MPU:
-    """megatron.core.parallel_state as DeepSpeed's `mpu`, with the three methods DeepSpeed asks for besides."""
+    """megatron.core.parallel_state as DeepSpeed's `mpu`, with the three methods that it lacks."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(parallel_state, name)
@@ -53,18 +53,18 @@ class MPU:
 
 
 def initialize_distributed(run: RunConfig) -> torch.device:
-    """Start torch.distributed, DeepSpeed's communication and Megatron's groups; returns this rank's device.
+    """Starts torch.distributed, DeepSpeed's communication and Megatron's groups; returns this rank's device.
 
-    Raises ValueError where this is the only rank and its port is taken.
+    Raises ValueError if the port of a run of one rank is in use.
     """
     device = torch.device("cpu")
     if run.on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    # DeepSpeed compiles this extension, which only its inference uses, whenever it starts on a CPU.
+    # On a CPU DeepSpeed would compile this extension, which only its inference uses, at every start.
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    if run.world_size == 1:  # several have met in theirs
+    if run.world_size == 1:  # several ranks have opened it in Team.join
         open_store(run.distributed_timeout_minutes * 60.0)
     deepspeed.init_distributed(
         dist_backend="nccl" if run.on_gpu else "gloo",
@@ -82,7 +82,7 @@ def initialize_distributed(run: RunConfig) -> torch.device:
 
 
 def choose_construction_context(run: RunConfig) -> contextlib.AbstractContextManager[Any]:
-    """Where to build the model: ZeRO-3 partitions each module as soon as it exists, so none has to fit whole."""
+    """Returns the context to build the model in: ZeRO-3's partitions each module at once, so that it never is whole."""
     config = run.deepspeed
     if read_zero_stage(config) < 3 or parallel_state.get_data_parallel_world_size() == 1:
         return contextlib.nullcontext()
@@ -95,15 +95,15 @@ def choose_construction_context(run: RunConfig) -> contextlib.AbstractContextMan
 
 
 def extend_to_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """`init_method` that also fills a weight which choose_construction_context has partitioned already.
+    """Extends `init_method` to weights that choose_construction_context has already partitioned.
 
-    Megatron draws the learned positions after torch's Embedding exists; without this they would keep torch's values.
+    Megatron draws the learned positions after torch has made the Embedding; they would keep torch's values.
     """
 
     def initialize(weight: Tensor) -> Any:
         if not hasattr(weight, "ds_id"):
             return init_method(weight)
-        # Every rank draws the same numbers, so that their generators stay equal; rank 0's are kept.
+        # Every rank draws, so that their generators stay equal; rank 0's numbers are kept.
         with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
             return init_method(weight)
 
@@ -111,9 +111,9 @@ def extend_to_partitioned(init_method: Callable[[Tensor], Any]) -> Callable[[Ten
 
 
 def zero_partitioned_biases(model: torch.nn.Module) -> None:
-    """Zero the biases of torch's linears that choose_construction_context has partitioned.
+    """Zeroes the biases of torch's linears (BERT's heads) that choose_construction_context has partitioned.
 
-    Megatron zeroes them (BERT's heads have such linears) after they exist, when there is nothing left to zero.
+    Megatron zeroes them itself, but only after the partitioning, when it finds empty tensors.
     """
     for module in model.modules():
         if type(module) is torch.nn.Linear and hasattr(module.bias, "ds_id"):
@@ -121,13 +121,12 @@ def zero_partitioned_biases(model: torch.nn.Module) -> None:
                 module.bias.zero_()
 
 
-def sum_partial_gradients(model: torch.nn.Module) -> int:
-    """Let the gradients of which each tensor-parallel rank has a part only be summed over the group.
+def sum_partial_gradients(model: torch.nn.Module) -> None:
+    """Makes autograd sum the gradients that are partial on each tensor-parallel rank over the group.
 
-    Those are the parameters marked `sequence_parallel`, whose rank sees its part of the tokens, and the norms of
-    queries and keys, whose rank sees its heads, with sequence parallelism or without. Neither DeepSpeed nor autograd
-    knows. The sum happens as the gradient appears, so that every ZeRO stage reduces complete gradients. Returns how
-    many.
+    These are the gradients of parameters marked `sequence_parallel`, whose ranks see different tokens, and of the norms
+    of queries and keys, whose ranks see different heads, with sequence parallelism or without. DeepSpeed does not know
+    this. A hook sums each gradient as soon as it exists, so that every ZeRO stage reduces complete gradients.
     """
     group = parallel_state.get_tensor_model_parallel_group()
 
@@ -136,18 +135,13 @@ def sum_partial_gradients(model: torch.nn.Module) -> int:
         dist.all_reduce(total, group=group)
         return total.to(grad.dtype)
 
-    marked = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if getattr(parameter, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name
-    ]
-    for parameter in marked:
-        parameter.register_hook(sum_over_ranks)
-    return len(marked)
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name:
+            parameter.register_hook(sum_over_ranks)
 
 
 def group_by_decay(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Megatron's rule: biases and everything with one dimension (norms) do not decay."""
+    """Makes two parameter groups by Megatron's rule: biases and parameters of one dimension (norms) do not decay."""
     decayed: list[torch.nn.Parameter] = []
     kept: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -160,7 +154,7 @@ def group_by_decay(model: torch.nn.Module, weight_decay: float) -> list[dict[str
 
 
 def build_optimizer(model: torch.nn.Module, run: RunConfig) -> torch.optim.Optimizer:
-    """AdamW over group_by_decay: torch's fused one, or DeepSpeed's CPU one where the JSON offloads its states."""
+    """Builds AdamW over group_by_decay: torch's fused one, or DeepSpeed's CPU one if the JSON offloads its states."""
     groups = group_by_decay(model, run.weight_decay)
     options: dict[str, Any] = {"lr": run.lr, "betas": (run.adam_beta1, run.adam_beta2), "eps": run.adam_eps}
     if offloads_optimizer(run.deepspeed):
@@ -170,7 +164,7 @@ def build_optimizer(model: torch.nn.Module, run: RunConfig) -> torch.optim.Optim
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, run: RunConfig) -> OptimizerParamScheduler:
-    """Megatron's learning rate schedule, counted in samples."""
+    """Builds Megatron's learning rate schedule, which counts samples."""
     samples = run.global_batch_size
     return OptimizerParamScheduler(
         optimizer,
@@ -185,7 +179,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, run: RunConfig) -> Optimiz
         wd_incr_steps=0,  # the weight decay is constant
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        # `run` has what holds of the checkpoint's settings; only the position is loaded from there.
+        # `run` already has the checkpoint's settings; only the position is loaded from the checkpoint.
         override_opt_param_scheduler=True,
     )
 
@@ -206,8 +200,9 @@ class Engine:
         self._samples_per_step = run.global_batch_size
         self._computes_norm = self.zero_stage == 0 and run.precision == "fp32"
         self._grad_norm: Tensor | None = None
-        self.summed_parameters = sum_partial_gradients(model) if run.tensor_model_parallel_size > 1 else 0
-        # Its bf16 optimizer prints a page about memory whatever the log level says.
+        if run.tensor_model_parallel_size > 1:
+            sum_partial_gradients(model)
+        # DeepSpeed's bf16 optimizer prints a page about memory at any log level.
         quiet = (
             contextlib.nullcontext() if config.get("memory_breakdown") else contextlib.redirect_stdout(io.StringIO())
         )
@@ -216,14 +211,14 @@ class Engine:
                 model=model, optimizer=build_optimizer(model, run), config=copy_deepspeed_config(config), mpu=MPU()
             )
         self.files = self.deepspeed.checkpoint_engine = CheckpointFiles()
-        # It copies scripts to the checkpoint; on a full disk it would raise there, and the other ranks wait.
+        # DeepSpeed copies scripts to the checkpoint. On a full disk that would raise while the other ranks wait.
         copy_scripts = self.deepspeed._copy_recovery_script
         self.deepspeed._copy_recovery_script = functools.partial(self.files.attempt, copy_scripts)
         self.optimizer_name = type(optimizer).__name__
         self.scheduler = build_scheduler(optimizer, run)
 
     def backward_and_step(self, loss: Tensor) -> None:
-        """Backward of one micro batch; after the last one of a step the update and the schedule's move."""
+        """Runs backward of one micro batch and, after the last one of a step, updates weights and schedule."""
         self.deepspeed.backward(loss)
         is_last = self.deepspeed.is_gradient_accumulation_boundary()
         if is_last and self._computes_norm:
@@ -236,12 +231,12 @@ class Engine:
             raise ValueError(
                 f"the loss scale of fp16 is at its minimum and gradients still overflow; {REMEDY}"
             ) from error
-        # As in Megatron a step that fp16 skipped for its overflow does not move the learning rate.
+        # As in Megatron, a step that fp16 skips does not advance the schedule.
         if is_last and self.deepspeed.was_step_applied():
             self.scheduler.step(self._samples_per_step)
 
     def load(self, checkpoint: Path, run: RunConfig) -> None:
-        """Put back model and optimizer from a folder that save_checkpoint wrote; the settings stay those of `run`."""
+        """Restores model and optimizer from a folder that save_checkpoint wrote; the settings stay those of `run`."""
         optimizer = self.deepspeed.optimizer
         loss_scaler = getattr(optimizer, "loss_scaler", None)
         self.deepspeed.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, load_lr_scheduler_states=False)
@@ -254,7 +249,7 @@ class Engine:
             optimizer.loss_scaler, optimizer.dynamic_loss_scale = loss_scaler, loss_scaler.dynamic
 
     def read_settings(self) -> dict[str, Any]:
-        """What the optimizer works with, read from it."""
+        """Reads the settings that the optimizer works with."""
         groups = self.scheduler.optimizer.param_groups
         return {
             "adam_betas": list(groups[0]["betas"]),
@@ -265,7 +260,7 @@ class Engine:
 
     @property
     def grad_norm(self) -> Tensor | float | None:
-        """Norm of the last step's gradients over all ranks, before clipping; may still be on the device."""
+        """The norm of the last step's gradients over all ranks, before clipping; it may still be on the device."""
         return self._grad_norm if self._computes_norm else self.deepspeed.get_global_grad_norm()
 
     @property
@@ -278,7 +273,7 @@ class Engine:
 
     @property
     def scales_dynamically(self) -> bool:
-        """Whether fp16 looks for its loss scale by skipping the steps that overflow."""
+        """Whether fp16 searches for its loss scale and skips the steps that overflow."""
         return self.deepspeed.fp16_enabled() and bool(self.deepspeed.optimizer.dynamic_loss_scale)
 
     @property
@@ -287,7 +282,7 @@ class Engine:
 
 
 def take_scale(own: Any, saved: Any) -> None:
-    """Let DeepSpeed's dynamic loss scaler `own` go on where `saved` was; a static scale stays as the JSON has it."""
+    """Continues DeepSpeed's dynamic loss scaler `own` from `saved`; a static scale stays as in the JSON."""
     if own.dynamic and saved.dynamic:
         for name in ("cur_scale", "cur_iter", "last_overflow_iter"):
             setattr(own, name, getattr(saved, name))
@@ -296,7 +291,7 @@ def take_scale(own: Any, saved: Any) -> None:
 
 @torch.no_grad()
 def compute_gradient_norm(model: torch.nn.Module) -> Tensor:
-    """2-norm of complete, not partitioned gradients over the tensor-parallel group, without waiting for the device."""
+    """Computes the 2-norm of unpartitioned gradients over the tensor-parallel group, without waiting for the device."""
     is_first = parallel_state.get_tensor_model_parallel_rank() == 0
     grads = [
         parameter.grad
@@ -304,7 +299,7 @@ def compute_gradient_norm(model: torch.nn.Module) -> Tensor:
         if parameter.grad is not None and (is_first or getattr(parameter, "tensor_model_parallel", False))
     ]
     device = next(model.parameters()).device
-    # The first entry keeps the sum defined on a rank that holds only replicated parameters.
+    # The zero keeps the sum defined on a rank that has only replicated parameters.
     norms = [torch.zeros((), dtype=torch.float32, device=device), *torch._foreach_norm(grads)]
     squared = torch.stack(norms).square().sum()
     dist.all_reduce(squared, group=parallel_state.get_tensor_model_parallel_group())

@@ -1,44 +1,37 @@
-"""Collects what the ranks of a run have to have in common: settings, code, packages, data and environment.
+"""Collects what all ranks of a run must have in common: settings, code, packages, data and environment.
 
-Data are known by their content, wherever they lie: a resumed run compares their checksum with the first run's.
+Data sets are compared by content, not by place. A resumed run compares them with the first run's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
+import hashlib
 import os
 import platform
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from tempo_megatron.cluster.host import hash_sources
+from tempo_megatron.cluster.versions import find_version
 
 if TYPE_CHECKING:
     from tempo_megatron.training.run.run_config import RunConfig
     from tempo_megatron.training.tasks.task import Vocabulary
 
-
-import hashlib
-from functools import cache
-from typing import TYPE_CHECKING
-
-import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from tempo_megatron.training.run.run_config import RunConfig
-
-
-# Names of files may differ from node to node; what is in those that are read is compared by itself.
+# Names of files may differ between nodes; the content of those that are read is compared.
 _FILES = ("deepspeed_config", "data_path", "blend", "vocab_file", "merge_file", "data_cache_path")
 _SOURCES = ("tempo_kernels", "tempo_megatron")
 _PACKAGES = ("torch", "megatron-core", "deepspeed", "triton", "numpy", "transformer_engine", "apex", "flash-attn")
-# Variables that change what is computed or which collectives are called, by the beginning of their names.
+# Prefixes of the variables that change what is computed or which collectives are called.
 _VARIABLES = (
     *("TORCH_", "PYTORCH_", "NVTE_", "NCCL_", "CUBLAS_", "CUDNN_", "CUDA_", "NVIDIA_TF32_", "DS_", "TRITON_"),
     *("TEMPO_", "MKL_", "MEGATRON_", "ATEN_"),
 )
-# Of these those that say where something is, or that differ from node to node or from rank to rank.
+# Suffixes of those that name a place, or that may differ between nodes or ranks.
 _LOCAL = (
     *("_DIR", "_HOME", "_PATH", "_IFNAME", "_HCA", "_FILE", "_ROOT", "_DEBUG", "_LOGS", "_DEVICES", "_VERSION"),
     *("_HOSTNAME", "_ADDR", "_NUMA", "_EXTENSIONS", "_CPP_LOG_LEVEL", "_NCCL_ASYNC_ERROR_HANDLING"),
@@ -46,9 +39,9 @@ _LOCAL = (
 
 
 def collect_facts(run: RunConfig, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Everything that has to be the same on every rank, by name.
+    """Collects everything that must be the same on every rank, by name.
 
-    The data is read by the first rank of each node; the others of it see the same files.
+    Only the first rank of each node reads the data; its other ranks see the same files.
     """
     settings = {name: value for name, value in list_settings(run).items() if name not in _FILES}
     described = {name: value for name, value in vocabulary.describe().items() if name != "tokenizer_files"}
@@ -57,9 +50,13 @@ def collect_facts(run: RunConfig, vocabulary: Vocabulary) -> dict[str, Any]:
         "package": {
             **{package: hash_sources(package) for package in _SOURCES},
             "python": platform.python_version(),
-            **_find_packages(),
+            **{package: find_version(package) or "not installed" for package in _PACKAGES},
         },
-        "variable": _take_environment(),
+        "variable": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_VARIABLES) and not name.endswith(_LOCAL)
+        },
         "tokenizer": {**described, **vocabulary.tokenizer.unique_identifiers},
         "data": {"number": len(run.blend[0]), "weights": run.blend[1]},
     }
@@ -71,12 +68,11 @@ def collect_facts(run: RunConfig, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def list_settings(run: RunConfig) -> dict[str, Any]:
-    """The fields of a run as plain dicts, whatever they are made of."""
+    """Returns the fields of a run, with dataclasses and mappings of any kind as plain dicts."""
     return dict(_open(run))
 
 
 def _open(value: Any) -> Any:
-    """Dataclasses as dicts, and mappings of any kind as well."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _open(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -84,30 +80,12 @@ def _open(value: Any) -> Any:
     return value
 
 
-def _find_packages() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def _take_environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(_VARIABLES) and not name.endswith(_LOCAL)
-    }
-
-
 _BLOCK = 1 << 16
 _BLOCKS = 64
 
 
 def identify_data(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
-    """`data`: share and checksum of each data set in order; `tokenizer`: checksum. Rank 0 reads, all ranks call it."""
+    """Returns share and checksum of each data set, and the tokenizer's checksum; rank 0 reads, all ranks call it."""
     identity: list[Any] = [None]
     if dist.get_rank() == 0:
         prefixes, weights = run.blend
@@ -121,7 +99,7 @@ def identify_data(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
 
 @cache
 def compute_checksum(prefix: str) -> str:
-    """sha256 of all of PREFIX.idx and of 64 evenly spaced blocks of PREFIX.bin, which may be too large to read."""
+    """Returns the sha256 of PREFIX.idx and of 64 evenly spaced blocks of PREFIX.bin, which may be too large to read."""
     digest = hashlib.sha256()
     with open(prefix + ".idx", "rb") as index:
         while part := index.read(1 << 22):

@@ -1,4 +1,4 @@
-"""Puts one training run together from its parts."""
+"""Builds one training run from its parts, and trains it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Decide = Callable[[Mapping[str, str]], tuple[RunConfig, dict[str, Any] | None]]
 
 
 def find_task(family: str) -> Task:
-    """The task of a family of models that the trainer takes."""
+    """Returns the Task of a family of models, gpt or bert."""
     if family == "bert":
         from tempo_megatron.training.tasks.masked import MaskedTask
 
@@ -47,11 +47,11 @@ class Job:
 
     Args:
         run: checked.
-        saved: the description of the checkpoint to go on from, None for a run that starts.
+        saved: the description of the checkpoint to resume from; None for a run that starts.
         launcher: for the banner.
-        decide_without: takes checkpoints that turned out to be damaged, by name, with the reason; returns the run that
-            goes on from the newest other one, and that one's description.
-        team: the other ranks; None where there are none.
+        decide_without: is called with the damaged checkpoints, name -> reason, and returns the run that resumes from
+            the newest other checkpoint, and the description of that.
+        team: the other ranks; None if there are none.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Job:
             if damage is None:
                 break
             run, saved = decide_without({**saved["passed_over"], saved["checkpoint"]: damage})
-        self.settings = list_settings(run)  # before anything is planned or chosen for it: "auto" may adapt again
+        self.settings = list_settings(run)  # saved with "auto", so that a resumed run adapts anew
         run, self.plan = plan_memory(run, self.vocabulary.padded_size)
         seed_all(run.seed)
         transformer_config = model.build_transformer_config(run)
         self.choices = choose_for_model(run.model, transformer_config, run.tempo)
-        # From here on the run says what it does: no "auto" is left.
+        # From here on run.tempo holds no "auto".
         self.run = run = dataclasses.replace(run, tempo=self.choices.config)
         transformer_config = dataclasses.replace(
             transformer_config,
@@ -110,7 +110,7 @@ class Job:
             run, self.engine, self.settings, self.description, self.datasets.sample_parts
         )
         self.progress = self.checkpoints.load(saved) if saved else checkpoint.Progress()
-        self.report = metrics.Report(
+        self.log = metrics.RunLog(
             run,
             is_first_rank=dist.get_rank() == 0,
             first_iteration=self.progress.iteration,
@@ -133,19 +133,19 @@ class Job:
             activation=model.describe_activation(run.model, self.description["gelu_form"]),
             plan=self.plan,
         )
-        self.report.say(banner)
+        self.log.say(banner)
         if saved is not None:
             for damage in self._set_aside(saved):
-                self.report.say(damage)
+                self.log.say(damage)
             named = "" if saved["named"] else f", the newest checkpoint there: no file {LATEST} names one"
-            self.report.say(f"going on after step {self.progress.iteration} of {run.load}{named}")
+            self.log.say(f"going on after step {self.progress.iteration} of {run.load}{named}")
             if self.progress.iteration == run.train_iters:
-                self.report.say(f"none of the {run.train_iters} steps is left to train; raise --train-iters for more")
+                self.log.say(f"none of the {run.train_iters} steps is left to train; raise --train-iters for more")
             for line in describe_changes(saved, self.settings):
-                self.report.say(line)
+                self.log.say(line)
         elif run.load:
-            self.report.say(f"{run.load} holds no checkpoint yet; starting anew")
-        self.report.record(
+            self.log.say(f"{run.load} holds no checkpoint yet; starting anew")
+        self.log.record(
             "run",
             after_iteration=self.progress.iteration,
             versions=find_versions(),
@@ -160,7 +160,7 @@ class Job:
         )
 
     def _set_aside(self, saved: dict[str, Any]) -> Iterator[str]:
-        """A sentence for each newer checkpoint that was not whole. Those where this run saves get another name."""
+        """Renames the newer checkpoints that were not whole, if this run saves there; yields a sentence for each."""
         assert self.run.load is not None
         passed_over, renamed = saved["passed_over"], []
         folder = self.save_folder
@@ -172,7 +172,7 @@ class Job:
             yield f"{reason}{f'; it is called {name} now' if name else ''}; the checkpoint before it is taken"
 
     def train(self) -> None:
-        """Train to the end or to a reason to stop; draw the losses, and leave the process group."""
+        """Trains to the end or to a reason to stop, draws the losses and leaves the process group."""
         run = self.run
         trainer = Trainer(
             run,
@@ -182,12 +182,12 @@ class Job:
             self.task.make_collate(self.vocabulary),
             self.progress,
             self.checkpoints,
-            self.report,
+            self.log,
             self.device,
         )
         reason = trainer.train()
-        self.report.say(f"{reason} after step {self.progress.iteration}")
-        self.report.close()
+        self.log.say(f"{reason} after step {self.progress.iteration}")
+        self.log.close()
         if run.loss_plot and dist.get_rank() == 0:
             assert run.metrics_file is not None
             if any(record["kind"] == "train" for record in metrics.read_metrics(run.metrics_file)):

@@ -17,7 +17,7 @@ from tempo_megatron.memory.live.run_ledger import RunObserver
 from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
 from tempo_megatron.training.engine import REMEDY, Engine
-from tempo_megatron.training.metrics import Report, StepTimer, average_over, measure_peak
+from tempo_megatron.training.metrics import RunLog, StepTimer, average_over, measure_peak
 from tempo_megatron.training.planning import read_run
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import BatchStream, Datasets
@@ -27,17 +27,17 @@ from tempo_megatron.training.watch.stop_signal import StopSignal
 
 
 class Trainer:
-    """One run from `progress` to its end.
+    """Trains one run from `progress` to its end.
 
     Args:
         run: its settings.
-        engine, forward_step: what is trained.
+        engine: holds the model and the optimizer.
+        forward_step, collate: of the task.
         datasets: of build_datasets.
-        collate: of the task whose forward_step it is.
-        progress: 0, or where the checkpoint was.
-        checkpoints: used where --save is given.
-        report: what the user sees.
-        device: this rank's.
+        progress: 0, or the checkpoint's.
+        checkpoints: used with --save.
+        log: shown to the user.
+        device: of this rank.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Trainer:
         collate: Collate,
         progress: Progress,
         checkpoints: Checkpoints,
-        report: Report,
+        log: RunLog,
         device: torch.device,
     ) -> None:
         self.run, self.engine, self.forward_step = run, engine, forward_step
-        self.progress, self.checkpoints, self.report, self.device = progress, checkpoints, report, device
+        self.progress, self.checkpoints, self.log, self.device = progress, checkpoints, log, device
         self.valid_dataset, self.collate = datasets.valid, collate
         self.stream = self._open_stream(datasets.train, progress.consumed_samples, run.train_iters)
         self.group = parallel_state.get_data_parallel_group()
@@ -73,7 +73,7 @@ class Trainer:
             ).step
 
     def train(self) -> str:
-        """Run to --train-iters, or until a reason to stop; returns why it ended."""
+        """Trains to --train-iters, or until there is a reason to stop; returns why it ended."""
         run, progress = self.run, self.progress
         self.engine.deepspeed.train()
         self.timer = StepTimer()
@@ -85,7 +85,7 @@ class Trainer:
                     self._step()
                 if progress.iteration == first:
                     foresee(run.train_iters - first)
-                self.report.advance()
+                self.log.advance()
                 iteration = progress.iteration
                 if iteration % run.log_interval == 0:
                     self._flush()
@@ -143,7 +143,7 @@ class Trainer:
         )
 
     def _flush(self) -> None:
-        """Report the steps since the last call: here, once per interval, the host waits for the device."""
+        """Logs the steps since the last call. Only here, once per interval, the host waits for the device."""
         if not self._pending:
             return
         losses = average_over(self._losses, self.group, self.device)
@@ -151,7 +151,7 @@ class Trainer:
         for step, loss in zip(self._pending, losses, strict=True):
             step |= loss
             step["grad_norm"] = None if step["grad_norm"] is None else float(step["grad_norm"])
-        self.report.report_steps(
+        self.log.log_steps(
             self._pending,
             {
                 "tokens_per_s": self.run.global_batch_size * self.run.model.seq_length / seconds,
@@ -168,26 +168,29 @@ class Trainer:
         )
 
     def _has_diverged(self, step: dict[str, Any]) -> bool:
-        """DeepSpeed skips steps whose gradient is not finite in any precision; only fp16's search for a scale may."""
+        """Whether a step's loss or gradient is not finite.
+
+        DeepSpeed skips such a step in any precision; that is normal only while fp16 searches for its loss scale.
+        """
         if step["skipped"]:
             return not self.engine.scales_dynamically
         return not all(value is None or math.isfinite(value) for value in (step["loss"], step["grad_norm"]))
 
     def _validate(self) -> None:
-        """Mean loss over the same --eval-iters global batches each time, without dropout."""
+        """Logs the mean loss, without dropout, over --eval-iters global batches, which are the same each time."""
         self._flush()
         start = time.perf_counter()
         stream = self._open_stream(self.valid_dataset, 0, self.run.eval_iters)
         batches = self.run.eval_iters * self.run.num_micro_batches
         mean = self._compute_losses_without_dropout(stream.take_next() for _ in range(batches))
-        self.report.report_validation(self.progress.iteration, self.progress.consumed_samples, mean)
+        self.log.log_validation(self.progress.iteration, self.progress.consumed_samples, mean)
         if not self.engine.scales_dynamically:
             self._raise_unless_finite(mean[LOSS])
         self.timer.exclude_since(start)
 
     @torch.no_grad()
     def _compute_losses_without_dropout(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Mean over the micro batches of all data-parallel ranks."""
+        """Averages each loss over the micro batches of all data-parallel ranks."""
         self.engine.deepspeed.eval()
         totals: dict[str, Tensor] = {}
         count = 0
@@ -199,27 +202,24 @@ class Trainer:
         return average_over([means], self.group, self.device)[0]
 
     def _raise_unless_finite(self, loss: float) -> None:
-        raise_on_all_ranks(
-            None
-            if math.isfinite(loss)
-            else f"after step {self.progress.iteration} the loss is not a finite number; {REMEDY}"
-        )
+        sentence = f"after step {self.progress.iteration} the loss is not a finite number; {REMEDY}"
+        raise_on_all_ranks(None if math.isfinite(loss) else sentence)
 
     def _save(self, is_last: bool = False) -> None:
-        """Save a model that still works: after a step with a finite loss the update may have been too large."""
+        """Saves the model if its loss is still finite: the last update may have been too large."""
         step = self.progress.iteration
         if not self.run.save or self.checkpoints.last_saved == step:
             return
         self._flush()
         start = time.perf_counter()
         if not self._last_is_finite and not is_last:
-            self.report.say(f"the loss of step {step} is not a finite number and fp16 skipped it; it is not saved")
+            self.log.say(f"the loss of step {step} is not a finite number and fp16 skipped it; it is not saved")
             return
         if self._last_batch is not None:
             self._raise_unless_finite(self._compute_losses_without_dropout([self._last_batch])[LOSS])
         self.checkpoints.save(self.progress)
         seconds = time.perf_counter() - start
-        self.report.say(f"saved the checkpoint of step {step} to {self.run.save} in {seconds:.1f} s")
+        self.log.say(f"saved the checkpoint of step {step} to {self.run.save} in {seconds:.1f} s")
         self.timer.exclude_since(start)
 
 

@@ -1,6 +1,6 @@
-"""Trains a model from a command line, for `tempo-pretrain-gpt` and `tempo-pretrain-bert`; one sentence for an error.
+"""Trains a model from a command line, for `tempo-pretrain-gpt` and `tempo-pretrain-bert`; an error is one sentence.
 
-What is wrong with the command line itself is said before torch and deepspeed are imported.
+An error in the command line itself is reported before torch and deepspeed are imported.
 """
 
 from __future__ import annotations
@@ -26,25 +26,23 @@ from tempo_megatron.training.watch.rank_process import RankLog, find_launchers
 if TYPE_CHECKING:
     from tempo_megatron.training.watch.team import Team
 
-# What gloo says where a rank is gone. NCCL says nothing: the heartbeat ends its ranks.
+# gloo's messages when a rank is gone. NCCL has none: the heartbeat ends its ranks.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
-# A rank whose command line is wrong has no time limit of its own for meeting the others.
-_MEETING_SECONDS = 60.0
-# While a rank computes what would have fitted, the others wait.
-_REMEDY_SECONDS = 30.0
+_MEETING_SECONDS = 60.0  # used if the command line, which sets this limit, is wrong
+_REMEDY_SECONDS = 30.0  # the other ranks wait while one computes what would have fitted
 
 
 def train(argv: Sequence[str] | None, family: str) -> int:
-    """Train a model of `family`; the exit code.
+    """Trains a model of `family`; returns the exit code.
 
-    A user's error is one sentence on rank 0, a bug one there and a traceback in the log of the rank that has it.
+    An error is one sentence on rank 0. A bug also writes a traceback to the log of the rank that has it.
     """
     _ignore_known_warnings()
     return _Attempt(argv, family).make()
 
 
 class _Attempt:
-    """One start of the trainer in this process, with what it had got to when it failed."""
+    """One start of the trainer in this process; it remembers how far it got before an error."""
 
     def __init__(self, argv: Sequence[str] | None, family: str) -> None:
         self.argv, self.family = argv, family
@@ -58,7 +56,7 @@ class _Attempt:
             launcher = set_rank_environment()
             self.log.rank = int(os.environ["RANK"])
             args = self._meet()
-            on_gpu = _prepare_device()  # first: the next line imports deepspeed, which reads what it sets
+            on_gpu = _prepare_device()  # before the next line, which imports deepspeed
             deepspeed_config = read_deepspeed_config(args.deepspeed_config)
             saved = read_saved_run(args)
             world_size = int(os.environ["WORLD_SIZE"])
@@ -75,7 +73,7 @@ class _Attempt:
 
             self.run = decide(saved)
             self.log.set_folder(self.run.log_dir)
-            # It imports Megatron-core, which takes seconds and reads what _prepare_device has set.
+            # This imports Megatron-core, which takes seconds and reads what _prepare_device has set.
             from tempo_megatron.training.job import Job
 
             self.job = Job(self.run, saved, launcher, decide_without, self.team)
@@ -91,7 +89,7 @@ class _Attempt:
         return 0
 
     def _leave_at_once(self, code: int) -> int:
-        """A process group of which a rank is gone cannot always be taken down: it may wait for that rank."""
+        """Exits without destroying the process group, which could wait for a rank that is gone."""
         if self.team is not None and self.team.is_watched:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -99,7 +97,7 @@ class _Attempt:
         return code
 
     def _meet(self) -> argparse.Namespace:
-        """The arguments; the ranks have met, also where those of this one are wrong."""
+        """Parses the arguments and meets the other ranks, even if the arguments are wrong."""
         try:
             args = parse_arguments(self.argv, self.family)
         except Exception:
@@ -110,7 +108,7 @@ class _Attempt:
         return args
 
     def _join(self, timeout_s: float, heartbeat_s: float) -> None:
-        """A run of one process that no launcher has started has nobody to meet, and imports torch later."""
+        """Joins the other ranks. A run of one process without a launcher has none, and imports torch later."""
         if int(os.environ["WORLD_SIZE"]) > 1 or find_launchers():
             from tempo_megatron.training.watch.team import Team
 
@@ -139,7 +137,7 @@ class _Attempt:
         self._tell(sentence, is_secondary=is_secondary)
 
     def _tell(self, sentence: str, *, is_secondary: bool = False) -> None:
-        """Let every rank end; on rank 0 say why where that has not been said."""
+        """Makes every rank end, and prints the cause on rank 0 unless it has been printed."""
         if self.team is None or not self.team.is_watched:
             if self.log.rank != 0 or is_secondary:
                 print(f"error on rank {self.log.rank}: {sentence}", file=sys.stderr, flush=True)
@@ -152,7 +150,7 @@ class _Attempt:
 
 
 def _follows_from_another(error: Exception) -> bool:
-    """Whether an error is what a rank sees when another one is gone."""
+    """Whether an error shows that another rank is gone."""
     import torch.distributed as dist
 
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
@@ -161,7 +159,10 @@ def _follows_from_another(error: Exception) -> bool:
 
 
 def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str | None:
-    """Say what stood at the peak and what would have fitted, where memory is what ended; a sentence for the others."""
+    """Reports an out-of-memory error: the peak, and what would have fitted. Returns a sentence for the other ranks.
+
+    Returns None for any other error.
+    """
     from tempo_megatron.memory.live.out_of_memory import is_out_of_memory, report_out_of_memory
 
     if not is_out_of_memory(error):
@@ -176,7 +177,7 @@ def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str |
 
 
 def find_sentence_for_the_user(error: Exception) -> str | None:
-    """The text of a ValueError that this repository raised, or DeepSpeed about its JSON; None for a bug."""
+    """Returns the text of a ValueError of this repository, or of DeepSpeed's about its JSON; None for a bug."""
     if _follows_from_another(error):
         return f"another rank has ended ({str(error).strip().splitlines()[0]})"
     if type(error).__module__.startswith(("pydantic", "deepspeed.runtime.config")):
@@ -189,7 +190,7 @@ def find_sentence_for_the_user(error: Exception) -> str | None:
 
 
 def _ignore_known_warnings() -> None:
-    """What megatron-core and torch say on every rank and every run, and that no user of the trainer can act on."""
+    """Silences warnings of megatron-core and torch that come on every rank and that a user cannot act on."""
     for text in (
         "(Transformer Engine and )?Apex (is|are) not installed",
         "full scope is deprecated. Use empty cuda_graph_scope",
@@ -200,8 +201,8 @@ def _ignore_known_warnings() -> None:
 
 
 def _prepare_device() -> bool:
-    """Settings that torch and deepspeed read when they are imported; whether this process uses a GPU."""
-    # Megatron's tensor parallel overlap relies on kernels being scheduled in the order they were launched.
+    """Sets what torch and deepspeed read when they are imported; returns whether this process uses a GPU."""
+    # Megatron's overlap of tensor-parallel communication needs kernels to run in the order of their launch.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
 
@@ -214,14 +215,14 @@ def _prepare_device() -> bool:
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if "OMP_NUM_THREADS" not in os.environ:
-            # The ranks of this node share its cores; torch would start a thread per core in each of them.
+            # The ranks of a node share its cores, but torch would start a thread per core in each of them.
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     return on_gpu
 
 
 def _measure_node(on_gpu: bool) -> int:
-    """Bytes of memory that this node has, those of its GPUs included."""
+    """Returns the bytes of memory of this node, GPUs included."""
     import torch
 
     gpus = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count() * on_gpu)]

@@ -1,10 +1,11 @@
-"""Reports what a run does, from rank 0: a progress bar, log lines, a JSON-lines file and TensorBoard.
+"""Logs a run from rank 0: a progress bar, lines, a JSON-lines file and TensorBoard.
 
 Losses stay on the device until a log interval ends, so that no step waits for the host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -25,19 +26,21 @@ from tempo_megatron.training.run.checks import check_metrics_file
 from tempo_megatron.training.run.run_config import RunConfig
 
 PEAKS = {"peak_memory_bytes": "peak", "peak_rss_bytes": "peak RSS of the process"}
-"""Key of the metrics -> what the log calls it: what a GPU's allocator gave out, or what a process has in memory."""
+"""Key in the metrics -> name in the log: the most that a GPU's allocator gave out, or that a process had in memory."""
 
 
 def measure_peak(device: torch.device) -> dict[str, int]:
-    """Most bytes that tensors had on the GPU. On a CPU, which counts no tensors, most that this process had in memory,
-    with Python and its libraries; the key says which."""
+    """Returns the most bytes that tensors had on the GPU or, on a CPU, that this process had in memory, under its key.
+
+    On a CPU nothing counts tensors, and the figure includes Python and its libraries.
+    """
     if device.type == "cuda":
         return {"peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
     return {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def average_over(values: list[dict[str, Tensor]], group: Any, device: torch.device) -> list[dict[str, float]]:
-    """Mean of named scalars over a process group, summed in rank order so that it never depends on timing."""
+    """Averages named scalars over a process group, summed in rank order so that the result never depends on timing."""
     names = list(values[0])
     local = torch.stack([scalars[name] for scalars in values for name in names]).to(device, torch.float32)
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
@@ -47,14 +50,14 @@ def average_over(values: list[dict[str, Tensor]], group: Any, device: torch.devi
 
 
 class MetricsFile:
-    """JSON lines, each complete on disk as soon as it is written.
+    """A file of JSON lines, each complete as soon as it is written.
 
     Args:
-        path: appended to. A last line that a killed run cut off is removed.
-        resume_after: keep only records up to this iteration; the resumed run writes the later ones again. None: the
-            run starts anew and so does the file; one that is there is renamed to `set_aside`.
+        path: of the file. A last line that a killed run cut off is removed.
+        resume_after: keep only records up to this iteration; the resumed run writes the later ones again. None starts
+            a new file, and renames an old one to `set_aside`.
 
-    Raises ValueError where the file cannot be written, or exists and does not hold metrics.
+    Raises ValueError if the file cannot be written, or exists and does not hold metrics.
     """
 
     def __init__(self, path: str, resume_after: int | None) -> None:
@@ -74,7 +77,7 @@ class MetricsFile:
             raise ValueError(f"--metrics-file {path} cannot be written ({error}); give another name") from error
 
     def write(self, record: dict[str, Any]) -> None:
-        # JSON knows no nan or inf; "loss_hex" still says which it was.
+        # JSON has no nan or inf; "loss_hex" still says which it was.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._stream.write(json.dumps(finite, allow_nan=False) + "\n")
 
@@ -83,22 +86,20 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, in order, without a line that was cut off; none where there is no file."""
+    """Returns the records of a metrics file, in order, without a line that was cut off; none if there is no file."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         return []
     records = []
     for line in lines:
-        try:
+        with contextlib.suppress(ValueError):
             records.append(json.loads(line))
-        except ValueError:
-            continue
     return records
 
 
-class Report:
-    """Everything the user sees of a run. On ranks other than 0 every method does nothing."""
+class RunLog:
+    """Everything the user sees of a run. On ranks other than 0 its methods do nothing."""
 
     def __init__(self, run: RunConfig, *, is_first_rank: bool, first_iteration: int, resumes: bool) -> None:
         self.is_on = is_first_rank
@@ -121,7 +122,7 @@ class Report:
                 raise ValueError(
                     f"--tensorboard-dir {run.tensorboard_dir} cannot be written ({error}); give another folder"
                 ) from error
-        # disable=None: no bar where the output is not a terminal, only lines.
+        # disable=None shows no bar if the output is not a terminal.
         self._bar = tqdm(
             total=run.train_iters,
             initial=first_iteration,
@@ -148,8 +149,8 @@ class Report:
                 if name not in ("iteration", "consumed_samples") and isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, values["iteration"])
 
-    def report_steps(self, steps: list[dict[str, Any]], interval: dict[str, Any]) -> None:
-        """The steps of a log interval, each with what is only known for the interval as a whole; one log line."""
+    def log_steps(self, steps: list[dict[str, Any]], interval: dict[str, Any]) -> None:
+        """Records the steps of a log interval, each with the figures of the whole interval, and prints one line."""
         for step in steps:
             self.record("train", **step, loss_hex=float(step["loss"]).hex(), **interval)
         last = steps[-1]
@@ -164,8 +165,8 @@ class Report:
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{last['loss']:.4f}", refresh=False)
 
-    def report_validation(self, iteration: int, consumed_samples: int, losses: dict[str, float]) -> None:
-        """`losses` as of a forward step; perplexity is that of the tokens, so of lm_loss where that is one of them."""
+    def log_validation(self, iteration: int, consumed_samples: int, losses: dict[str, float]) -> None:
+        """Logs the losses of a ForwardStep, and the perplexity of the tokens: that of lm_loss if there is one."""
         perplexity = math.exp(min(losses.get("lm_loss", losses["loss"]), 700.0))
         position = {"iteration": iteration, "consumed_samples": consumed_samples}
         self.record("validation", **position, **losses, loss_hex=losses["loss"].hex(), perplexity=perplexity)
@@ -178,20 +179,20 @@ class Report:
 
 
 def _format_losses(steps: Sequence[Mapping[str, Any]]) -> str:
-    """The mean of every loss over the steps: `loss 9.1 | lm loss 8.4 | sop loss 0.7`."""
+    """Formats the mean of every loss over the steps: `loss 9.1 | lm loss 8.4 | sop loss 0.7`."""
     means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0] if name.endswith("loss")}
     return " | ".join(f"{name.replace('_', ' ')} {mean:.6f}" for name, mean in means.items())
 
 
 class StepTimer:
-    """Time of training steps, without validation, saving and the start of workers."""
+    """Measures the time of training steps without validation, saving and the start of workers."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
         self._excluded = 0.0
 
     def end_interval(self) -> float:
-        """Seconds since the last call, without what was excluded; starts the next interval."""
+        """Returns the seconds since the last call, without what was excluded, and starts the next interval."""
         now = time.perf_counter()
         seconds = now - self._since - self._excluded
         self._since, self._excluded = now, 0.0

@@ -14,9 +14,9 @@ _FUSED_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
 
 
 def build_transformer_config(run: RunConfig) -> TransformerConfig:
-    """Megatron's configuration of the layers. Its fusions are on where a GPU and their extensions are there.
+    """Builds Megatron's configuration of the layers. A fusion needs a GPU and its extension.
 
-    As in Megatron-LM the fused GELU is the tanh form and the unfused one the erf form.
+    As in Megatron-LM, the fused GELU is the tanh form and the unfused one the erf form.
     """
     on_gpu = run.on_gpu
     return models.build_transformer_config(
@@ -29,7 +29,7 @@ def build_transformer_config(run: RunConfig) -> TransformerConfig:
         use_cpu_initialization=run.use_cpu_initialization or not on_gpu,
         bias_dropout_fusion=on_gpu and run.bias_dropout_fusion,
         masked_softmax_fusion=on_gpu and run.masked_softmax_fusion and has_fused_softmax(),
-        # It needs Apex, and gradient_accumulation_fusion, which is off, buffers of Megatron's own optimizer.
+        # Needs Apex. gradient_accumulation_fusion stays off: it needs buffers of Megatron's own optimizer.
         persist_layer_norm=on_gpu and importlib.util.find_spec("apex") is not None,
         recompute_granularity=run.recompute_granularity,
         recompute_method=run.recompute_method,
@@ -44,13 +44,13 @@ def has_fused_softmax() -> bool:
 
 
 def find_gelu_form(shape: ModelShape, config: TransformerConfig) -> str | None:
-    """tanh or erf; None of an activation in which there is no GELU."""
+    """Returns tanh or erf, or None for an activation without GELU."""
     if shape.activation not in ("gelu", "geglu"):
         return None
     return "tanh" if config.bias_activation_fusion else "erf"
 
 
 def describe_activation(shape: ModelShape, gelu_form: str | None) -> str:
-    """For people: `erf GELU`, `swiglu`."""
+    """Names an activation for the banner: `erf GELU`, `swiglu`."""
     name = {"gelu": "GELU", "geglu": "GEGLU"}.get(shape.activation, shape.activation)
     return f"{gelu_form} {name}" if gelu_form else name

@@ -19,11 +19,11 @@ _REMEDY = "raise the budget or --tensor-model-parallel-size, or lower --micro-ba
 
 
 def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunPlan | None]:
-    """The run as its memory budget lets it be, and the plan; the run itself where it has none.
+    """Returns the run as planned for its memory budget, and the plan; without a budget the run itself and None.
 
-    Rank 0 plans, and every rank gets its plan or its error. All ranks call it, once their process group is there.
+    All ranks call it, once their process group exists. Rank 0 plans, and every rank gets its plan or its error.
 
-    Raises ValueError where nothing fits, or the planner does not know the model.
+    Raises ValueError if nothing fits, or the planner does not know the model.
     """
     if run.memory_budget is None:
         return run, None
@@ -50,7 +50,7 @@ def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunP
 
 
 def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:
-    """The run as the estimate knows it.
+    """Converts a RunConfig to the Run of the memory estimate.
 
     Args:
         run: the trainer's.

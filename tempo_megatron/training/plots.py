@@ -13,15 +13,15 @@ from tempo_megatron.training.metrics import read_metrics
 
 
 def plot_losses(runs: Mapping[str, str | Path], png: str | Path, title: str = "Loss") -> None:
-    """Write a PNG with the training loss (line) and validation loss (dots) of each run.
+    """Draws the training loss (line) and the validation loss (dots) of each run into a PNG.
 
     Args:
-        runs: label -> metrics file. Curves that coincide stay visible: later ones are drawn dashed over earlier ones,
-            and their dots are rings around the earlier ones'.
+        runs: label -> metrics file. Equal curves stay visible: later ones are dashed over earlier ones, and their dots
+            are rings around the earlier ones'.
         png: the file, replaced in one step.
         title: above the figure.
 
-    Raises ValueError where a run has no training step.
+    Raises ValueError if a run has no training step.
     """
     pyplot = import_pyplot("--loss-plot")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")

@@ -130,7 +130,7 @@ def test_a_bad_json_line_is_refused_with_its_number(
 def test_a_pretty_printed_file_is_refused_before_a_vocabulary_is_trained(
     refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempo_megatron.data.prepare_data.train_tokenizer", None)
+    monkeypatch.setattr("tempo_megatron.data.tokenizer.GPT2Tokenizer.train", None)
     (tmp_path / "tree").mkdir()
     file(tmp_path / "tree" / "a.jsonl", '{"text": "good"}\n' * 100)
     pretty = file(tmp_path / "tree" / "b.json", "\ufeff\n\n" + json.dumps({"text": "good"}, indent=2))

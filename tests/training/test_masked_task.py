@@ -19,7 +19,7 @@ from training_job import MaskedData
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.training.run.masking import Masking
 from tempo_megatron.training.tasks.datasets import BatchStream, build_datasets, load_vocabulary
-from tempo_megatron.training.tasks.masked import CollateMasked, MaskedTask, PredictMasked, find_usable_documents
+from tempo_megatron.training.tasks.masked import MaskedTask, PredictMasked, collate_masked, find_usable_documents
 
 TASK = MaskedTask()
 SEQ_LENGTH = 64
@@ -170,7 +170,7 @@ def test_a_part_without_a_sample_is_refused_instead_of_searched_for_ever(bert_da
 def test_a_token_without_a_row_is_an_error() -> None:
     sample = {name: np.array([1, 600]) for name in ("text", "types", "labels", "loss_mask", "padding_mask")}
     with pytest.raises(ValueError, match="the data holds token 600 but the model's vocabulary ends at 511"):
-        CollateMasked(512, 0)([{**sample, "is_random": 0}])
+        collate_masked([{**sample, "is_random": 0}], vocab_size=512, pad=0)
 
 
 def test_the_losses_are_megatrons() -> None:

@@ -208,7 +208,7 @@ WRONG_CONFIGS = {
     "bfloat16": ({"bfloat16": {"enabled": True}}, '"bfloat16" is unknown; the nearest known name is "bf16"'),
     "tempo config": ({"tempo_config": {}}, '"tempo_config" is unknown; the nearest known name is "tempo"'),
     "batch size": ({"batch_size": 8}, '"batch_size" is unknown; the nearest known name is "train_batch_size"'),
-    "stage at the top": ({"stage": 1}, '"stage" stands at the top, where nobody reads it; it belongs into "zero_opt'),
+    "stage at the top": ({"stage": 1}, '"stage" is at the top, where it is ignored; it belongs into "zero_opt'),
     "wandb": ({"wandb": {"enabled": True}}, '"wandb" in the DeepSpeed JSON needs wandb, which is not installed'),
     "tempo block": ({"tempo": {"activaton": "off"}}, "the nearest known name is tempo.activation"),
 }

@@ -15,8 +15,8 @@ from distributed import run_megatron_ranks
 from training_job import Data
 
 from tempo_megatron.models.shape import make_shape
-from tempo_megatron.training.tasks.datasets import ShardedBatchSampler, build_datasets, load_vocabulary
-from tempo_megatron.training.tasks.next_token import CollateTokens, NextTokenTask
+from tempo_megatron.training.tasks.datasets import build_datasets, load_vocabulary, shard_batches
+from tempo_megatron.training.tasks.next_token import NextTokenTask, collate_tokens
 from tempo_megatron.training.tasks.task import Vocabulary
 
 TASK = NextTokenTask()
@@ -45,7 +45,7 @@ def options(data: Data, vocab_size: int | None = None, **changes: object) -> arg
 def test_every_sample_is_read_once_and_in_the_order_of_one_rank(micro_batch_size: int, data_parallel_size: int) -> None:
     first, last = 16, 64
     samplers = [
-        list(ShardedBatchSampler(first, last, micro_batch_size, rank, data_parallel_size))
+        list(shard_batches(first, last, micro_batch_size, rank, data_parallel_size))
         for rank in range(data_parallel_size)
     ]
     read = [sample for micro_batches in zip(*samplers, strict=True) for batch in micro_batches for sample in batch]
@@ -149,9 +149,9 @@ def test_a_token_without_a_row_in_the_embedding_is_an_error() -> None:
         tokens = torch.tensor([1, token])
         return {"tokens": tokens, "labels": torch.zeros_like(tokens), "loss_mask": torch.ones(2)}
 
-    assert CollateTokens(512)([sample(511), sample(0)])["tokens"].tolist() == [[1, 511], [1, 0]]
+    assert collate_tokens([sample(511), sample(0)], 512)["tokens"].tolist() == [[1, 511], [1, 0]]
     with pytest.raises(ValueError, match="the data holds token 512 but the model's vocabulary ends at 511"):
-        CollateTokens(512)([sample(3), sample(512)])
+        collate_tokens([sample(3), sample(512)], 512)
 
 
 def test_a_misspelt_data_path_is_answered_with_the_data_that_is_there(data: Data) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from distributed import run_ranks
 
-from tempo_megatron.training.metrics import MetricsFile, Report, average_over, measure_peak, read_metrics
+from tempo_megatron.training.metrics import MetricsFile, RunLog, average_over, measure_peak, read_metrics
 from tempo_megatron.training.plots import main, plot_losses
 
 
@@ -78,12 +78,12 @@ def test_the_memory_of_a_process_is_not_called_that_of_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run: Any = SimpleNamespace(metrics_file=str(tmp_path / "m.jsonl"), tensorboard_dir=None, train_iters=1)
-    report = Report(run, is_first_rank=True, first_iteration=0, resumes=False)
+    log = RunLog(run, is_first_rank=True, first_iteration=0, resumes=False)
     on_cpu = measure_peak(torch.device("cpu"))
     step = {"iteration": 1, "loss": 2.0, "learning_rate": 0.1, "grad_norm": None}
     for peak in (on_cpu, {"peak_memory_bytes": 2**30}):
-        report.report_steps([step], {"tokens_per_s": 1.0, "step_ms": 1.0, **peak})
-    report.close()
+        log.log_steps([step], {"tokens_per_s": 1.0, "step_ms": 1.0, **peak})
+    log.close()
     first, second = capsys.readouterr().out.splitlines()[-2:]
     assert f"| peak RSS of the process {on_cpu['peak_rss_bytes'] / 2**20:,.0f} MiB" in first
     assert second.endswith("| peak 1,024 MiB")

@@ -1,4 +1,4 @@
-"""The command lines of the trainer, one per family of models: Megatron-LM's own argument names."""
+"""Parses the command line of the trainer, one for each family of models, with Megatron-LM's argument names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tempo_megatron.words.argument_types import (
     parse_seed,
 )
 
-# Used where neither the command line, the DeepSpeed JSON nor the checkpoint of --load says anything.
+# Used if neither the command line, the DeepSpeed JSON nor the checkpoint of --load has a value.
 DEFAULTS = {
     "seed": 1234,
     "min_lr": 0.0,
@@ -58,7 +58,7 @@ RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe_act", "moe", "shared_
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """As a ValueError, so that one rank says it instead of every one."""
+        """Raises a ValueError, so that one rank reports it instead of all."""
         if message.startswith("unrecognized arguments: "):
             words = message.removeprefix("unrecognized arguments: ").split()
             if not words:
@@ -72,20 +72,20 @@ class _Parser(argparse.ArgumentParser):
 
 class _Formatter(argparse.HelpFormatter):
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        """N for a whole number and X for another, instead of the option's name once more."""
+        """Shows N for a whole number and X for another, instead of repeating the option's name."""
         if action.type in (parse_positive, parse_not_negative, int):
             return "N"
         return "X" if action.type else super()._get_default_metavar_for_optional(action)
 
 
 def parse_arguments(argv: Sequence[str] | None = None, family: str = "gpt") -> argparse.Namespace:
-    """What was typed, and `family`. What was left out is None, where it is not the same for every start.
+    """Parses a command line and adds `family`. An argument that is left out is None if a checkpoint may decide it.
 
     Args:
-        argv: None takes those of the process.
-        family: gpt or bert, whose program it is.
+        argv: the arguments; None means those of the process.
+        family: gpt or bert, the program's.
 
-    Raises ValueError for what is unknown or malformed.
+    Raises ValueError for an unknown or malformed argument.
     """
     args = build_parser(family).parse_args(sys.argv[1:] if argv is None else list(argv))
     _check_words(args)
@@ -94,7 +94,7 @@ def parse_arguments(argv: Sequence[str] | None = None, family: str = "gpt") -> a
 
 
 def _check_words(args: argparse.Namespace) -> None:
-    """Raise ValueError for a word that is empty, or that no file can be called."""
+    """Raises ValueError for a word that is empty or has a NUL character, which no file name may have."""
     for name, value in vars(args).items():
         for word in value if isinstance(value, list) else [value]:
             if word == "":
@@ -234,7 +234,7 @@ def _add_recompute_and_fusion(parser: argparse.ArgumentParser) -> None:
         "--recompute-modules",
         nargs="+",
         choices=RECOMPUTE_MODULES,
-        metavar="{core_attn,mlp}",  # the others are known, and refused with the reason
+        metavar="{core_attn,mlp}",  # check_run refuses the others with a reason
         help="for selective recomputation: core_attn and mlp (default core_attn)",
     )
     for name, text in _FUSIONS.items():
@@ -309,11 +309,11 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
 
 
 Blend = tuple[tuple[str, ...], tuple[float, ...] | None]
-"""Prefixes of data sets, and their weights where there are several."""
+"""Prefixes of data sets, and their weights if there are several."""
 
 
 def parse_blend(words: list[str]) -> Blend:
-    """(prefixes, weights) of `--data-path PREFIX` or `--data-path WEIGHT PREFIX WEIGHT PREFIX ...`."""
+    """Returns (prefixes, weights) of `--data-path PREFIX` or `--data-path WEIGHT PREFIX WEIGHT PREFIX ...`."""
     if len(words) == 1:
         return (words[0],), None
     if len(words) % 2:
@@ -335,7 +335,7 @@ def parse_blend(words: list[str]) -> Blend:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """`969,30,1` -> the three fractions; missing ones are 0."""
+    """Returns the three fractions of a split such as `969,30,1`; missing ones are 0."""
     try:
         weights = [float(part) for part in split.split(",")]
     except ValueError:

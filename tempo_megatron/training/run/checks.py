@@ -23,12 +23,12 @@ _REFUSED_MODULES = {
     "mla_up_proj": _NOT_DENSE,
 }
 
-# What DeepSpeed imports where the block of that name is enabled.
+# The package that DeepSpeed imports if the block of that name is enabled.
 _OF_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 
 def check_run(run: RunConfig) -> None:
-    """Raise ValueError for the first combination that cannot train."""
+    """Raises ValueError for the first combination that cannot train."""
     check_layout(run.model, run.tensor_model_parallel_size, run.sequence_parallel)
     _check_precision(run)
     _check_schedule(run)
@@ -41,11 +41,11 @@ def check_run(run: RunConfig) -> None:
 
 
 def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
-    """Raise ValueError where the weights alone do not fit: building a model of a mistyped size may never end.
+    """Raises ValueError if the weights alone do not fit: building a model of a mistyped size could take for ever.
 
     Args:
         run: checked.
-        node_bytes: memory of this node, that of its GPUs included.
+        node_bytes: memory of this node, GPUs included.
         node_ranks: processes of the run on it.
     """
     if read_offload_device(run.deepspeed, "offload_param") == "nvme":
@@ -89,7 +89,7 @@ def _check_precision(run: RunConfig) -> None:
     if stage < 3 and read_offload_device(config, "offload_param") != "none":
         raise ValueError(
             f"zero_optimization.offload_param needs partitioned parameters, but zero_optimization.stage is {stage}, "
-            "where DeepSpeed passes over it; set the stage to 3 or remove it"
+            "where DeepSpeed ignores it; set the stage to 3 or remove it"
         )
 
 
@@ -150,7 +150,7 @@ def _check_output(run: RunConfig) -> None:
 
 
 def _check_packages(run: RunConfig) -> None:
-    """What would be missed when the engine is built, or when the run is over."""
+    """Raises ValueError if a package is missing that would be imported late: by the engine, or at the run's end."""
     asked = {
         f'"{block}" in the DeepSpeed JSON': package
         for block, package in _OF_MONITORS.items()
@@ -172,7 +172,7 @@ def _check_folder(option: str, folder: Path) -> None:
 
 
 def check_metrics_file(path: str) -> None:
-    """Raise ValueError where `path` holds anything but metrics, which a run must not write over."""
+    """Raises ValueError if `path` holds anything but metrics, which a run must not overwrite."""
     try:
         with open(path, encoding="utf-8") as stream:
             first = stream.readline(1 << 20)

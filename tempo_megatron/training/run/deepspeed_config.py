@@ -1,8 +1,8 @@
-"""Reads the DeepSpeed JSON as DeepSpeed does, checks its names and values, and fills in what says "auto".
+"""Reads the DeepSpeed JSON as DeepSpeed does, checks its names and values, and replaces each "auto".
 
-DeepSpeed ignores unknown names at the top, and refuses those in its blocks late and in its own words. Here the nearest
-known name is found. In the blocks that are models of pydantic the names are DeepSpeed's own; the others are read one by
-one in its code (`get_scalar_param`), which no list of its own tells, and so are listed here.
+DeepSpeed ignores unknown names at the top, and refuses those in its blocks late and in its own words. Here an error
+names the nearest known name. The names in a block that is a pydantic model come from DeepSpeed; its code reads the
+others one by one (`get_scalar_param`) and has no list of them, so they are listed here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from tempo_megatron.training.run.arguments import DEFAULTS
 from tempo_megatron.words.json_text import decode, find_near_name, read_finite, refuse_duplicates
 
-# What would take over a decision that belongs to the trainer, with where to make that decision instead.
+# Names whose decision belongs to the trainer, with the place to make it instead.
 REFUSED = {
     "optimizer": "the trainer builds AdamW itself; use --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps",
     "scheduler": "the trainer has Megatron's schedule; use --lr-decay-style, --lr-warmup-iters and --min-lr",
@@ -38,9 +38,9 @@ REFUSED = {
     "elasticity": "the number of ranks is the launcher's, and --load goes on with any; remove the block",
     "autotuning": "`tempo-megatron plan` chooses the micro batch; remove the block",
     "progressive_layer_drop": "every layer is trained in every step; remove the block",
-    "eigenvalue": "it is for quantization in training, which there is not; remove the block",
-    "quantize_training": "there is no quantization in training; remove the block",
-    "compression_training": "there is no compression in training; remove the block",
+    "eigenvalue": "it is for quantization in training, which is not supported; remove the block",
+    "quantize_training": "quantization in training is not supported; remove the block",
+    "compression_training": "compression in training is not supported; remove the block",
     "weight_quantization": "it is for inference; remove the block",
     "sparse_attention": "attention is Megatron's or Tempo's; remove the block",
     "sparse_gradients": "the embedding's gradient is dense; remove it",
@@ -48,7 +48,7 @@ REFUSED = {
     "managed_gradient_accumulation": "the trainer lets DeepSpeed count micro batches; remove it",
     "datastates": "checkpoints are written by the trainer; remove the block and use --save",
 }
-# Which names people write for others that DeepSpeed, or somebody else, once had.
+# Names that people write for others, because DeepSpeed or another library once had them.
 _OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _BLOCKS = (
@@ -61,7 +61,7 @@ _BOOLEANS = (
 ).split()
 _NUMBERS = ("gradient_clipping", "gradient_predivide_factor", "steps_per_print")
 _DTYPES = ("fp32", "bf16", "fp16")
-# What DeepSpeed takes there, in capitals or not.
+# The words that DeepSpeed accepts, in any case.
 _WORDS: dict[str, tuple[str, ...]] = {
     "communication_data_type": _DTYPES,
     "seq_parallel_communication_data_type": _DTYPES,
@@ -74,7 +74,7 @@ _ACCUMULATED = {
     "fp16": "fp16 float16 half torch.float16",
 }
 _KNOWN = (*BATCH_KEYS, *_BLOCKS, *_BOOLEANS, *_NUMBERS, *_WORDS)
-# Of blocks that have been models of pydantic only since DeepSpeed 0.17, or never.
+# Names in the blocks that are pydantic models only since DeepSpeed 0.17, or not at all.
 _KNOWN_IN = {
     "bf16": "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states",
     "fp16": "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
@@ -86,7 +86,7 @@ _REFUSED_CHECKPOINT = ("writer", "use_node_local_storage", "load_universal")
 
 
 def read_deepspeed_config(path: str) -> dict[str, Any]:
-    """The JSON as a dict. Raises ValueError where it cannot be read, is no object, or holds what is refused."""
+    """Reads the JSON. Raises ValueError if it cannot be read, is not an object, or has a refused name or value."""
     try:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
@@ -119,7 +119,7 @@ def read_deepspeed_config(path: str) -> dict[str, Any]:
 
 
 def _parse_boolean(path: str, key: str, value: Any) -> bool:
-    """As DeepSpeed, whose configuration is made of pydantic models, reads it: 1, "true" and "yes" are true as well."""
+    """Reads a boolean as DeepSpeed's pydantic models do: 1, "true" and "yes" are also true."""
     try:
         return TypeAdapter(bool).validate_python(value)
     except ValidationError:
@@ -127,7 +127,7 @@ def _parse_boolean(path: str, key: str, value: Any) -> bool:
 
 
 def _parse(text: str) -> Any:
-    """As DeepSpeed, which takes Hjson too: comments, and no quotes where none are needed."""
+    """Parses Hjson as DeepSpeed does: it allows comments, and strings without quotes."""
     if not text.strip():
         raise ValueError("it is empty")
     try:
@@ -141,18 +141,18 @@ def read_zero_stage(config: Mapping[str, Any]) -> int:
 
 
 def is_given(config: Mapping[str, Any], key: str) -> bool:
-    """Whether the JSON gives a key a value, rather than "auto"."""
+    """Whether the JSON has a value other than "auto" for a key."""
     return config.get(key, "auto") not in (None, "auto")
 
 
 def decides_batch_size(config: Mapping[str, Any]) -> bool:
-    """Whether the JSON has a number that the size of a global batch follows from."""
+    """Whether the JSON has a number that decides the size of a global batch."""
     total_key, _, steps_key = BATCH_KEYS
     return any(is_given(config, key) for key in (total_key, steps_key))
 
 
 def read_precision(config: Mapping[str, Any]) -> str:
-    """`fp32`, `bf16` or `fp16`. Raises ValueError where both are enabled."""
+    """Returns `fp32`, `bf16` or `fp16`. Raises ValueError if both are enabled."""
     enabled = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True]
     if len(enabled) == 2:
         raise ValueError("the DeepSpeed JSON enables bf16 and fp16; enable one of them")
@@ -160,7 +160,7 @@ def read_precision(config: Mapping[str, Any]) -> str:
 
 
 def read_offload_device(config: Mapping[str, Any], block: str = "offload_optimizer") -> str:
-    """Where the optimizer's states are, with "offload_param" the weights: `none` (on the device), `cpu` or `nvme`."""
+    """Returns where the optimizer's states ("offload_param": the weights) are: `none` (the device), `cpu` or `nvme`."""
     return str((config.get("zero_optimization", {}).get(block) or {}).get("device", "none"))
 
 
@@ -171,11 +171,15 @@ def offloads_optimizer(config: Mapping[str, Any]) -> bool:
 def complete_deepspeed_config(
     config: Mapping[str, Any], given: Mapping[str, Any], data_parallel_size: int
 ) -> dict[str, Any]:
-    """A copy of `config` with batch sizes, clipping and precision decided.
+    """Returns a copy of `config` with batch sizes, clipping and precision decided.
 
-    `given` holds micro_batch_size, global_batch_size and clip_grad of the command line or the checkpoint, None where
-    they say nothing, and bf16 and fp16.
-    Raises ValueError where the command line and the JSON contradict each other or the sizes do not divide.
+    Args:
+        config: of read_deepspeed_config.
+        given: micro_batch_size, global_batch_size and clip_grad of the command line or the checkpoint, None if they
+            have no value; bf16 and fp16.
+        data_parallel_size: of the run.
+
+    Raises ValueError if the command line and the JSON contradict each other or the sizes do not divide.
     """
     filled = {**config, **_decide_batch_sizes(config, given, data_parallel_size), **_decide_precision(config, given)}
     clip = _agree("--clip-grad", given["clip_grad"], "gradient_clipping", _read_number(config, "gradient_clipping"))
@@ -183,19 +187,19 @@ def complete_deepspeed_config(
     filled.setdefault("steps_per_print", 10**9)  # the trainer prints its own line
     zero = dict(filled.get("zero_optimization", {}))
     zero.setdefault("stage", 0)
-    # DeepSpeed would exchange torch.nn.functional.linear for one that keeps other tensors for backward.
+    # DeepSpeed would replace torch.nn.functional.linear by one that keeps other tensors for backward.
     zero.setdefault("memory_efficient_linear", False)
     filled["zero_optimization"] = zero
     return filled
 
 
 def freeze_deepspeed_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same content, which nobody can change: mappings that are only read, tuples for lists."""
+    """Returns the same content as read-only mappings and tuples."""
     return MappingProxyType({key: _freeze(value) for key, value in config.items()})
 
 
 def copy_deepspeed_config(frozen: Mapping[str, Any]) -> dict[str, Any]:
-    """The dict and its lists that freeze_deepspeed_config was given, for DeepSpeed, which may write into its own."""
+    """Returns the dicts and lists that freeze_deepspeed_config was given; DeepSpeed may write into them."""
     return {key: _thaw(value) for key, value in frozen.items()}
 
 
@@ -212,7 +216,7 @@ def _thaw(value: Any) -> Any:
 
 
 def _read_number(config: Mapping[str, Any], key: str) -> Any:
-    """The JSON's value; None where it is absent or "auto"."""
+    """Returns the JSON's value; None if it is missing or "auto"."""
     value = config.get(key)
     if value is None or value == "auto":
         return None
@@ -275,7 +279,7 @@ def _decide_precision(config: Mapping[str, Any], given: Mapping[str, Any]) -> di
 
 
 def check_names(path: str, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a name that is not used here, and for one that is nearly another one."""
+    """Raises ValueError for a name that is not used here, and for an unknown name that resembles a known one."""
     for key, reason in REFUSED.items():
         if key in config:
             raise ValueError(f'--deepspeed_config {path}: "{key}" is not used here: {reason}')
@@ -283,7 +287,7 @@ def check_names(path: str, config: Mapping[str, Any]) -> None:
     for key in find_unknown_keys(config):
         if blocks := [block for block, names in known_in.items() if key in names]:
             raise ValueError(
-                f'--deepspeed_config {path}: "{key}" stands at the top, where nobody reads it; it belongs into '
+                f'--deepspeed_config {path}: "{key}" is at the top, where it is ignored; it belongs into '
                 + " or ".join(f'"{block}"' for block in blocks)
             )
         if near := _OTHER_NAMES.get(key.lower()) or find_near_name(key, (*_KNOWN, *REFUSED)):
@@ -291,7 +295,7 @@ def check_names(path: str, config: Mapping[str, Any]) -> None:
             raise ValueError(
                 f'--deepspeed_config {path}: "{key}" is unknown; the nearest known name is "{near}"{reason}'
             )
-    # DeepSpeed refuses other names itself, in its own words and late; here the near ones are found.
+    # DeepSpeed itself refuses unknown names in its blocks, but late and without the nearest known one.
     for block, names in known_in.items():
         content = config.get(block)
         for key in content if isinstance(content, Mapping) else ():
@@ -302,8 +306,8 @@ def check_names(path: str, config: Mapping[str, Any]) -> None:
 
 
 def _list_names_in_blocks() -> dict[str, list[str]]:
-    """Block -> the names that the installed DeepSpeed reads in it."""
-    # It takes seconds, which a run needs anyway; what is wrong with the command line has been said by now.
+    """Returns the names that the installed DeepSpeed reads in each block."""
+    # The import takes seconds, which a run needs anyway; an error in the command line has been reported by now.
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     zero = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
@@ -311,7 +315,7 @@ def _list_names_in_blocks() -> dict[str, list[str]]:
 
 
 def check_kinds(path: str, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value of another kind than DeepSpeed has there."""
+    """Raises ValueError for a value of another kind than DeepSpeed expects."""
 
     def refuse(key: str, value: object, expected: str) -> None:
         raise ValueError(f'--deepspeed_config {path}: "{key}" is {value!r}; expected {expected}')
@@ -344,7 +348,7 @@ def check_kinds(path: str, config: Mapping[str, Any]) -> None:
 
 
 def find_unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """Top-level keys that neither DeepSpeed nor the trainer reads: DeepSpeed accepts any name without a word."""
+    """Lists top-level keys that neither DeepSpeed nor the trainer reads; DeepSpeed itself accepts any name."""
     return [key for key in config if key not in _KNOWN]
 
 

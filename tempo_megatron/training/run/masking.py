@@ -1,4 +1,4 @@
-"""How tokens are masked for BERT and RoBERTa: Megatron-LM's arguments, and --masking, which its script lacks."""
+"""Parses and checks how tokens are masked for BERT and RoBERTa: Megatron-LM's arguments, and --masking."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tempo_megatron.words.argument_types import parse_probability
 
 WORDS, TOKENS = "words", "tokens"
 MASKING_DEFAULTS = {"mask_prob": 0.15, "short_seq_prob": 0.1, "masking": WORDS}
-"""Used where neither the command line nor the checkpoint of --load says anything."""
+"""Used if neither the command line nor the checkpoint of --load has a value."""
 SHORTEST_SAMPLE = 5
 """[CLS], a token, [SEP], a token and [SEP]."""
 _SPECIAL_TOKENS = 3
-"""That Megatron leaves room for, also in a sample of one segment."""
+"""Megatron leaves room for these even in a sample of one segment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Masking:
-    """A field means what `--help` says of the argument of that name."""
+    """`--help` describes the fields, which have arguments of the same names."""
 
     mask_prob: float
     short_seq_prob: float
@@ -56,11 +56,13 @@ def add_masking_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def take_segments(args: argparse.Namespace, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The two fields of ModelShape that say whether there are segments: as typed, as --model, as `stored`, as BERT.
+    """Returns the two fields of ModelShape that say whether there are segments.
+
+    They come from the command line, else from --model, else from `stored`, else they are BERT's.
 
     Args:
         args: parsed with add_masking_arguments.
-        stored: fields of ModelShape of the checkpoint that the run goes on from.
+        stored: the ModelShape's fields of the checkpoint that the run resumes from.
     """
     below = {**(stored or {}), **(read_shape_file(args.model) if args.model else {})}
     has_head = not args.bert_no_binary_head and below.get("add_binary_head", True)
@@ -68,12 +70,8 @@ def take_segments(args: argparse.Namespace, stored: Mapping[str, Any] | None = N
     return {"add_binary_head": has_head, "num_tokentypes": kinds}
 
 
-def take_masking(values: Mapping[str, Any]) -> Masking:
-    return Masking(**{field.name: values[field.name] for field in dataclasses.fields(Masking)})
-
-
 def check_masking(masking: Masking, seq_length: int) -> None:
-    """Raise ValueError for what Megatron's masked dataset would stop in."""
+    """Raises ValueError for values at which Megatron's masked dataset fails."""
     if masking.mask_prob == 0:
         raise ValueError("--mask-prob 0 leaves nothing to predict; expected a share above 0")
     if masking.mask_prob == 1:
@@ -85,7 +83,7 @@ def check_masking(masking: Masking, seq_length: int) -> None:
         )
     tokens = seq_length - _SPECIAL_TOKENS
     if masking.mask_prob * tokens < 1:
-        # Megatron masks no word that is longer than this product, and so none at all.
+        # Megatron masks no word of more tokens than this product, and so none at all.
         shortest = math.ceil(1 / masking.mask_prob) + _SPECIAL_TOKENS
         raise ValueError(
             f"--mask-prob {masking.mask_prob:g} of the {tokens} tokens that --seq-length {seq_length} has besides "

@@ -1,10 +1,9 @@
 """Decides what a resumed run takes from its checkpoint and what from its command line.
 
-A value that was typed, or that stands in the DeepSpeed JSON, wins; one that was left out comes from the checkpoint,
-which holds every field of the run. The learning rate schedule is the exception, as in Megatron-LM: the run keeps the
-checkpoint's and refuses another one that was typed, and --override-opt-param-scheduler takes the whole schedule from
-the command line, its defaults included. How the weights lie on the ranks, and what is written where, is each start's
-own business.
+A value on the command line or in the DeepSpeed JSON wins; one that is left out comes from the checkpoint, which holds
+every field of the run. The learning rate schedule is the exception, as in Megatron-LM: the run keeps the checkpoint's
+and refuses another one, unless --override-opt-param-scheduler takes the whole schedule from the command line, defaults
+included. The layout (TP, DP, ZeRO stage) and the outputs are not taken from the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tempo_megatron.models.arguments import name_option
 from tempo_megatron.models.shape import NAMES, complete_description
@@ -31,77 +30,68 @@ from tempo_megatron.training.differences import flatten
 from tempo_megatron.training.run.deepspeed_config import BATCH_KEYS, decides_batch_size, is_given
 from tempo_megatron.training.run.masking import Masking
 
-if TYPE_CHECKING:
-    pass
-
+_RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 SCHEDULE = ("lr", "min_lr", "lr_warmup_iters", "lr_decay_style", "lr_decay_iters")
-# Every field of RunConfig is in one of these four tables; all are stored. A value that is left out on --load is the
-# checkpoint's for those of the first two.
+# Every field of RunConfig is stored, and is in one of these four tables. The fields of the first two are taken from the
+# checkpoint if they are left out.
 STAYS = (
     *("model", "vocab_padding_tp", "global_batch_size", "seed", "precision", "split", "masking", "sample_parts"),
     *SCHEDULE,
 )
-"""Another value is refused; fields of `model` that may change are in MODEL_MAY_CHANGE."""
+"""Another value is refused, except for the fields of `model` in MODEL_MAY_CHANGE."""
 MAY_CHANGE = {
     "micro_batch_size": "samples are taken in the order of their index, whatever a micro batch is",
     "train_iters": "a run may be made longer; the schedule and the order of the samples stay",
-    "weight_decay": "the optimizer takes it at its next step",
-    "adam_beta1": "the optimizer takes it at its next step",
-    "adam_beta2": "the optimizer takes it at its next step",
-    "adam_eps": "the optimizer takes it at its next step",
-    "clip_grad": "the optimizer takes it at its next step",
-    "data_path": "data may have been moved; what is in it is compared",
-    "vocab_file": "it may have been moved; what is in it is compared",
-    "merge_file": "it may have been moved; what is in it is compared",
+    **dict.fromkeys(
+        ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"), "the optimizer uses it at its next step"
+    ),
+    **dict.fromkeys(("data_path", "vocab_file", "merge_file"), "files may have been moved; their content is compared"),
     "eod_mask_loss": "weights and samples are the same, other tokens count in the loss",
-    "eval_interval": "validation leaves the training as it is",
-    "eval_iters": "validation leaves the training as it is",
-    "recompute_granularity": "recomputation gives the same values",
-    "recompute_method": "recomputation gives the same values",
-    "recompute_num_layers": "recomputation gives the same values",
-    "recompute_modules": "recomputation gives the same values",
-    "bias_gelu_fusion": "the form of GELU that it brings with it is compared",
-    "bias_swiglu_fusion": "the same function in another kernel",
-    "bias_dropout_fusion": "the same function in another kernel",
-    "masked_softmax_fusion": "the same function in another kernel",
+    **dict.fromkeys(("eval_interval", "eval_iters"), "validation does not change the training"),
+    **dict.fromkeys(_RECOMPUTATION, "recomputation gives the same values"),
+    "bias_gelu_fusion": "the form of GELU, which follows from it, is compared",
+    **dict.fromkeys(
+        ("bias_swiglu_fusion", "bias_dropout_fusion", "masked_softmax_fusion"), "the same function in another kernel"
+    ),
     "tempo": "weights have the same names and shapes",
     "memory_budget": "it decides what is recomputed",
 }
-"""What is typed holds, and why it may be another value."""
+"""The command line's value is used; why it may be another one."""
 OF_EACH_START = {
     **dict.fromkeys(
         ("world_size", "data_parallel_size", "tensor_model_parallel_size", "sequence_parallel", "on_gpu"),
-        "the layout: the weights are the same in every one",
+        "the layout: the weights are the same in each",
     ),
-    **dict.fromkeys(("deepspeed_config", "deepspeed"), "a file that every start names; what it shares is compared"),
+    **dict.fromkeys(("deepspeed_config", "deepspeed"), "a file that every start names"),
     **dict.fromkeys(
-        ("save", "save_interval", "keep_checkpoints", "metrics_file", "loss_plot", "tensorboard_dir", "tempo_ledger"),
+        (
+            *("save", "save_interval", "keep_checkpoints", "metrics_file", "loss_plot", "tensorboard_dir"),
+            *("tempo_ledger", "log_interval", "log_dir"),
+        ),
         "what this start writes, where and when",
     ),
-    **dict.fromkeys(("log_interval", "log_dir"), "what this start writes, where and when"),
     **dict.fromkeys(("exit_interval", "exit_signal_handler"), "when this start ends"),
-    **dict.fromkeys(("load", "override_opt_param_scheduler"), "how this start goes on"),
+    **dict.fromkeys(("load", "override_opt_param_scheduler"), "how this start resumes"),
     **dict.fromkeys(("num_workers", "data_cache_path"), "how samples are read, not which"),
     **dict.fromkeys(("distributed_timeout_minutes", "heartbeat_seconds"), "how ranks watch one another"),
-    "use_cpu_initialization": "of the first weights only",
-    "tempo_arguments": "what was typed, for the banner",
+    "use_cpu_initialization": "only for the first weights",
+    "tempo_arguments": "text for the banner",
 }
-"""What each start says anew, and why it is not taken from the checkpoint."""
+"""Each start sets it anew; why it is not taken from the checkpoint."""
 COMPUTED = ("num_micro_batches", "split_weights", "blend")
 """Follow from other fields."""
 MODEL_MAY_CHANGE = {
     "vocab_size": "its rows with the padding are compared",
     "make_vocab_size_divisible_by": "its rows with the padding are compared",
-    "init_method_std": "of the first weights only",
+    "init_method_std": "only for the first weights",
     "attention_dropout": "no weight depends on it",
     "hidden_dropout": "no weight depends on it",
 }
 """Fields of ModelShape that may have another value on --load, and why."""
-# What of a model changes its weights or what it computes from them.
+# The fields of ModelShape that change the weights, or what is computed from them.
 MODEL_FIELDS = tuple(name for name in NAMES if name not in MODEL_MAY_CHANGE)
 _MASKING = tuple(field.name for field in dataclasses.fields(Masking))
-_RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-# Description field -> what a user changes to make it match.
+# Field of a description -> what a user changes to make it match.
 REMEDIES = {
     **{name: name_option(name) for name in MODEL_FIELDS},
     "padded_vocab_size": "--vocab-size and --make-vocab-size-divisible-by",
@@ -114,24 +104,24 @@ REMEDIES = {
     "tokenizer": "--vocab-file and --merge-file",
     "data": "--data-path",
 }
-# What of the DeepSpeed JSON is a field of the run, too.
+# Names of the DeepSpeed JSON that are also fields of the run.
 _TOLD_OF_JSON = (*BATCH_KEYS, "gradient_clipping", "tempo", "steps_per_print")
-# What decides which sample comes when: another value and the resumed run would see other data.
+# Fields that decide which sample comes when.
 _DATA_FIELDS = ("seq_length", "global_batch_size", "seed", "split", "masking")
 
 
 def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None = None) -> dict[str, Any] | None:
-    """The description of the newest checkpoint in --load that is whole; None without --load.
+    """Reads the description of the newest whole checkpoint in --load.
 
-    Added are "checkpoint", its name, "named", whether a file says which is the newest, and "passed_over": the newer
-    ones that are not whole, by name, with the reason. None also where the folder is --save itself and holds nothing
-    yet. Contents of files are not looked at: `checkpoint_integrity.find_damage` does that.
+    It adds "checkpoint" (the name), "named" (whether the file `latest` exists) and "passed_over" (the newer checkpoints
+    that are not whole, name -> reason). It returns None without --load, or if --load is --save and still empty. It does
+    not read the contents of files: `integrity.find_damage` does.
 
     Args:
         args: parsed.
         damaged: checkpoints that are known not to be whole, and why.
 
-    Raises ValueError where no checkpoint is whole, or the newest whole one is not of this trainer's format.
+    Raises ValueError if no checkpoint is whole, or the newest whole one is not of this trainer's format.
     """
     if not args.load:
         return None
@@ -153,7 +143,7 @@ def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None =
         if saved.get("format") not in READ_FORMATS:
             raise ValueError(
                 f"--load {folder.path / candidate}: its {RUN_FILE} has format {saved.get('format')}, expected "
-                f"{FORMAT}; it is of another version of this trainer, go on with that one"
+                f"{FORMAT}; it is of another version of this trainer; resume it with that one"
             )
         if reason := find_missing(folder.path / candidate, saved["files"]):
             passed_over[candidate] = reason
@@ -165,9 +155,9 @@ def read_saved_run(args: argparse.Namespace, damaged: Mapping[str, str] | None =
 
 
 def read_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the RunConfig that saved a checkpoint, in the types of JSON.
+    """Returns the fields of the RunConfig that saved a checkpoint, in the types of JSON.
 
-    A checkpoint of format 3 or less has only some of them, and those that its description tells.
+    For a checkpoint of format 3 or less these are only some, and those that its description tells.
     """
     told = {name: saved[name] for name in (*STAYS, *MAY_CHANGE) if name in saved}
     return {"model": {name: saved[name] for name in NAMES if name in saved}, **told, **saved["settings"]}
@@ -176,12 +166,12 @@ def read_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 def take_from_checkpoint(
     args: argparse.Namespace, config: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments that were left out, and that the DeepSpeed JSON does not give, as the checkpoint has them.
+    """Returns the checkpoint's values of the arguments that neither the command line nor the DeepSpeed JSON gives.
 
-    The model and Tempo are not among them: see models.arguments.read_given_model and join_tempo.
+    It does not return the model and Tempo's: see models.arguments.read_given_model and join_tempo.
 
-    Raises ValueError where the schedule that was typed is not the checkpoint's, where the steps that are added would be
-    made with a learning rate of 0, or where the checkpoint is beyond --train-iters.
+    Raises ValueError if the command line has another schedule than the checkpoint, if added steps would have a learning
+    rate of 0, or if the checkpoint is beyond --train-iters.
     """
     settings = read_settings(saved)
     masking = settings.get("masking") or {}
@@ -207,7 +197,7 @@ def take_from_checkpoint(
 
 
 def _find_decided(given: Mapping[str, Any], config: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
-    """Arguments that were left out, and that something else which was typed decides."""
+    """Lists arguments that are left out but follow from others that the user gave."""
     decided = set()
     if is_given(config, "gradient_clipping"):
         decided.add("clip_grad")
@@ -249,7 +239,7 @@ def _check_schedule(
 
 
 def check_given_model(given: Mapping[str, Any], saved: Mapping[str, Any], load: str) -> None:
-    """Raise ValueError for the first field of ModelShape that was given and that is not the checkpoint's."""
+    """Raises ValueError for the first field of ModelShape that was given and differs from the checkpoint's."""
     for name in MODEL_FIELDS:
         ours = given.get(name)
         ours = list(ours) if isinstance(ours, tuple) else ours
@@ -258,17 +248,17 @@ def check_given_model(given: Mapping[str, Any], saved: Mapping[str, Any], load: 
 
 
 def join_tempo(args: argparse.Namespace, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The DeepSpeed JSON with the "tempo" block that counts on --load, below the arguments.
+    """Returns the DeepSpeed JSON with the "tempo" block that counts on --load, where the arguments do not decide.
 
-    Arguments win over the block, so that the checkpoint's run may have had other values than its block. A key of the
-    block says something new where its value is another than it was in that run's JSON; the others are as in the run.
+    A key of the block counts only if its value has changed since the checkpoint's run, whose arguments may have had
+    precedence over its block. The other keys have the values of that run.
     """
     if "tempo" not in settings:
         return config
     config_then = settings["deepspeed"]
     block, block_then = config.get("tempo", {}), config_then.get("tempo", {})
     if not isinstance(block, Mapping):
-        return config  # it is refused where it is read
+        return config  # its reader refuses it
     was_off = TempoConfig(**settings["tempo"]).is_off
     enabled, enabled_then = (
         None if "tempo" not in each else each["tempo"].get("enabled", True) for each in (config, config_then)
@@ -278,7 +268,7 @@ def join_tempo(args: argparse.Namespace, config: Mapping[str, Any], settings: Ma
     if was_off:
         return {**config, "tempo": {**block, **joined}}
     had = {**settings["tempo"], BUDGET: settings["memory_budget"]}
-    # A budget gives the layers their values: the newer of the two holds.
+    # A budget chooses the values of the layers, so the newer of the two counts.
     if "layers" in new or args.tempo_layers is not None:
         del had[BUDGET]
     if BUDGET in new or args.tempo_memory_budget is not None:
@@ -288,12 +278,11 @@ def join_tempo(args: argparse.Namespace, config: Mapping[str, Any], settings: Ma
 
 
 def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
-    """One line of all that a run does in another way than the one that saved the checkpoint, and one of what the
-    checkpoint does not tell.
+    """Yields a line about the settings that differ from the checkpoint's, and one about those that it does not tell.
 
     Args:
         saved: of read_saved_run.
-        settings: list_settings of the run, as it was asked for.
+        settings: list_settings of the run as the user gave it.
     """
     stored, ours = read_settings(saved), json.loads(json.dumps(settings))
     if unknown := [name for name in MAY_CHANGE if name not in stored]:
@@ -318,9 +307,9 @@ def _write(value: Any) -> str:
 
 
 def find_vocab_padding_tp(saved: Mapping[str, Any]) -> int:
-    """The tensor parallel size that the checkpoint's vocabulary was padded for.
+    """Returns the tensor parallel size that the checkpoint's vocabulary was padded for.
 
-    The rows of the padding are part of every softmax, so that a run that goes on elsewhere has to keep their number.
+    The padding takes part in every softmax, so a run that resumes in another layout must keep its size.
     """
     return int(saved.get("vocab_padding_tp", saved["tensor_model_parallel_size"]))
 

@@ -1,8 +1,7 @@
 """RunConfig: everything that is decided about a run before it starts, in one object that is only read afterwards.
 
-Three steps lead there: `arguments.parse_arguments` says what was typed, `complete_run` adds what follows from the
-DeepSpeed JSON, the checkpoint, the number of processes and the defaults, and `checks.check_run` refuses what cannot
-train.
+`arguments.parse_arguments` reads the command line. `complete_run` adds what follows from the DeepSpeed JSON, the
+checkpoint, the number of processes and the defaults. `checks.check_run` refuses what cannot train.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tempo_megatron.training.run.deepspeed_config import (
     freeze_deepspeed_config,
     read_precision,
 )
-from tempo_megatron.training.run.masking import Masking, take_masking, take_segments
+from tempo_megatron.training.run.masking import MASKING_DEFAULTS, Masking, take_segments
 from tempo_megatron.training.run.resume import (
     check_given_model,
     find_vocab_padding_tp,
@@ -41,12 +40,12 @@ _NEEDED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One run. A field that has an argument of the same name means what `--help` says about that."""
+    """One run. `--help` describes the fields that have an argument of the same name."""
 
     model: ModelShape
-    """Its vocab_size is as given; see datasets.Vocabulary for what the model gets."""
+    """Its vocab_size is as given; see task.Vocabulary for the rows of the embedding."""
     vocab_padding_tp: int
-    """The tensor parallel size that the vocabulary is padded for: of the run's first start."""
+    """The tensor parallel size that the vocabulary is padded for: that of the run's first start."""
 
     # Training
     micro_batch_size: int
@@ -84,12 +83,12 @@ class RunConfig:
     merge_file: str | None
     eod_mask_loss: bool
     masking: Masking | None
-    """Of BERT and RoBERTa only."""
+    """None for GPT."""
     num_workers: int
     eval_interval: int
     eval_iters: int
     sample_parts: tuple[int, ...]
-    """Of the checkpoint, the order of its samples: see datasets.build_datasets. Empty in a run that starts."""
+    """The checkpoint's: see datasets.build_datasets. Empty in a new run."""
 
     # Recomputation and fusion
     recompute_granularity: str | None
@@ -125,14 +124,14 @@ class RunConfig:
     deepspeed_config: str
     """Path of the JSON."""
     deepspeed: Mapping[str, Any]
-    """Its content, completed: no value is "auto" that the trainer decides. copy_deepspeed_config makes it a dict."""
+    """Its content, with a value for each "auto" that the trainer decides. copy_deepspeed_config makes it a dict."""
 
     tempo: TempoConfig
-    """As given; Job puts a value in place of each "auto" before anything reads it."""
+    """As given; Job replaces each "auto" by a value."""
     memory_budget: int | None
-    """Bytes that a rank may hold, by which Job plans what is "auto"; None plans nothing."""
+    """The bytes per rank for which Job plans each "auto"; None plans nothing."""
     tempo_arguments: str
-    """What was typed about Tempo, for the banner."""
+    """Tempo's arguments as given, for the banner."""
 
 
 def complete_run(
@@ -143,16 +142,16 @@ def complete_run(
     world_size: int,
     on_gpu: bool,
 ) -> RunConfig:
-    """The run that `args` ask for; neither `args` nor `deepspeed_config` is changed.
+    """Completes the run that `args` describe; changes neither `args` nor `deepspeed_config`.
 
     Args:
         args: of parse_arguments.
         deepspeed_config: of read_deepspeed_config.
-        saved: of read_saved_run, the checkpoint to go on from; None for a run that starts.
+        saved: of read_saved_run, the checkpoint to resume from; None for a new run.
         world_size: processes of the run.
         on_gpu: whether they have GPUs.
 
-    Raises ValueError where something is missing that has no default, or where two sources contradict each other.
+    Raises ValueError if something without a default is missing, or if two sources contradict each other.
     """
     settings, with_tempo = {}, deepspeed_config
     if saved:
@@ -160,12 +159,11 @@ def complete_run(
         args = argparse.Namespace(**{**vars(args), **take_from_checkpoint(args, deepspeed_config, saved)})
         with_tempo = join_tempo(args, deepspeed_config, settings)
     values = {**vars(args), "model": _complete_model(args, settings, saved)}
-    # The DeepSpeed JSON may still decide the clipping.
-    values |= {
-        name: default
-        for name, default in DEFAULTS.items()
-        if name != "clip_grad" and name in values and values[name] is None
-    }
+    for name, default in DEFAULTS.items():
+        if values.get(name, default) is None and name != "clip_grad":  # which the DeepSpeed JSON may decide
+            values[name] = default
+    if values["lr_decay_iters"] is None:
+        values["lr_decay_iters"] = values["train_iters"]
     for name, what in _NEEDED.items():
         if values[name] is None:
             raise ValueError(f"--{name.replace('_', '-')} is missing; give {what}")
@@ -173,8 +171,8 @@ def complete_run(
     completed = complete_deepspeed_config(deepspeed_config, values, data_parallel_size)
     tempo, memory_budget = read_tempo_of_run(args, with_tempo)
     values.setdefault("eod_mask_loss", False)
-    values["masking"] = take_masking(values) if args.family == "bert" else None
     values |= {
+        "masking": Masking(**{name: values[name] for name in MASKING_DEFAULTS}) if args.family == "bert" else None,
         "micro_batch_size": completed["train_micro_batch_size_per_gpu"],
         "global_batch_size": completed["train_batch_size"],
         "num_micro_batches": completed["gradient_accumulation_steps"],
@@ -194,12 +192,12 @@ def complete_run(
         "memory_budget": memory_budget,
         "tempo_arguments": describe_tempo_arguments(args),
     }
-    values |= _complete_schedule(values) | _complete_recomputation(args) | _complete_output(args)
+    values |= _complete_recomputation(args) | _complete_output(args)
     return RunConfig(**{field.name: values[field.name] for field in dataclasses.fields(RunConfig)})
 
 
 def divide_processes(world_size: int, tensor_model_parallel_size: int) -> int:
-    """The data parallel size. Raises ValueError where the processes do not divide."""
+    """Returns the data parallel size. Raises ValueError if the processes do not divide."""
     tp = tensor_model_parallel_size
     if world_size % tp:
         raise ValueError(
@@ -212,7 +210,7 @@ def divide_processes(world_size: int, tensor_model_parallel_size: int) -> int:
 def _complete_model(
     args: argparse.Namespace, settings: Mapping[str, Any], saved: Mapping[str, Any] | None
 ) -> ModelShape:
-    """What was given on top of what the checkpoint has."""
+    """Makes the model of what was given and, for the rest, of what the checkpoint has."""
     stored = settings.get("model", {})
     if args.family == "bert":
         args = argparse.Namespace(**{**vars(args), **take_segments(args, stored)})
@@ -220,11 +218,6 @@ def _complete_model(
     if saved:
         check_given_model(given, saved, args.load)
     return make_shape(**{**stored, **given})
-
-
-def _complete_schedule(values: Mapping[str, Any]) -> dict[str, Any]:
-    decay_iters = values["lr_decay_iters"]
-    return {"lr_decay_iters": values["train_iters"] if decay_iters is None else decay_iters}
 
 
 def _complete_recomputation(args: argparse.Namespace) -> dict[str, Any]:

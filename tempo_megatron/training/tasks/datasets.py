@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import glob
 import os
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
-from tempo_megatron.data.dataset_files import Sidecar, load_dataset_tokenizer, validate_dataset
+from tempo_megatron.data.dataset_files import Sidecar, check_presence, load_dataset_tokenizer, validate_dataset
 from tempo_megatron.models.shape import pad_vocab_size
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks import index_files
@@ -23,14 +21,14 @@ from tempo_megatron.training.watch.stop_signal import ignore_stop_signals
 
 
 def load_vocabulary(run: RunConfig, task: Task) -> Vocabulary:
-    """The tokenizer that all data sets of `--data-path` were made with, and the size of its vocabulary.
+    """Loads the tokenizer that all data sets of `--data-path` were made with, and sizes the embedding.
 
-    Raises ValueError where a data set is broken, has another tokenizer or one that the task does not take, or does not
-    fit the vocabulary.
+    Raises ValueError if a data set is broken, has another tokenizer or one that the task cannot use, or does not fit
+    the vocabulary.
     """
     prefixes = run.blend[0]
     for prefix in prefixes:
-        _check_presence(prefix)
+        check_presence(prefix)
     tokenizer = load_dataset_tokenizer(prefixes[0], run.vocab_file, run.merge_file, task.tokenizer_types)
     for prefix in prefixes[1:]:
         other = load_dataset_tokenizer(prefix, run.vocab_file, run.merge_file, task.tokenizer_types)
@@ -56,23 +54,8 @@ def load_vocabulary(run: RunConfig, task: Task) -> Vocabulary:
     return Vocabulary(tokenizer, vocab_size, padded, files)
 
 
-def _check_presence(prefix: str) -> None:
-    missing = [prefix + suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
-    if not missing:
-        return
-    stem, suffix = os.path.splitext(prefix)
-    there = [
-        os.path.splitext(path)[0] for path in glob.glob(os.path.join(glob.escape(os.path.dirname(prefix)), "*.idx"))
-    ]
-    near = [stem] if suffix in (".idx", ".bin") else difflib.get_close_matches(prefix, there, n=1)
-    raise ValueError(
-        f"{' and '.join(missing)} not found; prepare the data, or check --data-path"
-        + (f": there is {near[0]}" if near and near[0] in there else "")
-    )
-
-
 def _name_parts(run: RunConfig) -> dict[str, tuple[float, float]]:
-    """The parts of a data set of which samples are asked for, with their borders as fractions."""
+    """Returns the parts of a data set that the run reads, with their borders as fractions."""
     train, valid, _ = run.split_weights
     parts = {"training": (0.0, train)}
     if run.eval_iters:
@@ -88,18 +71,18 @@ class Datasets:
     valid: Any
     """None without validation."""
     sample_parts: tuple[int, ...]
-    """The samples asked for in each part of `train`: what a run that goes on needs for the same order."""
+    """The number of samples in each part of `train`, which a resumed run needs for the same order."""
 
 
 def build_datasets(run: RunConfig, task: Task, tokenizer: Any) -> Datasets:
-    """The samples, built on rank 0 first, then read from its index files by the other ranks.
+    """Builds the samples on rank 0; the other ranks then read its index files.
 
     Megatron shuffles the epochs of a run together, so that a data set built for more samples has another order from
-    the first sample on. A run that goes on for longer than it was planned keeps the order it began with and appends a
-    part with an order of its own: run.sample_parts, the samples asked for in each part, comes from the checkpoint,
-    and sample_parts of the result has the new part as well.
+    the first sample on. A run that is resumed for more steps than planned keeps its order and appends a part with an
+    order of its own: run.sample_parts, the samples of each part, comes from the checkpoint, and the result's
+    sample_parts includes the new part.
 
-    Raises ValueError where the folder for the index files cannot be written.
+    Raises ValueError if the folder for the index files cannot be written.
     """
     if int(os.environ["RANK"]) == 0:
         for prefix in run.blend[0]:
@@ -131,7 +114,7 @@ def _build_part(
         path_to_cache=run.data_cache_path,
     )
     assert config.split_matrix is not None
-    # No part is built for testing, nor one of which no sample is asked for; Megatron takes no such split as argument.
+    # Build no test part, and no part without samples; Megatron has no argument for that.
     config.split_matrix[2] = None
     if not valid_samples:
         config.split_matrix[1] = None
@@ -157,10 +140,10 @@ def _build_part(
 
 
 def _remove_changed_indices(before: Collection[str], used: Iterable[str]) -> bool:
-    """On rank 0 delete what is not as it was written and seal what is new; on every rank whether any was deleted.
+    """Deletes changed index files and seals new ones, on rank 0; returns on every rank whether any was deleted.
 
     Args:
-        before: the index files that were there before the datasets were built.
+        before: the index files that existed before the datasets were built.
         used: those that the datasets read.
     """
     changed: list[str] = []
@@ -176,33 +159,26 @@ def _remove_changed_indices(before: Collection[str], used: Iterable[str]) -> boo
     return any(gather(bool(changed)))
 
 
-class ShardedBatchSampler:
-    """Indices of one data-parallel rank, batch by batch, as if all samples were consumed in order.
+def shard_batches(first: int, last: int, micro_batch_size: int, rank: int, data_parallel_size: int) -> Iterator[range]:
+    """Yields the samples in [first, last) of one data-parallel rank, micro batch by micro batch.
 
-    Micro batch k of rank r holds the samples consumed + (k * dp + r) * micro_batch_size and following.
+    Micro batch k of rank r begins at sample first + (k * data_parallel_size + r) * micro_batch_size.
     """
-
-    def __init__(self, first: int, last: int, micro_batch_size: int, rank: int, data_parallel_size: int) -> None:
-        self.starts = range(first + rank * micro_batch_size, last, micro_batch_size * data_parallel_size)
-        self.micro_batch_size = micro_batch_size
-
-    def __iter__(self) -> Iterator[range]:
-        return (range(start, start + self.micro_batch_size) for start in self.starts)
-
-    def __len__(self) -> int:
-        return len(self.starts)
+    for start in range(first + rank * micro_batch_size, last, micro_batch_size * data_parallel_size):
+        yield range(start, start + micro_batch_size)
 
 
 class BatchStream:
-    """Micro batches of this rank on `device`, starting after `consumed_samples`.
+    """The micro batches of this rank, on `device`.
 
     Args:
-        dataset: what build_datasets gave.
-        run: batch sizes and workers.
+        dataset: of build_datasets.
+        run: gives batch size and workers.
         collate: of the task.
-        consumed_samples: global samples already seen; the resumed run goes on after them.
+        device: of this rank.
+        consumed_samples: global samples to skip, which a resumed run has seen.
         num_samples: global samples in all.
-        rank, data_parallel_size: of the data-parallel group. Every rank of a tensor-parallel group reads the same.
+        rank, data_parallel_size: of the data-parallel group. All ranks of a tensor-parallel group read the same.
     """
 
     def __init__(
@@ -219,15 +195,15 @@ class BatchStream:
     ) -> None:
         self.device = device
         self.micro_batch_size, self.rank, self.data_parallel_size = run.micro_batch_size, rank, data_parallel_size
-        sampler = ShardedBatchSampler(consumed_samples, num_samples, self.micro_batch_size, rank, data_parallel_size)
+        batches = shard_batches(consumed_samples, num_samples, self.micro_batch_size, rank, data_parallel_size)
         self._loader = torch.utils.data.DataLoader(
             dataset,
-            batch_sampler=sampler,  # type: ignore[arg-type]
+            batch_sampler=batches,  # type: ignore[arg-type]
             num_workers=run.num_workers,
             collate_fn=collate,
             worker_init_fn=ignore_stop_signals,
             pin_memory=device.type == "cuda",
-            # A generator of its own: the loader draws from it, and the run's random states must not move.
+            # The loader draws from a generator, which must not be the run's.
             generator=torch.Generator(),
         )
         self._batches = iter(self._loader)
@@ -237,12 +213,12 @@ class BatchStream:
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
     def find_first_sample(self, consumed_samples: int, micro_batch: int) -> int:
-        """Global index of the first sample of this rank's micro batch of the step that starts at consumed_samples."""
+        """Returns the global index of the first sample in a micro batch of the step that begins at consumed_samples."""
         return consumed_samples + (micro_batch * self.data_parallel_size + self.rank) * self.micro_batch_size
 
 
 def _describe_tokenizer_files(run: RunConfig, tokenizer: Any) -> dict[str, dict[str, str]]:
-    """Where its files are and what is in them, so that they can go along with exported weights."""
+    """Returns path and sha256 of the tokenizer's files, which are exported with the weights."""
     prefix = run.blend[0][0]
     paths: tuple[str, ...] = tuple(path for path in (run.vocab_file, run.merge_file) if path is not None)
     if not paths:

@@ -1,7 +1,6 @@
-"""The files in which Megatron's datasets keep the order of their samples, with a digest of each beside it.
+"""Seals the index files, in which Megatron's datasets store the order of their samples, with a digest beside each.
 
-megatron-core takes a file that exists for the one that it would write. One that was cut off, or in which a single bit
-has changed, would be another order of the samples.
+megatron-core uses any index file that exists. One that was cut off or changed would give another order of the samples.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _SUFFIX = ".sha256"
 
 
 def name_folder(dataset_class: type, prefix: str, path_to_cache: str | None) -> str:
-    """Where the files of one data set are, as in megatron-core."""
+    """Returns the folder in which megatron-core stores the index files of a data set."""
     return path_to_cache or os.path.join(prefix, "cache", f"{dataset_class.__name__}_indices")
 
 
 def remove_cut_off(folder: str) -> None:
-    """Delete what a killed run wrote in part, which could not even be loaded."""
+    """Deletes index files that cannot be loaded because a run was killed while it wrote them."""
     for path in glob(os.path.join(escape(folder), "*.npy")):
         try:
             np.load(path, mmap_mode="r", allow_pickle=False)
@@ -34,12 +33,12 @@ def remove_cut_off(folder: str) -> None:
 
 
 def list_files(folders: Iterable[str]) -> set[str]:
-    """Every file of this kind in some folders."""
+    """Lists the index files in some folders."""
     return {path for folder in folders for path in glob(os.path.join(escape(folder), "*.npy"))}
 
 
 def list_files_of(*datasets: Any) -> Iterator[str]:
-    """Those that built datasets read: MegatronDatasets, BlendedDatasets of them, or None."""
+    """Yields the index files that datasets read: MegatronDatasets, BlendedDatasets of them, or None."""
     for dataset in datasets:
         if dataset is None:
             continue
@@ -57,7 +56,7 @@ def write_digest(path: str) -> None:
 
 
 def is_as_written(path: str) -> bool:
-    """Whether a file has the digest that was written with it; False where there is none."""
+    """Whether a file has the digest that was written with it; False if there is none."""
     try:
         digest = Path(path + _SUFFIX).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

@@ -10,6 +10,7 @@ A sample is masked anew each time it comes: a mask depends on the seed and on th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,10 +21,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch import Tensor
 from torch.nn import functional as F
 
+from tempo_megatron.data.masked_tokenizers import RobertaTokenizer, WordPieceTokenizer
 from tempo_megatron.data.sentences import LONGEST_SENTENCE
-from tempo_megatron.data.tokenizer_types import MASKED_TYPES, MaskedTokenizer
+from tempo_megatron.data.tokenizer_types import MASKED_TYPES
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.tasks.task import LOSS, Vocabulary, check_token_range, describe_share
+from tempo_megatron.training.tasks.task import LOSS, Batch, Collate, Vocabulary, check_token_range, describe_share
 
 _PADDING = -1
 _KEYS = {
@@ -43,9 +45,9 @@ class MaskedTask:
     tokenizer_types = MASKED_TYPES
 
     def check_split(self, prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig) -> None:
-        """Megatron splits by documents; looking for a sample in documents that have none it would not come back."""
+        """Raises ValueError if a part holds no sample: Megatron, which splits by documents, would search for ever."""
         least = 2 if run.model.add_binary_head else 1
-        dataset = IndexedDataset(prefix)  # has to live as long as its lengths are read: it unmaps their memory
+        dataset = IndexedDataset(prefix)  # unmaps the lengths when it is freed
         borders = np.asarray(dataset.document_indices)
         is_usable = find_usable_documents(borders, np.asarray(dataset.sequence_lengths), least)
         for name, (start, end) in parts.items():
@@ -77,15 +79,15 @@ class MaskedTask:
             **settings,
         )
 
-    def make_collate(self, vocabulary: Vocabulary) -> CollateMasked:
-        return CollateMasked(vocabulary.padded_size, vocabulary.tokenizer.pad)
+    def make_collate(self, vocabulary: Vocabulary) -> Collate:
+        return functools.partial(collate_masked, vocab_size=vocabulary.padded_size, pad=vocabulary.tokenizer.pad)
 
     def make_forward_step(self, run: RunConfig, device: torch.device) -> PredictMasked:
         return PredictMasked(has_segments=run.model.num_tokentypes > 0, fuses_loss=run.tempo.loss == "fused")
 
 
 def find_usable_documents(borders: np.ndarray, lengths: np.ndarray, least: int) -> np.ndarray:
-    """Per document whether Megatron's sample index takes it: enough sentences and, of several, none too long."""
+    """Tells which documents Megatron's sample index uses: `least` sentences or more and, of several, none too long."""
     counts = np.diff(borders)
     is_long = np.concatenate([[0], np.cumsum(lengths > LONGEST_SENTENCE)])
     has_long = is_long[borders[1:]] > is_long[borders[:-1]]
@@ -94,65 +96,63 @@ def find_usable_documents(borders: np.ndarray, lengths: np.ndarray, least: int) 
 
 
 class DatasetTokenizer:
-    """A tokenizer as Megatron's masked dataset reads it: padding is -1, and "##" is before what continues a word."""
+    """A tokenizer as Megatron's masked dataset needs it: padding is -1, and "##" begins a token inside a word."""
 
     pad = _PADDING
 
-    def __init__(self, tokenizer: MaskedTokenizer) -> None:
+    def __init__(self, tokenizer: WordPieceTokenizer | RobertaTokenizer) -> None:
         self.cls, self.sep, self.mask = tokenizer.cls, tokenizer.sep, tokenizer.mask
         self.unique_identifiers = tokenizer.unique_identifiers
-        # In the order of the ids: Megatron draws random tokens by their place in here.
+        # Megatron draws random tokens by their place here, so the order of the ids matters.
         self.inv_vocab = {
             token_id: ("" if tokenizer.starts_word(token_id) else "##") + tokenizer.inv_vocab[token_id].lstrip("#")
             for token_id in sorted(tokenizer.inv_vocab)
         }
 
 
-class CollateMasked:
-    """Samples -> one batch, [b, s] but for is_swapped: tokens, tokentype_ids, labels, padding_mask int64, loss_mask
-    float32, is_swapped [b] int64.
+def collate_masked(samples: Sequence[Mapping[str, Any]], vocab_size: int, pad: int) -> Batch:
+    """Makes a batch of samples.
 
-    padding_mask is 1 where there is text, loss_mask where a token was masked; the label of any other token is 0.
+    It holds tokens, tokentype_ids, labels and padding_mask [b, s] int64, loss_mask [b, s] float32 and is_swapped [b]
+    int64. padding_mask is 1 where there is text, loss_mask where a token was masked; any other token has the label 0.
 
     Args:
+        samples: of BERTMaskedWordPieceDataset.
         vocab_size: rows of the embedding.
         pad: the padding token.
 
-    Raises ValueError where a token has no row in the embedding.
+    Raises ValueError if a token has no row in the embedding.
     """
-
-    def __init__(self, vocab_size: int, pad: int) -> None:
-        self.vocab_size, self.pad = vocab_size, pad
-
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        batch = {
-            name: torch.from_numpy(np.stack([np.asarray(sample[key], dtype=np.int64) for sample in samples]))
-            for key, name in _KEYS.items()
-        }
-        is_padding = batch["padding_mask"] == _PADDING
-        batch["tokens"] = batch["tokens"].masked_fill(is_padding, self.pad)
-        batch["tokentype_ids"] = batch["tokentype_ids"].masked_fill(is_padding, 0)
-        batch["padding_mask"] = (~is_padding).long()
-        batch["labels"] = batch["labels"].masked_fill(batch["loss_mask"] == 0, 0)
-        batch["loss_mask"] = batch["loss_mask"].float()
-        check_token_range(batch["tokens"], batch["labels"], self.vocab_size)
-        return batch
+    batch = {
+        name: torch.from_numpy(np.stack([np.asarray(sample[key], dtype=np.int64) for sample in samples]))
+        for key, name in _KEYS.items()
+    }
+    is_padding = batch["padding_mask"] == _PADDING
+    batch["tokens"] = batch["tokens"].masked_fill(is_padding, pad)
+    batch["tokentype_ids"] = batch["tokentype_ids"].masked_fill(is_padding, 0)
+    batch["padding_mask"] = (~is_padding).long()
+    batch["labels"] = batch["labels"].masked_fill(batch["loss_mask"] == 0, 0)
+    batch["loss_mask"] = batch["loss_mask"].float()
+    check_token_range(batch["tokens"], batch["labels"], vocab_size)
+    return batch
 
 
 class PredictMasked:
-    """Micro batch -> mean loss of its masked tokens, and with a binary head the loss of the segments' order.
+    """The ForwardStep of BERT and RoBERTa.
 
     Args:
-        has_segments: whether the model embeds which segment a token is of.
-        fuses_loss: whether it is a TempoBertModel, which makes the gradients of its losses in forward if it knows
-            which of them count.
+        has_segments: whether the model embeds the segment that a token belongs to.
+        fuses_loss: whether the model is a TempoBertModel, which computes gradients in forward and so needs the mask.
     """
 
     def __init__(self, has_segments: bool, fuses_loss: bool) -> None:
         self.has_segments, self.fuses_loss = has_segments, fuses_loss
 
     def __call__(self, model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Float32 scalars: with a binary head the sum of the two losses and both, else one. 0 where nothing counts."""
+        """Returns the mean loss of the masked tokens, 0 if there are none; with a binary head also that of the order.
+
+        The losses are float32 scalars; LOSS is their sum.
+        """
         mask = batch["loss_mask"]
         losses, order_logits = model(
             batch["tokens"],

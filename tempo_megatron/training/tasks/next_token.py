@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tempo_megatron.data.tokenizer_types import GPT2_BPE
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.tasks.task import LOSS, Vocabulary, check_token_range, describe_share
+from tempo_megatron.training.tasks.task import LOSS, Batch, Collate, Vocabulary, check_token_range, describe_share
 
 
 class NextTokenTask:
@@ -23,8 +24,8 @@ class NextTokenTask:
     tokenizer_types: tuple[str, ...] = (GPT2_BPE,)
 
     def check_split(self, prefix: str, parts: Mapping[str, tuple[float, float]], run: RunConfig) -> None:
-        """Megatron splits by sequences, each part of which must hold at least one sample."""
-        dataset = IndexedDataset(prefix)  # has to live as long as its lengths are read: it unmaps their memory
+        """Raises ValueError if a part holds less than one sample; Megatron splits by sequences."""
+        dataset = IndexedDataset(prefix)  # unmaps the lengths when it is freed
         lengths = dataset.sequence_lengths
         for name, (start, end) in parts.items():
             first, last = round(start * len(lengths)), round(end * len(lengths))
@@ -47,33 +48,28 @@ class NextTokenTask:
             **settings,
         )
 
-    def make_collate(self, vocabulary: Vocabulary) -> CollateTokens:
-        return CollateTokens(vocabulary.padded_size)
+    def make_collate(self, vocabulary: Vocabulary) -> Collate:
+        return functools.partial(collate_tokens, vocab_size=vocabulary.padded_size)
 
     def make_forward_step(self, run: RunConfig, device: torch.device) -> PredictNextToken:
         return PredictNextToken(run, device)
 
 
-class CollateTokens:
-    """Samples -> one batch of tokens, labels [b, s] int64 and loss_mask [b, s] float32.
+def collate_tokens(samples: Sequence[Mapping[str, Any]], vocab_size: int) -> Batch:
+    """Makes a batch of samples: tokens and labels [b, s] int64, loss_mask [b, s] float32.
 
-    Raises ValueError where a token has no row in the embedding: on a GPU that would be an assertion without a name.
+    Raises ValueError if a token has no row in the embedding of vocab_size rows.
     """
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        batch = {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")}
-        check_token_range(batch["tokens"], batch["labels"], self.vocab_size)
-        return batch
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")}
+    check_token_range(batch["tokens"], batch["labels"], vocab_size)
+    return batch
 
 
 class PredictNextToken:
-    """Micro batch -> mean loss of its tokens, with what does not change between micro batches made once.
+    """The ForwardStep of GPT; it makes once what all micro batches share.
 
     Args:
-        run: with Tempo's attention no mask is needed. Its `tempo` holds values only, no "auto".
+        run: its settings; Tempo's attention needs no mask. Its `tempo` holds no "auto".
         device: where the model is.
     """
 
@@ -82,12 +78,12 @@ class PredictNextToken:
         self.position_ids = torch.arange(seq_length, dtype=torch.int64, device=device).unsqueeze(0)
         self.attention_mask: Tensor | None = None
         if "off" in run.tempo.values_of("attention") and device.type == "cpu":
-            # Megatron's own causal mask is made on the literal device "cuda". True = hidden.
+            # Megatron makes its own causal mask on the literal device "cuda". True = hidden.
             hidden = torch.ones(seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
             self.attention_mask = hidden.view(1, 1, seq_length, seq_length)
 
     def __call__(self, model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The loss, float32, averaged over the tokens that count; 0 where none does."""
+        """Returns the loss, float32, averaged over the tokens that count; 0 if none does."""
         tokens, mask = batch["tokens"], batch["loss_mask"]
         losses = model(
             input_ids=tokens,
