@@ -196,7 +196,7 @@ WRONG_CONFIGS = {
     "elasticity": ({"elasticity": {"enabled": True}}, '"elasticity" is not used here: the number of ranks is'),
     "layer drop": ({"progressive_layer_drop": {"enabled": True}}, "every layer is trained in every step"),
     "eigenvalue": ({"eigenvalue": {"enabled": True}}, '"eigenvalue" is not used here'),
-    "compression": ({"compression_training": {}}, "there is no compression in training; remove the block"),
+    "compression": ({"compression_training": {}}, "compression in training is not supported; remove the block"),
     "accumulated in fp64": (
         {"data_types": {"grad_accum_dtype": "fp64"}, "zero_optimization": {"stage": 1}},
         '"data_types.grad_accum_dtype" is \'fp64\'; expected "fp32" or "bf16" or "fp16"',
