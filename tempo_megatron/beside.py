@@ -67,6 +67,11 @@ def is_ours(error: BaseException) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith(("tempo_megatron", "tempo_kernels"))
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, or the name of its class if it has no text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def main() -> None:
     """Read a target and its arguments from stdin; write to stdout what it returns, or the sentence that it raises."""
     # A limit that the run has reached is not this process's.

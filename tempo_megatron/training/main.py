@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tempo_megatron.beside import is_ours
+from tempo_megatron.beside import first_line, is_ours
 from tempo_megatron.cluster.ranks import set_rank_environment
 from tempo_megatron.training.run.arguments import parse_arguments
 from tempo_megatron.training.run.checks import check_run, check_weights_fit
@@ -125,7 +125,7 @@ class _Attempt:
         else:
             has_file = self.log.write(traceback.format_exc())
             if sentence is None:
-                sentence = f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
+                sentence = f"{type(error).__name__}: {first_line(error)}"
                 if has_file:
                     sentence += f" (traceback in {self.log.path})"
                 else:
@@ -170,7 +170,7 @@ def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str |
     from tempo_megatron.training.planning import read_run
 
     padded_vocab_size, known = (None, run) if job is None else (job.vocabulary.padded_size, job.run)
-    sentence = f"out of memory: {str(error).strip().splitlines()[0]}"
+    sentence = f"out of memory: {first_line(error)}"
     seconds = {"seconds": _REMEDY_SECONDS} if run.world_size > 1 else {}
     report_out_of_memory(error, lambda: (read_run(known, padded_vocab_size), 0), run.save, **seconds)
     return sentence
@@ -179,7 +179,7 @@ def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str |
 def find_sentence_for_the_user(error: Exception) -> str | None:
     """Returns the text of a ValueError of this repository, or of DeepSpeed's about its JSON; None for a bug."""
     if _follows_from_another(error):
-        return f"another rank has ended ({str(error).strip().splitlines()[0]})"
+        return f"another rank has ended ({first_line(error)})"
     if type(error).__module__.startswith(("pydantic", "deepspeed.runtime.config")):
         return f"DeepSpeed refuses its JSON: {error}"
     if not isinstance(error, ValueError):

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from tempo_megatron.training.checkpoint_files.integrity import first_line
+from tempo_megatron.beside import first_line
 
 
 def _find_member(cls: Any, name: str) -> Any:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tempo_megatron.beside import first_line
+
 RUN_FILE = "run.json"
 FORMAT = 4
 READ_FORMATS = (2, 3, FORMAT)
@@ -108,8 +110,3 @@ def hash_file(path: Path) -> str:
 
 def _seal(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's text, or the name of its class if it has no text."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
