@@ -7,18 +7,9 @@ from torch.nn import functional as F
 
 
 def reference(
-    hidden,
-    weight,
-    bias,
-    labels,
-    *,
-    temperature=1.0,
-    softcap=None,
-    return_entropy=True,
-    ignore_index=-100,
-    vocab_size=None,
-    chunk_tokens=None,
-):
+    hidden, weight, bias, labels, *, temperature=1.0, softcap=None, return_entropy=True, ignore_index=-100,
+    vocab_size=None, chunk_tokens=None,
+):  # fmt: skip
     """The whole computation in torch: [log_prob, entropy] stacked, or log_prob."""
     logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32)).transpose(0, 1)
     if softcap:

@@ -1,26 +1,24 @@
-"""What the tests of the loss head share: its inputs, settings, and the whole computation in torch."""
+"""What the tests of the loss head share: both its functions, inputs, settings, and the whole computation in torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import log_prob_inputs
 import torch
+from torch import Tensor
 from torch.nn import functional as F
+
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 
 S, B, H, V = 7, 3, 24, 101
 
 
 def reference(
-    hidden,
-    weight,
-    bias,
-    labels,
-    *,
-    ignore_index=-100,
-    label_smoothing=0.0,
-    z_loss=0.0,
-    vocab_size=None,
-    token_weights=None,
-    chunk_tokens=None,
-):
+    hidden, weight, bias, labels, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, vocab_size=None,
+    token_weights=None, chunk_tokens=None,
+):  # fmt: skip
     """The whole computation in torch, with the target distribution written out."""
     logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32)).transpose(0, 1)
     num_real = vocab_size or weight.size(0)
@@ -52,3 +50,41 @@ CASES = {
     "padded rows": {"vocab_size": 90},
     "everything": {"label_smoothing": 0.3, "z_loss": 1e-2, "vocab_size": 90},
 }
+
+
+def losses(hidden, weight, bias, labels, **settings):
+    return linear_cross_entropy(hidden, weight, labels, bias=bias, **settings)
+
+
+def log_probs(hidden, weight, bias, labels, *, return_entropy=True, **settings):
+    """[log_prob, entropy] stacked, or log_prob."""
+    found = linear_log_prob(hidden, weight, labels, bias=bias, return_entropy=return_entropy, **settings)
+    return torch.stack(found) if return_entropy else found
+
+
+class Head(NamedTuple):
+    """A function of hidden, weight, bias and labels, and the whole computation of the same in torch."""
+
+    ours: Callable[..., Tensor]
+    reference: Callable[..., Tensor]
+    cases: dict[str, dict[str, Any]]
+    """Settings of both."""
+
+    def random_grad(self, labels, return_entropy=True, **_):
+        """Of what the function returns: [b, s], or [2, b, s]."""
+        return torch.randn(*[2] * (self.ours is log_probs and return_entropy), *labels.shape)
+
+
+HEADS = {
+    "losses": Head(losses, reference, CASES),
+    "log_probs": Head(log_probs, log_prob_inputs.reference, log_prob_inputs.CASES),
+}
+EVERY_CASE = {f"{name}, {case}": (head, head.cases[case]) for name, head in HEADS.items() for case in head.cases}
+
+
+def chunk_of_logits(rows, columns, dtype, scale=8.0, device="cpu"):
+    """Logits, and targets of which some are on other shards."""
+    logits = (torch.randn(rows, columns, device=device) * scale).to(dtype)
+    targets = torch.randint(-columns // 4, columns + columns // 4 + 1, (rows,), device=device)
+    targets[:2] = torch.tensor([0, columns - 1], device=device)[:rows]
+    return logits, targets

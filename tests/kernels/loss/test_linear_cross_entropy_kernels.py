@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
+import loss_head_inputs
 import pytest
 import torch
 from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, INTERPRETED, assert_as_specified, kernel_test
-from torch.nn import functional as F
+from loss_head_inputs import HEADS, head_inputs, random_labels
 from witness import assert_three_witnesses
 
-from tempo_kernels.linear_cross_entropy import eager, kernel, linear_cross_entropy, operators
+from tempo_kernels.linear_cross_entropy import eager, kernel, operators
 from tempo_kernels.linear_cross_entropy.settings import Rows, Shares
 
 SHARES = {"plain": (1.0, 0.0), "smoothed": (0.87, 1e-3)}
 
 
-def chunk_of_logits(rows, columns, dtype, scale=8.0):
-    """Logits, and targets of which some are on other shards."""
-    logits = (torch.randn(rows, columns, device=DEVICE) * scale).to(dtype)
-    targets = torch.randint(-columns // 4, columns + columns // 4 + 1, (rows,), device=DEVICE)
-    targets[:2] = torch.tensor([0, columns - 1], device=DEVICE)[:rows]
-    return logits, targets
+chunk_of_logits = functools.partial(loss_head_inputs.chunk_of_logits, device=DEVICE)
 
 
 def check(logits, targets, num_real, target_and_other=SHARES["smoothed"]):
@@ -106,61 +104,68 @@ def test_logits_up_to_the_largest_number_and_minus_infinity_have_the_right_expon
 
 @kernel_test
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's numpy
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", [3, kernel.BLOCK + 1])
-def test_nan_and_infinity_stay_in_their_row(place, value):
+@parametrize_covering(has_entropy=[False, True], value=[float("nan"), float("inf")], place=[3, kernel.BLOCK + 1])
+def test_nan_and_infinity_stay_in_their_row(has_entropy, value, place):
     logits, targets = chunk_of_logits(3, kernel.BLOCK + 9, torch.bfloat16)
     logits[1, place] = value
-    shares = Shares(1.0, 0.0, logits.size(1))
+    shares = Shares(1.0, 0.0, logits.size(1), has_entropy=has_entropy)
     found = kernel.find_statistics(logits, targets, shares)
-    assert found[1].isnan().tolist() == [False, True, False]
+    for statistics in found[1::2]:
+        assert statistics.isnan().tolist() == [False, True, False]
     grad = torch.ones(3, device=DEVICE)
-    kernel.write_gradient_(logits, Rows(targets, found[0], grad / found[1], grad), shares)
-    assert logits.isnan().all(-1).tolist() == logits.isnan().any(-1).tolist() == [False, True, False]
+    more = [(grad / found[1]).masked_fill(found[1].isnan(), 0.0)] if has_entropy else []
+    kernel.write_gradient_(logits, Rows(targets, found[0], grad / found[1], grad, *more), shares)
+    assert logits.isnan().any(-1).tolist() == [False, True, False]
+    assert has_entropy or logits[1].isnan().all()
     grad[1] = 0
-    kernel.write_gradient_(logits, Rows(targets, found[0], grad / found[1], grad), shares)
+    kernel.write_gradient_(logits, Rows(targets, found[0], grad / found[1], grad, *more), shares)
     assert not logits[1].any()
 
 
 @kernel_test
-def test_columns_of_minus_infinity_count_for_nothing():
-    logits, targets = chunk_of_logits(3, 2 * kernel.BLOCK, torch.float32)
+@pytest.mark.parametrize("has_entropy", [False, True])
+def test_columns_of_minus_infinity_count_for_nothing_and_have_no_gradient(has_entropy):
+    logits, targets = chunk_of_logits(3, 2 * kernel.BLOCK, torch.float32)[0], torch.full((3,), -1, device=DEVICE)
     logits[:, : kernel.BLOCK] = -torch.inf
-    alone = kernel.find_statistics(logits[:, kernel.BLOCK :].contiguous(), targets, Shares(1.0, 0.0, 1))
-    found = kernel.find_statistics(logits, targets, Shares(1.0, 0.0, 1))
-    assert torch.equal(found[:2], alone[:2])
+    shares = Shares(1.0, 0.0, logits.size(1) if has_entropy else 1, has_entropy=has_entropy)
+    alone = kernel.find_statistics(logits[:, kernel.BLOCK :].contiguous(), targets, shares)
+    found = kernel.find_statistics(logits, targets, shares)
+    chosen = [0, 1, 3] if has_entropy else [0, 1]
+    assert torch.equal(found[chosen], alone[chosen])
+    one = torch.ones(3, device=DEVICE)
+    kernel.write_gradient_(logits, Rows(targets, found[0], one, one, *[one] * has_entropy), shares)
+    assert logits.isfinite().all() and not logits[:, : kernel.BLOCK].any()
 
 
 @kernel_test
-def test_no_rows_give_no_statistics():
+@pytest.mark.parametrize("more", [(), (True, 30.0, 0.5, True)], ids=["smoothed", "everything"])
+def test_no_rows_give_no_statistics(more):
     logits, targets = chunk_of_logits(0, 9, torch.float32)
-    assert kernel.find_statistics(logits, targets, Shares(0.9, 0.1, 9)).shape == (4, 0)
-    kernel.write_gradient_(logits, Rows(targets, *torch.empty(3, 0, device=DEVICE)), Shares(1.0, 0.0, 9))
+    shares = Shares(1.0, 0.0, 5, *more) if more else Shares(0.9, 0.1, 9)
+    assert kernel.find_statistics(logits, targets, shares).shape == (4, 0)
+    kernel.write_gradient_(logits, Rows(targets, *torch.empty(3 + bool(more), 0, device=DEVICE)), shares)
+
+
+WHOLE = {
+    "losses": (HEADS["losses"], {"label_smoothing": 0.1, "vocab_size": 90}),
+    **{f"log_probs, {case}": (HEADS["log_probs"], HEADS["log_probs"].cases[case]) for case in ("plain", "everything")},
+    "log_probs, small temperature": (HEADS["log_probs"], {"softcap": 30.0, "temperature": 0.01}),
+}
 
 
 @kernel_test
-def test_the_whole_loss_head_is_right_by_the_three_witnesses(monkeypatch):
+@pytest.mark.parametrize(("head", "case"), WHOLE.values(), ids=WHOLE)
+def test_the_whole_function_is_right_by_the_three_witnesses(head, case, monkeypatch):
     monkeypatch.setattr(operators, "choose_backend", lambda x, cpu: kernel if x.dtype in DTYPES else cpu)
-    labels = torch.randint(90, (2, 5))
-    labels[0, 0] = -100
+    labels = random_labels(5, 2, 90, ignored=(0,))
 
-    def ours(hidden, weight):
-        device = DEVICE if hidden.dtype in DTYPES else "cpu"
-        found = linear_cross_entropy(
-            hidden.to(device), weight.to(device), labels.to(device), chunk_tokens=4, label_smoothing=0.1, vocab_size=90
-        )
-        return found.cpu()
+    def ours(*tensors):
+        device = DEVICE if tensors[0].dtype in DTYPES else "cpu"
+        return head.ours(*(t.to(device) for t in (*tensors, labels)), chunk_tokens=4, **case).cpu()
 
-    def reference(hidden, weight):
-        logits = F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)).transpose(0, 1)
-        expected = torch.zeros_like(logits)
-        expected[..., :90] = 0.1 / 89
-        expected.scatter_(-1, labels.clamp_min(0).unsqueeze(-1), 0.9)
-        return -(expected * logits.log_softmax(-1)).sum(-1).masked_fill(labels == -100, 0.0)
-
-    inputs = [torch.randn(5, 2, 16), torch.randn(101, 16)]
     for dtype in DTYPES:
-        assert_three_witnesses(ours, reference, inputs, torch.rand(2, 5) + 0.1, dtype)
+        inputs, grad = head_inputs(s=5, b=2), head.random_grad(labels)
+        assert_three_witnesses(ours, lambda *t: head.reference(*t, labels, **case), inputs, grad, dtype)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from loss_head_inputs import B, H, S, V, head_inputs, random_labels, reference
+from covering import parametrize_covering
+from loss_head_inputs import HEADS, B, H, S, V, head_inputs, random_labels, reference
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,11 +115,12 @@ def measure_peak(run, *inputs):
     return seen.peak_bytes
 
 
-@pytest.mark.parametrize("has_weights", [False, True])
-@pytest.mark.parametrize("tokens", [16, 64, 256, 1024])
-@pytest.mark.parametrize(("h", "v"), [(32, 500), (256, 500), (64, 2000)])
-def test_the_head_never_takes_more_than_the_logits_that_it_saves(h, v, tokens, has_weights, monkeypatch):
+@parametrize_covering(
+    each={"has_weights": [False, True], "tokens": [16, 64, 256, 1024], "sizes": [(32, 500), (256, 500), (64, 2000)]}
+)
+def test_the_head_never_takes_more_than_the_logits_that_it_saves(has_weights, tokens, sizes, monkeypatch):
     """Nor more than in chunks of the default size, whose sum in float32 costs more than the logits of few tokens."""
+    h, v = sizes
     monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", v)
     monkeypatch.setitem(checks.CHUNK_BYTES, "cpu", 32 * v * 2)
     hidden = torch.randn(tokens, 1, h).bfloat16().requires_grad_()
@@ -244,19 +246,24 @@ def test_without_grad_mode_no_gradient_is_made():
     torch.testing.assert_close(total, (token_weights * losses).sum())
 
 
+ADDING = {
+    "losses": (HEADS["losses"], {}), "weighted losses": (HEADS["losses"], {"token_weights": torch.ones(B, S)}),
+    "log_probs": (HEADS["log_probs"], {}),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_weights", [False, True])
-def test_the_weights_gradient_is_added_to_main_grad_as_by_megatrons_linears(has_weights, main_dtype):
+@pytest.mark.parametrize(("head", "more"), ADDING.values(), ids=ADDING)
+def test_the_weights_gradient_is_added_to_main_grad_as_by_megatrons_linears(head, more, main_dtype):
     hidden, weight, _ = (t if t is None else t.bfloat16().requires_grad_() for t in head_inputs(False))
     labels, before = random_labels(), torch.randn(V, H).to(main_dtype)
-    keywords = {"token_weights": torch.ones(B, S)} if has_weights else {}
-    (expected,) = torch.autograd.grad(reference(hidden, weight, None, labels).sum(), weight)
+    (expected,) = torch.autograd.grad(head.reference(hidden, weight, None, labels).sum(), weight)
     for flags, stand_in in (({}, None), ({"grad_added_to_main_grad": False, "zero_out_wgrad": True}, 0)):
         weight.grad, weight.main_grad = None, before.clone()
         for name, value in flags.items():
             setattr(weight, name, value)
-        out = linear_cross_entropy(hidden, weight, labels, gradient_accumulation_fusion=True, **keywords)
-        (out[0] if has_weights else out.sum()).backward()
+        out = head.ours(hidden, weight, None, labels, gradient_accumulation_fusion=True, **more)
+        (out[0] if more else out.sum()).backward()
         torch.testing.assert_close(weight.main_grad.float(), before.float() + expected.float(), rtol=0.02, atol=0.05)
         assert (weight.grad is None) if stand_in is None else not weight.grad.any()
         assert getattr(weight, "grad_added_to_main_grad", None) is (None if stand_in is None else True)
