@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 
 import pytest
 import torch
-from distributed import run_megatron_ranks
+from covering import exhaustive, parametrize_covering
+from distributed import run_megatron_ranks, run_megatron_ranks_once
 from gpt import RECOMPUTE, WRITTEN, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -43,17 +46,10 @@ def loss_and_gradients(tempo_config, sequence_parallel, overrides):
     return total, gradients(model)
 
 
-stock_runs = {}
-
-
 def run_stock(ranks, sequence_parallel, overrides):
-    """What each tensor-parallel rank of stock finds: run once for all tests that hold another against it."""
-    key = repr((ranks, sequence_parallel, overrides))
-    if key not in stock_runs:
-        stock_runs[key] = run_megatron_ranks(
-            loss_and_gradients, ranks, ranks, TempoConfig.off(), sequence_parallel, overrides
-        )
-    return stock_runs[key]
+    """What each tensor-parallel rank of stock finds."""
+    off = TempoConfig.off()
+    return run_megatron_ranks_once(loss_and_gradients, ranks, ranks, off, sequence_parallel, overrides)
 
 
 @pytest.mark.parametrize("tempo_config", CONFIGS.values(), ids=CONFIGS)
@@ -64,8 +60,8 @@ def test_loss_and_every_gradient_equal_stock_without_dropout(tempo_config):
 
 
 OVERRIDES = {
-    "tanh gelu": {"bias_activation_fusion": True},
     "zero-centred gamma": {"layernorm_zero_centered_gamma": True},
+    "tanh gelu": {"bias_activation_fusion": True},
     "query-key layer scaling": {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
     "grouped queries": {"num_query_groups": 2},
     "no biases": {"add_bias_linear": False},
@@ -73,17 +69,10 @@ OVERRIDES = {
     "full recomputation": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "core attention recomputed": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
 }
-SLOW_OVERRIDES = ("tanh gelu",)  # which Megatron has torch.compile fuse
+BOTH = {"inplace": TempoConfig(), "recompute": RECOMPUTE}
 
 
-@pytest.mark.parametrize("tempo_config", [TempoConfig(), RECOMPUTE], ids=["inplace", "recompute"])
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param(value, id=name, marks=pytest.mark.slow if name in SLOW_OVERRIDES else ())
-        for name, value in OVERRIDES.items()
-    ],
-)
+@parametrize_covering(each={"overrides": OVERRIDES, "tempo_config": BOTH})
 def test_loss_and_every_gradient_equal_stock_under_megatrons_settings(overrides, tempo_config):
     (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, tempo_config, False, overrides)
     (stock,) = run_stock(1, False, overrides)
@@ -111,7 +100,7 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP 1", "TP 2 + SP"])
+@pytest.mark.parametrize("sequence_parallel", [True, *exhaustive([False])], ids=["TP 2 + SP", "TP 1"])
 @pytest.mark.parametrize(("overrides", "tempo_config"), MODELS.values(), ids=MODELS)
 def test_other_activations_and_norms_equal_stock(overrides, tempo_config, sequence_parallel):
     ranks = 2 if sequence_parallel else 1
@@ -145,10 +134,7 @@ def test_a_recomputed_mlp_with_biases_gives_the_gradients_of_one_that_is_not():
     assert_equal_to_stock(found, stock)
 
 
-@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize(
-    "tempo_config", [TempoConfig(), RECOMPUTE, TempoConfig.off()], ids=["tempo", "recompute", "stock"]
-)
+@parametrize_covering(each={"tempo_config": {**BOTH, "stock": TempoConfig.off()}, "sequence_parallel": [True, False]})
 def test_tensor_parallel_ranks_equal_stock_of_the_same_layout(tempo_config, sequence_parallel):
     found = run_megatron_ranks(loss_and_gradients, 2, 2, tempo_config, sequence_parallel, {})
     stock = run_stock(2, False, {})
@@ -156,40 +142,27 @@ def test_tensor_parallel_ranks_equal_stock_of_the_same_layout(tempo_config, sequ
         assert_equal_to_stock(ours, theirs)
 
 
-def keys_of_both():
-    found = {}
-    for name, tempo_config in (("tempo", TempoConfig()), ("stock", TempoConfig.off())):
-        model = build_gpt(gpt_config(), tempo_config)
-        sharded = model.sharded_state_dict()
+def keys_and_losses():
+    found, models = {}, []
+    for name, tempo_config, seed in (("tempo", TempoConfig(), 2), ("stock", TempoConfig.off(), 1)):
+        models.append(build_gpt(gpt_config(), tempo_config, seed))
+        state, parameters = models[-1].state_dict(), models[-1].named_parameters()
         found[name] = (
-            {key: tuple(value.shape) for key, value in model.state_dict().items() if value is not None},
-            sorted(getattr(value, "key", key) for key, value in sharded.items()),
-            [
-                (parameter_name, getattr(parameter, "sequence_parallel", False))
-                for parameter_name, parameter in model.named_parameters()
-            ],
+            {key: tuple(value.shape) for key, value in state.items() if value is not None},
+            sorted(getattr(value, "key", key) for key, value in models[-1].sharded_state_dict().items()),
+            [(key, getattr(parameter, "sequence_parallel", False)) for key, parameter in parameters],
         )
-    return found
-
-
-def test_checkpoint_keys_and_parameter_flags_equal_megatrons():
-    (found,) = run_megatron_ranks(keys_of_both, 1, 1)
-    assert found["tempo"] == found["stock"]
-    assert any("linear_qkv.layer_norm_weight" in key for key in found["tempo"][1])
-
-
-def loads_both_ways():
-    stock, tempo = (
-        build_gpt(gpt_config(), config, seed) for config, seed in ((TempoConfig.off(), 1), (TempoConfig(), 2))
-    )
+    tempo, stock = models
     tempo.load_state_dict(stock.state_dict(), strict=True)
     stock.load_state_dict(tempo.state_dict(), strict=True)
-    return [losses(m.eval(), 0, 2, gives_mask=m is stock).mean().item() for m in (stock, tempo)]
+    return found, [losses(m.eval(), 0, 2, gives_mask=m is stock).mean().item() for m in models]
 
 
-def test_a_checkpoint_of_one_loads_into_the_other():
-    (found,) = run_megatron_ranks(loads_both_ways, 1, 1)
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+def test_checkpoint_keys_and_parameter_flags_equal_megatrons_and_a_checkpoint_of_one_loads_into_the_other():
+    ((found, (tempo, stock)),) = run_megatron_ranks(keys_and_losses, 1, 1)
+    assert found["tempo"] == found["stock"]
+    assert any("linear_qkv.layer_norm_weight" in key for key in found["tempo"][1])
+    assert tempo == pytest.approx(stock, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -244,60 +217,48 @@ def refusal(overrides):
     return "not refused"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            {"activation_func": F.silu, "gated_linear_unit": True},
-            'activation is swiglu, and in place exists for .*set tempo.activation to "recompute" or "off"',
-        ),
-        ({"activation_func": F.relu}, 'activation is relu, .*set tempo.activation to "off"'),
-        ({"normalization": "L2Norm"}, 'normalization is L2Norm.*set tempo.norm to "off"'),
-        ({"softmax_type": "off-by-one"}, "softmax_type is off-by-one"),
-        ({"enable_autocast": True, "autocast_dtype": torch.bfloat16}, "autocast is on"),
-    ],
-    ids=["swiglu", "relu", "L2Norm", "softmax", "autocast"],
-)
-def test_what_an_operation_cannot_do_is_refused_with_the_remedy(overrides, message):
-    import re
-
-    (found,) = run_megatron_ranks(refusal, 1, 1, overrides)
-    assert re.search(message, found), found
+REFUSED = {
+    "swiglu": (
+        {"activation_func": F.silu, "gated_linear_unit": True},
+        'activation is swiglu, and in place exists for .*set tempo.activation to "recompute" or "off"',
+    ),
+    "relu": ({"activation_func": F.relu}, 'activation is relu, .*set tempo.activation to "off"'),
+    "L2Norm": ({"normalization": "L2Norm"}, 'normalization is L2Norm.*set tempo.norm to "off"'),
+    "softmax": ({"softmax_type": "off-by-one"}, "softmax_type is off-by-one"),
+    "autocast": ({"enable_autocast": True, "autocast_dtype": torch.bfloat16}, "autocast is on"),
+}
 
 
-def evaluation_draws_nothing():
-    model = build_gpt(gpt_config(dropout=0.5), TempoConfig()).eval()
-    state = torch.get_rng_state()
-    found = [losses(model, 0, 2, gives_mask=False, seed=seed) for seed in (1, 2)]
-    return torch.equal(*found), torch.equal(state, torch.get_rng_state())
+def refusals():
+    found = {}
+    for name, (overrides, _) in REFUSED.items():
+        with pytest.raises(ValueError) as refused:
+            tempo_block_spec(gpt_config(**overrides), WRITTEN)
+        found[name] = str(refused.value)
+    return found
 
 
-def test_evaluation_drops_nothing_and_draws_nothing():
-    assert run_megatron_ranks(evaluation_draws_nothing, 1, 1) == [(True, True)]
+def test_what_an_operation_cannot_do_is_refused_with_the_remedy():
+    (found,) = run_megatron_ranks(refusals, 1, 1)
+    for name, (_, message) in REFUSED.items():
+        assert re.search(message, found[name]), found[name]
 
 
-def training_without_a_micro_batch():
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
+def draws():
+    """Whether evaluation draws nothing, the same seed and sample the same masks and another seed others; a refusal."""
     model = build_gpt(gpt_config(dropout=0.5), TempoConfig())
-    losses(model, 0, 2, gives_mask=False)
+    same, again, other = (losses(model, 0, 1, gives_mask=False, seed=seed) for seed in (1, 1, 2))
     get_cuda_rng_tracker().reset()
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     with pytest.raises(RuntimeError) as refused:
         model(tokens, tokens, None, labels=tokens)
-    return str(refused.value)
+    model.eval()
+    state = torch.get_rng_state()
+    found = [losses(model, 0, 2, gives_mask=False, seed=seed) for seed in (1, 2)]
+    draws_nothing = torch.equal(*found) and torch.equal(state, torch.get_rng_state())
+    return draws_nothing, torch.equal(same, again), torch.equal(same, other), str(refused.value)
 
 
-def test_training_without_saying_which_samples_is_refused():
-    (found,) = run_megatron_ranks(training_without_a_micro_batch, 1, 1)
-    assert "set_micro_batch" in found
-
-
-def masks_move_on():
-    model = build_gpt(gpt_config(dropout=0.5), TempoConfig())
-    tokens = [losses(model, sample, 1, gives_mask=False, seed=seed) for seed, sample in ((1, 0), (1, 0), (2, 0))]
-    return torch.equal(tokens[0], tokens[1]), torch.equal(tokens[0], tokens[2])
-
-
-def test_the_same_seed_and_sample_draw_the_same_masks_and_another_seed_others():
-    assert run_megatron_ranks(masks_move_on, 1, 1) == [(True, False)]
+def test_masks_follow_seed_and_samples_which_training_has_to_say_and_evaluation_draws_none():
+    ((draws_nothing, are_same, others_are_same, refused),) = run_megatron_ranks(draws, 1, 1)
+    assert draws_nothing and are_same and not others_are_same and "set_micro_batch" in refused

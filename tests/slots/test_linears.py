@@ -8,6 +8,7 @@ from typing import Any
 import megatron_cpu
 import pytest
 import torch
+from covering import exhaustive, parametrize_covering
 from distributed import run_megatron_ranks
 from gpt import gpt_config
 from grid.cases import Case, Layout
@@ -26,15 +27,15 @@ PARALLEL = [name for name in CASES if name != "BERT"]
 FEW = ["GPT", "GPT, norms in place", "GPT, stock", "Llama, q and k normed", "T5", "GPT, core attention recomputed"]
 
 
-@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.slow
+@parametrize_covering(each={"dtype": DTYPES, "dropout": [0.0, 0.1]})
 def test_losses_gradients_and_checkpoint_keys_are_those_of_the_run_without(dtype: torch.dtype, dropout: float) -> None:
     (found,) = run_megatron_ranks(compare, 1, 1, list(CASES), dtype, dropout)
     assert found == {key: [] for key in found} and len(found) > 50
 
 
-@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["TP", "SP"])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=DTYPES)
+@pytest.mark.slow
+@parametrize_covering(each={"dtype": DTYPES, "sequence_parallel": {"TP": False, "SP": True}})
 def test_they_are_in_two_tensor_parallel_ranks(dtype: torch.dtype, sequence_parallel: bool) -> None:
     for found in run_megatron_ranks(compare, 2, 2, PARALLEL, dtype, 0.1, sequence_parallel):
         assert found == {key: [] for key in found}
@@ -51,7 +52,8 @@ def check_kept(found: dict[tuple[str, str, str], tuple[int, int, int | None]]) -
         assert counted in (kept, None), (name, again, stack)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive([torch.float32])], ids=str)
 def test_what_is_kept_is_what_the_formula_says(dtype: torch.dtype) -> None:
     (found,) = run_megatron_ranks(measure, 1, 1, list(CASES), dtype, 0.1)
     check_kept(found)

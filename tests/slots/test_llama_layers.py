@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import exhaustive
 from distributed import run_megatron_ranks
 from gpt import assert_equal_to_stock, gradients
 from megatron.core import parallel_state
@@ -63,8 +64,11 @@ def find_losses_and_gradients(sequence_parallel: bool, dtype: torch.dtype) -> li
     return found
 
 
+LAYOUTS = [(2, True), (1, False), *exhaustive((2, False))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["TP 1", "TP 2", "SP"])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), LAYOUTS, ids=["SP", "TP 1", "TP 2"])
 def test_swiglu_has_stocks_gradients_at_every_shape(tp: int, sequence_parallel: bool) -> None:
     for of_rank in run_megatron_ranks(find_losses_and_gradients, tp, tp, sequence_parallel, torch.float32):
         for of_shape in of_rank:
@@ -73,7 +77,7 @@ def test_swiglu_has_stocks_gradients_at_every_shape(tp: int, sequence_parallel: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["TP 1", "TP 2", "SP"])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(2, True), *exhaustive((1, False), (2, False))], ids=str)
 def test_swiglu_runs_at_every_shape_in_bf16(tp: int, sequence_parallel: bool) -> None:
     for of_rank in run_megatron_ranks(find_losses_and_gradients, tp, tp, sequence_parallel, torch.bfloat16):
         for of_shape in of_rank:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import parametrize_covering
 from distributed import run_megatron_ranks
 from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, gradients, tokens_of
-from gpt_loss_head import FUSED, OFF, build, run
+from gpt_loss_head import FUSED, LAYOUTS, OFF, build, run
 from log_prob_inputs import reference
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -51,12 +52,9 @@ def results_of(tempo_config, case, settings):
     return total.item(), {**gradients(model), "results": found.detach()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(
-    ("tp", "sequence_parallel"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)]
-)
-def test_results_and_every_gradient_equal_those_of_the_logits(tp, sequence_parallel, is_tied, case):
+@parametrize_covering(each={"is_tied": {"tied": True, "untied": False}}, layout=LAYOUTS, case=CASES)
+def test_results_and_every_gradient_equal_those_of_the_logits(layout, is_tied, case):
+    tp, sequence_parallel = layout
     settings = {"is_tied": is_tied, "sequence_parallel": sequence_parallel}
     found = run_megatron_ranks(results_of, tp, tp, FUSED, case, settings)
     stock = run_megatron_ranks(results_of, tp, tp, OFF, case, settings)

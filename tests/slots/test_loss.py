@@ -7,9 +7,10 @@ import inspect
 
 import pytest
 import torch
-from distributed import run_megatron_ranks
+from covering import parametrize_covering
+from distributed import run_megatron_ranks, run_megatron_ranks_once
 from gpt import SEQ_LENGTH, VOCAB_SIZE, assert_equal_to_stock, gradients, tokens_of
-from gpt_loss_head import FUSED, OFF, build, loss_and_gradients, loss_mask, run
+from gpt_loss_head import FUSED, LAYOUTS, OFF, build, loss_and_gradients, loss_mask, run
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from witness import kept_storages
@@ -25,15 +26,14 @@ from tempo_megatron.slots.loss import (
 )
 
 
-@pytest.mark.parametrize("gives_loss_mask", [False, True], ids=["recomputed", "in forward"])
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(
-    ("tp", "sequence_parallel"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)]
+@parametrize_covering(
+    layout=LAYOUTS, is_tied={"tied": True, "untied": False}, gives_loss_mask={"recomputed": False, "in forward": True}
 )
-def test_loss_and_every_gradient_equal_stock(tp, sequence_parallel, is_tied, gives_loss_mask):
+def test_loss_and_every_gradient_equal_stock(layout, is_tied, gives_loss_mask):
+    tp, sequence_parallel = layout
     arguments = (is_tied, sequence_parallel)
     found = run_megatron_ranks(loss_and_gradients, tp, tp, FUSED, *arguments, gives_loss_mask)
-    stock = run_megatron_ranks(loss_and_gradients, tp, tp, OFF, *arguments, False)
+    stock = run_megatron_ranks_once(loss_and_gradients, tp, tp, OFF, *arguments, False)
     for ours, theirs in zip(found, stock, strict=True):
         assert_equal_to_stock(ours, theirs)
 

@@ -17,7 +17,10 @@ from te_ranks import results
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
 
 RANKS = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["TP 1", "TP 2 + SP"])
-DECIDERS = ["bridge_cases.py", pytest.param("Bridge", marks=pytest.mark.slow)]
+# Bridge's own are asked beside those of bridge_cases.py, so that the latter alone are for who has no time.
+DECIDERS = [
+    pytest.param("bridge_cases.py", marks=pytest.mark.quick), pytest.param("Bridge", marks=pytest.mark.slow),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=DECIDERS)

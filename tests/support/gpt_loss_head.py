@@ -10,6 +10,8 @@ from tempo_megatron import TempoConfig, tempo_block_spec
 from tempo_megatron.slots.loss import tempoize_loss
 
 FUSED, OFF = TempoConfig(loss="fused"), TempoConfig.off()
+# Tensor parallel size, and whether sequences are parallel too.
+LAYOUTS = {"TP 1": (1, False), "TP 2": (2, False), "TP 2 + SP": (2, True)}
 
 
 def build(tempo_config, *, is_tied=True, sequence_parallel=False, cls=GPTModel, seed=7, **settings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import exhaustive
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install tempo-megatron[test]")
 pytest.importorskip("accelerate", reason="accelerate is not installed; pip install tempo-megatron[test]")
@@ -69,8 +70,10 @@ def read_losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-# 20 batches; 11, of which the last step has fewer; and a last batch of one sample, with which the run goes on.
-@pytest.mark.parametrize(("samples", "accumulation", "half"), [(40, 2, 2), (22, 2, 7), (22, 4, 4), (21, 2, 5)])
+# 11 batches, of which the last step has fewer; a last batch of one sample, with which the run goes on; and 20 batches.
+@pytest.mark.parametrize(
+    ("samples", "accumulation", "half"), [(22, 2, 7), (21, 2, 5), *exhaustive((40, 2, 2), (22, 4, 4))]
+)
 def test_a_resumed_run_has_the_losses_of_the_run_that_went_on(tmp_path, samples, accumulation, half):
     more = {"samples": samples, "gradient_accumulation_steps": accumulation, "save_steps": half}
     whole = make_trainer(tmp_path / "whole", half + 3, **more)
