@@ -153,7 +153,7 @@ class Job:
             world_size=run.world_size,
             parameters=self.parameters,
             tempo=dataclasses.asdict(run.tempo),
-            plan=self.plan and dataclasses.asdict(self.plan),
+            plan=self.plan and self.plan.as_record(),
             slots=self.tempo_report.as_dict()["slots"],
             settings=self.engine.read_settings(),
             **self.description,

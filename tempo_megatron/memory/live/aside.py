@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,6 +25,11 @@ class RunPlan(MemoryPlan):
     """Bytes of one rank."""
     gpu_title: str
     """The GPU whose rates decide which plan is fastest."""
+
+    def as_record(self) -> dict[str, Any]:
+        """For the metrics file: values of JSON."""
+        names = ("block", "recompute", "num_full", "peak_bytes", "budget", "gpu_title")
+        return {name: getattr(self, name) for name in names}
 
     def describe(self) -> str:
         """Lines for a banner."""
