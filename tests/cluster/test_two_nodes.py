@@ -18,7 +18,7 @@ from two_nodes import ADDRESSES, TwoNodes, find_obstacle, start_two_nodes
 from tempo_megatron.cluster.collectives import RESULT
 
 ROOT = Path(__file__).parents[2]
-LAYOUT = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-tempo", "--lr-decay-style", "constant"]
+LAYOUT = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--lr-decay-style", "constant"]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_a_cut_cable_is_one_sentence(nodes: TwoNodes, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", ["node0", "node1"])
+@pytest.mark.parametrize("cut", ["node1", pytest.param("node0", marks=pytest.mark.exhaustive)])
 def test_a_cable_that_is_cut_while_ranks_train_ends_launch(
     nodes: TwoNodes, data: Data, tmp_path: Path, cut: str
 ) -> None:
@@ -174,7 +174,7 @@ def test_tensor_parallel_across_hosts(nodes: TwoNodes, data: Data, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interface", ["", "eth0"])
+@pytest.mark.parametrize("interface", ["", pytest.param("eth0", marks=pytest.mark.exhaustive)])
 def test_mpirun_finds_the_way_between_hosts(nodes: TwoNodes, interface: str, tmp_path: Path) -> None:
     """They have neither a default route nor DNS."""
     path = environment(nodes)["PATH"]

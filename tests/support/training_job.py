@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,18 +134,20 @@ def run(
     config: Any = None,
     timeout_s: float = 300,
     before: Callable[[], None] | None = None,
+    of_rank_1: Sequence[str] = (),
 ) -> Run:
     """The job in `world_size` forked processes that meet over gloo; waits for its end.
 
-    `before`, which can be pickled, is called in each of them first: it breaks what a test wants broken.
+    `before`, which can be pickled, is called in each of them first: it breaks what a test wants broken. `of_rank_1` are
+    arguments that this rank has besides.
     """
     folder.mkdir(parents=True, exist_ok=True)
     argv = arguments(data, folder, *extra, config=config)
     port = free_port()
-    ranks = [
-        make_process(_rank_main, data.family, argv, rank, world_size, port, str(folder / f"rank{rank}.log"), before)
-        for rank in range(world_size)
-    ]
+    ranks = []
+    for rank in range(world_size):
+        words, log = [*argv, *(of_rank_1 if rank == 1 else ())], str(folder / f"rank{rank}.log")
+        ranks.append(make_process(_rank_main, data.family, words, rank, world_size, port, log, before))
     for process in ranks:
         process.start()
     for process in ranks:
@@ -195,25 +197,6 @@ def environment(rank: int | None = None, world_size: int = 1, port: int = 0) -> 
         values |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         values |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return values
-
-
-def start_ranks(
-    folder: Path, commands: list[list[str]], variables: dict[int, dict[str, str]] | None = None
-) -> list[subprocess.Popen[bytes]]:
-    """Start Python with the arguments in `commands`, one process for each rank; its output in rankN.log."""
-    folder.mkdir(parents=True, exist_ok=True)
-    port, started = free_port(), []
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    for rank, command in enumerate(commands):
-        of_rank = environment(rank=rank, world_size=len(commands), port=port)
-        environ = {**os.environ, **of_rank, "PYTHONPATH": os.pathsep.join(paths), **(variables or {}).get(rank, {})}
-        with open(folder / f"rank{rank}.log", "wb") as log:
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, *command], cwd=folder, env=environ, stdout=log, stderr=subprocess.STDOUT
-                )
-            )
-    return started
 
 
 def launch(command: list[str], folder: Path) -> subprocess.Popen[bytes]:

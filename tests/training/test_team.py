@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -19,75 +20,74 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_job import Data, Run, arguments, finished, start_ranks
+from rank_processes import make_process
+from training_job import Data, environment, free_port, run
 
 from tempo_megatron.training.differences import find_difference, flatten
-from tempo_megatron.training.watch.rank_process import find_launchers, is_launcher
-from tempo_megatron.training.watch.team import check_open_files, open_listener, start_process
+from tempo_megatron.training.watch.rank_process import RankLog, find_launchers, is_launcher
+from tempo_megatron.training.watch.team import Team, check_open_files, open_listener, start_process
 
 ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
 
 
-# The ranks of a team that does nothing but wait, in processes that import torch alone.
-_RANK = """
-import sys, time
-from tempo_megatron.training.watch.rank_process import RankLog
-from tempo_megatron.training.watch.team import Team
-rank, what = int(sys.argv[1]), sys.argv[2]
-log = RankLog(rank)
-log.set_folder(sys.argv[3])
-team = Team.join(log, timeout_s=200, heartbeat_s=float(sys.argv[4]))
-team.compare({"setting": {"lr": 1.0, "same": [rank * 0, None]}}, 200)
-print("met", flush=True)
-if what == "hold the lock" and rank == 1:
-    import ctypes
-    ctypes.PyDLL(None).sleep(6)  # a C function that does not release the interpreter's lock
-elif what == "fail" and rank == 1:
-    time.sleep(1)
-    team.fail("the cause")
-    team.confirm()
-    sys.exit(1)
-elif what == "leave":
+def wait_as_rank(rank: int, folder: Path, what: str, limit: float, variables: dict[str, str]) -> None:
+    """A rank of a team that does nothing but wait."""
+    with open(folder / f"rank{rank}.log", "wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(variables)
+    log = RankLog(rank)
+    log.set_folder(str(folder / "logs"))
+    team = Team.join(log, timeout_s=200, heartbeat_s=limit)
+    team.compare({"setting": {"lr": 1.0, "same": [rank * 0, None]}}, 200)
+    print("met", flush=True)
+    if what == "hold the lock" and rank == 1:
+        ctypes.PyDLL(None).sleep(6)  # a C function that does not release the interpreter's lock
+    elif what == "fail" and rank == 1:
+        time.sleep(1)
+        team.fail("the cause")
+        team.confirm()
+        os._exit(1)
+    else:
+        time.sleep(100)
     team.leave()
-    sys.exit(0)
-else:
-    time.sleep(100)
-team.leave()
-"""
 
 
-def start_waiting(folder: Path, what: str, world_size: int = 2, limit: float = 2.0) -> list[subprocess.Popen[bytes]]:
-    """Ranks that have met."""
-    processes = start_ranks(
-        folder, [["-c", _RANK, str(rank), what, str(folder / "logs"), str(limit)] for rank in range(world_size)]
-    )
+def start_waiting(folder: Path, what: str, limit: float = 2.0) -> list[Any]:
+    """Two ranks that have met."""
+    port, ranks = free_port(), []
+    for rank in range(2):
+        variables = environment(rank=rank, world_size=2, port=port)
+        ranks.append(make_process(wait_as_rank, rank, folder, what, limit, variables))
+        ranks[-1].start()
     deadline = time.monotonic() + 200
-    while not all("met" in read(folder, rank) for rank in range(world_size)):
-        assert time.monotonic() < deadline, [read(folder, rank) for rank in range(world_size)]
+    while not all("met" in read(folder, rank) for rank in range(2)):
+        assert time.monotonic() < deadline, [read(folder, rank) for rank in range(2)]
         time.sleep(0.1)
-    return processes
+    return ranks
 
 
 def read(folder: Path, rank: int) -> str:
-    return (folder / f"rank{rank}.log").read_text(encoding="utf-8")
+    path = folder / f"rank{rank}.log"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def wait_for_ranks(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[list[int], float]:
-    """Exit codes, and after how many seconds the last one ended."""
+def wait_for_ranks(ranks: list[Any], timeout_s: float) -> tuple[list[int | None], float]:
+    """Exit codes, None of one that had not ended in time, and after how many seconds the last one ended."""
     start = time.monotonic()
-    try:
-        codes = [process.wait(max(0.1, timeout_s - (time.monotonic() - start))) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    for rank in ranks:
+        rank.join(max(0.1, timeout_s - (time.monotonic() - start)))
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
     return codes, time.monotonic() - start
 
 
-FAULTS: dict[str, tuple[str, Callable[[list[subprocess.Popen[bytes]]], None], int, str, list[int]]] = {
+FAULTS: dict[str, tuple[str, Callable[[list[Any]], None], int, str, list[int]]] = {
     "killed": ("wait", lambda ranks: ranks[1].kill(), 0, "error on rank 1 (.*): its process has ended", [1, -9]),
     "the first one killed": ("wait", lambda r: r[0].kill(), 1, "error on rank 0 (.*): its process has", [-9, 1]),
-    "stopped": ("wait", lambda r: r[1].send_signal(signal.SIGSTOP), 0, "error on rank 1 (.*): its .*stopped", [1, -9]),
+    "stopped": ("wait", lambda r: os.kill(r[1].pid, signal.SIGSTOP), 0, "error on rank 1 (.*): its .*stopped", [1, -9]),
     "failed": ("fail", lambda ranks: None, 0, "error on rank 1 (.*): the cause", [1, 1]),
 }  # fmt: skip
 
@@ -104,32 +104,29 @@ def test_a_rank_that_is_gone_ends_the_others(
     assert re.search(words, read(tmp_path, speaker))
     assert [rank for rank in range(2) if "error" in read(tmp_path, rank)] == [speaker]
     log = (tmp_path / "logs" / f"rank_{speaker:05d}.log").read_text(encoding="utf-8")
-    assert "This rank was here:" in log and 'File "<string>", line' in log and re.search(words, log)
+    assert "This rank was here:" in log and "in wait_as_rank" in log and re.search(words, log)
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_busy_is_not_gone(tmp_path: Path) -> None:
     """Three times the limit inside a C function that holds the interpreter's lock, in one rank; then all end well."""
     ranks = start_waiting(tmp_path, "hold the lock")
-    found = ranks[1].wait(30)
-    assert found == 0 and ranks[0].poll() is None
+    ranks[1].join(30)
+    assert ranks[1].exitcode == 0 and ranks[0].is_alive()
     assert "error" not in read(tmp_path, 0) + read(tmp_path, 1)
-    ranks[0].kill()
-    ranks[0].wait()
+    wait_for_ranks(ranks, 0)
 
 
 @pytest.mark.slow
 def test_ranks_that_all_stop_are_not_blamed(tmp_path: Path) -> None:
     """Ctrl-Z stops all of them, and they go on later."""
     ranks = start_waiting(tmp_path, "wait")
-    for process in ranks:
-        process.send_signal(signal.SIGSTOP)
-    time.sleep(4)
-    for process in ranks:
-        process.send_signal(signal.SIGCONT)
-    time.sleep(1.5)
-    assert [process.poll() for process in ranks] == [None, None]
-    wait_for_ranks([process for process in ranks if not process.kill()], 10)  # type: ignore[func-returns-value]
+    for number, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 1.5)):
+        for rank in ranks:
+            os.kill(rank.pid, number)
+        time.sleep(seconds)
+    assert all(rank.is_alive() for rank in ranks)
+    wait_for_ranks(ranks, 0)
 
 
 @contextlib.contextmanager
@@ -385,27 +382,14 @@ def test_a_test_has_no_launcher() -> None:
     assert os.getppid() and sys.executable
 
 
-def start_job(data: Data, folder: Path, change: Callable[[Path], list[str]], **of_rank_1: str) -> Run:
-    """Two ranks of which the second has other arguments or variables; waits for their end."""
-    script = str(Path(__file__).parents[2] / "launch" / "pretrain_gpt.py")
-    (folder / "second").mkdir(parents=True)
-    argv = arguments(data, folder, "--train-iters", "2", config=ZERO1)
-    ranks = start_ranks(folder, [[script, *argv], [script, *argv, *change(folder / "second")]], {1: of_rank_1})
-    codes, _ = wait_for_ranks(ranks, 400)
-    return finished(folder, codes)
-
-
-def write_config(folder: Path, **content: Any) -> list[str]:
-    path = folder / "deepspeed.json"
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return ["--deepspeed_config", str(path)]
-
-
 @pytest.mark.slow
 def test_another_clipping_and_missing_data_on_one_rank_are_told_by_rank_0(data: Data, tmp_path: Path) -> None:
-    clipped = start_job(data, tmp_path / "clip", lambda folder: write_config(folder, gradient_clipping=0.5, **ZERO1))
-    assert clipped.exit_codes == [1, 1] and "Traceback" not in clipped.output
-    assert "setting clip_grad is 0.5 on rank 1" in clipped.output and "and 1.0 on rank 0" in clipped.output
-    missing = start_job(data, tmp_path / "data", lambda folder: ["--data-path", str(folder / "none")])
-    assert missing.exit_codes == [1, 1] and "Traceback" not in missing.output
-    assert "none.idx and " in missing.output and "error on rank 1 (" in missing.output
+    config = tmp_path / "other.json"
+    config.write_text(json.dumps({"gradient_clipping": 0.5, **ZERO1}))
+    for of_rank_1, sentences in (
+        (["--deepspeed_config", str(config)], ["setting clip_grad is 0.5 on rank 1", "and 1.0 on rank 0"]),
+        (["--data-path", str(tmp_path / "none")], ["none.idx and ", "error on rank 1 ("]),
+    ):
+        failed = run(data, tmp_path, "--train-iters", "2", world_size=2, config=ZERO1, of_rank_1=of_rank_1)
+        assert failed.exit_codes == [1, 1] and "Traceback" not in failed.output
+        assert all(sentence in failed.output for sentence in sentences), failed.output

@@ -34,10 +34,15 @@ CASES = {
 QUICK = ("fp32, ZeRO 0", "bf16, ZeRO 1", "fp32, TP 2")
 
 
-@pytest.mark.parametrize("interval", ["1", "2"])
 @pytest.mark.parametrize(
-    ("world_size", "extra", "config"),
-    [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+    ("world_size", "extra", "config", "interval"),
+    [
+        *(
+            pytest.param(*case, "1", id=name, marks=() if name in QUICK else pytest.mark.slow)
+            for name, case in CASES.items()
+        ),
+        *(pytest.param(*CASES[name], "2", id=f"{name}, every second step") for name in QUICK[:2]),
+    ],
 )
 def test_a_diverged_model_is_not_saved(
     data: Data, tmp_path: Path, world_size: int, extra: list[str], config: dict[str, Any], interval: str

@@ -1,7 +1,11 @@
-"""The script under each launcher: the ranks meet, split the work, and a failure has a code."""
+"""The script under launchers: the ranks meet, split the work, and a failure has a code.
+
+That deepspeed and torchrun start ranks which train, test_readme.py sees.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -12,16 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from training_job import SCRIPT, Data, Run, arguments, free_port, launch, make_data, wait_for
+from training_job import SCRIPT, Data, Run, arguments, free_port, launch, run, wait_for
 
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 # The launchers' own folder, so that they come from the environment the tests run in.
 BIN = Path(sys.executable).parent
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 def prefix_of(launcher: str) -> list[str]:
@@ -38,15 +37,6 @@ def start(launcher: str, data: Data, folder: Path, *extra: str) -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_launchers_start_two_ranks(launcher: str, data: Data, tmp_path: Path) -> None:
-    result = start(launcher, data, tmp_path)
-    assert result.exit_codes == [0], result.output
-    assert f"2 x CPU (1 threads) by {launcher}: TP 2 + SP, DP 1" in result.output
-    assert len(result.losses) == 2
-
-
-@pytest.mark.slow
 def test_mpirun_starts_two_ranks(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.pathsep.join([str(BIN), os.environ["PATH"]]))
     if shutil.which("mpirun") is None:
@@ -56,6 +46,7 @@ def test_mpirun_starts_two_ranks(data: Data, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
     result = start("mpirun", data, tmp_path)
     assert result.exit_codes == [0], result.output
+    assert len(result.losses) == 2
     assert "2 x CPU (1 threads) by mpirun: TP 2 + SP, DP 1" in result.output
 
 
@@ -70,15 +61,16 @@ def test_a_users_error_is_one_sentence_and_a_code(data: Data, tmp_path: Path) ->
     assert "Traceback" not in result.output
 
 
-def test_a_port_that_is_taken_is_one_sentence(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def meet_at(port: int) -> None:
+    os.environ["MASTER_PORT"] = str(port)
+
+
+def test_a_port_that_is_taken_is_one_sentence(data: Data, tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        port = str(other.getsockname()[1])
-        ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in ranks.items():
-            monkeypatch.setenv(name, value)
-        result = wait_for(launch([sys.executable, str(SCRIPT), *arguments(data, tmp_path)], tmp_path), tmp_path)
+        port = other.getsockname()[1]
+        result = run(data, tmp_path, before=functools.partial(meet_at, port))
     assert result.exit_codes == [1]
     assert f"error: port {port} is in use by another run; give the launcher another --master_port" in result.output
     assert "Traceback" not in result.output
