@@ -164,23 +164,25 @@ def write_docs(results: Sequence[Result]) -> None:
 
 
 def plot(results: Sequence[Result], png: Path) -> None:
-    """Estimated over measured, at rest and at the peak."""
-    from tempo_megatron.plots import COLOURS, INK, import_pyplot, save, tidy
+    """Estimated over measured, between two steps and at the peak; the band is 3 %."""
+    from tempo_megatron.plots import COLOURS, GRID, INK, import_pyplot, save, tidy
 
     pyplot = import_pyplot("--write-docs")
-    figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     found = [each for each in results if each.rest is not None]
-    figures = {
-        "at rest": [(each.measured_rest, each.rest) for each in found],
-        "peak": [(each.measured_peak, each.peak) for each in found],
+    axes.axhspan(-3, 3, color=GRID, alpha=0.5)
+    axes.axhline(0, color=INK, linewidth=1)
+    errors = {
+        "between two steps": [(each.measured_rest, each.rest_error) for each in found],
+        "peak": [(each.measured_peak, each.peak_error) for each in found],
     }
-    ends = [min(min(pair) for pairs in figures.values() for pair in pairs) / 2**30 * 0.8]
-    ends.append(max(max(pair) for pairs in figures.values() for pair in pairs) / 2**30 * 1.25)
-    axes.plot(ends, ends, color=INK, linewidth=1)
-    for colour, (name, pairs) in zip(COLOURS, figures.items(), strict=False):
-        measured, estimated = ([value / 2**30 for value in side] for side in zip(*pairs, strict=True))
-        axes.plot(measured, estimated, "o", color=colour, label=name, markersize=4, alpha=0.7)
-    axes.set(xscale="log", yscale="log", xlabel="measured, GiB", ylabel="estimated, GiB", xlim=ends, ylim=ends)
+    for colour, (name, points) in zip(COLOURS, errors.items(), strict=False):
+        measured, error = zip(*points, strict=True)
+        axes.plot([size / 2**30 for size in measured], error, "o", color=colour, label=name, markersize=5, alpha=0.7)
+    ticks = [0.25, 0.5, 1, 2, 4, 8, 16, 32, 64]
+    axes.set(xscale="log", xlabel="measured, GiB", ylabel="estimated over measured, %")
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     tidy(axes)
     axes.legend(frameon=False)
     save(figure, png)

@@ -414,6 +414,14 @@ def parse_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, warnings
 
 
+def is_ignored(option: str) -> bool:
+    """Whether an option is one of Megatron-LM's on which memory does not depend."""
+    name = option.removeprefix("--")
+    if name in {*_BARE.split(), *_ONE.split(), *_MANY.split()}:
+        return True
+    return name.removeprefix("no-").removeprefix("disable-").startswith(tuple(_PREFIXES.split()))
+
+
 def find_default(field: str) -> Any:
     """What a field of `parse_options` is where nothing is given."""
     return next(option.default for name, option in READ.items() if _find_field(name) == field)
@@ -456,7 +464,7 @@ def _judge(option: str, parser: argparse.ArgumentParser) -> str | None:
     name = option.lstrip("-")
     if name in _GONE:
         raise ValueError(f"Megatron-LM takes {option} no longer; give {_GONE[name]}")
-    if name.removeprefix("no-").removeprefix("disable-").startswith(tuple(_PREFIXES.split())):
+    if is_ignored(option):
         return None
     known = [word for word in parser._option_string_actions if word.startswith("--")]
     near = [word for word in known if word.startswith(option)]
