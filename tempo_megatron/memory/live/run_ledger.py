@@ -288,24 +288,20 @@ class RunObserver:
 
     def _publish(self, found: Measured | None) -> None:
         if found is None:
-            _say("--tempo-ledger: no model of this rank ran forward in training in the first step")
+            print("--tempo-ledger: no model of this rank ran forward in training in the first step", flush=True)
             return
-        _say(format_measured(found))
+        print(format_measured(found), flush=True)
         name = f"{self._prefix}.stage{found.stage}"
         write_json(describe_measured(found), f"{name}.json")
         plot_measured(found, f"{name}.png")
-        _say(f"the ledger is in {name}.json and {name}.png")
+        print(f"the ledger is in {name}.json and {name}.png", flush=True)
 
     def _publish_timeline(self, timeline: Timeline) -> None:
-        _say(format_timeline(timeline))
+        print(format_timeline(timeline), flush=True)
         name = f"{self._prefix}.stage{find_stage()}.timeline"
         write_json(describe_timeline(timeline), f"{name}.json")
         plot_timeline(timeline, f"{name}.png")
-        _say(f"the step's memory is in {name}.json and {name}.png")
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
+        print(f"the step's memory is in {name}.json and {name}.png", flush=True)
 
 
 def plot_measured(found: Measured, png: str) -> None:

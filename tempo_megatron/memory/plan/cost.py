@@ -1,11 +1,10 @@
-"""Computes what a choice for a layer costs: FLOPs computed a second time, and bytes moved beyond stock.
+"""Computes the time that a choice for a layer costs, from products computed again and bytes moved beyond stock.
 
-FLOPs are those of matrix products, two for each multiplication and sum; where attention is causal and fused, half of
-its square. Of Tempo's operations linears and attention that run again have some, as Megatron's recomputation has; the
-others make elementwise results again, or read one tensor instead of another. Bytes are those that such work reads from
-and writes to the GPU's memory: it does nothing else that takes time. A choice that moves fewer bytes than stock is
-taken as costing nothing, never as a gain. Collectives that are repeated under tensor parallelism, by Megatron's
-recomputation and by linears that run again, are not in the sum.
+FLOPs are those of matrix products, two for each multiply-add; fused causal attention computes half of its square. Of
+Tempo's operations only linears and attention that run again have some, as Megatron's recomputation does. The others
+compute elementwise results again, or read one tensor instead of another: their time is that of the bytes which they
+read and write. A choice that moves fewer bytes than stock counts as free, never as a gain. Collectives that are
+repeated under tensor parallelism are not counted.
 """
 
 from __future__ import annotations
@@ -24,34 +23,34 @@ _FEMTO = 10**15
 
 @dataclasses.dataclass(frozen=True)
 class LayerFlops:
-    """Matrix products of one layer's forward on one rank."""
+    """FLOPs of the matrix products of one layer's forward on one rank."""
 
-    projections: int
-    """Queries, keys and values, and the projection behind attention."""
-    core_attention: int
-    mlp: int
     linear_qkv: int
-    """Of the projections, that of queries, keys and values."""
+    linear_proj: int
+    core_attention: int
     linear_fc1: int
-    """Of the MLP, its first linear."""
+    linear_fc2: int
+
+    @property
+    def mlp(self) -> int:
+        return self.linear_fc1 + self.linear_fc2
 
     @property
     def total(self) -> int:
-        return self.projections + self.core_attention + self.mlp
+        return self.linears + self.core_attention
 
     @property
     def linears(self) -> int:
-        return self.projections + self.mlp
+        return self.linear_qkv + self.linear_proj + self.mlp
 
 
 def count_layer_flops(run: Run, *, is_causal: bool, skips_masked: bool) -> LayerFlops:
-    """Forward of one layer without cross attention on one rank.
+    """Count the FLOPs of one layer's forward, without cross attention, on one rank.
 
     Args:
         run: model, layout and micro batch.
-        is_causal: whether a token attends to itself and those before it only.
-        skips_masked: whether the scores that a causal mask hides are not computed: fused attention's; unfused computes
-            them all.
+        is_causal: whether a token attends only to itself and to those before it.
+        skips_masked: whether scores behind a causal mask are not computed, as by fused attention.
     """
     shape = run.model
     s, b, t = shape.seq_length, run.micro_batch_size, run.tensor_parallel
@@ -59,20 +58,18 @@ def count_layer_flops(run: Run, *, is_causal: bool, skips_masked: bool) -> Layer
     tokens = s * b
     num_scores = s * (s + 1) // 2 if is_causal and skips_masked else s * s
     head_flops = 2 * tokens * shape.hidden_size * shape.kv_channels
-    linear_qkv = (heads + 2 * groups) * head_flops
     linear_fc2 = 2 * tokens * shape.hidden_size * shape.ffn_hidden_size // t
-    linear_fc1 = 2 * linear_fc2 if shape.is_gated else linear_fc2
     return LayerFlops(
-        projections=linear_qkv + heads * head_flops,
+        linear_qkv=(heads + 2 * groups) * head_flops,
+        linear_proj=heads * head_flops,
         core_attention=2 * 2 * b * heads * num_scores * shape.kv_channels,
-        mlp=linear_fc1 + linear_fc2,
-        linear_qkv=linear_qkv,
-        linear_fc1=linear_fc1,
+        linear_fc1=2 * linear_fc2 if shape.is_gated else linear_fc2,
+        linear_fc2=linear_fc2,
     )
 
 
 def count_recomputed_flops(flops: LayerFlops, recompute: frozenset[str], config: TempoConfig) -> int:
-    """What Megatron's recomputation of a layer, and Tempo's, computes a second time; never a third."""
+    """FLOPs that Megatron's recomputation of a layer and Tempo's repeat. Nothing is computed a third time."""
     if "full" in recompute:
         return flops.total
     found = flops.linear_qkv * (config.linear_qkv == "recompute")
@@ -85,28 +82,24 @@ def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) 
 
     Args:
         run: model, layout and micro batch.
-        config: without "auto".
-        recompute: Megatron's.
+        config: the layer's values, without "auto".
+        recompute: what Megatron recomputes of the layer.
     """
     shape = run.model
-    t, tokens, element_bytes = (
-        run.tensor_parallel,
-        shape.seq_length * run.micro_batch_size,
-        run.dtype.itemsize,
-    )
-    # With sequence parallelism a rank has its part of the tokens outside of attention and MLP.
+    t, tokens, element_bytes = run.tensor_parallel, shape.seq_length * run.micro_batch_size, run.dtype.itemsize
+    # With sequence parallelism a rank has only its part of the tokens outside of attention and MLP.
     hidden = tokens // (t if run.sequence_parallel else 1) * shape.hidden_size * element_bytes
     num_elements = tokens * shape.ffn_hidden_size // t
     y = num_elements * element_bytes
     x = 2 * y if shape.is_gated else y
     moved = 0
     if config.linear_fc1 == "recompute":
-        # In a recomputed MLP, below.
+        # A recomputed MLP is counted below.
         moved += 0 if recompute & {"mlp", "full"} else x + y
     elif config.activation == "recompute":
         moved += x + y
     elif config.activation == "inplace" and shape.activation == "gelu":
-        # A bit per element, written and read; the output is read instead of the input.
+        # A bit per element is written and read. The output is read instead of the input, which costs nothing more.
         moved += 2 * (-(-num_elements // 8))
     if config.norm == "recompute":
         moved += 2 * (2 * hidden)
@@ -118,27 +111,25 @@ def count_moved_bytes(run: Run, config: TempoConfig, recompute: frozenset[str]) 
         heads = (shape.num_attention_heads + shape.num_query_groups) // t
         moved += 2 * tokens * heads * shape.kv_channels * element_bytes
     if config.attention == "softmax":
-        # The softmax's output is read and its dropout written again.
+        # Backward reads the softmax's output and writes its dropout again.
         scores = tokens * shape.num_attention_heads // t * shape.seq_length * element_bytes
         moved += 2 * scores if shape.attention_dropout > 0 else 0
-    return moved + _count_replayed_bytes(hidden, x + y, recompute)
+    # Elementwise work that runs again with the products around it.
+    if "full" in recompute:
+        # Two norms, and two sums of an output and the residual.
+        moved += 2 * (2 * hidden) + 2 * (3 * hidden) + x + y
+    elif "mlp" in recompute:
+        moved += x + y
+    return moved
 
 
 def count_weight_bytes(num_weights: int, element_bytes: int) -> int:
-    """Bytes that a micro batch moves whatever its size: forward and backward read each weight, and backward adds its
-    gradient to a float32 sum."""
+    """Bytes that a micro batch of any size moves: forward and backward read each weight, and backward adds its gradient
+    to a float32 sum."""
     return num_weights * (2 * element_bytes + 2 * 4)
 
 
-def _count_replayed_bytes(hidden: int, activation: int, recompute: frozenset[str]) -> int:
-    """Elementwise work that runs again with the products around it."""
-    if "full" in recompute:
-        # Two norms, and two sums of an output and the residual.
-        return 2 * (2 * hidden) + 2 * (3 * hidden) + activation
-    return activation if "mlp" in recompute else 0
-
-
 def convert_to_femtoseconds(gpu: Gpu, dtype: torch.dtype, *, flops: int = 0, moved_bytes: int = 0) -> int:
-    """Time of products and of elementwise work, one after the other; whole, so that sums are exact."""
+    """The time of products and then of elementwise work, as a whole number, so that sums are exact."""
     rate = gpu.matmul_flops_per_second[_DTYPE_NAMES[dtype]]
     return round(flops / rate * _FEMTO) + round(moved_bytes / gpu.bytes_per_second * _FEMTO)

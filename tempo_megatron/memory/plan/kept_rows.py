@@ -1,11 +1,11 @@
-"""Measures what a layer keeps for backward for every choice of its operations' values, from a few real layers.
+"""Measures what a layer keeps for backward with every choice of its operations' values, on a few real layers.
 
-A layer has up to 288 choices, and the planner needs the bytes of each. One model on tensors without memory has layers
-of different choices, and the ledger of each is read. A row of it depends on few operations. Which ones follows from
-what was measured: the smallest sets of operations whose values tell the row's bytes in every layer so far. A choice for
-which such sets say different things, or have not seen the values, is measured next. At the end more choices are
-measured than were needed; where one of them is not predicted to the byte, the search goes on with them. In the worst
-case every choice is measured.
+A layer has up to 288 choices, and the planner needs the bytes of each. So one model on tensors without memory gets
+layers of different choices, and the ledger's rows of each are read. A row depends on few operations. Which ones follows
+from the measurements: take the smallest sets of operations whose values determine the row's bytes in all layers so far.
+Where these sets disagree about a choice, or have not seen its values, the choice is measured next. Once all choices
+are predicted, a few more are measured as a check. If one of them differs from its prediction by a byte, the search goes
+on; in the worst case every choice is measured.
 """
 
 from __future__ import annotations
@@ -26,31 +26,30 @@ from tempo_megatron.slots.choose import find_refusal
 from tempo_megatron.slots.layer_spec import keeps_copies
 
 Values = tuple[str, ...]
-"""Of LAYER_OPERATIONS, without "auto"."""
+"""The value of each of LAYER_OPERATIONS, never "auto"."""
 Rows = Mapping[str, int]
 """Row of the ledger -> bytes."""
 _ATTENTION, _LINEAR_QKV = (LAYER_OPERATIONS.index(name) for name in ("attention", "linear_qkv"))
-# Choices that are measured at once: to tell sets of operations apart, and to check the prediction.
+# So many choices are measured together after the first batch.
 _NUM_MORE = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class KeptRows:
-    """What one layer keeps with one recomputation by Megatron."""
+    """What a layer keeps with one kind of recomputation by Megatron."""
 
     rows: Mapping[Values, Rows]
-    """Of each choice that a layer can have."""
+    """Each choice that a layer can have -> its rows."""
     stack_bytes: int
-    """What the layers of a pipeline stage keep together, once: with full recomputation the angles of rotary embeddings.
-    """
+    """What the layers of a stage keep together: with full recomputation the angles of rotary embeddings."""
     measured: frozenset[Values]
     """The choices that were measured; the others are predicted."""
 
     def count(self, config: TempoConfig) -> int:
         """Bytes of a layer with the values of `config`.
 
-        Stock attention that keeps copies of q, k and v cannot be beside a projection that runs again, which would save
-        nothing: it counts as if that did not.
+        A projection that runs again saves nothing where stock attention keeps copies of q, k and v. The slots refuse
+        both together, so this counts the projection as stock.
         """
         values = tuple(getattr(config, name) for name in LAYER_OPERATIONS)
         if values not in self.rows:
@@ -59,7 +58,7 @@ class KeptRows:
 
 
 def list_values(run: Run) -> dict[str, Values]:
-    """Operation -> the values that a model can have, stock first."""
+    """Operation -> the values that a model can have, "off" first."""
     config = build_transformer_config(run.model, dtype=run.dtype)
     return {
         name: tuple(
@@ -72,7 +71,7 @@ def list_values(run: Run) -> dict[str, Values]:
 
 
 def measure_rows(run: Run, recompute: Iterable[str]) -> KeptRows:
-    """The rows of a layer of a run's model on one of its ranks, with this recomputation by Megatron.
+    """Measure what a layer of a run's model keeps on one rank, with this recomputation by Megatron.
 
     Raises ValueError where torch.distributed is already initialised.
     """
@@ -80,7 +79,7 @@ def measure_rows(run: Run, recompute: Iterable[str]) -> KeptRows:
 
 
 def measure_stock_layer(run: Run) -> Rows:
-    """The rows of a stock layer without recomputation of a run's model.
+    """Measure the rows of a stock layer of a run's model, without recomputation.
 
     Raises ValueError as `measure_rows`.
     """
@@ -89,7 +88,7 @@ def measure_stock_layer(run: Run) -> Rows:
 
 
 def _keep_layer(run: Run, recompute: Iterable[str]) -> Run:
-    """What of a run says what a layer keeps, so that runs whose layers are alike are equal."""
+    """A Run of the fields on which the bytes of a layer depend, so that runs with equal layers are equal."""
     return Run(
         model=dataclasses.replace(run.model, num_layers=1, vocab_size=1),
         tempo=TempoConfig.off(),
@@ -122,14 +121,14 @@ def _measure_rows(run: Run) -> KeptRows:
 
 
 def _keeps_copies(run: Run, choice: Values) -> bool:
-    """Whether stock attention keeps copies of q, k and v beside a projection that runs again, which slots refuse."""
+    """Whether the slots refuse a choice: its stock attention keeps copies of what its projection would run again."""
     is_fit = choice[_ATTENTION] != "off" or choice[_LINEAR_QKV] == "off" or "core_attn" in run.recompute
     is_grouped = run.model.num_query_groups != run.model.num_attention_heads
     return not is_fit and keeps_copies(is_megatrons=run.stock != "transformer_engine", is_grouped=is_grouped)
 
 
 def _measure_layers(run: Run, choices: Sequence[Values]) -> tuple[list[Rows], int]:
-    """The rows of one layer of each choice, and the bytes that they keep together."""
+    """The rows of one layer of each choice, and the bytes that the layers keep together."""
     layers = {str(place): dict(zip(LAYER_OPERATIONS, choice, strict=True)) for place, choice in enumerate(choices)}
     model = dataclasses.replace(run.model, num_layers=len(choices))
     by_layer, rest = record_chunk(
@@ -140,13 +139,15 @@ def _measure_layers(run: Run, choices: Sequence[Values]) -> tuple[list[Rows], in
     for place in range(len(choices)):
         rows = sum_rows(by_layer[stack, place], (model.seq_length,), model.activation)
         found.append({row.operation: row.num_bytes for row in rows})
-    # A micro batch has its mask whatever the layers keep.
+    # The rest is the mask, which belongs to the micro batch.
     return found, sum(storage.num_bytes for storage in rest if storage.operation == stack)
 
 
 def count_second_output(run: Run, choice: Values, recompute: Collection[str]) -> int:
-    """What stock FlashAttention 2 keeps beyond fused attention: it computes [b, s, a, d], and Transformer Engine copies
-    that to [s, b, a * d] for the linear, so that both stay."""
+    """The bytes that stock FlashAttention 2 keeps beyond fused attention.
+
+    Its output is [b, s, a, d], which Transformer Engine copies to [s, b, a * d] for the linear. Both are kept.
+    """
     is_there = (run.stock, run.stock_attention, choice[_ATTENTION]) == ("transformer_engine", "flash", "off")
     if not is_there or {"core_attn", "full"} & {*recompute}:
         return 0
@@ -162,11 +163,14 @@ def _add_second_output(run: Run, choice: Values, rows: Rows) -> Rows:
 def complete(
     choices: Sequence[Values], measure: Callable[[Sequence[Values]], Sequence[Rows]]
 ) -> tuple[dict[Values, Rows], frozenset[Values]]:
-    """The rows of every choice, and which choices were measured for them.
+    """Measure some choices and predict the others.
 
     Args:
-        choices: values of the same operations.
-        measure: the rows of some choices.
+        choices: all choices, values of the same operations.
+        measure: returns the rows of each choice that it is given.
+
+    Returns:
+        The rows of every choice, and the choices that were measured.
     """
     known: dict[Values, Rows] = {}
     batch, is_check = _cover(choices, known, 2, len(choices)), False
@@ -185,8 +189,8 @@ def complete(
 
 
 def _cover(choices: Sequence[Values], known: Collection[Values], strength: int, limit: int) -> list[Values]:
-    """Choices, as few as a greedy search finds and at most `limit`, that have all values of any `strength` operations
-    together that no known choice has."""
+    """Choose greedily at most `limit` choices that together have every combination of values of any `strength`
+    operations that no known choice has."""
 
     def list_together(choice: Values) -> Iterator[tuple[tuple[int, str], ...]]:
         return itertools.combinations(enumerate(choice), strength)
@@ -201,7 +205,7 @@ def _cover(choices: Sequence[Values], known: Collection[Values], strength: int, 
 
 
 def _predict(choices: Sequence[Values], known: Mapping[Values, Rows]) -> dict[Values, Rows]:
-    """The rows of the choices for which all of the smallest sets of operations say the same."""
+    """The rows of those choices about which all of the smallest sets of operations agree."""
     predicted: dict[Values, dict[str, int] | None] = {choice: {} for choice in choices}
     for row in dict.fromkeys(name for rows in known.values() for name in rows):
         tables = _find_tables(row, known)
@@ -215,7 +219,7 @@ def _predict(choices: Sequence[Values], known: Mapping[Values, Rows]) -> dict[Va
 
 
 def _find_tables(row: str, known: Mapping[Values, Rows]) -> list[tuple[tuple[int, ...], dict[Values, int]]]:
-    """The smallest sets of operations, as places in a choice, and values of them -> the row's bytes."""
+    """The smallest sets of operations that determine a row, as places in a choice, each with values -> bytes."""
     num_operations = len(next(iter(known)))
     for size in range(num_operations + 1):
         tables = []
@@ -228,4 +232,4 @@ def _find_tables(row: str, known: Mapping[Values, Rows]) -> list[tuple[tuple[int
                 tables.append((places, table))
         if tables:
             return tables
-    raise AssertionError("all operations together tell one choice from another")
+    raise AssertionError("two measurements of one choice differ")

@@ -1,4 +1,4 @@
-"""Draws the figure of the plan command: memory against time, of the plans for all budgets and of single switches."""
+"""Draws the plan command's figure: time against memory, for the plans of all budgets and for single switches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUM_BUDGETS = 60
 
 
 def list_plans(problem: Problem, num_budgets: int) -> list[MemoryPlan]:
-    """The plans of budgets from the least that fits to what stock needs, each plan once."""
+    """The distinct plans of budgets between the least that fits and what stock needs."""
     planner = Planner(problem)
     least, most = planner.find_smallest().peak_bytes, list_switches(problem)["stock"].peak_bytes
     plans: list[MemoryPlan] = []
@@ -26,7 +26,7 @@ def list_plans(problem: Problem, num_budgets: int) -> list[MemoryPlan]:
 
 
 def list_switches(problem: Problem) -> dict[str, MemoryPlan]:
-    """What single switches come to, whatever the budget: stock, Tempo's two forms, and Megatron's recomputation."""
+    """Plans without a budget, in which all layers have one switch: stock, a form of Tempo, or recomputation."""
     preferences = {
         "stock": (),
         "Tempo, in place": ("inplace", "flash", "recompute"),
@@ -41,7 +41,7 @@ def list_switches(problem: Problem) -> dict[str, MemoryPlan]:
             for operation, allowed in problem.values.items()
             if operation != "loss"
         }
-        # In place exists for some activations only; "recompute" is not what that switch means there.
+        # Only some activations can run in place, and "recompute" would be another switch.
         if name == "Tempo, in place" and "inplace" not in problem.values["activation"]:
             values["activation"] = ("off",)
         plans[name] = plan_alike(problem, values, ())
@@ -53,14 +53,14 @@ def list_switches(problem: Problem) -> dict[str, MemoryPlan]:
 
 
 def plot_plan(problem: Problem, plan: MemoryPlan, budget: int, png: str | Path, title: str) -> None:
-    """Draw the shortest time of every budget as a line, single switches as dots, and the plan.
+    """Draw the shortest time for every budget as a line, single switches as dots, and the plan as a star.
 
     Args:
-        problem: what the plan solves.
-        plan: it.
-        budget: its bytes.
+        problem: what is planned.
+        plan: the plan for `budget`.
+        budget: bytes of one GPU.
         png: the file to write.
-        title: above the plot.
+        title: the text above the plot.
     """
     pyplot = import_pyplot()
     curve, switches = list_plans(problem, _NUM_BUDGETS), list_switches(problem)
