@@ -75,20 +75,23 @@ def estimate_row(row: Mapping[str, Any]) -> Result:
     begin = time.perf_counter()
     try:
         world_size = row["world_size"] or _find_world_size(row)
-        last = _estimate(row["id"], row["args"], world_size)[-1]
+        last = _estimate(row, world_size)[-1]
     except ValueError as error:
         return Result(*measured, seconds=time.perf_counter() - begin, refusal=str(error))
     seconds = time.perf_counter() - begin
     return Result(*measured, last.at_rest_bytes, last.peak_bytes, world_size, seconds, parts=last.parts)
 
 
-def _estimate(name: str, arguments: Mapping[str, Any], world_size: int) -> Sequence[Any]:
+def _estimate(row: Mapping[str, Any], world_size: int) -> Sequence[Any]:
     from tempo_megatron.memory.commands.megatron_command import read_command, spell_arguments, split_command
     from tempo_megatron.memory.estimate.estimate import estimate_ranks
 
-    family = next((family for family in ("bert", "t5") if name.startswith(f"{family}/")), "gpt")
+    arguments = row["args"]
+    family = next((family for family in ("bert", "t5") if row["id"].startswith(f"{family}/")), "gpt")
     command = split_command([f"pretrain_{family}.py", *spell_arguments(arguments)])
-    run, _ = read_command(command, world_size=world_size, vocab_size=_find_vocab_size(arguments))
+    # CASE:dev_dgx_h100
+    gpu = row["id"].rpartition("_")[2]
+    run, _ = read_command(command, world_size=world_size, vocab_size=_find_vocab_size(arguments), gpu=gpu)
     return estimate_ranks(run)
 
 
@@ -103,7 +106,7 @@ def _find_world_size(row: Mapping[str, Any]) -> int:
     arguments = row["args"]
     sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
     smallest = math.prod(int(arguments.get(size, 1)) for size in sizes)
-    last = _estimate(row["id"], arguments, smallest)[-1]
+    last = _estimate(row, smallest)[-1]
     if "--use-distributed-optimizer" not in arguments:
         return smallest
     most = int(arguments["--global-batch-size"]) // int(arguments["--micro-batch-size"])

@@ -9,6 +9,7 @@ import argparse
 from typing import Any
 
 from tempo_megatron.memory.plan.gpu import DTYPES
+from tempo_megatron.memory.run import GPUS
 from tempo_megatron.settings.arguments import add_tempo_arguments
 from tempo_megatron.words.argument_types import (
     parse_fraction,
@@ -46,6 +47,12 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     _add_estimate_layout(parser.add_argument_group("layout"))
     _add_estimate_step(parser.add_argument_group("training step"))
     group = parser.add_argument_group("output")
+    group.add_argument(
+        "--gpu",
+        choices=GPUS,
+        help="count the workspaces that cuBLAS has on this GPU, and take the attention that Transformer Engine takes "
+        "(default: h100 for a command of Megatron-LM, else none)",
+    )
     group.add_argument(
         "--allocator",
         action="store_true",

@@ -46,6 +46,7 @@ def run_estimate(args: argparse.Namespace) -> int:
         is_said = describe_tempo_arguments(args) != "none"
         run = read_run_of_command(args, command, tempo_config_from(args, {}) if is_said else None)
         title = Path(command.script).name
+    run = dataclasses.replace(run, gpu=args.gpu or (None if command is None else "h100"))
     stock = dataclasses.replace(run, tempo=TempoConfig.off())
     found = {}
     for name, each in {"stock": stock, **({} if run.tempo.is_off else {"Tempo": run})}.items():

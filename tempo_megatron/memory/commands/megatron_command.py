@@ -196,13 +196,20 @@ def write_command(command: Command, options: Sequence[str], expected: Run, vocab
     """
     words = [*(command.launcher or ("python",)), "launch/run_megatron.py", command.script, *options]
     line = shlex.join(words)
-    again, _ = read_command(split_command(shlex.split(line)), world_size=expected.world_size, vocab_size=vocab_size)
+    again, _ = read_command(
+        split_command(shlex.split(line)), world_size=expected.world_size, vocab_size=vocab_size, gpu=expected.gpu
+    )
     assert again == expected, line
     return line
 
 
 def read_command(
-    command: Command, tempo: TempoConfig | None = None, *, world_size: int | None = None, vocab_size: int | None = None
+    command: Command,
+    tempo: TempoConfig | None = None,
+    *,
+    world_size: int | None = None,
+    vocab_size: int | None = None,
+    gpu: str | None = None,
 ) -> tuple[Run, list[str]]:
     """The run, and warnings for a user.
 
@@ -211,6 +218,7 @@ def read_command(
         tempo: what Tempo's operations do in it; None is what the command says.
         world_size: GPUs of the whole run, where the launcher does not say it.
         vocab_size: tokens, where the command does not say it.
+        gpu: what it runs on; see Run.
 
     Raises ValueError for what Megatron-LM would refuse, and what the estimate does not know.
     """
@@ -240,6 +248,12 @@ def read_command(
         tempo,
         activation=_find_activation(args),
         stock=_find_stock(args, command.family),
+    )
+    run = dataclasses.replace(
+        run,
+        gpu=gpu,
+        deterministic=args.deterministic_mode,
+        data_has_masks=args.create_attention_mask_in_dataloader,
     )
     run.check()
     return run, warnings

@@ -140,6 +140,7 @@ READ: dict[str, Option] = {
     "enable-cuda-graph": _switch("cuda_graph_impl_deprecated"),
     "external-cuda-graph": _switch("cuda_graph_impl_deprecated"),
     "no-create-attention-mask-in-dataloader": _switch("create_attention_mask_in_dataloader", True),
+    "deterministic-mode": _switch(),
     "logits-save-dir": _words(None),
     "logits-load-dir": _words(None),
     # The layout.
@@ -303,7 +304,7 @@ allow-ambiguous-pad-tokens apply-layernorm-1p apply-wd-to-qk-layernorm auto-dete
 biencoder-shared-query-context-model calc-ft-timeouts calculate-per-token-loss check-for-large-grads
 check-for-spiky-loss cpu-offloading-retain-pinned-cpu-buffers create-all-gather-group data-parallel-random-init
 dataloader-defer-npy-index-mmap dataloader-fast-cache-load dataloader-inter-document-masking ddp-average-in-collective
-decode-only-cuda-graphs decrease-batch-size-if-needed delay-offload-until-cuda-graph deterministic-mode
+decode-only-cuda-graphs decrease-batch-size-if-needed delay-offload-until-cuda-graph
 disable-activation-func-clamp-shared-expert disable-align-grad-reduce disable-bf16-reduced-precision-matmul
 disable-chunked-prefill disable-clone-scatter-output-in-embedding disable-fp8-wgrad disable-gloo-process-groups
 disable-jit-fuser disable-manual-gc-eval disable-msc disable-stream-ckpt-dequant disable-strict-fsdp-dtensor-load

@@ -39,5 +39,6 @@ def count_workspaces(run: Run, *, has_head: bool) -> int:
     of_torch = _THREADS * (DETERMINISTIC_BYTES if run.deterministic else TORCH_BYTES[run.gpu])
     if run.stock == "local":
         return of_torch
-    uses_torch = has_head or run.stock_attention == "unfused" or not run.tempo.is_off
+    # Tempo leaves Transformer Engine's linears where they are.
+    uses_torch = has_head or (run.stock_attention == "unfused" and run.tempo.attention != "flash")
     return TRANSFORMER_ENGINE_BYTES[run.gpu] + (of_torch if uses_torch else 0)

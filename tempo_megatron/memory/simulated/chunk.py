@@ -103,7 +103,6 @@ def _cut(run: Run, layers: range) -> Run:
         tempo=run.tempo.for_layers(layers, STACKS_OF_FAMILIES[run.model.family]),
         optimizer=OptimizerSettings(),
         pipeline_parallel=1,
-        context_parallel=1,
         data_parallel=1,
         layers_per_virtual_stage=None,
         first_stage_layers=None,
@@ -258,7 +257,8 @@ class _Chunk:
         if self._run.data_has_masks and self._run.model.family == "gpt":
             tensors.pop("attention_mask", None)
             if self._pre_process or self._post_process:
-                masks = self._run.micro_batch_size * self._run.model.seq_length**2
+                # Of the whole sample's tokens: a context-parallel rank has its share of the rows.
+                masks = self._run.micro_batch_size * self._run.model.seq_length**2 * self._run.context_parallel
         return count_storage_bytes(tensors.values()) + masks
 
     def trace(self) -> Allocations:
