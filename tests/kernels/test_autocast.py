@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import parametrize_covering
 from torch import Tensor
 from witness import assert_within_rule
 
@@ -70,9 +71,11 @@ def run(
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.parametrize("casts_backward", [False, True], ids=["backward outside", "backward inside"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", OPERATIONS)
+@parametrize_covering(
+    name=OPERATIONS.keys(),
+    dtype=[torch.float32, torch.float16],
+    casts_backward={"backward outside": False, "backward inside": True},
+)
 def test_autocast_changes_no_bit(name: str, dtype: torch.dtype, casts_backward: bool) -> None:
     inputs = [torch.randn(S, B, H).to(dtype) for _ in range(2)]
     plain = run(OPERATIONS[name][0], inputs, False)

@@ -6,7 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from covering import parametrize_covering
 from gelu_inputs import ACTIVATION
+from pointwise_activations import GATED
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from witness import assert_three_witnesses, assert_within_rule
@@ -15,7 +17,6 @@ from tempo_kernels import compiled
 from tempo_kernels.gelu import cpu as gelu
 from tempo_kernels.gelu.inverse import INVERSES, derivative_float64
 from tempo_kernels.glu import cpu as cpu_glu
-from tempo_kernels.glu import geglu, reglu, swiglu
 from tempo_kernels.norm import cpu as cpu_norm
 from tempo_kernels.norm import cpu_compiled, layer_norm, rms_norm
 from tempo_kernels.philox import drop_mask, eager
@@ -24,6 +25,11 @@ from tempo_kernels.pointwise import eager as eager_pointwise
 from tempo_kernels.pointwise import forward_with_bits
 from tempo_kernels.squared_relu import cpu as cpu_squared_relu
 from tempo_kernels.squared_relu import eager as eager_squared_relu
+
+
+def compiles(test):
+    skip = pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+    return pytest.mark.slow(skip(test))
 
 
 def masks():
@@ -43,8 +49,7 @@ def masks():
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@compiles
 def test_compiled_masks_are_the_same_bit_for_bit(monkeypatch):
     plain = masks()
     used = []
@@ -86,8 +91,7 @@ def test_the_compiler_is_the_one_that_the_environment_names(monkeypatch):
     assert compiled.find_compiler() is None
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@compiles
 @pytest.mark.parametrize("form", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_compiled_gelu_backward_is_as_exact_as_the_one_in_chunks(dtype, form):
@@ -125,12 +129,13 @@ def test_large_tensors_take_the_differentiate_compiled(monkeypatch):
     assert used == [64]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
-@pytest.mark.parametrize("keep", ["output", "input"])
-@pytest.mark.parametrize("width", [40, 128, 37])
+@compiles
+@parametrize_covering(
+    width=[40, 128, 37],
+    keep=["output", "input"],
+    norm={"layer_norm": layer_norm, "rms_norm": rms_norm},
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_norms_in_one_pass_obey_the_rule(width, keep, norm, dtype, monkeypatch):
     used = []
     monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 64)
@@ -147,8 +152,7 @@ def test_norms_in_one_pass_obey_the_rule(width, keep, norm, dtype, monkeypatch):
     assert bool(used) == (norm is layer_norm and dtype == torch.float32 and keep == "output")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@compiles
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_norm_refills_its_output_bit_for_bit_though_its_blocks_are_small(dtype, monkeypatch):
     monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 48 * 40)
@@ -171,8 +175,7 @@ def test_a_large_norm_with_lost_channels_or_odd_rows_obeys_the_rule_uncompiled(r
     assert_three_witnesses(layer_norm, lambda x, w, b: F.layer_norm(x, (40,), w, b), inputs, grad, torch.bfloat16)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@compiles
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_backward_of_the_tanh_gelu_from_its_input_obeys_the_rule(dtype, monkeypatch):
     monkeypatch.setattr(cpu_pointwise, "COMPILED_ELEMENTS", 64)
@@ -190,8 +193,7 @@ def test_the_compiled_backward_of_the_tanh_gelu_from_its_input_obeys_the_rule(dt
         assert_within_rule(name, *found)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@compiles
 def test_the_compiled_backward_of_squared_relu_is_the_specification_bit_for_bit(monkeypatch):
     y, grad = torch.relu(torch.randn(300, 1000)).square(), torch.randn(300, 1000)
     y[0, :3] = torch.tensor([torch.inf, torch.nan, 1e-42])
@@ -210,8 +212,7 @@ def test_columns_are_split_into_more_than_one_group_of_a_power_of_two(width, lan
     assert torch.equal(found[0].flatten(-2), x) and torch.equal(found[1].flatten(), bias)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
+@compiles
 def test_only_the_lanes_are_compiled_in():
     function = compiled.Compiled(lambda x: x + 1, has_lanes=True)
     for shape in ((3, 5, 64), (7, 2, 64), (9, 4, 64)):
@@ -222,21 +223,16 @@ def test_only_the_lanes_are_compiled_in():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(compiled.find_compiler() is None, reason="no C++ compiler is installed; none is needed")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize(
-    ("ours", "activation"), [(swiglu, F.silu), (geglu, F.gelu), (reglu, F.relu)], ids=["swiglu", "geglu", "reglu"]
+@compiles
+@parametrize_covering(
+    operation={name: GATED[name] for name in ("swiglu", "geglu", "reglu")},
+    has_bias=[True, False],
+    dtype=[torch.float32, torch.bfloat16],
 )
-def test_gated_units_in_one_pass_obey_the_rule(ours, activation, has_bias, dtype, monkeypatch):
-    def reference(x, bias):
-        gate, up = (x if bias is None else x + bias).chunk(2, -1)
-        return activation(gate) * up
-
+def test_gated_units_in_one_pass_obey_the_rule(operation, has_bias, dtype, monkeypatch):
     used = []
     monkeypatch.setattr(cpu_glu, "COMPILED_ELEMENTS", 64)
     monkeypatch.setattr(cpu_glu, "_add_in_blocks", lambda *_: used.append(1) or [])
     x, bias, grad = torch.rand(50, 3, 40) * 16 - 8, torch.randn(40) if has_bias else None, torch.randn(50, 3, 20)
-    assert_three_witnesses(ours, reference, [x, bias], grad, dtype)
+    assert_three_witnesses(*operation, [x, bias], grad, dtype)
     assert not used

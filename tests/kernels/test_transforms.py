@@ -59,18 +59,9 @@ def give_a_tangent(operation: Callable[[Tensor], Tensor]) -> None:
 
 TRANSFORMED = "called under vmap or a transform of torch.func"
 USES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "vmap": (
-        lambda f: torch.vmap(f)(torch.stack([make_input()] * 3)),
-        "called under vmap or a transform of torch.func",
-    ),
-    "grad": (
-        lambda f: torch.func.grad(lambda x: f(x).sum())(make_input()),
-        "called under vmap or a transform of torch.func",
-    ),
-    "jvp": (
-        lambda f: torch.func.jvp(f, (make_input(),), (make_input(),)),
-        "called under vmap or a transform of torch.func",
-    ),
+    "vmap": (lambda f: torch.vmap(f)(torch.stack([make_input()] * 3)), TRANSFORMED),
+    "grad": (lambda f: torch.func.grad(lambda x: f(x).sum())(make_input()), TRANSFORMED),
+    "jvp": (lambda f: torch.func.jvp(f, (make_input(),), (make_input(),)), TRANSFORMED),
     "forward mode": (give_a_tangent, "given a tensor with a tangent"),
 }
 

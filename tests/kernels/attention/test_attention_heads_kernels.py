@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_kernel_cases import KEY, check, dropped_elements, random_inputs, run, settings
+from covering import parametrize_covering
 from interpreted import DEVICE, kernel_test
 
 from tempo_kernels.attention import kernel as attention_kernel
@@ -23,9 +24,9 @@ ONE_WALK = {
 
 
 @kernel_test
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize(("shape", "causal", "window"), ONE_WALK.values(), ids=ONE_WALK)
-def test_one_walk_for_all_gradients_does_what_is_specified(shape, causal, window, splits, monkeypatch):
+@parametrize_covering(each={"form": ONE_WALK, "splits": [1, 2]})
+def test_one_walk_for_all_gradients_does_what_is_specified(form, splits, monkeypatch):
+    shape, causal, window = form
     monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
     check(*random_inputs(*shape, torch.bfloat16), settings(causal, window_size=window))
 

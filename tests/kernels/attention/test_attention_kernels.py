@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_cases import ours, reference
 from attention_kernel_cases import KEY, check, dropped_elements, random_inputs, run, settings
-from covering import parametrize_covering
+from covering import exhaustive, parametrize_covering
 from interpreted import DEVICE, DTYPES, kernel_test
 from witness import assert_within_rule
 
@@ -52,11 +52,11 @@ def test_attention_of_more_queries_than_keys_does_what_is_specified(p):
 
 
 @kernel_test
-@pytest.mark.parametrize("window_size", [(5, 0), (200, 0), (3, 4), (-1, 2), (7, -1)])
-@pytest.mark.parametrize(("sq", "sk"), [(270, 270), (40, 300)])
-def test_a_sliding_window_does_what_is_specified(sq, sk, window_size):
-    inputs = random_inputs(sq, sk, 1, 2, 1, 32, torch.bfloat16)
-    check(*inputs, settings(False, window_size=window_size))
+@parametrize_covering(
+    each={"window_size": [(5, 0), (200, 0), (3, 4), (-1, 2), (7, -1)], "lengths": [(270, 270), (40, 300)]}
+)
+def test_a_sliding_window_does_what_is_specified(window_size, lengths):
+    check(*random_inputs(*lengths, 1, 2, 1, 32, torch.bfloat16), settings(False, window_size=window_size))
 
 
 @kernel_test
@@ -75,8 +75,7 @@ def test_a_window_that_leaves_some_queries_without_a_key_gives_them_zeros():
 
 
 @kernel_test
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize_covering(each={"causal": [True, False], "dtype": DTYPES})
 def test_key_lengths_do_what_is_specified_and_what_is_behind_them_is_not_read(causal, dtype):
     q, k, v, grad = random_inputs(70, 70, 4, 2, 2, 64, dtype)
     lengths = torch.tensor([70, 65, 20, 0], device=DEVICE)
@@ -155,15 +154,12 @@ def test_what_the_kernels_cannot_do_is_refused(dtype):
         attention_kernel.forward(Inputs(q, q, q), settings())
 
 
-def hex_or_str(value):
-    return hex(value) if isinstance(value, int) else str(value)
+DRAWS = [(KEY, 2**32 - 1, 0.4), (0x80000000_7FFFFFFF, 2**47, 0.5)]
 
 
 @kernel_test
 @pytest.mark.parametrize(
-    ("key", "first_sample", "p"),
-    [(0, 0, 0.1), (KEY, 2**32 - 1, 0.4), (0x80000000_7FFFFFFF, 2**47, 0.5), (2**64 - 1, 2**32 - 2, 0.9)],
-    ids=hex_or_str,
+    ("key", "first_sample", "p"), [*DRAWS, *exhaustive((0, 0, 0.1), (2**64 - 1, 2**32 - 2, 0.9))], ids=str
 )
 def test_every_pass_drops_the_specified_elements_bit_for_bit(first_sample, p, key):
     sq, sk, b, a = 140, 203, 2, 1
