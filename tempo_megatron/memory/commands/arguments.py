@@ -171,6 +171,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is trained")
     group.add_argument("--model", metavar="JSON", help="a model, such as configs/model/gpt3_175b.json")
     group.add_argument(
+        "--hf",
+        metavar="FOLDER",
+        help="take the sizes of a Hugging Face model: its folder or config.json (gpt2, llama, mistral, qwen2, qwen3); "
+        "its layers are taken as Megatron's",
+    )
+    group.add_argument(
         "--world-size",
         type=parse_positive,
         metavar="N",

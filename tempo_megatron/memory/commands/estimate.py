@@ -41,7 +41,7 @@ def run_estimate(args: argparse.Namespace) -> int:
     command = take_command(args, add_estimate_arguments)
     if command is None:
         config = take_deepspeed(args)
-        run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), Path(args.model).stem
+        run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), name_model(args)
     else:
         is_said = describe_tempo_arguments(args) != "none"
         run = read_run_of_command(args, command, tempo_config_from(args, {}) if is_said else None)
@@ -90,6 +90,14 @@ def _add_tempo(command: Command, args: argparse.Namespace) -> list[str]:
     words = [] if own == "none" else shlex.split(own)
     is_on = "--use-tempo" in (*command.options, *words)
     return [*command.options, *([] if is_on else ["--use-tempo"]), *words]
+
+
+def name_model(args: argparse.Namespace) -> str:
+    """Of --model or --hf."""
+    if args.model is not None:
+        return Path(args.model).stem
+    path = Path(args.hf).absolute()
+    return path.parent.name if path.name == "config.json" else path.name
 
 
 def name_dtype(run: Run) -> str:

@@ -133,11 +133,13 @@ def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.Arg
     Raises ValueError where there is neither, and for an argument that says what the command says.
     """
     if not args.words and args.megatron_yaml is None:
-        if args.model is None:
+        if args.model is None and args.hf is None:
             raise ValueError(
-                "nothing is given to look at; give --model with a file of configs/model, or a command of Megatron-LM "
-                "behind --, such as -- pretrain_gpt.py --num-layers 12 ..."
+                "nothing is given to look at; give --model with a file of configs/model, --hf with a folder, or a "
+                "command of Megatron-LM behind --, such as -- pretrain_gpt.py --num-layers 12 ..."
             )
+        if args.model is not None and args.hf is not None:
+            raise ValueError("--model and --hf are both given; leave one of them out")
         if args.world_size is not None:
             raise ValueError("--world-size is for a command of Megatron-LM behind --; give --tp, --pp and --dp")
         return None

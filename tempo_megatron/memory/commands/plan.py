@@ -16,7 +16,7 @@ import torch
 
 from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
-from tempo_megatron.memory.commands.estimate import name_dtype, read_run_of_command
+from tempo_megatron.memory.commands.estimate import name_dtype, name_model, read_run_of_command
 from tempo_megatron.memory.commands.ledger import format_layout
 from tempo_megatron.memory.commands.megatron_command import Command, drop_options, take_command, write_command
 from tempo_megatron.memory.commands.megatron_options import parse_options
@@ -34,6 +34,14 @@ _PLANNED = (
     *("--recompute-", "--use-tempo", "--tempo-config", "--tempo-layers", "--tempo-memory-budget"),
     *(operation.argument for operation in OPERATIONS.values()),
 )
+# Fields of a Run that the planner knows.
+_KNOWN = (
+    *("model", "tempo", "optimizer", "tensor_parallel", "pipeline_parallel", "data_parallel", "sequence_parallel"),
+    *("micro_batch_size", "num_micro_batches", "dtype", "recompute", "recompute_num_layers"),
+    *("stock", "stock_attention", "masked_softmax_fusion"),
+    # Of what stands around the layers, where the estimate counts it.
+    *("fuses_cross_entropy", "gpu", "deterministic", "data_has_masks"),
+)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -48,7 +56,7 @@ def run_plan(args: argparse.Namespace) -> int:
     command = take_command(args, add_plan_arguments)
     if command is None:
         request, samples_per_rank = read_request(args, gpu)
-        title = Path(args.model).stem
+        title = name_model(args)
     else:
         request, samples_per_rank, title = _read_request_of_command(args, command, gpu), None, Path(command.script).name
     trials = []
@@ -116,10 +124,13 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
     Raises ValueError for pipelines that the planner does not know.
     """
     run = read_run_of_command(args, command)
-    if run.layers_per_virtual_stage or run.first_stage_layers or run.last_stage_layers:
+    fields = (each for each in dataclasses.fields(run) if each.name not in _KNOWN)
+    given = {each.name: value for each in fields if (value := getattr(run, each.name)) != each.default}
+    if given:
+        name, value = next(iter(given.items()))
         raise ValueError(
-            "the command has virtual pipeline stages or stages of unequal layers, which the planner does not know; ask "
-            "tempo-megatron estimate"
+            f"the command gives {name.replace('_', ' ')} {value}, which the planner does not know; ask tempo-megatron "
+            "estimate"
         )
     if run.tempo.is_off:
         raise ValueError("--no-use-tempo is given, and the plan is what Tempo does; leave it out")

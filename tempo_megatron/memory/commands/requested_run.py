@@ -13,6 +13,7 @@ from typing import Any
 
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.build import DTYPES
+from tempo_megatron.models.huggingface_config import read_huggingface_config
 from tempo_megatron.models.shape import ModelShape, check_layout, make_shape, read_shape_file
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.json_text import read_object
@@ -58,7 +59,7 @@ def read_requested_run(args: argparse.Namespace, tempo: TempoConfig, deepspeed: 
 
 
 def read_requested_shape(args: argparse.Namespace) -> ModelShape:
-    """The model of --model, with the values that were typed in place of the file's.
+    """The model of --model or --hf, with the values that were typed in place of the file's.
 
     --dropout is that of attention and of hidden states alike; None leaves both to the file.
 
@@ -66,7 +67,8 @@ def read_requested_shape(args: argparse.Namespace) -> ModelShape:
     """
     if "full" in args.recompute and len(args.recompute) > 1:
         raise ValueError("--recompute full already recomputes everything; give it alone")
-    values = {"vocab_size": 50257, **read_shape_file(args.model)}
+    is_hf = getattr(args, "hf", None) is not None
+    values = {"vocab_size": 50257, **(read_huggingface_config(args.hf) if is_hf else read_shape_file(args.model))}
     dropout = {"attention_dropout": args.dropout, "hidden_dropout": args.dropout}
     given = {"seq_length": args.seq_length, "vocab_size": args.vocab_size, **dropout}
     values |= {name: value for name, value in given.items() if value is not None}
