@@ -1,7 +1,7 @@
-"""Measures beside a run what one of its layers keeps for backward, stock and Tempo.
+"""Measures, for a run's banner, what one of its layers keeps for backward, stock and with Tempo.
 
-The ledger needs model parallelism of its own and draws random numbers, so that it runs in a process of its own, on the
-CPU, while the run's model is built.
+The ledger needs its own model parallel groups and draws random numbers, so it runs in a separate process on the CPU,
+while the run's model is built.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tempo_megatron.settings.config import TempoConfig
 
 _SECONDS = 60
 
-# What a TransformerConfig says of the run and not of its layers, or what only a GPU can do.
+# Fields of a TransformerConfig that describe the run rather than its layers, or that need a GPU.
 _OVERRIDES: dict[str, Any] = {
     "num_layers": 1,
     "pipeline_model_parallel_size": 1,
@@ -41,8 +41,8 @@ _OVERRIDES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class KeptBytes:
-    """Bytes that one layer keeps for backward on one rank, in this run's sizes, or why they are unknown; where
-    layers are not alike, their mean."""
+    """Bytes that one layer keeps for backward on one rank, in this run's sizes, or why they are unknown. If layers
+    differ, their mean."""
 
     stock: int | None = None
     tempo: int | None = None
@@ -56,7 +56,7 @@ class KeptBytes:
 
 
 def start_measuring(config: Any, tempo_config: TempoConfig, run: Any) -> Callable[[], KeptBytes]:
-    """Begin to measure a GPT's layer of this TransformerConfig; the function that waits for the figures.
+    """Begin to measure a GPT's layer of this TransformerConfig. Returns a function that waits for the figures.
 
     Args:
         config: the run's TransformerConfig.
@@ -112,7 +112,7 @@ def _is_portable(value: Any) -> bool:
 
 
 def _portable_fields(config: Any) -> dict[str, Any]:
-    """The fields that another process can be given; functions that draw weights cannot, and do not matter."""
+    """The fields that can be pickled for another process; functions that draw weights cannot, and do not matter."""
     fields = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -123,7 +123,7 @@ def _portable_fields(config: Any) -> dict[str, Any]:
 
 
 def measure_kept_bytes(order: dict[str, Any]) -> KeptBytes:
-    """The figures of a run whose sizes `start_measuring` has written down."""
+    """The figures of a run, from the sizes that `start_measuring` has collected."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from tempo_megatron import cpu

@@ -26,7 +26,7 @@ def add_tempo_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the Tempo group to Megatron's parser, and what the deepspeed launcher's users write."""
+    """Add the Tempo group to Megatron's parser, and the arguments of the deepspeed launcher's users."""
     add_tempo_options(parser)
     options: dict[str, dict[str, Any]] = {
         "--deepspeed_config": {"metavar": "FILE", "help": 'a DeepSpeed JSON, of which only the "tempo" block is read'},
@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def read_options(argv: Sequence[str]) -> tuple[TempoConfig, int | None, str | None]:
     """The run's TempoConfig, off where Tempo is not switched on, its memory budget, and the file for the report.
 
-    Raises LaunchError for values that do not exist, files that cannot be read, and what would be ignored.
+    Raises LaunchError for unknown values, files that cannot be read, and arguments that would be ignored.
     """
     parser = add_options(_Parser(allow_abbrev=False, add_help=False))
     args, _ = parser.parse_known_args(list(argv))
@@ -68,7 +68,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read_blocks(args: argparse.Namespace) -> dict[str, Any]:
-    """The one "tempo" block of the files that are named, as a DeepSpeed JSON holds it."""
+    """The one "tempo" block of the named files, in the form of a DeepSpeed JSON."""
     blocks = {}
     for option, file in {"--tempo-config": args.tempo_config, "--deepspeed_config": args.deepspeed_config}.items():
         if file is not None and (block := _read_block(file, may_be_bare=option == "--tempo-config")) is not None:

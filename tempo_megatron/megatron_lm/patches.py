@@ -1,7 +1,7 @@
 """Patches Megatron-LM in memory for a run under `--use-tempo`; none of its files changes.
 
-Its argument parser gets the Tempo group. Where Tempo is on, the constructors of its models build layers with Tempo's
-slots, and its schedules say which micro batch begins. Where Tempo is off the argument group is all.
+Its argument parser gets the Tempo group. If Tempo is on, the constructors of its models build layers with Tempo's
+modules, and its schedules announce each micro batch. If Tempo is off, only the parser changes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def patch_arguments(version: str) -> None:
 
 
 def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, budget: int | None = None) -> None:
-    """Let Megatron's models be built with Tempo's slots, and its schedules say which samples a micro batch holds.
+    """Let Megatron's models be built with Tempo's modules, and let its schedules announce each micro batch.
 
-    budget: bytes that a rank may hold, by which what is "auto" is planned; None plans nothing.
+    budget: bytes that a rank may hold; operations on "auto" are planned for it. None plans nothing.
 
-    Raises LaunchError where a place is not there.
+    Raises LaunchError where a place is missing.
     """
     get_args = get_hook(versions.GET_ARGS, version)
     begin_micro_batch = get_hook(versions.BEGIN_MICRO_BATCH, version)
@@ -61,7 +61,7 @@ def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, bud
 def patch_steps(version: str, prefix: str) -> None:
     """Let `--tempo-ledger` watch the first two training steps, with Tempo on or off.
 
-    Raises LaunchError where the place is not there.
+    Raises LaunchError where the place is missing.
     """
     train_step, get_args = get_hook(versions.TRAIN_STEP, version), get_hook(versions.GET_ARGS, version)
     signature = inspect.signature(train_step)
@@ -150,7 +150,7 @@ def _publish_before_forward(model: Any, report: RunReport) -> None:
 
 
 def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoConfig, run: Any) -> BuiltModel:
-    """Put Tempo's specs in the place of those that a constructor is given."""
+    """Replace the specs among a constructor's arguments by Tempo's."""
     from tempo_megatron.slots.layer_spec import tempoize
 
     found = BuiltModel(name=model.place.partition(":")[2], tempo_config=tempo_config)
@@ -169,7 +169,7 @@ def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoC
 
 
 def _finish_model(model: Any, found: BuiltModel, tempo_config: TempoConfig) -> None:
-    """What no spec names: the embedding's dropout and the loss head."""
+    """Replace what no spec names: the embedding's dropout and the loss head."""
     from tempo_megatron.slots.dropout import tempoize_embedding
     from tempo_megatron.slots.loss import choose_loss, tempoize_loss
     from tempo_megatron.slots.report import check_built, report_on
@@ -185,7 +185,7 @@ def _finish_model(model: Any, found: BuiltModel, tempo_config: TempoConfig) -> N
 
 
 def _find_obstacles_to_masks(config: Any, run: Any) -> Obstacles:
-    """What stands against the operations that draw masks, where nothing says which samples a micro batch holds."""
+    """Why operations cannot draw masks, if Tempo cannot know which samples a micro batch holds."""
     from tempo_megatron.slots.choose import Refusal
 
     graphs = getattr(config, "cuda_graph_impl", "none")
@@ -195,7 +195,7 @@ def _find_obstacles_to_masks(config: Any, run: Any) -> Obstacles:
         reason = "Megatron's arguments, which say what samples a mask is drawn for, are not initialized in this script"
         remedy = "call initialize_megatron of megatron.training"
     elif graphs != "none":
-        # A replayed graph runs no Python, which is what says which samples a micro batch holds.
+        # A replayed graph runs no Python, so no micro batch is announced.
         reason = f"cuda_graph_impl is {graphs}, under which each step would draw the first one's dropout masks"
         remedy = "leave CUDA graphs off"
     else:
@@ -205,9 +205,9 @@ def _find_obstacles_to_masks(config: Any, run: Any) -> Obstacles:
 
 
 def _leave_mask_out(run: Any, argument: str) -> bool:
-    """Let the data loader make no mask where all that it would hide is the future; whether it does so now.
+    """Stop the data loader from making masks that only hide the future. Returns whether it did so.
 
-    With a mask given the causal path, which skips what is hidden, would not be taken.
+    With a mask, attention would not take the causal path, which skips the hidden half.
     """
     if run is None or getattr(run, "reset_attention_mask", False) or not getattr(run, argument, False):
         return False

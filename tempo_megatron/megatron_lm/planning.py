@@ -1,7 +1,7 @@
 """Plans the memory budget of a Megatron-LM run when its first model is built.
 
-The run's TransformerConfig stands by then, and Megatron's recomputation with it: that stays as written, and the values
-of Tempo's operations are planned.
+By then the run's TransformerConfig is fixed, and with it Megatron's recomputation, which stays as written. Only the
+values of Tempo's operations are planned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _REMEDY = (
     "raise the budget, --tensor-model-parallel-size or --pipeline-model-parallel-size, lower --micro-batch-size, or "
     "let Megatron recompute (tempo-megatron plan says what)"
 )
-# Fields of a TransformerConfig that no ModelShape has, so that such a layer cannot be measured, where they are not so.
+# Fields of a TransformerConfig that ModelShape lacks. A layer can be measured only if they have these values.
 _NEUTRAL = {
     "qk_l2_norm": False,
     "softmax_type": "vanilla",
@@ -26,21 +26,21 @@ _NEUTRAL = {
 
 
 class Planning:
-    """What becomes of a run's TempoConfig.
+    """Plans a run's TempoConfig at its first model.
 
     Args:
         tempo_config: as written.
         budget: bytes that a rank may hold; None plans nothing.
-        report: is told of the plan.
+        report: gets the plan's description.
     """
 
     def __init__(self, tempo_config: TempoConfig, budget: int | None, report: RunReport) -> None:
         self._tempo_config, self._budget, self._report = tempo_config, budget, report
 
     def choose(self, model: Model, arguments: dict[str, Any], run: Any) -> TempoConfig:
-        """The values for a model that is built with `arguments` in a run of Megatron's arguments `run`, or None.
+        """The values for a model that is built with `arguments`; `run` is Megatron's arguments, or None.
 
-        The first time, rank 0 plans and every rank gets its plan or its error. All ranks build a model.
+        At the first call rank 0 plans, and every rank gets its plan or its error: all ranks build a model.
 
         Raises ValueError where nothing fits, or the planner does not know the run.
         """
@@ -81,7 +81,7 @@ class Planning:
 
 
 def _find_unplanned(config: Any) -> str | None:
-    """What the estimate knows, or does not ask about, and the planner does not."""
+    """A setting that the planner does not support although the estimate does."""
     if config.virtual_pipeline_model_parallel_size is not None:
         return "virtual pipeline stages"
     if (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage) != (None, None):

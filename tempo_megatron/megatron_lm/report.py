@@ -1,4 +1,4 @@
-"""Writes what a run under `--use-tempo` says about itself: slots replaced, slots left and why, bytes kept."""
+"""Writes the banner of a run under `--use-tempo`: slots replaced, slots left and why, bytes kept."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class BuiltModel:
 
     draws_masks: bool = False
     knows_its_mask: bool = True
-    """Whether every attention of the model is Tempo's, and hides the future without being given a mask."""
+    """Whether every attention of the model is Tempo's, and hides the future without a mask."""
 
     leaves_mask_out: bool = False
     has_transformer_engine: bool = False
-    """Whether the layers have modules of Transformer Engine's, whose linears stay."""
+    """Whether the layers have modules of Transformer Engine; its linears stay."""
 
     kept_bytes: Callable[[], KeptBytes] | None = None
-    """Waits for the bytes that one layer keeps."""
+    """Waits for the bytes that one layer keeps, and returns them."""
 
     def add_block(self, block: Any, config: Any, choices: Any) -> None:
-        """A block's spec that was built for `config` with these Choices; a T5Model has two."""
+        """Add a block's spec that was made for `config` with these Choices; a T5Model has two."""
         from tempo_megatron.slots.block_slots import hides_the_future
         from tempo_megatron.slots.dropout_rng import draws_masks
         from tempo_megatron.slots.transformer_engine import has_transformer_engine
@@ -71,12 +71,12 @@ class RunReport:
         self.models: list[BuiltModel] = []
         self._is_published = False
         self.plan: str | None = None
-        """What a memory budget has decided, in lines."""
+        """What was planned for a memory budget, in lines."""
         self._is_first_rank = int(os.environ.get("RANK", "0")) == 0
         self._kept_bytes = KeptBytes(unknown="no model is built")
 
     def add(self, model: BuiltModel, config: Any, run: Any) -> None:
-        """A model that was built for `config`, a TransformerConfig; a pipeline stage may have several.
+        """Add a model that was built for `config`, a TransformerConfig; a pipeline stage may have several.
 
         run: Megatron's arguments, or None.
         """
@@ -130,7 +130,7 @@ class RunReport:
             lines.append(f"tempo: {model.name}, {model.tempo_config.describe()}")
             lines.append(f"tempo:   slots replaced: {model.report.describe_counts()}")
             lines += [f"tempo:   left: {line}" for line in model.report.describe_left()]
-            # Why "auto" is less than its first choice stands there where it left a slot, else here.
+            # Reasons of "auto" that left a slot are listed there already.
             lines += [
                 f"tempo:   {name}={getattr(model.tempo_config, name)}: {reason}"
                 for name, reason in model.reasons.items()

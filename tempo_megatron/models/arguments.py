@@ -25,11 +25,11 @@ OPTIONS = {
     "num_tokentypes": "--model",
     "add_binary_head": "--model",
 }
-"""Field of ModelShape -> what a user changes to change it, where that is not the option of its name."""
+"""Field of ModelShape -> the options that change it, if these do not have its name."""
 
 
 def name_option(field: str) -> str:
-    """What a user changes to change a field of ModelShape."""
+    """The options that change a field of ModelShape."""
     return OPTIONS.get(field, "--" + field.replace("_", "-"))
 
 
@@ -110,9 +110,9 @@ def read_given_model(
     Args:
         args: parsed with add_model_arguments.
         families: those that the program trains; none means any.
-        stored: of the checkpoint that the run goes on from, ModelShape.describe; what is given is read on top of it.
+        stored: ModelShape.describe of the checkpoint that the run continues; given fields override it.
 
-    Raises ValueError where two things contradict each other, or where the model is of another family.
+    Raises ValueError where two fields contradict each other, or where the model is of another family.
     """
     given = read_shape_file(args.model) if args.model else {}
     if families:

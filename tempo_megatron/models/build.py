@@ -47,11 +47,11 @@ def build_transformer_config(
         shape: the model.
         dtype: of the parameters.
         tensor_model_parallel_size, sequence_parallel: of the layout.
-        fuse_gelu: Megatron's fused GELU (and gate), where the activation is one; as in Megatron-LM it is the tanh form,
-            and the unfused one the erf form.
-        fuse_swiglu: Megatron's fused SwiGLU, where that is the activation.
-        settings: more fields of TransformerConfig: pipeline, recomputation, initialisation, fusions. What is not said
-            is as on a CPU: no fusion that needs a GPU or an extension.
+        fuse_gelu: use Megatron's fused GELU (and gate) if the activation is one. As in Megatron-LM the fused one has
+            the tanh form, and the unfused one the erf form.
+        fuse_swiglu: use Megatron's fused SwiGLU if that is the activation.
+        settings: more fields of TransformerConfig: pipeline, recomputation, initialisation, fusions. By default there
+            are no fusions that need a GPU or an extension.
 
     Raises ValueError where the fused GELU has no bias to add.
     """
@@ -96,7 +96,7 @@ def build_transformer_config(
 
 
 def choose_for_model(shape: ModelShape, config: TransformerConfig, tempo_config: TempoConfig) -> Choices:
-    """What `build_model` takes where `tempo_config` says "auto", and why it is not the first choice.
+    """The Choices of `build_model`: a value for each "auto", and why it is not the first choice.
 
     Raises ValueError where a value that is not "auto" cannot be had.
     """
@@ -134,7 +134,7 @@ def build_model(
     Args:
         shape: the model.
         config: of build_transformer_config, perhaps with changes.
-        tempo_config: "auto" becomes what choose_for_model says; or what it said of this model.
+        tempo_config: "auto" becomes what choose_for_model says. May also be what it returned for this model.
         padded_vocab_size: rows of the embedding.
         pre_process, post_process, vp_stage: of its pipeline stage, as GPTModel's arguments of these names.
 
@@ -166,7 +166,7 @@ def build_model(
 def _list_own_arguments(
     shape: ModelShape, config: TransformerConfig, specs: dict[str, TempoBlockSubmodules], vp_stage: int | None
 ) -> dict[str, Any]:
-    """What the class of a family takes beside what all take."""
+    """The arguments that only the class of this family takes."""
     if shape.family == "gpt":
         return {
             "transformer_layer_spec": specs["decoder"],
@@ -189,13 +189,13 @@ def _list_own_arguments(
     }
 
 
-# Megatron's class, and the one with the fused loss: a class is ours to choose, and nothing built has to change.
+# Megatron's class, and the one with the fused loss.
 _CLASSES = {"gpt": (GPTModel, TempoGPTModel), "bert": (BertModel, TempoBertModel), "t5": (T5Model, T5Model)}
 
 
 @contextlib.contextmanager
 def _norm_of_the_head() -> Iterator[None]:
-    """Within, BERT's head is built with TorchLayerNorm, for sequence parallelism.
+    """Inside the context BERT's head is built with TorchLayerNorm, for sequence parallelism.
 
     The head names its norm itself (models/bert/bert_lm_head.py:16 of megatron-core 0.16.1). Without Apex that is
     Megatron's wrapper around torch's LayerNorm, which refuses sequence parallelism (transformer/torch_norm.py:32)."""
@@ -212,8 +212,9 @@ def _norm_of_the_head() -> Iterator[None]:
 def _hand_out_a_view_of_the_bias(
     module: torch.nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """The MLP returns its output bias to be added later. Were it the parameter itself, the checkpoint around the MLP
-    would become that parameter's grad_fn, and its backward would recompute the MLP without end."""
+    """Make the MLP return a view of its output bias, which is added later. If it returned the parameter itself, the
+    checkpoint around the MLP would become the parameter's grad_fn, and its backward would recompute the MLP without
+    end."""
     return output[0], None if output[1] is None else output[1].view_as(output[1])
 
 
@@ -235,8 +236,8 @@ def make_inputs(
         shape: the model.
         vocab_size: tokens are drawn below it.
         micro_batch_size: samples.
-        seq_length: instead of the shape's; in T5 the decoder's is shortened to it too.
-        causal_mask: whether a GPT is given its mask, as stock needs it on a CPU.
+        seq_length: in place of the shape's; a T5's decoder is shortened to it too.
+        causal_mask: whether a GPT gets a mask, which stock needs on a CPU.
     """
     s = seq_length or shape.seq_length
     tokens = torch.randint(vocab_size, (micro_batch_size, s), dtype=torch.int64)

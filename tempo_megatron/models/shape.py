@@ -37,9 +37,9 @@ REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes and kinds of a model's parts; `make_shape` fills in what follows from the others.
+    """The sizes and kinds of a model's parts; `make_shape` fills in those that follow from others.
 
-    Raises ValueError where they contradict one another.
+    Raises ValueError where fields contradict one another.
     """
 
     family: str
@@ -85,7 +85,7 @@ class ModelShape:
     num_tokentypes: int = 0
     """BERT only: kinds of segments, 0 without."""
     add_binary_head: bool = False
-    """BERT only: the head that tells whether two segments follow one another."""
+    """BERT only: the head that predicts whether two segments follow one another."""
 
     def __post_init__(self) -> None:
         check_shape(self)
@@ -126,7 +126,7 @@ class ModelShape:
 
 
 def check_shape(shape: ModelShape) -> None:
-    """Raise ValueError for the first thing that no model has, or that contradicts another."""
+    """Raise ValueError for the first field that no model can have, or that contradicts another."""
     for name, value in shape.describe().items():
         if value is None and name in _OPTIONAL:
             continue
@@ -199,7 +199,7 @@ def _check_family(shape: ModelShape) -> None:
             raise ValueError(f"{name} is for the family {of}, but the model's is {family}; leave it out")
     if family == "gpt":
         return
-    # What Megatron's BertModel and T5Model, or their layer specs, would refuse or pass over in silence.
+    # What Megatron's BertModel and T5Model, or their layer specs, would refuse or silently ignore.
     refused = {
         f"--normalization {shape.normalization}": shape.normalization != "LayerNorm",
         "--qk-layernorm": shape.qk_layernorm,
@@ -246,12 +246,12 @@ NAMES = tuple(field.name for field in dataclasses.fields(ModelShape))
 
 
 def make_shape(**values: Any) -> ModelShape:
-    """The shape of these values; what is missing or None follows from the others, as in Megatron-LM.
+    """The shape of these values; values that are missing or None follow from the others, as in Megatron-LM.
 
-    The MLP is 4 h wide; a gated one 8/3 h, rounded down to a multiple of 64, so that it has about as many weights. That
-    is Megatron-LM's rule for swiglu, and here that of all gated ones.
+    The MLP is 4 h wide. A gated one is 8/3 h wide, rounded down to a multiple of 64, so that it has about as many
+    weights: Megatron-LM's rule for swiglu, here applied to all gated activations.
 
-    Raises ValueError where a size is missing that has no default, or where two contradict each other.
+    Raises ValueError where a size without a default is missing, or where two values contradict each other.
     """
     given = {name: value for name, value in values.items() if value is not None}
     for name in REQUIRED:
@@ -295,9 +295,9 @@ def pad_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp: int) 
 
 
 def read_shape_file(path: str | Path) -> dict[str, Any]:
-    """What a file of configs/model says, its names known and its types checked.
+    """The fields of ModelShape in a file of configs/model; names and types are checked.
 
-    Raises ValueError, which begins with --model, where it cannot be read or says what no model has.
+    Raises ValueError, which begins with --model, where it cannot be read or has something that no model has.
     """
     try:
         values = read_object(path)
@@ -315,9 +315,9 @@ def read_shape_file(path: str | Path) -> dict[str, Any]:
 
 
 def complete_description(described: Mapping[str, Any]) -> dict[str, Any]:
-    """`described` with the fields of ModelShape that an older writer of `ModelShape.describe` did not know.
+    """`described` with the fields of ModelShape that did not exist when it was written.
 
-    What it did not know had the values of a GPT-2.
+    Models then had a GPT-2's values for these fields.
     """
     heads, hidden_size = described.get("num_attention_heads"), described.get("hidden_size")
     older = {
@@ -332,7 +332,7 @@ def complete_description(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_value(name: str, value: Any) -> str | None:
-    """What is expected of a field of ModelShape, in the types of JSON; None where `value` is as expected."""
+    """What is expected of a field of ModelShape, as a JSON type; None if `value` is as expected."""
     if name in CHOICES:
         return None if value in CHOICES[name] else f"one of {', '.join(CHOICES[name])}"
     if name in _SWITCHES:

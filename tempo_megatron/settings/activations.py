@@ -1,7 +1,7 @@
 """The activations that an MLP can have with Tempo: one table, by the names that a model's JSON has for them.
 
-A new one is a row here, its function in Megatron in `FUNCTIONS` of `tempo_megatron/slots/mlp.py`, and a formula that is
-not there yet in `tempo_kernels/pointwise`: for torch in `activations.py`, for Triton in `kernel_activations.py`.
+A new one needs a row here, and Megatron's function in `FUNCTIONS` of `tempo_megatron/slots/mlp.py`. A new formula also
+goes into `tempo_kernels/pointwise`: for torch into `activations.py`, for Triton into `kernel_activations.py`.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Activation:
-    """One activation, and which values of the switch `activation` it can have beside "recompute" and "off"."""
+    """One activation of an MLP."""
 
     name: str
     formula: str
-    """Of x, or where it is gated of the gate: its name in `tempo_kernels.pointwise.ACTIVATIONS`."""
+    """The function of x, or of the gate if it is gated: its name in `tempo_kernels.pointwise.ACTIVATIONS`."""
 
     is_gated: bool = False
     """Whether the first linear gives gate and up, whose product formula(gate) * up is the output."""
 
     has_inplace: bool = False
-    """Whether the derivative can be computed from the output; of a gated one that is a product of two unknowns."""
+    """Whether the derivative can be computed from the output; a gated one's is a product of two unknowns."""
 
     help: str = ""
-    """What `--help` says of the option `--NAME`, for those that Megatron-LM has an option for; empty for the others,
-    which only a JSON names. --geglu is one more: Megatron-LM's --quick-geglu, x * sigmoid(1.702 x), is no GELU."""
+    """The help of the option `--NAME`, if Megatron-LM has such an option; empty for activations that only a JSON names.
+    --geglu is not Megatron-LM's --quick-geglu, whose x * sigmoid(1.702 x) is not GELU."""
 
     @property
     def option(self) -> str:
@@ -59,7 +59,7 @@ GATED = tuple(name for name, activation in ACTIVATIONS.items() if activation.is_
 
 
 def find_inplace_refusal(name: str) -> str | None:
-    """Why an activation cannot be in place; None where it can."""
+    """Why an activation cannot be in place; None if it can."""
     if ACTIVATIONS[name].has_inplace:
         return None
     can = [each.replace("_", " ") for each, activation in ACTIVATIONS.items() if activation.has_inplace]

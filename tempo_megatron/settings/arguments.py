@@ -67,7 +67,7 @@ def add_tempo_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 
 def describe_tempo_arguments(args: argparse.Namespace) -> str:
-    """What was typed: `--use-tempo --tempo-norm off`; "none" where nothing was."""
+    """The typed arguments: `--use-tempo --tempo-norm off`; "none" without any."""
     words = {None: [], True: ["--use-tempo"], False: ["--no-use-tempo"]}[args.use_tempo]
     given = {name: getattr(args, f"tempo_{name}") for name in CHOICES}
     words = words + [f"{OPERATIONS[name].argument} {value}" for name, value in given.items() if value]
@@ -93,9 +93,9 @@ def _read_layers(text: str) -> Mapping[str, Any]:
 def tempo_config_from(args: argparse.Namespace, deepspeed_config: Mapping[str, Any] | None = None) -> TempoConfig:
     """The TempoConfig of `args`: the `"tempo"` block of `deepspeed_config`, with each given argument on top.
 
-    Returns `TempoConfig.off()` where Tempo is not switched on.
-    Raises ValueError where an argument asks for an operation but Tempo is off, so that nothing typed is ignored, and
-    for a memory budget, by which only a run plans (`read_tempo_of_run`).
+    Returns `TempoConfig.off()` if Tempo is not switched on.
+    Raises ValueError where an argument sets an operation although Tempo is off, so that nothing typed is ignored, and
+    for a memory budget, which only a run can use (`read_tempo_of_run`).
     """
     config, budget = read_tempo_of_run(args, deepspeed_config)
     if budget is not None:

@@ -28,48 +28,48 @@ from tempo_megatron.words.json_text import read_object
 class TempoConfig:
     """What each operation keeps for backward. `TempoConfig()` is `"auto"` throughout.
 
-    `"auto"` is in place where the model has that, else recompute, else stock; `tempo_megatron.slots.choose.choose`
-    says which and why. `"off"` is stock Megatron. Any other value is taken as written: a model that cannot have
-    it is refused.
+    `"auto"` is in place if the model allows that, else recompute, else stock; `tempo_megatron.slots.choose.choose` says
+    which and why. `"off"` is stock Megatron. Any other value is taken as written, and a model that cannot have it is
+    refused.
 
-    `layers` gives single layers values of their own; what they leave out, the final norm, the embedding's dropout and
-    the loss head have those of the fields.
+    `layers` gives single layers other values. Operations that a range leaves out have the fields' values; so do the
+    final norm, the embedding's dropout and the loss head.
 
-    Raises ValueError for a value that does not exist, a key that is no range of layers, and ranges that share a layer.
+    Raises ValueError for an unknown value, a key that is not a range of layers, and ranges that share a layer.
     """
 
     activation: str = "auto"
-    """The MLP's activation. "inplace", for gelu and squared relu: the output (which the next linear keeps anyway) and,
-    for gelu, one bit per element instead of the input. "recompute", for gated ones too: the input instead of the
-    output, which is made again in backward."""
+    """The MLP's activation. "inplace" (gelu and squared relu) keeps the output, which the next linear keeps anyway, and
+    for gelu one bit per element. "recompute" (gated ones too) keeps the input, and makes the output again in
+    backward."""
 
     norm: str = "auto"
-    """"inplace": the output (which the next linear keeps anyway) and rstd instead of the input. "recompute": the input
-    instead of the output, which is made again in backward; exact."""
+    """"inplace" keeps the output, which the next linear keeps anyway, and rstd. "recompute" keeps the input, and makes
+    the output again in backward; exact."""
 
     dropout: str = "auto"
-    """"recompute": nothing; the mask is redrawn in backward. Hidden and embedding dropout."""
+    """Hidden and embedding dropout. "recompute" keeps nothing, and draws the mask again in backward."""
 
     attention: str = "auto"
-    """"flash": q, k, v, output and logsumexp; no s*s tensor and no mask, dropout redrawn in backward.
-    "softmax", the paper's form: one s*s tensor, the softmax's output; the dropout's output and mask redrawn.
-    "recompute": as flash, without the output and logsumexp, which are computed again in backward."""
+    """"flash" keeps q, k, v, the output and logsumexp, no s*s tensor and no mask. "softmax", the paper's form, keeps
+    one s*s tensor, the softmax's output. "recompute" keeps q, k and v, and runs again in backward. All draw dropout
+    again in backward."""
 
     linear_fc1: str = "auto"
-    """"recompute": the input of the MLP's first linear only; its output and the activation's are computed again in
+    """"recompute" keeps the input of the MLP's first linear only. Its output and the activation's are computed again in
     backward, whatever `activation` keeps. "auto" is "off"."""
 
     linear_qkv: str = "auto"
-    """"recompute": the input of self attention's projection instead of q, k and v. "auto" is "off"."""
+    """"recompute" keeps the input of self attention's projection instead of q, k and v. "auto" is "off"."""
 
     loss: str = "auto"
-    """"fused": the output layer and the cross entropy in one, a chunk of tokens at a time; no logits of all tokens."""
+    """"fused" computes the output layer and the cross entropy one chunk of tokens at a time, without all logits."""
 
     layers: Mapping[str, Mapping[str, str]] = FrozenDict()
     """Range of layers -> operation -> value: `{"0-11": {"activation": "recompute", "attention": "off"}, "20-": {...}}`.
-    Layers count from 0 over the whole model, all pipeline stages together, and both ends of a range belong to it; see
-    `tempo_megatron.settings.layer_values` for the two stacks of a T5. Any mapping is taken, and kept as one that has
-    a hash."""
+    Layers are numbered from 0 over the whole model, across all pipeline stages, and ranges include both ends; see
+    `tempo_megatron.settings.layer_values` for the two stacks of a T5. Any mapping is accepted, and stored as one that
+    can be hashed."""
 
     def __post_init__(self) -> None:
         for name in CHOICES:
@@ -101,7 +101,7 @@ class TempoConfig:
                 yield f"tempo.layers{write_key(key)}.{operation}", values[operation]
 
     def for_layer(self, layer: int, stack: str = "decoder") -> TempoConfig:
-        """The values of one layer, as those of a model in which all layers are alike.
+        """The values of one layer, as a TempoConfig without `layers`.
 
         Args:
             layer: counted from 0 over the whole model.
@@ -111,7 +111,7 @@ class TempoConfig:
         return dataclasses.replace(self, layers={}, **(self.layers[key] if key is not None else {}))
 
     def for_layers(self, layers: range, stacks: Sequence[str]) -> TempoConfig:
-        """The values of layers in a row, as those of a model that has no others: `layers` then counts from 0.
+        """The values of consecutive layers, as those of a model that has only these: `layers` then counts from 0.
 
         Args:
             layers: counted from 0 over the whole model, of each of the stacks.
@@ -186,7 +186,7 @@ class TempoConfig:
         ).rstrip()
 
     def list_mentioned(self) -> list[str]:
-        """The operations that banners and reports mention: all but the opt-in ones that nobody asked for."""
+        """The operations that banners and reports mention: all except opt-in ones that nobody set."""
         return [
             name
             for name, operation in OPERATIONS.items()

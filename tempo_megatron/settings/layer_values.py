@@ -1,9 +1,9 @@
 """Values of single layers in a "tempo" block: `"layers": {"0-11": {"activation": "recompute"}, "12": {"norm": "off"}}`.
 
-A key is a layer or a range of layers: "12", "0-11" (both ends belong to it), "20-" (to the last layer). Layers count
-from 0 over the whole model, all pipeline stages together, as in checkpoint keys: `decoder.layers.0`. In a model of two
-stacks (T5) a key holds for both unless it begins with "encoder " or "decoder "; BERT's layers are an encoder's, GPT's a
-decoder's.
+A key is a layer or a range of layers: "12", "0-11" (with both ends), "20-" (to the last layer). Layers are numbered
+from 0 over the whole model, across all pipeline stages, as in checkpoint keys: `decoder.layers.0`. In a model of two
+stacks (T5) a key applies to both unless it begins with "encoder " or "decoder ". BERT's layers are an encoder's, GPT's
+a decoder's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 from tempo_megatron.settings.operations import CHOICES, OPERATIONS, check_value
 
 LAYER_OPERATIONS = tuple(operation.name for operation in OPERATIONS.values() if operation.slots)
-"""What is a layer's; the loss head is the model's."""
+"""The operations that a layer has; the loss head belongs to the model."""
 
 _KEY = re.compile(r"(?:(encoder|decoder) )?(\d+)(?:(-)(\d+)?)?")
 
@@ -28,17 +28,17 @@ class LayerRange:
 
     first: int
     last: int | None
-    """None is the last layer of the stack."""
+    """None means the last layer of the stack."""
 
     stack: str | None
-    """"encoder" or "decoder"; None holds for each."""
+    """"encoder" or "decoder"; None means both."""
 
     def holds(self, layer: int, stack: str) -> bool:
         """Whether a layer, counted from 0, belongs to the range."""
         return self.is_of(stack) and self.first <= layer and (self.last is None or layer <= self.last)
 
     def is_of(self, stack: str) -> bool:
-        """Whether the range speaks of a stack's layers."""
+        """Whether the range applies to a stack."""
         return self.stack in (None, stack)
 
     def find_shared(self, other: LayerRange) -> int | None:
@@ -56,7 +56,7 @@ class LayerRange:
 
 
 class FrozenDict(dict[str, Any]):
-    """A dict that has a hash and cannot be changed, and a plain dict to json, copy, pickle and dataclasses.asdict."""
+    """A dict that can be hashed but not changed; json, copy, pickle and dataclasses.asdict take it as a plain dict."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -71,9 +71,9 @@ class FrozenDict(dict[str, Any]):
 
 
 def freeze_layers(layers: object) -> FrozenDict:
-    """`layers` of a "tempo" block, checked, in the order of the layers and with keys of one spelling.
+    """`layers` of a "tempo" block, checked, sorted by layer, with keys in one spelling.
 
-    Raises ValueError where a key is no range of layers, two ranges share a layer, or a value is none of a layer's.
+    Raises ValueError where a key is not a range of layers, two ranges share a layer, or a value is unknown.
     """
     if not isinstance(layers, Mapping):
         raise ValueError(
@@ -110,7 +110,7 @@ def write_layers(layers: Sequence[int]) -> str:
 
 
 def check_reach(layers: Mapping[str, Any], stack: str, num_layers: int) -> None:
-    """Raise ValueError where a range speaks of layers that a stack of `num_layers` does not have."""
+    """Raise ValueError where a range names layers that a stack of `num_layers` does not have."""
     for key in layers:
         each = read_range(key)
         if each.is_of(stack) and max(each.first, each.last or 0) >= num_layers:
@@ -121,7 +121,7 @@ def check_reach(layers: Mapping[str, Any], stack: str, num_layers: int) -> None:
 
 
 def check_stacks(layers: Mapping[str, Any], stacks: tuple[str, ...], model_name: str) -> None:
-    """Raise ValueError where a range speaks of a stack that a model does not have."""
+    """Raise ValueError where a range names a stack that a model does not have."""
     for key in layers:
         each = read_range(key)
         if each.stack is not None and each.stack not in stacks:

@@ -1,7 +1,7 @@
 """One table of the operations that Tempo replaces: their switches, their slots, and their rows in the ledger.
 
-TempoConfig, the arguments, the specs, the ledger, `doctor` and a run's banner all read it. A new operation is a row of
-OPERATIONS and a field of TempoConfig; what it keeps shows in the ledger under the rows that name it.
+TempoConfig, the arguments, the specs, the ledger, `doctor` and a run's banner all read it. A new operation needs a row
+of OPERATIONS and a field of TempoConfig. The ledger shows what it keeps in the rows that name it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One switch and everything that is named after it."""
+    """One operation: its switch, its slots and its help."""
 
     name: str
     """Field of TempoConfig, key of the "tempo" block, and with dashes `--tempo-NAME`."""
@@ -34,7 +34,7 @@ class Operation:
     """Attributes of a block's submodules that hold it."""
 
     title: str = ""
-    """What `doctor` calls it, where that is not its name."""
+    """Its name in `doctor`'s output, if that differs."""
 
     @property
     def argument(self) -> str:
@@ -48,28 +48,28 @@ class Operation:
         return self.preference == ("off",)
 
     has_banner_line: bool = False
-    """Whether a run's banner says in a line of its own what the operation runs on."""
+    """Whether a run's banner has a line that says by which code the operation runs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LedgerRow:
-    """One row of the ledger: the tensors that a module is the first to save, in a model of one layer in each stack."""
+    """One row of the ledger: the tensors that a module saves first, in a model with one layer in each stack."""
 
     title: str
     module: str
-    """Qualified name in the model. A module without a row counts for the nearest one around it that has a row."""
+    """Qualified name in the model. A module without a row counts for the nearest module around it that has one."""
 
     operation: str | None = None
     """The switch that decides what is kept here, if one does."""
 
     stack: str = ""
-    """encoder or decoder; empty of what a model has once."""
+    """encoder or decoder; empty for what a model has once."""
 
     is_scores: bool = False
     """Whether the row holds the module's tensors of [..., s, s] only."""
 
     is_in_layer: bool = True
-    """Whether each layer has it, or the model once."""
+    """Whether each layer has it; else the model has it once."""
 
 
 OPERATIONS = {
@@ -157,7 +157,7 @@ STACKS = ("encoder", "decoder")
 ACTIVATION = "activation"
 """Stands in LEDGER_ROWS for the name of the activation that was measured: gelu, swiglu, ..."""
 MASK = "attention mask"
-"""Stands in for a module in the row of the masks, which a model makes once, outside of its modules."""
+"""Takes the place of a module in the row of masks, which a model makes once, outside of its modules."""
 
 
 def _list_rows_of_stack(stack: str) -> tuple[LedgerRow, ...]:
@@ -189,7 +189,7 @@ def _list_rows_of_stack(stack: str) -> tuple[LedgerRow, ...]:
         row("cross_attn_bda", "cross_attn_bda", "dropout"),
         row("pre_mlp_layernorm", "pre_mlp_layernorm", "norm"),
         row("linear_fc1", "mlp.linear_fc1"),
-        # The activation is no module: it runs in the MLP's own forward, between its linears.
+        # The activation is not a module: it runs in the MLP's own forward, between its linears.
         row(ACTIVATION, "mlp", "activation"),
         row("linear_fc2", "mlp.linear_fc2", "linear_fc1"),
         row("mlp_bda", "mlp_bda", "dropout"),

@@ -1,4 +1,4 @@
-"""Megatron's core attention that keeps no s*s tensor and no mask, and its self attention that keeps no q, k and v."""
+"""Core attention without s*s tensors and masks, and self attention without q, k and v, for Megatron's layers."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class TempoDotProductAttention(DotProductAttention):
     """softmax(q k^T) v with dropout, in Megatron's core_attention slot, heads split over the tensor-parallel group.
 
     A causal layer without a given mask skips the hidden half. A given mask (bool, True = hidden) alone decides what
-    is hidden, and in a layer with `window_size` the window alone does, as in Megatron. Softmax is computed in float32
-    whatever `attention_softmax_in_fp32` says, and `apply_query_key_layer_scaling`, which exists to protect float16
-    scores, divides and multiplies by one number.
+    is hidden; in a layer with `window_size` the window alone does, as in Megatron. Softmax is always computed in
+    float32, whatever `attention_softmax_in_fp32` says. `apply_query_key_layer_scaling` protects float16 scores in
+    Megatron; here it has no effect, because it divides and multiplies by the same number.
 
-    Keeps for backward: q, k, v, the output (shared with linear_proj) and 4 bytes per token and head. Where q, k and v
-    are views of memory that holds more, they are copied, so that the rest is freed: with several groups of queries
-    Megatron copies q, and k and v alone would keep the whole projection.
+    Keeps for backward: q, k, v, the output (shared with linear_proj) and 4 bytes per token and head. q, k and v are
+    copied if they are views of memory that holds more, so that the rest is freed: with grouped queries Megatron copies
+    q, and the views k and v alone would keep the whole projection.
 
     Args, beside Megatron's:
-        stack: whose masks are drawn.
-        has_pinned_projection: whether copies would save nothing: a norm of q or k keeps the projection anyway, or
-            TempoSelfAttention lets go of all of it.
+        stack: the stack whose masks are drawn.
+        has_pinned_projection: whether copies would save nothing, because a norm of q or k keeps the projection anyway
+            or TempoSelfAttention drops all of it.
     """
 
     form: ClassVar[str] = "flash"
     value: ClassVar[str] = "flash"
-    """Of the switch `attention`, which puts this class in place."""
+    """The value of the switch `attention` that selects this class."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class TempoDotProductAttention(DotProductAttention):
         mask_type = attn_mask_type or self.attn_mask_type
         attention_mask = self._heed(attention_mask, mask_type)
         if not self.training and query.size(0) == 1 < key.size(0):
-            # One new token beside a cache of keys: there is nothing to save, and stock knows inference.
+            # One new token beside a cache of keys: nothing to save, and stock handles inference.
             of_stock: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type)
             return of_stock
         window_size = self._window_size
@@ -123,8 +123,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tenso
 
 
 def _copy_without_the_rest(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, copied where their memory holds more than these tensors: a view would keep all of it."""
-    # By the storage itself: traced tensors have no address.
+    """The tensors, copied where their storage holds more than these tensors: a view would keep all of it."""
+    # Storages are compared by identity, because traced tensors have no address.
     used: Counter[int] = Counter()
     for tensor in tensors:
         used[tensor.untyped_storage()._cdata] += tensor.nbytes
@@ -137,16 +137,16 @@ def _copy_without_the_rest(*tensors: Tensor) -> list[Tensor]:
 
 
 class TempoSoftmaxDotProductAttention(TempoDotProductAttention):
-    """The form of the Tempo paper: scores are materialised and the softmax's output stays, [b, a/p, s, s] of q's dtype;
-    the dropout's output and mask do not, and are made again in backward."""
+    """The form of the Tempo paper: keeps the softmax's output [b, a/p, s, s] in q's dtype. The dropout's output and
+    mask are made again in backward."""
 
     form = value = "softmax"
 
 
 class TempoRecomputeDotProductAttention(TempoDotProductAttention):
-    """TempoDotProductAttention that keeps q, k and v only: a linear that drops its input, such as
-    TempoRowParallelLinear, lets go of the output, and attention runs again before that linear's backward, with the same
-    masks. Where Megatron recomputes core attention, or the layer, it runs no third time."""
+    """TempoDotProductAttention that keeps q, k and v only. A linear that drops its input, such as
+    TempoRowParallelLinear, frees the output, and attention runs again with the same masks just before that linear's
+    backward. If Megatron recomputes core attention or the layer, it does not run a third time."""
 
     value = "recompute"
 
@@ -167,11 +167,11 @@ def find_attention_refusal(config: Any) -> str | None:
 
 
 class TempoSelfAttention(SelfAttention):
-    """SelfAttention whose core attention does not keep q, k and v: the projection runs again just before its backward,
-    and with it what lies between (split, norms of q and k, rotary embeddings), which is Megatron's own code.
+    """SelfAttention whose core attention does not keep q, k and v. Just before its backward the projection runs again,
+    followed by Megatron's own code for the split, the norms of q and k and the rotary embeddings.
 
-    Exact: the same kernels on the same input. What core attention keeps beside q, k and v stays, such as its output.
-    Where Megatron recomputes the layer, all of it goes anyway, and the projection runs no third time.
+    Exact: the same kernels on the same input. Core attention still keeps everything else, such as its output. If
+    Megatron recomputes the layer, the projection does not run a third time.
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ class TempoSelfAttention(SelfAttention):
             SelfAttention.forward(attention, mixed[0], *args, **kwargs)
             return mixed[0], *core_attention.take_inputs(3)
 
-        # What is between the projection and core attention keeps views of the projection, such as a norm of q.
+        # Modules between the projection and core attention, such as a norm of q, keep views of the projection.
         made = linear_qkv.take_output(), *core_attention.take_unwritten_inputs(3)
         drop(made, after=linear_proj.take_inputs(1), make=make)
         return result
@@ -217,7 +217,7 @@ class _Watched(torch.nn.Module):
         return self.module(*args, **kwargs)
 
     def take_inputs(self, num: int) -> tuple[Tensor, ...]:
-        """The first `num` arguments, which it then no longer holds; what follows is not remembered."""
+        """The first `num` arguments, which it then no longer holds; it remembers no further calls."""
         inputs, self._inputs, self._is_taken = self._inputs, None, True
         assert inputs is not None
         return inputs[:num]
@@ -228,8 +228,8 @@ class _Watched(torch.nn.Module):
         if any(t._version != version for t, version in zip(inputs, self._versions, strict=False)):
             raise ValueError(
                 f"queries, keys or values were written to in place inside a {type(self.module).__name__}, as by a hook "
-                "under no_grad, and would be made again without that; expected them as they were given; let the hook "
-                'return other tensors, or set tempo.linear_qkv to "off"'
+                "under no_grad, and recomputing them would lose that change; expected them as they were given; let the "
+                'hook return other tensors, or set tempo.linear_qkv to "off"'
             )
         return inputs
 

@@ -40,10 +40,10 @@ class TempoBlockSubmodules(TransformerBlockSubmodules):
     """The spec that `tempoize` returns: a block's submodules, as every model takes them, and what `report_on` reads."""
 
     submodules: Any = None
-    """Those of the given layer: BertModel reads `attn_mask_type` there (models/bert/bert_model.py:201 of 0.16.1)."""
+    """The given layer's: BertModel reads `attn_mask_type` from them (models/bert/bert_model.py:201 of 0.16.1)."""
 
     choices: Choices | None = None
-    """What was asked for and what was taken; None in a block that `tempoize` has not made."""
+    """What was asked for and what was chosen; None in a block that `tempoize` has not made."""
 
     stack: Stack = Stack.DECODER
     first_layer: int = 0
@@ -52,7 +52,7 @@ class TempoBlockSubmodules(TransformerBlockSubmodules):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A place of a block that holds an operation, and is not left empty."""
+    """A place of a block that holds an operation and is not empty."""
 
     operation: str
     layer: int | None
@@ -63,7 +63,7 @@ class Slot:
 
     content: Any
     holder: Any = None
-    """The attention, or MLP, that the slot is in."""
+    """The attention or MLP that contains the slot."""
 
     @property
     def is_tempo(self) -> bool:
@@ -72,13 +72,13 @@ class Slot:
 
     @property
     def value(self) -> str:
-        """The value of the operation's switch that puts such a module here; "off" of one that is none of Tempo's."""
+        """The value of the operation's switch that puts such a module here; "off" for a module that is not Tempo's."""
         if not self.is_tempo:
             return "off"
         module = find_class(self.content)
         if self.operation in ("norm", "activation"):
             return next(value for value, keep in KEEPS.items() if keep == module.keep)
-        # The other operations have one value beside "off".
+        # The other operations have a single value besides "off" and "auto".
         return str(getattr(module, "value", OPERATIONS[self.operation].choices[-1]))
 
 

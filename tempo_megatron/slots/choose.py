@@ -3,8 +3,8 @@
 A refusal says why one operation cannot have one value. If the user wrote that value, the refusal becomes an error with
 a remedy. "auto" goes on to the next value of its preference and gives the refusal as its reason.
 
-Refusals of this file follow from the TransformerConfig. What else stands against an operation, such as the modules of a
-spec's layers or a script without Megatron's arguments, is an obstacle: whoever knows of it gives it to `choose`.
+The refusals of this file follow from the TransformerConfig. Other reasons against an operation, such as the modules of
+a spec's layers or a script without Megatron's arguments, are obstacles, which callers pass to `choose`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Refusal:
     """A clause without a full stop: what the configuration says, and why that is in the way."""
 
     remedy: str = ""
-    """What else helps than another value of the operation."""
+    """What the user may change instead of the operation's value."""
 
     is_for_auto: bool = False
-    """Whether "auto" alone heeds it, as the operation would work and save nothing."""
+    """Whether it only keeps "auto" away: the operation would work, but save nothing."""
 
 
 Obstacles = Mapping[str, Refusal]
@@ -64,7 +64,7 @@ def refuse_written(
 ) -> None:
     """Raise ValueError, one sentence, where a value that is not "auto" cannot be had.
 
-    Of several refusals it is the first, with every operation that the same reason concerns.
+    The sentence gives the first refusal and names every operation that it concerns.
     """
     written = [
         (name, where, value)
@@ -136,10 +136,10 @@ def _find_refusal_of_everything(transformer_config: TransformerConfig) -> Refusa
 
 
 def _find_quantised_refusal(transformer_config: TransformerConfig, operation: str, value: str) -> str | None:
-    """What stands against an operation that reckons with what a layer's linears keep, or runs one again.
+    """Why fp8 or fp4 stands against an operation that depends on what a layer's linears keep, or runs a linear again.
 
-    Between linears there are 16 bits: adding with dropout, and core attention unless that is quantised too; and the
-    output layer stands outside of the layers.
+    The other operations work: between linears tensors have 16 bits (bias-dropout-add, and core attention unless it is
+    quantised too), and the output layer is in no layer.
     """
     if not (transformer_config.fp8 or getattr(transformer_config, "fp4", None)):
         return None
@@ -159,12 +159,12 @@ def _find_shared_masks(transformer_config: TransformerConfig, dropout_p: float) 
     if transformer_config.context_parallel_size > 1:
         return (
             f"context_parallel_size is {transformer_config.context_parallel_size}, and Tempo's dropout does not know "
-            "which rows of a sequence such a rank holds, so that all would draw the same masks"
+            "which rows of a sequence a rank holds, so all ranks would draw the same masks"
         )
     if transformer_config.mtp_num_layers:
         return (
             f"mtp_num_layers is {transformer_config.mtp_num_layers}, and the layers of multi-token prediction have the "
-            "numbers, and so the dropout masks, of the decoder's"
+            "same numbers as the decoder's, so they would draw the same dropout masks"
         )
     return None
 
@@ -234,21 +234,21 @@ class Choices:
     """Without "auto"."""
 
     written: TempoConfig
-    """What was asked for."""
+    """What the user asked for."""
 
     reasons: Mapping[str, str]
-    """Operation -> a clause without a full stop, why "auto" took something lesser than its first choice. Operations
-    that have their first choice, or what somebody wrote, are not in it."""
+    """Operation -> why "auto" could not take its first choice, a clause without a full stop. Operations that have their
+    first choice, or a written value, are not in it."""
 
     def describe(self) -> str:
         """One line: `activation=recompute (auto: activation is swiglu, and ...) norm=inplace ...`.
 
-        A reason that neighbours share stands once, after the last of them; stock throughout without a reason is `off`.
+        A reason that neighbours share is given once, after the last of them. All stock without a reason is `off`.
         """
         if self.config.is_off and not self.reasons:
             return "off (stock)"
         groups = []
-        # A reason is of each "auto"; where only a layer's values say so, it stands behind them.
+        # Where only single layers have "auto", the reason comes after their values.
         of_all = {name: reason for name, reason in self.reasons.items() if getattr(self.written, name) == "auto"}
         for reason, names in itertools.groupby(self.config.list_mentioned(), key=of_all.get):
             values = " ".join(f"{name}={getattr(self.config, name)}" for name in names)
@@ -264,8 +264,8 @@ def choose(
 ) -> Choices:
     """`tempo_config` with a value in place of each "auto": the first of its preference that nothing refuses.
 
-    It runs once for each block of layers. What can only be told of a built model is for
-    `tempo_megatron.slots.loss.choose_loss` to say; here the loss is what the configuration allows.
+    Call it once for each block of layers. The loss is what the configuration allows; whether a built model can have it
+    is decided by `tempo_megatron.slots.loss.choose_loss`.
 
     Raises ValueError where a written value cannot be had, and where Megatron itself would fail later.
     """
@@ -289,8 +289,8 @@ def choose(
 def choose_operation(
     name: str, transformer_config: TransformerConfig, tempo_config: TempoConfig
 ) -> tuple[str, str | None]:
-    """The value of one operation outside of the layers, and why it is not the first choice of "auto" (None where it is,
-    or was written).
+    """The value of one operation outside of the layers, and why it is not the first choice of "auto" (None if it is, or
+    if it was written).
 
     Raises ValueError where a written value cannot be had.
     """

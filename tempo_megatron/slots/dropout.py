@@ -1,6 +1,6 @@
-"""Bias-dropout-add in Megatron's bda slots, and the embedding's dropout: masks by position, nothing kept.
+"""Bias-dropout-add for Megatron's bda slots, and the embedding's dropout: masks by position, nothing kept.
 
-In T5 the embedding is called once for each of the two stacks, and each has masks of its own.
+T5 calls its embedding once for each of its two stacks, and each stack has its own masks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tempo_bias_dropout_add(config: Any, layer_number: int, site: Site, stack: St
     """The function that stands in a bda slot of global layer `layer_number` (1-based), with Megatron's signature.
 
     `f(training, fused)((x, bias), residual, prob) -> out` with x, residual [s, b, h] and bias [h] or None. It is a
-    plain function, as the slot expects, and writes to none of its inputs.
+    plain function, as the slot expects, and does not write to its inputs.
     """
 
     def get_tempo_bias_dropout_add(training: bool, fused: bool) -> Callable[[XWithBias, Tensor, float], Tensor]:
@@ -103,18 +103,18 @@ class TempoSharedEmbeddingDropout(TempoEmbeddingDropout):
         if self.training and self.p > 0:
             if not self._stacks_to_come:
                 raise RuntimeError(
-                    "the embedding is called once more than T5Model's forward calls it, and Tempo's dropout would draw "
-                    "a mask twice; call the model instead of its embedding or of model.forward, or set tempo.dropout "
-                    'to "off"'
+                    "the embedding is called more often than T5Model's forward calls it, and Tempo's dropout would "
+                    "draw a mask twice; call the model instead of its embedding or of model.forward, or set "
+                    'tempo.dropout to "off"'
                 )
             self.stack = self._stacks_to_come.pop(0)
         return super().forward(x)
 
 
 def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
-    """Replace the dropout of a built model's embedding by the layout-free one; no spec names that module.
+    """Replace the dropout of a built model's embedding by TempoEmbeddingDropout; no spec names that module.
 
-    A model, or pipeline stage, without an embedding stays as it is. The `layers` of `tempo_config` say nothing of it.
+    A model, or pipeline stage, without an embedding stays as it is. The `layers` of `tempo_config` do not apply to it.
 
     Raises ValueError where `tempo_config.dropout` is "recompute" and cannot be had ("auto" leaves the stock one there),
     and where `layers` speaks of a stack that the model does not have.
@@ -141,7 +141,7 @@ def _find_stacks(model: Any) -> tuple[str, ...]:
 
 
 def _begin_t5_forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """T5 embeds the encoder's tokens, where it is not given what the encoder made of them, and then the decoder's."""
+    """T5 embeds the encoder's tokens, unless it is given the encoder's output, and then the decoder's."""
     given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     has_encoded = given.get("encoder_hidden_states") is not None
     model.embedding.embedding_dropout.begin(*([] if has_encoded else [Stack.ENCODER]), Stack.DECODER)

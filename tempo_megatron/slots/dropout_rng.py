@@ -1,13 +1,13 @@
 """Gives each dropout mask its key: seed, sample, layer and place, whatever the layout over devices.
 
-A mask is a pure function of (seed, global sample, stack, layer, site, global head, global row, global column).
-The trainer says once per micro batch which samples it holds; that nonce lives in a named state of Megatron's
-CUDA RNG tracker, because every recomputation saves and restores the tracker's states: a recomputed forward
-therefore sees the nonce of its own micro batch, under any pipeline schedule. Nothing is ever advanced.
+A mask is a pure function of (seed, global sample, stack, layer, site, global head, global row, global column). The
+trainer announces the samples of each micro batch. The announcement is stored as a named state of Megatron's CUDA RNG
+tracker. Every recomputation saves and restores the tracker's states, so a recomputed forward sees the samples of its
+own micro batch, under any pipeline schedule. No generator is ever advanced.
 
-Megatron takes all states of its tracker for those of CUDA generators: it registers them with CUDA graphs, saves them in
-checkpoints and converts them from one form to the other. The nonce is therefore such a state, with the run's seed as
-its seed and the sample as its offset, in the form that the tracker's other states have.
+Megatron treats every state of its tracker as that of a CUDA generator: it registers the states with CUDA graphs, saves
+them in checkpoints, and converts them from one form to the other. So this one is such a state too, in the form of the
+tracker's other states. Its seed is the run's seed, and its offset is the sample.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.linear import is_in_backward
 
 STATE_NAME = "tempo-micro-batch"
-# A CUDA generator counts in words of Philox, four to a block, and takes whole blocks only.
+# A CUDA generator's offset counts words of Philox, and must be a whole number of blocks of four.
 _WORDS = 4
-# Its state as bytes: the seed, then the offset, in the order of this machine's own integers.
+# A generator's state as bytes: the seed, then the offset, in this machine's byte order.
 _STATE = struct.Struct("=Qq")
 
 _REMEDY = (
@@ -37,7 +37,7 @@ _REMEDY = (
 )
 
 _DRAWN: set[int] = set()
-"""The keys that forwards have drawn masks with since the micro batch was announced."""
+"""The keys of the masks that forwards have drawn since the micro batch was announced."""
 
 
 class Stack(enum.IntEnum):
@@ -59,10 +59,10 @@ class Site(enum.IntEnum):
 
 
 def draws_masks(config: Any, tempo_config: TempoConfig) -> bool:
-    """Whether a model draws masks of Tempo's, and has to be told its micro batches.
+    """Whether a model draws Tempo's masks, so that its micro batches must be announced.
 
     Args:
-        config: what has its `hidden_dropout` and `attention_dropout`, such as a TransformerConfig.
+        config: has `hidden_dropout` and `attention_dropout`, such as a TransformerConfig.
         tempo_config: the model's.
     """
     dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
@@ -70,19 +70,19 @@ def draws_masks(config: Any, tempo_config: TempoConfig) -> bool:
 
 
 def set_micro_batch(seed: int, first_sample: int) -> None:
-    """Say which samples the next forward sees. Call it before the forward of every training micro batch.
+    """Announce which samples the next forward sees. Call it before the forward of every training micro batch.
 
     Args:
         seed: the run's seed, any 64-bit integer; equal on every rank.
-        first_sample: index over the whole run, as if one device consumed all samples in order, of the micro
-            batch's first sample; its samples are consecutive. In [0, 2**48).
+        first_sample: index of the micro batch's first sample over the whole run, as if one device consumed all samples
+            in order; in [0, 2**48). The samples of a micro batch are consecutive.
 
     Raises ValueError where an index is out of range.
     """
     if not 0 <= first_sample < 2**48:
         raise ValueError(f"first_sample is {first_sample}; it must be in [0, 2**48)")
     _DRAWN.clear()
-    # A fresh state each time: recomputation holds on to those of earlier micro batches.
+    # A new state each time, because recomputation still holds those of earlier micro batches.
     states = get_cuda_rng_tracker().states_
     graphable = next((state for state in states.values() if isinstance(state, torch.Generator)), None)
     states[STATE_NAME] = _make_state(seed, first_sample, None if graphable is None else graphable.device)
@@ -116,7 +116,7 @@ def read_micro_batch() -> tuple[int, int]:
 @functools.lru_cache(maxsize=4096)
 def derive_site_key(seed: int, stack: Stack, layer_number: int, site: Site) -> int:
     """The 64-bit key of the masks at `site` of global layer `layer_number` of `stack`: no two places share one."""
-    # A decoder's keys, GPT's too, are those of the masks drawn before there were stacks.
+    # A decoder's keys have no stack in them: they are older than stacks.
     path = (layer_number, site) if stack == Stack.DECODER else (layer_number, site, stack)
     return derive_key(seed, *map(int, path))
 
@@ -126,7 +126,7 @@ def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECO
 
     The layer number is global, over all pipeline stages.
 
-    Raises RuntimeError where a forward, that is no recomputed one, would draw the masks of the one before.
+    Raises RuntimeError where a forward that is not a recomputed one would draw the masks of an earlier forward.
     """
     seed, first_sample = read_micro_batch()
     key = derive_site_key(seed, stack, layer_number, site)

@@ -1,7 +1,7 @@
 """Puts Tempo's modules into Megatron's layer specs.
 
-A spec is never changed: every function returns a new one and leaves alone what it does not know (mixtures of experts,
-latent attention, multi-token prediction, modules of a user's own); `tempo_megatron.slots.report.report_on` says what.
+A spec is never changed: every function returns a new one. Modules that Tempo does not know stay (mixtures of experts,
+latent attention, multi-token prediction, a user's own); `tempo_megatron.slots.report.report_on` lists them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _ATTENTIONS = {
     for attention in (TempoDotProductAttention, TempoSoftmaxDotProductAttention, TempoRecomputeDotProductAttention)
 }
 _MLPS = {mlp.keep: mlp for mlp in (TempoMLP, TempoRecomputeMLP)}
-# Linears that nothing but a norm feeds, and that alone read what it gives.
+# Linears whose input is a norm's output that no other module reads.
 _LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
 _BDA_SITES = dict(
     zip(
@@ -81,8 +81,8 @@ _BDA_SITES = dict(
 
 
 class _DropUnknownMLP(logging.Filter):
-    """Megatron gives a process group to the MLP classes it knows, and warns in every layer about any other class.
-    TempoMLP takes its group from `pg_collection`, so that the warning does not apply."""
+    """Drops a warning: Megatron gives a process group to the MLP classes it knows, and warns in every layer about any
+    other class. TempoMLP takes its group from `pg_collection`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "Unknown MLP type" not in record.getMessage()
@@ -96,10 +96,10 @@ def tempo_block_spec(
 ) -> TempoBlockSubmodules:
     """The decoder block of a GPT: Megatron's local block spec with Tempo in the slots that `tempo_config` names.
 
-    Give it to GPTModel as `transformer_layer_spec`. With `TempoConfig.off()` it is stock, except that torch's
-    LayerNorm honours sequence parallelism where Megatron would fall back on its wrapper that refuses it.
-    Which layers have experts, which leave out attention or MLP, and what norms queries and keys is for the
-    configuration to say, as in Megatron.
+    Give it to GPTModel as `transformer_layer_spec`. With `TempoConfig.off()` it is stock, except that TorchLayerNorm
+    replaces Megatron's wrapper around torch's LayerNorm, which refuses sequence parallelism. As in Megatron, the
+    configuration decides which layers have experts, which leave out attention or MLP, and whether queries and keys have
+    norms.
 
     Raises ValueError where a value that is not "auto" cannot be had; see `tempoize`.
     """
@@ -132,21 +132,20 @@ def tempoize(
     Args:
         spec: a layer spec, which is repeated for every layer of this pipeline rank, or a block's submodules.
         transformer_config: Megatron's.
-        tempo_config: which operations; "auto" becomes what `tempo_megatron.slots.choose.choose` says, or where the
-            layers' modules leave less, that. Its `layers` are numbered over the whole model, as checkpoint keys are.
-            Choices that were made for the model stand as they are.
+        tempo_config: the operations' values. "auto" becomes what `tempo_megatron.slots.choose.choose` says for the
+            configuration and the layers' modules. `layers` are numbered over the whole model, as in checkpoint keys.
+            Choices that were made already are taken as they are.
         vp_stage: this block's virtual pipeline stage, as GPTModel's argument of that name.
-        stack: whose dropout masks the layers draw, where a model has two stacks of the same layer numbers. By default
-            a block with causal self attention or with cross attention is a decoder, one without (BERT, T5's encoder)
-            an encoder.
-        obstacles: what else stands against an operation.
+        stack: the stack whose dropout masks the layers draw, in a model that has two. By default a block with causal
+            self attention or with cross attention is a decoder, and any other (BERT, T5's encoder) an encoder.
+        obstacles: further reasons against operations.
 
     Returns:
         TransformerBlockSubmodules for GPTModel, BertModel or T5Model (a bare layer spec would get a stock final norm).
-        `tempo_megatron.slots.report.report_on` says of it, and of a model that has it, what was replaced and left.
+        `tempo_megatron.slots.report.report_on` lists what was replaced and left in it, and in a model built with it.
 
-    Raises ValueError where `spec` is none of a transformer, a value that is not "auto" cannot be had with
-    `transformer_config`, or `layers` speaks of layers that the stack does not have.
+    Raises ValueError where `spec` is not a transformer's, where a value that is not "auto" cannot be had with
+    `transformer_config`, or where `layers` names layers that the stack does not have.
     """
     block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
@@ -174,14 +173,14 @@ def tempoize(
 
 
 def _refuse_other_values(block: TempoBlockSubmodules, tempo_config: TempoConfig) -> None:
-    """Raise ValueError where a slot holds a module of Tempo's by another value than `tempo_config` has: the given spec
-    held it, and only Megatron's modules are replaced."""
+    """Raise ValueError where the given spec already held a module of Tempo's that belongs to another value than
+    `tempo_config` has. Only Megatron's modules are replaced."""
     stack = block.stack.name.lower()
     for slot in list_slots(block):
         layer = None if slot.layer is None else block.first_layer + slot.layer
         values = tempo_config if layer is None else tempo_config.for_layer(layer, stack)
         asked = getattr(values, slot.operation)
-        # Beside a first linear that runs again an activation has its input at hand, whatever is asked for.
+        # If the first linear runs again, any activation has its input at hand.
         is_free = slot.operation == "activation" and asked != "off" and values.linear_fc1 == "recompute"
         if slot.value not in ("off", asked) and not is_free:
             where = stack if layer is None else f"{stack}.layers.{layer}"
@@ -222,7 +221,7 @@ def _find_stack(layer_specs: list[ModuleSpec]) -> Stack:
         if is_there(slots.cross_attention):
             return Stack.DECODER
         masks.add(getattr(slots.self_attention, "params", {}).get("attn_mask_type"))
-    # Layers whose attention is left out, or that do not say, may be a part of any block: GPT's are counted as before.
+    # Layers without attention, or without a mask type, may belong to any block. A block of these alone is a decoder.
     masks.discard(None)
     is_causal = bool(masks & {AttnMaskType.causal, AttnMaskType.padding_causal})
     return Stack.ENCODER if masks and not is_causal else Stack.DECODER
@@ -260,9 +259,9 @@ def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config
 
 
 def _replace_linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
-    """Replacements for the linears that read what a norm, or attention, can make again: Tempo's drop it after use.
+    """Replacements for the linears whose input a norm or attention can recompute: Tempo's linears drop it after use.
 
-    Without Transformer Engine's, which have norms of their own, empty unless one of these recomputes its output."""
+    Transformer Engine's fused linears contain a norm, and are replaced unless `norm` is "off"."""
     changes = te.replace_linears(submodules, tempo_config, _LINEARS_AFTER_NORMS)
     if tempo_config.attention == "recompute" and getattr(submodules, "linear_proj", None) is RowParallelLinear:
         changes["linear_proj"] = TempoRowParallelLinear
@@ -297,14 +296,14 @@ def _replace_attention(
 
 
 def keeps_copies(*, is_megatrons: bool, is_grouped: bool) -> bool:
-    """Whether stock core attention may keep copies of q, k and v: Megatron's own repeats grouped keys and values, and
-    nothing is known of others."""
+    """Whether stock core attention may keep copies of q, k and v. Megatron's own does if keys and values are grouped,
+    because it repeats them; nothing is known about other classes."""
     return is_grouped or not is_megatrons
 
 
 def _refuse_kept_operands(core_attention: Any, transformer_config: TransformerConfig, is_tempo: bool) -> None:
-    """Raise ValueError where core attention keeps copies of q, k and v, so that a projection that runs again saves
-    nothing. Recomputed by Megatron it keeps what it is given."""
+    """Raise ValueError where core attention keeps copies of q, k and v, so that running the projection again would save
+    nothing. Core attention that Megatron recomputes keeps no copies."""
     config = transformer_config
     is_recomputed = config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ())
     is_grouped = config.num_query_groups not in (None, config.num_attention_heads)
@@ -325,7 +324,7 @@ def _replace_mlp(slot: Any, tempo_config: TempoConfig) -> Any:
         return slot
     module = te.replace_mlp_class(stock, tempo_config)
     if stock is MLP and tempo_config.linear_fc1 == "recompute":
-        # With the activation's input at hand its derivative is the exact one, also where it is in place elsewhere.
+        # The activation's input is at hand here, so its derivative is exact even with activation "inplace".
         module = LinearRecomputeMLP if tempo_config.activation == "off" else TempoLinearRecomputeMLP
     elif stock is MLP:
         module = _MLPS.get(KEEPS.get(tempo_config.activation, ""), MLP)

@@ -14,12 +14,11 @@ from tempo_kernels.recompute import can_refill, drop, hold
 
 
 class DropsInput:
-    """A base of parallel linears that do not keep their input, where it came from a norm, or from an attention, that
-    can make it again.
+    """A base of parallel linears that do not keep an input which the norm or attention before them can make again.
 
-    The norm makes the input again for this linear's backward, before the all-gather of sequence parallelism. In between
-    its memory is free, as soon as Megatron's layer releases it at the end of its attention or MLP. Where something else
-    holds the input, such as a forward hook that stores it, the input stays whole and nothing is saved.
+    The input is made again for this linear's backward, before the all-gather of sequence parallelism. Its memory is
+    free from the moment when Megatron's layer releases it, at the end of its attention or MLP. If something else holds
+    the input, such as a forward hook that stores it, it stays in memory and nothing is saved.
     """
 
     def __call__(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -32,9 +31,9 @@ class DropsInput:
 
 
 def name_as_stock(cls: Any) -> Any:
-    """Give a linear's class the name of the Megatron class that it stands for; its `__qualname__` stays Tempo's.
+    """Give a linear's class the name of the Megatron class that it replaces; its `__qualname__` stays Tempo's.
 
-    By that name Megatron-Bridge tells which of a parameter's dimensions the ranks share, and which adapter fits.
+    Megatron-Bridge finds by this name which dimension of a parameter the ranks share, and which adapter fits.
     """
     cls.__name__ = cls.__bases__[-1].__name__
     return cls
@@ -51,26 +50,26 @@ class TempoRowParallelLinear(DropsInput, RowParallelLinear):
 
 
 class NormInFront:
-    """A base of linears that have a norm in front of them and say what it gave them."""
+    """A base of linears that contain the norm in front of them, and can tell the norm's output."""
 
     normed: Callable[[], Tensor] | None = None
-    """The linear's input, as `hold` gives it, from a forward with a graph until `take_normed`."""
+    """The norm's output, as `hold` returns it, from a forward with a graph until `take_normed`."""
 
     def take_normed(self) -> Callable[[], Tensor]:
-        """What the linear of the last forward was given."""
+        """The norm's output of the last forward, which it then no longer holds."""
         normed, self.normed = self.normed, None
         assert normed is not None
         return normed
 
     def run_linear(self, y: Tensor) -> Any:
-        """(output, bias) of what the norm gave."""
+        """(output, bias) of the norm's output."""
         raise NotImplementedError
 
 
 class LinearCall(torch.nn.Module):
-    """One call of a linear that can be repeated: it keeps what the linear keeps anyway, the linear's input.
+    """One call of a linear that can be repeated. It keeps the linear's input, which the linear keeps anyway.
 
-    Under sequence parallelism a repetition gathers the input once more, on every rank at the same place of backward.
+    Under sequence parallelism a repetition gathers the input again, at the same place of backward on every rank.
     """
 
     def __init__(self, linear: torch.nn.Module) -> None:
@@ -83,8 +82,8 @@ class LinearCall(torch.nn.Module):
     def forward(self, input_: Tensor) -> Any:
         """(output, bias), as the linear.
 
-        Raises ValueError where the linear is none of Megatron's but something around one, such as an adapter, whose
-        dropout would draw anew, and where ZeRO-3 partitions its weight, which is not there when it runs again."""
+        Raises ValueError where the linear wraps another module, such as an adapter whose dropout would draw again, and
+        where ZeRO-3 partitions its weight, which is not gathered when it runs again."""
         if next(self.linear.children(), None) is not None:
             raise ValueError(
                 f"a linear is a {type(self.linear).__name__} around another module, which may draw other random "

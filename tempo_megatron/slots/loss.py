@@ -1,11 +1,10 @@
 """Gives Megatron's GPTModel and BertModel the fused loss head: labels in, losses out, and no logits of all tokens.
 
-Both models compute logits in their output layer and hand them to compute_language_model_loss. With labels at hand the
-output layer gives the losses at once, inside its own forward, so that whatever hooks gather or release its weight
-(ZeRO-3's) do so around it; the second step then has nothing to do. Without labels all is as in Megatron.
+Both models compute logits in their output layer and pass them to compute_language_model_loss. A fused output layer that
+has labels computes the losses inside its own forward, so that hooks which gather and release its weight (ZeRO-3's) run
+around it. compute_language_model_loss then returns them as they are. Without labels everything is as in Megatron.
 
-`log_probs` gives RL trainers log-probabilities and entropies out of the same head: the output layer is told the labels,
-and that it is not to give losses.
+`log_probs` gives RL trainers log-probabilities and entropies from the same head.
 """
 
 from __future__ import annotations
@@ -33,13 +32,11 @@ from tempo_megatron.slots.choose import find_refusal
 
 
 class LateCheck:
-    """Raises on the host, later, what a GPU has found wrong, without waiting for the device.
-
-    It takes flags that must be False.
+    """Checks flags that must be False without waiting for the GPU that computes them.
 
     Args:
-        message: of the RuntimeError. On a CPU `note` raises it; from a GPU it comes with the first `raise_if_noted`
-            after the flag has arrived, as a rule one step later.
+        message: of the RuntimeError. On a CPU `note` raises it. For a GPU the first `raise_if_noted` after the flag has
+            arrived raises it, as a rule one step later.
     """
 
     def __init__(self, message: str) -> None:
@@ -47,8 +44,8 @@ class LateCheck:
         self._under_way: collections.deque[tuple[Tensor, Callable[[], bool]]] = collections.deque()
 
     def note(self, flag: Tensor) -> None:
-        """Take one 0-dim bool flag; ignore it where it is fake and has no value, and during the capture of a CUDA
-        graph, which the host does not follow."""
+        """Take one 0-dim bool flag. Ignore a fake one, which has no value, and any flag during the capture of a CUDA
+        graph, which the host cannot follow."""
         if isinstance(flag, FakeTensor):
             return
         if flag.device.type == "cpu":
@@ -77,7 +74,7 @@ def copy_to_host(flag: Tensor) -> tuple[Tensor, Callable[[], bool]]:
 
 
 _IGNORED = -100
-# Of the largest gradient: what float32 leaves of proportions.
+# Relative to the largest gradient: by so much float32 rounds proportions.
 _TOLERANCE = 1e-4
 _IS_MULTIPLE = LateCheck(
     "the gradient of the losses is not a number times loss_mask, for which the fused loss made its gradients (on a GPU "
@@ -87,7 +84,7 @@ _IS_MULTIPLE = LateCheck(
 
 @dataclasses.dataclass
 class LossHead:
-    """What a fused output layer is told about the forward that is running."""
+    """What a fused output layer knows about the forward that is running."""
 
     logits_scale: float
     """What the model multiplies logits by (MuP); the losses are those of the logits so scaled."""
@@ -98,14 +95,14 @@ class LossHead:
     loss_mask: Tensor | None = None
 
     log_prob: Mapping[str, Any] | None = None
-    """What linear_log_prob is told, where log-probabilities are asked for in place of losses."""
+    """The arguments of linear_log_prob, if log-probabilities are asked for in place of losses."""
 
 
 def forward_output_layer(
     layer: Any, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> Any:
-    """The forward of an output layer that has a LossHead: losses or log-probabilities of the labels that it is told,
-    without them logits.
+    """The forward of an output layer that has a LossHead: losses or log-probabilities of its labels, or logits if it
+    has none.
 
     Args:
         layer: the ColumnParallelLinear.
@@ -124,7 +121,7 @@ def forward_output_layer(
     assert weight is not None
     bias = None if layer.skip_bias_add else layer.bias
     if head.logits_scale != 1.0:
-        # There are no logits to scale; what they are made of is.
+        # There are no logits to scale, so scale what they are made of.
         input_ = input_ * head.logits_scale
         bias = None if bias is None else bias * head.logits_scale
     num_rows = weight.size(0)
@@ -152,8 +149,8 @@ def forward_output_layer(
 def fused_gpt_class(cls: Any = GPTModel) -> Any:
     """A subclass of `cls`, GPTModel or a class that derives from it, whose models are built with the fused loss head.
 
-    It is for who can choose the class of a model; `tempoize_loss` is for a model that is built already, and says what
-    the head does. Constructor, modules, parameters and checkpoint keys are those of `cls`.
+    Use it where you choose the class of a model. `tempoize_loss` is for a model that is built already; its docstring
+    says what the head does. Constructor, modules, parameters and checkpoint keys are those of `cls`.
 
     The constructor raises ValueError where the model or its configuration has what the fused head cannot do.
     """
@@ -165,7 +162,7 @@ def fused_gpt_class(cls: Any = GPTModel) -> Any:
         ) -> Any:
             run = functools.partial(cls._postprocess, self, hidden_states, input_ids, position_ids, labels)
             if kwargs.get("output_processor") is not None:
-                # The processor is the user's, and may ask the output layer for logits.
+                # A user's processor may ask the output layer for logits.
                 return run(*args, **kwargs)
             with _telling_head(self, labels, kwargs.get("loss_mask")):
                 return run(*args, **kwargs)
@@ -173,7 +170,7 @@ def fused_gpt_class(cls: Any = GPTModel) -> Any:
         if hasattr(cls, "_scale_logits"):  # not in older Megatrons
 
             def _scale_logits(self, logits: Tensor) -> Any:
-                """Logits as the model scales them; losses are those of scaled logits already."""
+                """Scaled logits; losses stay, because they are already those of scaled logits."""
                 return logits if _is_told_labels(self) else cls._scale_logits(self, logits)
 
     return _name_after(FusedGPTModel, cls)
@@ -204,7 +201,7 @@ def fused_bert_class(cls: Any = BertModel) -> Any:
 
 
 def _with_fused_head(cls: Any) -> Any:
-    """What every class with the fused head has."""
+    """A subclass of `cls` with what every class with the fused head has."""
 
     class WithFusedHead(cls):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -213,7 +210,7 @@ def _with_fused_head(cls: Any) -> Any:
             _fuse_output_layer(self)
 
         def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Any:
-            """The losses that the output layer gave, or of real logits Megatron's."""
+            """The losses that the output layer returned, or Megatron's of real logits."""
             return logits if _is_told_labels(self) else cls.compute_language_model_loss(self, labels, logits)
 
     return WithFusedHead
@@ -226,7 +223,7 @@ def _name_after(fused: Any, cls: Any) -> Any:
 
 
 TempoGPTModel, TempoBertModel = fused_gpt_class(), fused_bert_class()
-# Each kind of model that can have the head, what makes its class, and the methods that a fused one has otherwise.
+# Each kind of model that can have the head, the function that makes its class, and the methods that this class changes.
 _KINDS = (
     (GPTModel, fused_gpt_class, ("_postprocess", "_scale_logits", "compute_language_model_loss")),
     (BertModel, fused_bert_class, ("forward", "compute_language_model_loss")),
@@ -234,21 +231,21 @@ _KINDS = (
 
 
 def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
-    """Give a built GPTModel or BertModel the fused loss head, where `choose_loss` says so and it has a head at all.
+    """Give a built GPTModel or BertModel the fused loss head, if `choose_loss` says so and it has an output layer.
 
-    Methods of this one model and the forward of its output layer are replaced, by attributes of the two objects. Both
-    keep their class, and with it `isinstance`; no module, parameter, hook or checkpoint key changes, and whatever
-    gathers the output layer's weight around its forward (ZeRO-3) does so as before. A copy.deepcopy is a model with a
-    head of its own. Who can choose the class builds a `TempoGPTModel` or a `TempoBertModel` instead.
+    It replaces methods of this one model and the forward of its output layer by attributes of the two objects. Both
+    keep their class. No module, parameter, hook or checkpoint key changes, and ZeRO-3 gathers the output layer's weight
+    around its forward as before. A copy.deepcopy is a model with a head of its own. If you can choose the class, build
+    a `TempoGPTModel` or a `TempoBertModel` instead.
 
-    Called with labels the model gives losses [b, s] in float32 and keeps no logits; called without, logits. A label
-    outside of the vocabulary has loss 0. Called with an `output_processor` it is as in Megatron. Where the model scales
-    its logits (MuP) a scaled copy of the hidden states is kept.
+    Called with labels, the model returns losses [b, s] in float32 and keeps no logits; called without, it returns
+    logits. A label outside of the vocabulary has loss 0. With an `output_processor` everything is as in Megatron. If
+    the model scales its logits (MuP), a scaled copy of the hidden states is kept.
 
-    Called with `loss_mask` too, as Megatron's pretrain_gpt.py does, it makes the gradients in forward and spares the
-    recomputation of the logits. The loss must then be a number times sum(loss_mask * losses), which is what
-    Megatron's loss functions are, and have one backward; any other gradient of the losses raises RuntimeError. A GPU
-    is not waited for: there the gradients become NaN, and a later forward raises the error.
+    Called with `loss_mask` too, as by Megatron's pretrain_gpt.py, it makes the gradients in forward, and backward need
+    not make the logits again. The loss must then be a number times sum(loss_mask * losses), as Megatron's loss
+    functions are, and may have one backward; any other gradient of the losses raises RuntimeError. On a GPU, which is
+    not waited for, the gradients become NaN, and a later forward raises the error.
 
     Raises ValueError where `tempo_config.loss` is "fused" and the model or its configuration has what the fused head
     cannot do; "auto" leaves such a model as it is.
@@ -275,7 +272,7 @@ def _fuse_output_layer(model: Any) -> None:
 
 @contextlib.contextmanager
 def _telling_head(model: Any, labels: Tensor | None, loss_mask: Tensor | None) -> Iterator[None]:
-    """Within, the output layer knows the labels of the forward that is running."""
+    """Inside the context the output layer knows the labels of the forward that is running."""
     head = find_loss_head(model)
     if head is None:
         yield
@@ -288,7 +285,7 @@ def _telling_head(model: Any, labels: Tensor | None, loss_mask: Tensor | None) -
 
 
 def find_loss_head(model: Any) -> LossHead | None:
-    """The head that a built model's output layer is told labels by; None where it has none."""
+    """The LossHead of a built model's output layer; None if it has none."""
     return getattr(getattr(model, "output_layer", None), "loss_head", None)
 
 
@@ -298,7 +295,7 @@ def _is_told_labels(model: Any) -> bool:
 
 
 def choose_loss(model: Any, tempo_config: TempoConfig) -> tuple[str, str | None]:
-    """What a built model takes: "fused" or "off", and why "auto" is "off" here (None where it is not, or was written).
+    """The value of `loss` for a built model, "fused" or "off", and why "auto" is "off" (else None).
 
     Raises ValueError where `tempo_config.loss` is "fused" and the model cannot have it.
     """
@@ -334,7 +331,7 @@ def _find_obstacle(model: Any) -> str | None:
 
 
 def _has_loss_of_its_own(model: Any) -> bool:
-    """Whether the model, or a class between it and Megatron's, computes the loss in another way than Megatron."""
+    """Whether the model, or one of its classes that is not Megatron's, has its own compute_language_model_loss."""
     name = "compute_language_model_loss"
     owners = [owner.__module__ for owner in type(model).__mro__ if name in vars(owner)]
     theirs = next(module for module in owners if module != __name__)
@@ -353,7 +350,7 @@ def _find_logits_scale(model: Any) -> Any:
 
 
 class _LossesOfTotal(torch.autograd.Function):
-    """The losses, with a gradient that may only be a multiple of token_weights: that of their weighted total."""
+    """The losses, whose gradient must be a multiple of token_weights, as that of their weighted total is."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, losses: Tensor, token_weights: Tensor) -> Tensor:
@@ -370,7 +367,7 @@ class _LossesOfTotal(torch.autograd.Function):
         error, largest = (grad_losses - expected).abs().amax(), expected.abs().amax()
         is_another = error > _TOLERANCE * largest
         _IS_MULTIPLE.note(is_another)
-        # On a GPU an exception here would wait for the device: NaN goes on, and words follow.
+        # On a GPU an exception here would wait for the device. The gradient becomes NaN, and the error comes later.
         return torch.where(is_another, torch.nan, factor), None, None
 
 
@@ -387,23 +384,23 @@ def log_probs(
     vocab_size: int | None = None,
     **inputs: Any,
 ) -> Any:
-    """Calls a GPTModel for the log-probabilities of labels, in place of model(...) and a log-softmax of its logits.
+    """Call a GPTModel for the log-probabilities of labels, in place of model(...) and a log-softmax of its logits.
 
     Args:
-        model: a GPTModel with the fused loss head (`TempoGPTModel`, or one that `tempoize_loss` was called with), in
-            whatever wraps it; of a pipeline any stage.
-        input_ids, position_ids, attention_mask, inputs: as the model's.
-        labels: [b, s], what the token at each position is to be, as the model's own labels: shifting them, and dividing
-            a packed sequence, is the caller's. A label outside of the vocabulary gives 0, and no gradient.
-        temperature, softcap, return_entropy: as of tempo_kernels' linear_log_prob. Where the model scales its logits
-            (MuP), these are scaled first.
-        vocab_size: the tokenizer's; rows that pad it have probability 0 then. By default they are in the softmax.
+        model: a GPTModel with the fused loss head (`TempoGPTModel`, or one that was given to `tempoize_loss`), wrapped
+            or not; of a pipeline any stage.
+        input_ids, position_ids, attention_mask, inputs: the model's arguments.
+        labels: [b, s], the wanted token at each position, as the model's own labels. The caller shifts them and divides
+            packed sequences. A label outside of the vocabulary gives 0 and no gradient.
+        temperature, softcap, return_entropy: as of tempo_kernels' linear_log_prob. If the model scales its logits
+            (MuP), that comes first.
+        vocab_size: the tokenizer's; rows that pad it then have probability 0. By default they are in the softmax.
 
     Returns:
         log_prob [b, s], or (log_prob, entropy), float32 and differentiable: those of the whole vocabulary and sequence
         on every rank of the tensor-parallel group. On a pipeline's other stages what the model returns.
 
-    Raises ValueError where the model has no fused loss head, for loss_mask and output_processor, and for what
+    Raises ValueError for a model without the fused loss head, for loss_mask and output_processor, and for what
     linear_log_prob refuses.
     """
     inner = get_attr_wrapped_model(model, "post_process", return_model_obj=True)

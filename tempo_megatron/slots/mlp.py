@@ -1,7 +1,7 @@
 """Megatron's MLP with an activation that keeps its output or its input, never both.
 
-`activation_func` and `gated_linear_unit` of a TransformerConfig say which activation of the table it is, and a class of
-this file what that activation keeps.
+The TransformerConfig says which activation it is (`activation_func`, `gated_linear_unit`), and the class of this file
+says what that activation keeps.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _may_be_recomputed() -> bool:
 
 
 class TempoMLP(MLP):
-    """h -> act(h W1 + b1) W2, where W2's input is also all that the activation keeps (GELU: beside a bit per element).
+    """h -> act(h W1 + b1) W2. The activation keeps its output, which W2 keeps anyway (GELU: and a bit per element).
 
     `bias_activation_fusion=True` means GELU's tanh form and False the erf form, as in Megatron's MLP.
     Submodule names and checkpoint keys are MLP's.
@@ -101,7 +101,7 @@ class TempoMLP(MLP):
 
     keep: ClassVar[str] = "output"
     approximate: ClassVar[str | None] = None
-    """GELU's form; None for that of the configuration."""
+    """GELU's form; None for the configuration's."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class TempoMLP(MLP):
         if ffn_hidden_size is None and not is_expert:
             ffn_hidden_size = config.ffn_hidden_size
         kwargs["pg_collection"] = pg_collection
-        # Newer Megatrons pass more names than older ones take.
+        # Pass on only the names that this Megatron's MLP takes.
         accepted = {name: value for name, value in kwargs.items() if name in _MLP_ARGUMENTS}
         super().__init__(config, submodules, is_expert, input_size, ffn_hidden_size, tp_group, **accepted)
         self._activation = self._make_activation()
@@ -135,8 +135,8 @@ class TempoMLP(MLP):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         output, output_bias = self._run(hidden_states)
         if output_bias is not None and _may_be_recomputed():
-            # A parameter that a recomputed region returns as it is would become that region's output, and its
-            # backward would recompute the region without end, as it does around Megatron's own MLP.
+            # If a recomputed region returned a parameter itself, the parameter would become the region's output, and
+            # its backward would recompute the region without end. That happens with Megatron's own MLP.
             output_bias = output_bias.clone()
         return output, output_bias
 
@@ -151,8 +151,8 @@ class TempoMLP(MLP):
 
 
 class TempoRecomputeMLP(TempoMLP):
-    """TempoMLP that keeps the activation's input: its output goes once W2 used it and is made again for W2's backward.
-    Exact, and for any activation that TempoMLP knows, gated ones included."""
+    """TempoMLP that keeps the activation's input. The output is freed after W2 has used it, and made again for W2's
+    backward. Exact, for any activation that TempoMLP knows, gated ones included."""
 
     keep = "input"
 
@@ -160,9 +160,8 @@ class TempoRecomputeMLP(TempoMLP):
 class TempoLinearRecomputeMLP(TempoRecomputeMLP):
     """Keeps only W1's input: W1's output and the activation's output are freed after W2 has used them.
 
-    Just before W2's backward both are computed again. Exact: the same kernels on the same input.
-
-    Where Megatron recomputes the MLP or the layer, all of it goes anyway, and W1 runs no third time.
+    Just before W2's backward both are computed again. Exact: the same kernels on the same input. If Megatron recomputes
+    the MLP or the layer, W1 does not run a third time.
     """
 
     def _run(self, hidden_states: Tensor) -> Any:
@@ -177,7 +176,7 @@ class TempoLinearRecomputeMLP(TempoRecomputeMLP):
 
 
 class LinearRecomputeMLP(TempoLinearRecomputeMLP):
-    """TempoLinearRecomputeMLP with Megatron's own activation, whatever it is, which runs once more with W1."""
+    """TempoLinearRecomputeMLP with Megatron's own activation, whatever it is, which runs again with W1."""
 
     def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:
         return functools.partial(recompute, self._run_stock_activation)

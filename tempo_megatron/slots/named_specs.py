@@ -1,12 +1,12 @@
-"""Tempo by the name of a spec, where nothing may be patched: Megatron-LM's `--spec`, Megatron-Bridge and NeMo.
+"""Specs with Tempo's modules, for programs that take a spec by name: Megatron-LM's `--spec`, Megatron-Bridge and NeMo.
 
-    --spec tempo_megatron.slots.named_specs tempo_layer    # any supported Megatron: a ready spec
-    --spec tempo_megatron.slots.named_specs tempo_block    # since 0.19: a function; the final norm is Tempo's too
+    --spec tempo_megatron.slots.named_specs tempo_layer    # a ready spec, for any supported Megatron
+    --spec tempo_megatron.slots.named_specs tempo_block    # a function, since 0.19; the final norm is Tempo's too
     provider.transformer_layer_spec = tempo_block          # Megatron-Bridge and NeMo
 
-A spec says nothing of a model's embedding, loss head and micro batches: these stay stock, and so does what draws
-dropout masks where dropout is on, because nobody tells Tempo which samples it sees. For other choices name a spec of
-your own: `my_layer = make_layer_spec(TempoConfig(norm="recompute", ...))`.
+A spec does not describe a model's embedding, loss head and micro batches. Embedding and loss head stay stock. If
+dropout is on, so do the operations that draw masks, because nobody tells Tempo which samples it sees. For other choices
+name a spec of your own: `my_layer = make_layer_spec(TempoConfig(norm="recompute", ...))`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _DEFAULT = TempoConfig()
 
 
 def tempo_block(config: Any, vp_stage: int | None = None, *, tempo_config: TempoConfig = _DEFAULT) -> Any:
-    """The decoder block of a GPT with Tempo in its slots: Transformer Engine's where Megatron has it, else local.
+    """The decoder block of a GPT with Tempo in its slots: Transformer Engine's if Megatron has it, else the local one.
 
     Args:
-        config: a TransformerConfig (Megatron-Bridge's and NeMo's model configurations are ones), or what holds one as
-            `transformer`, as Megatron-LM's GPTModelConfig does.
+        config: a TransformerConfig, such as Megatron-Bridge's and NeMo's model configurations, or an object that has
+            one as `transformer`, such as Megatron-LM's GPTModelConfig.
         vp_stage: the virtual pipeline stage.
-        tempo_config: which operations; `functools.partial(tempo_block, tempo_config=...)` gives a function to name.
+        tempo_config: the operations' values; `functools.partial(tempo_block, tempo_config=...)` sets others.
 
-    What would draw masks stays stock where dropout is on.
+    Operations that draw masks stay stock if dropout is on.
 
-    Raises ValueError as `tempoize`, and where a value asks for what draws.
+    Raises ValueError as `tempoize`, and for a written value of an operation that would draw masks.
     """
     transformer_config = getattr(config, "transformer", config)
     stock = get_gpt_decoder_block_spec(
@@ -55,15 +55,15 @@ def tempo_block(config: Any, vp_stage: int | None = None, *, tempo_config: Tempo
 def make_layer_spec(tempo_config: TempoConfig) -> ModuleSpec:
     """A layer spec that every Megatron takes as it is, for each layer of a GPT.
 
-    A ready spec cannot know the configuration; its layer does, and chooses its modules. The final norm is Megatron's.
+    A ready spec does not know the configuration, so the layer chooses its modules. The final norm is Megatron's.
     """
-    # Megatron and its tools look at these; each layer puts its own in their place.
+    # Megatron and its tools read these submodules; each layer replaces them by its own.
     shown = get_gpt_layer_local_spec().submodules
     return ModuleSpec(module=TempoTransformerLayer, params={"tempo_config": tempo_config}, submodules=shown)
 
 
 class TempoTransformerLayer(TransformerLayer):  # type: ignore[misc,unused-ignore]
-    """Megatron's layer that asks its configuration what its slots hold: layer `layer_number`'s of `tempo_block`."""
+    """Megatron's layer with the submodules that `tempo_block` has for its configuration and layer number."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TempoTransformerLayer(TransformerLayer):  # type: ignore[misc,unused-ignor
         assert block.layer_specs is not None
         chosen = block.layer_specs[layer_number - 1].submodules
         super().__init__(config, chosen, layer_number, *args, **kwargs)
-        # What was asked for, for `report_on`; the model's own spec says nothing of it.
+        # For `report_on`: the model's own spec does not say what was asked for.
         self.tempo_block = block
 
 
@@ -91,7 +91,7 @@ def _uses_transformer_engine(transformer_config: Any) -> bool:
 
 
 def _find_obstacles(transformer_config: Any) -> Obstacles:
-    """Why the operations that would draw masks are left out."""
+    """Why the operations that would draw masks stay stock."""
     dropouts = {"dropout": "hidden_dropout", "attention": "attention_dropout"}
     return {
         operation: Refusal(

@@ -15,8 +15,8 @@ from tempo_kernels.norm import layer_norm, rms_norm
 class TorchLayerNorm(torch.nn.Module):
     """torch's LayerNorm in Megatron's norm slot, sequence parallelism and zero-centred gamma included.
 
-    Megatron's own wrapper around torch's norms refuses both; without Apex or Transformer Engine this one and
-    TorchRMSNorm stand in its place in stock runs, and they are what `norm="off"` means there.
+    Megatron's own wrapper around torch's norms refuses both. Without Apex and Transformer Engine, stock runs use this
+    class and TorchRMSNorm instead: they are what `norm="off"` means there.
 
     Args:
         config: Megatron's; `sequence_parallel` and `layernorm_zero_centered_gamma` are honoured.
@@ -54,7 +54,7 @@ class TorchLayerNorm(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype)) if has_bias else None
         self.reset_parameters()
         self.sequence_parallel = config.sequence_parallel
-        # Each rank of a sequence-parallel group sees a part of the tokens: the gradients have to be summed over it.
+        # Each rank of a sequence-parallel group sees part of the tokens, so Megatron must sum these gradients.
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -110,8 +110,8 @@ class TempoRMSNorm(TorchRMSNorm):
 
 
 class TempoRecomputeLayerNorm(TempoLayerNorm):
-    """TempoLayerNorm that keeps its input, mean and rstd: exact for any gamma. TempoColumnParallelLinear drops its
-    output after use; where another linear follows, the output stays too, as in stock."""
+    """TempoLayerNorm that keeps its input, mean and rstd: exact for any gamma. If a TempoColumnParallelLinear follows,
+    it drops the output after use; before any other linear the output stays too, as in stock."""
 
     keep = "input"
 

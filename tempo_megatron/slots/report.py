@@ -23,7 +23,7 @@ from tempo_megatron.slots.loss import choose_loss, find_loss_head
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 
 _NOT_REPLACED = "the slot was filled without Tempo"
-# What Megatron calls the layer inside of a layer of multi-token prediction, by version, and its own norms.
+# The attributes of a layer of multi-token prediction that hold the inner layer (by version), and its own norms.
 _PREDICTION_LAYERS = ("transformer_layer", "mtp_model_layer")
 _PREDICTION_NORMS = ("enorm", "hnorm", *BUILT_NAMES, *BUILT_NAMES.values())
 
@@ -50,7 +50,7 @@ class TempoReport:
     slots: tuple[ReportedSlot, ...] = ()
 
     def __add__(self, other: TempoReport) -> TempoReport:
-        """Both, as of the stacks, or pipeline chunks, of one model."""
+        """Both, as for the stacks or pipeline chunks of one model."""
         return TempoReport(slots=self.slots + other.slots)
 
     @property
@@ -75,7 +75,7 @@ class TempoReport:
 
     def describe_left(self) -> list[str]:
         """`activation in decoder.layers.0-2 (mlp): off for layers 0-2`: each reason with the slots that it left."""
-        # Layers of a slot, then slots of the same layers: what one reason left is one line.
+        # Join the layers of each slot, then the slots with equal layers: one line for each reason.
         places: dict[tuple[str, str, str], list[str]] = {}
         for slot in self.left:
             places.setdefault((slot.operation, str(slot.left), slot.slot), []).append(slot.where)
@@ -95,15 +95,15 @@ class TempoReport:
 
 
 def report_on(subject: Any, choices: Choices | None = None) -> TempoReport:
-    """What became of the slots of a block's spec, or of a built model with its embedding and its loss head.
+    """Report what the slots of a block's spec hold, or those of a built model, its embedding and loss head included.
 
-    Of a model it tells what its modules are, whatever its spec says.
+    For a model it reads the modules, whatever the spec says.
 
     Args:
         subject: what `tempoize` or `tempo_block_spec` returned, or a GPTModel, BertModel or T5Model (or a pipeline
-            stage of one) that was built with it, wrappers such as DDP taken off; or a spec of multi-token prediction.
-        choices: for the reasons: what was asked for, and why "auto" is less than its first choice (default: those
-            that the spec was made with).
+            stage of one) that was built with it, without wrappers such as DDP; or a spec of multi-token prediction.
+        choices: what was asked for, and why "auto" is less than its first choice, from which the reasons are taken. By
+            default those that the spec was made with.
 
     Raises ValueError where a spec, or a model's, was not made by `tempoize`.
     """
@@ -121,8 +121,8 @@ def report_on(subject: Any, choices: Choices | None = None) -> TempoReport:
 
 
 def check_built(model: Any) -> None:
-    """Raise ValueError where a layer of a model holds in one of its slots another module than its spec says: then it
-    chose by itself, and what was asked of the spec does not hold."""
+    """Raise ValueError where a slot of a built layer does not hold what its spec says, because the layer chose its
+    modules itself."""
     for block in _list_blocks(model):
         spec = block.submodules
         asked, found = (
@@ -143,13 +143,13 @@ def _list_blocks(model: Any) -> list[Any]:
 
 
 def _find_spec(block: Any) -> Any:
-    """The spec that says what was asked for: the block's, or that of layers which choose by themselves."""
+    """The spec that says what was asked for: the block's, or that of layers which choose their modules themselves."""
     chosen = next((layer.tempo_block for layer in block.layers if hasattr(layer, "tempo_block")), None)
     return chosen or block.submodules
 
 
 def _report_block(block: Any, spec: Any, choices: Choices | None) -> Iterator[ReportedSlot]:
-    """The slots of a block, built or as a spec, of which `spec` says what was asked for."""
+    """The slots of a block, built or as a spec; `spec` says what was asked for."""
     if not isinstance(spec, TempoBlockSubmodules) or spec.choices is None:
         raise ValueError(
             f"the spec is a {type(spec).__name__} that Tempo has not made; expected what tempoize or tempo_block_spec "
@@ -192,12 +192,12 @@ def _explain_off(operation: str, layer: int | None, stack: str, choices: Choices
         return f"auto: {choices.reasons[operation]}"
     if key is None or operation not in own:
         return "off"
-    layers = key.split()[-1]  # the stack is where the slot is
+    layers = key.split()[-1]  # without the stack, which the report names anyway
     return f"off for layer{'s' if '-' in layers else ''} {layers}"
 
 
 def _report_prediction(layers: Any) -> Iterator[ReportedSlot]:
-    """The slots of multi-token prediction's layers, which `tempoize` leaves: they hold what their spec was made of."""
+    """The slots of multi-token prediction's layers, which `tempoize` leaves as their spec has them."""
     for index, layer in enumerate(layers or []):
         fields = list_fields(find_submodules(layer))
         inner = next((fields[name] for name in _PREDICTION_LAYERS if fields.get(name) is not None), None)

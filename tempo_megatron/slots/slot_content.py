@@ -1,5 +1,4 @@
-"""How Megatron writes what a slot of a spec holds (a class, a ModuleSpec, or a partial of a class or of its maker), and
-what a slot of a built model holds: a module. Both are read by the same functions."""
+"""Reads the content of a slot: in a spec a class, a ModuleSpec or a functools.partial, in a built model a module."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 def find_class(slot: Any) -> Any:
-    """The class, or in a bias-dropout-add's slot the function, that a slot builds, or that a built module is of; None
-    where it holds nothing."""
+    """The class that a slot builds or whose module it holds; in a bias-dropout-add's slot the function. None for an
+    empty slot."""
     if isinstance(slot, torch.nn.Module):
         return type(slot)
     if isinstance(slot, functools.partial):
@@ -24,14 +23,14 @@ def find_class(slot: Any) -> Any:
 
 
 def find_submodules(slot: Any) -> Any:
-    """What stands inside of an attention's or MLP's slot; None where it has no slots of its own."""
+    """The submodules of an attention's or MLP's slot; None if it has no slots of its own."""
     if isinstance(slot, functools.partial):
         return slot.keywords.get("submodules")
     return slot if isinstance(slot, torch.nn.Module) else getattr(slot, "submodules", None)
 
 
 def list_fields(submodules: Any) -> dict[str, Any]:
-    """Name -> slot of a dataclass of submodules, or of a module; nothing of anything else."""
+    """Name -> slot of a dataclass of submodules, or of a module; empty for anything else."""
     if isinstance(submodules, torch.nn.Module):
         return dict(submodules.named_children())
     is_known = dataclasses.is_dataclass(submodules) and not isinstance(submodules, type)

@@ -3,25 +3,25 @@
 The decision: TE's linears stay, and Tempo takes what lies between them.
 
 - `TELayerNormColumnParallelLinear` (norm and linear in one) is split into Tempo's norm and TE's own column-parallel
-  linear, inside of one module of a class derived from the fused one. Stock keeps the norm's input and its output;
-  split, the output is the linear's input and the input goes. What fusing saves without fp8 is one kernel launch: the
-  norm writes its output to memory either way.
+  linear, inside one module of a class derived from the fused one. Stock keeps the norm's input and its output; the
+  split module keeps the output only, which is the linear's input. Without fp8, fusing saves one kernel launch: the norm
+  writes its output to memory either way.
 - `TENorm` becomes Tempo's norm.
 - `MLP`, and the op fuser's `TEFusedMLP`, become Tempo's MLP around TE's linears.
-- `TEDotProductAttention` becomes Tempo's attention in layers with a causal mask or none. With padding or arbitrary
-  masks, whose conventions are TE's, it stays.
-- bias-dropout-add is Megatron's own, and replaced as ever.
-- A linear that runs again in backward is the split one, on what the norm gave it, or with tempo.norm "off" the fused
-  one, norm and all. That of q, k and v runs again for Tempo's attention only: TE's own may keep copies.
+- `TEDotProductAttention` becomes Tempo's attention in layers with a causal mask or none. It stays in layers with
+  padding or arbitrary masks, because TE has its own conventions for these.
+- bias-dropout-add is Megatron's own, and replaced as in local layers.
+- If a linear runs again in backward, the split one takes the norm's output; with tempo.norm "off" the fused one runs,
+  norm included. The linear of q, k and v runs again only beside Tempo's attention: TE's own may keep copies.
 
-The other way, Megatron's local linears under TE's checkpoint keys, would give up TE's matrix multiplications and
-change the parameters' names in plain checkpoints. This way keeps every name: sharded checkpoints and plain ones, and
-the optimizer's, go back and forth without a key map.
+The alternative, Megatron's local linears under TE's checkpoint keys, would give up TE's matrix multiplications and
+change the parameters' names in plain checkpoints. This way keeps every name, so sharded and plain checkpoints and those
+of the optimizer fit stock without a key map.
 
-What TE does with a linear's input beyond keeping it (fp8, delayed weight gradients, overlapped communication,
-offloading) is refused: there y would be kept twice, or by somebody who does not know that it may be made again.
+Features that do more with a linear's input than keep it (fp8, delayed weight gradients, overlapped communication,
+offloading) are refused: y would be kept twice, or by code that does not know that it may be recomputed.
 
-Classes that derive from TE's are made when they are asked for: TE need not be installed.
+Classes that derive from TE's are made on demand, because TE need not be installed.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class SplitNorm(NormInFront):
     """Tempo's norm, then Transformer Engine's linear: a base of classes whose next base is Megatron's
     `TELayerNormColumnParallelLinear`.
 
-    It is that module in everything but what runs: its constructor, parameters, flags, checkpoint keys and class, which
-    Megatron-Bridge's adapters and weight maps ask for, and which `return_layernorm_output` tells to give the norm's
-    output too. The linear that runs is Transformer Engine's column-parallel one, on this module's weight and bias.
+    Only what runs differs from that module. Constructor, parameters, flags and checkpoint keys are its own, and so is
+    the class, by which Megatron-Bridge chooses adapters and weight maps. With `return_layernorm_output` it returns the
+    norm's output too. The linear that runs is Transformer Engine's column-parallel one, on this module's weight and
+    bias.
 
-    Keeps for backward: with `keep` "output" y, which the linear keeps too, in the same memory, and rstd; with "input" x
-        and the statistics, and neither y. Stock keeps x, y and the statistics.
+    Keeps for backward: with `keep` "output" rstd and y, in the memory that the linear keeps too; with "input" x and the
+        statistics, and no y. Stock keeps x, y and the statistics.
     """
 
     linear_class: ClassVar[Any]
@@ -69,18 +70,18 @@ class SplitNorm(NormInFront):
 
     keep: ClassVar[str] = "output"
     runs_again: ClassVar[bool] = False
-    """Whether a LinearCall asks for what the norm gave."""
+    """Whether a LinearCall asks for the norm's output."""
 
     def __init__(self: Any, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)  # type: ignore[call-arg]
         bare = copy.copy(config)
         bare.use_cpu_initialization, bare.init_model_with_meta_device = False, True
-        # In a tuple, and so none of this module's modules: it has no parameters of its own.
+        # In a tuple, so that it is not registered as a submodule: it uses this module's parameters.
         self._linear = (self.linear_class(input_size, output_size, config=bare, **kwargs),)
 
     def forward(self: Any, x: Tensor) -> Any:
-        """(output, bias or None) of x [s or s/t, b, h]; with `return_layernorm_output` the norm's output beside them,
-        in the place where Transformer Engine puts it."""
+        """(output, bias or None) of x [s or s/t, b, h]; with `return_layernorm_output` also the norm's output, where
+        Transformer Engine puts it."""
         y = self._norm(x)
         if self.runs_again and torch.is_grad_enabled():
             self.normed = hold(y)
@@ -97,7 +98,7 @@ class SplitNorm(NormInFront):
     def run_linear(self: Any, y: Tensor) -> Any:
         """(output, bias or None) of the norm's output."""
         (linear,) = self._linear
-        # As they are now: FSDP and initialisation on the meta device put others in their place.
+        # Look parameters up in each call: FSDP and initialisation on the meta device replace them.
         linear._parameters.update({name: self._parameters[name] for name in linear._parameters})
         linear.is_first_microbatch, self.is_first_microbatch = self.is_first_microbatch, False
         return linear(y)
@@ -110,7 +111,7 @@ class SplitNorm(NormInFront):
 
 
 class _EmptyExtraState:
-    """The `_extra_state` that modules of Transformer Engine have, which is empty where there is no fp8."""
+    """The `_extra_state` of Transformer Engine's modules, which is empty without fp8."""
 
     def get_extra_state(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -128,8 +129,8 @@ def _allow_no_extra_state(_: Any, incompatible_keys: Any) -> None:
 
 
 class TempoTEDotProductAttention(_EmptyExtraState, TempoDotProductAttention):
-    """TempoDotProductAttention in the place of `TEDotProductAttention`, which with a causal mask, or none, looks at no
-    mask that it is given. As there, a checkpoint may lack the extra state: sharded ones do not hold an attention's."""
+    """TempoDotProductAttention in the place of `TEDotProductAttention`. Like that it ignores a given mask if the mask
+    type is causal or none, and loads checkpoints without extra state: sharded ones do not hold an attention's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -169,7 +170,7 @@ class TempoLinearRecomputeOpsMLP(TempoLinearRecomputeMLP):
 
 @functools.cache
 def make_split_norm(norm_and_linear: Any, linear: Any, keep: str, runs_again: bool) -> Any:
-    """SplitNorm in the place of `norm_and_linear`, and in front of `linear`: Megatron's classes for those modules."""
+    """SplitNorm in the place of `norm_and_linear`, and in front of `linear`; both are Megatron's classes."""
     contents = {"linear_class": linear, "keep": keep, "runs_again": runs_again}
     return name_as_stock(type(f"Tempo{norm_and_linear.__name__}", (SplitNorm, norm_and_linear), contents))
 
@@ -182,7 +183,7 @@ def add_extra_state(norm: Any) -> Any:
 
 @functools.cache
 def make_dropping_linear(mixin: Any, linear: Any) -> Any:
-    """`linear` that does not keep the output of a norm, or an attention, that can make it again."""
+    """`linear` that does not keep an input which the norm or attention before it can make again."""
     return name_as_stock(type(f"Tempo{linear.__name__}", (mixin, linear), {}))
 
 
@@ -213,7 +214,7 @@ def _is_stock(slot: Any, name: str) -> bool:
 
 
 def is_residual_norm(slot: Any, transformer_config: Any) -> bool:
-    """Whether a slot holds the TENorm that could add the residual too (since 0.17), and does not in this run."""
+    """Whether a slot holds the TENorm that can also add the residual (since 0.17), but does not in this run."""
     provider = sys.modules.get("megatron.core.extensions.transformer_engine_spec_provider")
     stock = getattr(provider, "_TENormWithResidual", None)
     does_both = getattr(transformer_config, "fused_residual_rmsnorm", False)
@@ -221,12 +222,12 @@ def is_residual_norm(slot: Any, transformer_config: Any) -> bool:
 
 
 def is_attention(slot: Any, params: Any) -> bool:
-    """Whether a core attention is TE's in a layer whose mask Tempo's attention understands as TE does."""
+    """Whether a core attention is TE's, in a layer whose mask type means the same to Tempo's attention."""
     return _is_stock(slot, "TEDotProductAttention") and params.get("attn_mask_type") in _MASKS
 
 
 def replace_norm(stock: Any, tempo_norm: Any) -> Any:
-    """Tempo's norm in the place of `stock`, with an extra state where that is TE's norm and has one."""
+    """Tempo's norm in the place of `stock`, with an extra state if `stock` is TE's and has one."""
     is_te = _is_stock(stock, "TENorm") or getattr(stock, "__name__", "") == "_TENormWithResidual"
     if tempo_norm is None or not is_te:
         return tempo_norm
@@ -277,8 +278,8 @@ def is_split(slot: Any) -> bool:
 
 
 def find_obstacles(layer_specs: Any, transformer_config: Any) -> Obstacles:
-    """Where TE's modules in these layers make Tempo's operation impossible, as they do more with a linear's input than
-    keep it, or useless."""
+    """Why TE's modules in these layers make Tempo's operations impossible, because they do more with a linear's input
+    than keep it, or useless."""
     if not any(map(has_transformer_engine, layer_specs)):
         return {}
     obstacles: dict[str, Refusal] = {}
@@ -313,7 +314,7 @@ def has_transformer_engine(layer: Any) -> bool:
 
 
 def describe_stock(slot: Any) -> str | None:
-    """Which module of TE a slot holds, as a reason why it was left; None where it holds none."""
+    """Which module of TE a slot holds, as the reason why it was left; None if it holds none."""
     if _is_stock(slot, "TEDotProductAttention"):
         return "Transformer Engine's attention, under a mask whose conventions are its own"
     if _is_stock(slot, _NORM_AND_LINEAR) or _is_stock(slot, "TEFusedMLP"):
