@@ -5,14 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-try:
-    from tempo_megatron.megatron_lm.run import main
-except ModuleNotFoundError as error:
-    if error.name not in ("tempo_megatron", "tempo_kernels"):
-        raise
-    root = Path(__file__).resolve().parent.parent
-    sys.path[:0] = [str(root), str(root / "kernels")]
-    from tempo_megatron.megatron_lm.run import main
+# An installed tempo_megatron comes first.
+sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "kernels"))
+
+from tempo_megatron.megatron_lm.run import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from typing import Any
-
-from packaging.version import Version
 
 FIRST, LAST = "0.14", "0.20"
 """Every version from one to the other has these places."""
@@ -64,7 +63,8 @@ MODELS = (
 
 def find_warning(version: str) -> str | None:
     """What to say where a Megatron-core version is not one of those from FIRST to LAST; None where it is."""
-    if Version(FIRST).release <= Version(version).release[:2] <= Version(LAST).release:
+    first, found, last = ([int(number) for number in re.findall(r"\d+", each)[:2]] for each in (FIRST, version, LAST))
+    if first <= found <= last:
         return None
     return f"Megatron-core {version} is not among the versions that are known, {FIRST} to {LAST}; it is tried as {LAST}"
 
