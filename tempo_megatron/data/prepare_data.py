@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -80,10 +80,11 @@ def prepare(options: PrepareOptions) -> None:
         )
         return
     pieces = corpus.cut_pieces(files)
-    own = {suffix for _, suffix in _list_given_files(options)}
-    obsolete = sorted({suffix for kind in TYPES.values() for suffix in kind.suffixes} - own)
-    with PartialOutput(prefix, _list_suffixes(options), obsolete=obsolete, overwrite=options.overwrite) as output:
-        tokenizer, tokenizer_files = _load_or_train_tokenizer(options, pieces, output)
+    kept = _find_kept_files(options)
+    suffixes = [suffix for suffix in SUFFIXES if suffix in (".bin", ".json", ".idx") or kept.get(suffix, "") is None]
+    obsolete = sorted({suffix for kind in TYPES.values() for suffix in kind.suffixes} - kept.keys())
+    with PartialOutput(prefix, suffixes, obsolete=obsolete, overwrite=options.overwrite) as output:
+        tokenizer, tokenizer_files = _load_or_train_tokenizer(options, kept, pieces, output)
         dtype = choose_token_dtype(tokenizer.vocab_size)
         workers = max(1, min(options.workers, len(pieces)))
         encoding = Encoding(
@@ -96,10 +97,7 @@ def prepare(options: PrepareOptions) -> None:
         )
         progress = Progress(options.prog, "tokenizing", sum(file.size for file in files))
         written = _write(output, encode(pieces, encoding, workers), dtype, progress, left_out)
-        names = [
-            _name_beside(prefix, given, suffix) or os.path.basename(prefix) + suffix
-            for given, suffix in _list_given_files(options)
-        ]
+        names = [name or os.path.basename(prefix) + suffix for suffix, name in kept.items()]
         sidecar = Sidecar(
             vocab_file=names[0],
             merge_file=names[1] if len(names) > 1 else "",
@@ -163,7 +161,7 @@ def _is_current(prefix: str, fingerprint: str) -> bool:
 
 
 def _load_or_train_tokenizer(
-    options: PrepareOptions, pieces: list[corpus.Piece], output: PartialOutput
+    options: PrepareOptions, kept: Mapping[str, str | None], pieces: list[corpus.Piece], output: PartialOutput
 ) -> tuple[TextTokenizer, tuple[str, ...]]:
     """Returns the tokenizer and its files: those that the user named, or new ones among the output.
 
@@ -171,33 +169,30 @@ def _load_or_train_tokenizer(
     """
     kind = TYPES[options.tokenizer_type].cls
     if options.vocab_file is not None:
-        paths: list[str] = []
-        for given, suffix in _list_given_files(options):
-            assert given is not None  # prepare has checked that all are there
-            is_beside = _name_beside(options.output_prefix, given, suffix) is not None
-            paths.append(given if is_beside else shutil.copyfile(given, output.locate(suffix)))
-        return kind.load(*paths), tuple(paths)
+        given = list_given_files(options.tokenizer_type, options.vocab_file, options.merge_file)
+        paths = tuple(
+            path if name is not None else shutil.copyfile(path, output.locate(suffix))
+            for path, (suffix, name) in zip(given, kept.items(), strict=True)
+        )
+        return kind.load(*paths), paths
     chosen = corpus.sample_pieces(pieces, options.train_bytes)
     chosen_bytes = sum(part.end - part.start for piece in chosen for part in piece)
     with Progress(options.prog, "training the vocabulary", min(chosen_bytes, options.train_bytes)) as progress:
         texts = _read_training_texts(chosen, options, progress)
         tokenizer = kind.train(texts, options.vocab_size, output.folder)
-    return tokenizer, tuple(output.locate(suffix) for _, suffix in _list_given_files(options))
+    return tokenizer, tuple(map(output.locate, kept))
 
 
-def _list_given_files(options: PrepareOptions) -> list[tuple[str | None, str]]:
-    """Lists the tokenizer's files as the user named them (None: not named), each with its suffix among the output."""
+def _find_kept_files(options: PrepareOptions) -> dict[str, str | None]:
+    """Maps the suffix of each tokenizer file to the name of the user's own file, if that can stay where it is.
+
+    The name is relative to the data set's directory. None means that the file is written among the output.
+    """
     given = (options.vocab_file, options.merge_file)
-    return list(zip(given, TYPES[options.tokenizer_type].suffixes, strict=False))
-
-
-def _list_suffixes(options: PrepareOptions) -> list[str]:
-    """Lists the suffixes of the files to write: without named tokenizer files below the output's directory."""
-    kept = {
-        suffix for given, suffix in _list_given_files(options) if _name_beside(options.output_prefix, given, suffix)
+    suffixes = TYPES[options.tokenizer_type].suffixes
+    return {
+        suffix: _name_beside(options.output_prefix, path, suffix) for path, suffix in zip(given, suffixes, strict=False)
     }
-    own = {suffix for _, suffix in _list_given_files(options)} - kept
-    return [suffix for suffix in SUFFIXES if suffix in own or suffix in (".bin", ".json", ".idx")]
 
 
 def _read_training_texts(pieces: Iterable[corpus.Piece], options: PrepareOptions, progress: Progress) -> Iterator[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +46,3 @@ def _draw_run(axes: Any, label: str, path: str | Path, colour: str, number: int)
         steps, losses = [record["iteration"] for record in valid], [record["loss"] for record in valid]
         form = {"markerfacecolor": "none", "markeredgewidth": 1.6} if number else {"markeredgecolor": "white"}
         axes.plot(steps, losses, "o", color=colour, markersize=6 + 4 * number, label=f"{label}, validation", **form)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m tempo_megatron.training.plots loss.png stock=a/metrics.jsonl tempo=b/metrics.jsonl`"""
-    parser = argparse.ArgumentParser(description="Draw the loss curves of one or several runs into one PNG.")
-    parser.add_argument("png", help="the figure to write")
-    parser.add_argument("runs", nargs="+", metavar="LABEL=METRICS", help="a label and a metrics.jsonl")
-    parser.add_argument("--title", default="Loss", help="default %(default)s")
-    args = parser.parse_args(argv)
-    runs = dict(run.partition("=")[::2] for run in args.runs)
-    try:
-        for label, path in runs.items():
-            if not path:
-                raise ValueError(f"{label!r} is not LABEL=METRICS; give for example stock=checkpoints/metrics.jsonl")
-        plot_losses(runs, args.png, args.title)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,14 +13,9 @@ from tempo_megatron.training.run.masking import check_masking
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.words.argument_types import format_bytes
 
-_NEEDS_TRANSFORMER_ENGINE = "without Transformer Engine megatron-core stops in it with a NameError"
-_NOT_DENSE = "the model has no such module: it is dense"
 _REFUSED_MODULES = {
-    "layernorm": _NEEDS_TRANSFORMER_ENGINE,
-    "moe_act": _NOT_DENSE,
-    "moe": _NOT_DENSE,
-    "shared_experts": _NOT_DENSE,
-    "mla_up_proj": _NOT_DENSE,
+    "layernorm": "without Transformer Engine megatron-core stops in it with a NameError",
+    **dict.fromkeys(("moe_act", "moe", "shared_experts", "mla_up_proj"), "the model has no such module: it is dense"),
 }
 
 # The package that DeepSpeed imports if the block of that name is enabled.
@@ -134,10 +129,9 @@ def _check_data(run: RunConfig) -> None:
 
 
 def _check_output(run: RunConfig) -> None:
-    if run.save_interval is not None and not run.save:
-        raise ValueError("--save-interval is given without --save; give the folder for the checkpoints")
-    if run.keep_checkpoints is not None and not run.save:
-        raise ValueError("--keep-checkpoints is given without --save; give the folder for the checkpoints")
+    for option, value in (("--save-interval", run.save_interval), ("--keep-checkpoints", run.keep_checkpoints)):
+        if value is not None and not run.save:
+            raise ValueError(f"{option} is given without --save; give the folder for the checkpoints")
     if run.override_opt_param_scheduler and not run.load:
         raise ValueError("--override-opt-param-scheduler changes what --load brings; give --load or remove it")
     for option in ("save", "load", "log_dir", "tensorboard_dir", "data_cache_path"):

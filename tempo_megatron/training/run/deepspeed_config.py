@@ -193,26 +193,18 @@ def complete_deepspeed_config(
     return filled
 
 
-def freeze_deepspeed_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def freeze_deepspeed_config(config: Any) -> Any:
     """Returns the same content as read-only mappings and tuples."""
-    return MappingProxyType({key: _freeze(value) for key, value in config.items()})
+    if isinstance(config, Mapping):
+        return MappingProxyType({key: freeze_deepspeed_config(value) for key, value in config.items()})
+    return tuple(map(freeze_deepspeed_config, config)) if isinstance(config, list) else config
 
 
-def copy_deepspeed_config(frozen: Mapping[str, Any]) -> dict[str, Any]:
+def copy_deepspeed_config(frozen: Any) -> Any:
     """Returns the dicts and lists that freeze_deepspeed_config was given; DeepSpeed may write into them."""
-    return {key: _thaw(value) for key, value in frozen.items()}
-
-
-def _freeze(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return freeze_deepspeed_config(value)
-    return tuple(map(_freeze, value)) if isinstance(value, list) else value
-
-
-def _thaw(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return copy_deepspeed_config(value)
-    return list(map(_thaw, value)) if isinstance(value, tuple) else value
+    if isinstance(frozen, Mapping):
+        return {key: copy_deepspeed_config(value) for key, value in frozen.items()}
+    return list(map(copy_deepspeed_config, frozen)) if isinstance(frozen, tuple) else frozen
 
 
 def _read_number(config: Mapping[str, Any], key: str) -> Any:

@@ -179,8 +179,8 @@ def take_from_checkpoint(
     stored |= {name: settings.get("precision") == name for name in ("bf16", "fp16")}
     given = vars(args)
     left_out = {name for name in given if given[name] is None} - _find_decided(given, config, settings)
-    if not (given["bf16"] or given["fp16"]):
-        left_out |= {"bf16", "fp16"} if not _decides_precision(config) else set()
+    if not any(given[name] or is_given(config.get(name, {}), "enabled") for name in ("bf16", "fp16")):
+        left_out |= {"bf16", "fp16"}
     names = {*STAYS, *MAY_CHANGE, *_MASKING, "bf16", "fp16"} - {"model", "tempo", "memory_budget"}
     taken = {name: stored[name] for name in names & left_out if name in stored}
     if args.override_opt_param_scheduler:
@@ -211,10 +211,6 @@ def _find_decided(given: Mapping[str, Any], config: Mapping[str, Any], settings:
     if given["vocab_file"] or given["merge_file"]:
         decided |= {"vocab_file", "merge_file"}
     return decided
-
-
-def _decides_precision(config: Mapping[str, Any]) -> bool:
-    return any(is_given(config.get(name, {}), "enabled") for name in ("bf16", "fp16"))
 
 
 def _check_schedule(

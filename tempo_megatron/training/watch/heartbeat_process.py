@@ -133,26 +133,22 @@ def read_stat(pid: int) -> list[str]:
 
 
 @dataclasses.dataclass
-class Member:
-    """A rank's connection to the judge."""
+class Peer:
+    """A connection to the judge: a stranger, then a member with its rank."""
 
-    rank: int
     connection: socket.socket
     lines: Lines
-    host: str
     heard: float
+    """When its last line came; of a stranger, when it connected."""
+    rank: int = -1
+    host: str = ""
     stopped_since: float | None = None
     was_sent_end: bool = False
     has_been_told: bool = False
 
-
-@dataclasses.dataclass
-class Stranger:
-    """A connection that has not shown the token yet."""
-
-    connection: socket.socket
-    lines: Lines
-    since: float
+    def describe(self, sentence: str) -> dict[str, Any]:
+        """Returns the end of a run for the reason that this member is lost."""
+        return {"rank": self.rank, "host": self.host, "sentence": sentence, "is_lost": True}
 
 
 class Judge:
@@ -164,10 +160,10 @@ class Judge:
     def __init__(self, listener: socket.socket, token: str, world_size: int, limit: float) -> None:
         self.listener, self.token, self.world_size, self.limit = listener, token, world_size, limit
         self.selector = selectors.DefaultSelector()
-        self.strangers: dict[int, Stranger] = {}
-        """By descriptor, the oldest first."""
-        self.members: dict[int, Member] = {}
-        self.present: dict[int, Member] = {}
+        self.strangers: dict[int, Peer] = {}
+        """Those that have not shown the token, by descriptor, the oldest first."""
+        self.members: dict[int, Peer] = {}
+        self.present: dict[int, Peer] = {}
         """The members that have neither ended nor said goodbye."""
         self.clock = Clock()
         self.end: dict[str, Any] | None = None
@@ -204,10 +200,9 @@ class Judge:
                 return self._close()
 
     def _close(self) -> None:
-        for connection in (self.listener, *(member.connection for member in self.members.values())):
-            connection.close()
-        for stranger in self.strangers.values():
-            stranger.connection.close()
+        self.listener.close()
+        for peer in (*self.members.values(), *self.strangers.values()):
+            peer.connection.close()
         self.selector.close()
 
     def _is_through(self, now: float) -> bool:
@@ -228,25 +223,26 @@ class Judge:
                 return
             if len(self.strangers) == _STRANGERS:
                 self._drop(next(iter(self.strangers.values())))
-            stranger = Stranger(connection, Lines(connection.fileno(), _LONGEST_HELLO), now)
+            stranger = Peer(connection, Lines(connection.fileno(), _LONGEST_HELLO), now)
             self.strangers[connection.fileno()] = stranger
             self.selector.register(connection, selectors.EVENT_READ, functools.partial(self._ask, stranger))
 
-    def _ask(self, stranger: Stranger, now: float) -> None:
-        said = list(stranger.lines.read())
+    def _ask(self, peer: Peer, now: float) -> None:
+        """Makes a stranger that shows the token a member."""
+        said = list(peer.lines.read())
         words = said[0].split(" ") if said else []
         if len(words) != 4 or not self._knows(*words[:3]):
-            if said or not stranger.lines.is_open:
-                self._drop(stranger)
+            if said or not peer.lines.is_open:
+                self._drop(peer)
             return
-        del self.strangers[stranger.connection.fileno()]
-        stranger.lines.longest = _LONGEST_LINE
-        member = Member(int(words[2]), stranger.connection, stranger.lines, words[3], now)
-        self.members[member.rank] = self.present[member.rank] = member
-        self.selector.modify(stranger.connection, selectors.EVENT_READ, functools.partial(self._hear, member))
-        member.lines.write("beat")
+        del self.strangers[peer.connection.fileno()]
+        peer.lines.longest = _LONGEST_LINE
+        peer.rank, peer.host, peer.heard = int(words[2]), words[3], now
+        self.members[peer.rank] = self.present[peer.rank] = peer
+        self.selector.modify(peer.connection, selectors.EVENT_READ, functools.partial(self._hear, peer))
+        peer.lines.write("beat")
         for line in said[1:]:
-            self._take(member, line, now)
+            self._take(peer, line, now)
         if len(self.members) == self.world_size:
             self.selector.unregister(self.listener)
             self.listener.close()
@@ -258,28 +254,25 @@ class Judge:
             return False
         return rank.isdecimal() and int(rank) < self.world_size and int(rank) not in self.members
 
-    def _drop(self, stranger: Stranger) -> None:
+    def _drop(self, stranger: Peer) -> None:
         del self.strangers[stranger.connection.fileno()]
         self.selector.unregister(stranger.connection)
         stranger.connection.close()
 
     def _drop_strangers(self, now: float) -> None:
-        while self.strangers and now - (oldest := next(iter(self.strangers.values()))).since > _STRANGER_SECONDS:
+        while self.strangers and now - (oldest := next(iter(self.strangers.values()))).heard > _STRANGER_SECONDS:
             self._drop(oldest)
 
-    def _hear(self, member: Member, now: float) -> None:
+    def _hear(self, member: Peer, now: float) -> None:
         for line in member.lines.read():
             self._take(member, line, now)
         if not member.lines.is_open:
             self.selector.unregister(member.connection)
             if self.present.pop(member.rank, None):
-                text = (
-                    "the connection to it was closed without a word: its host has gone down, or what watches it there"
-                )
-                self._suspect(now, {"rank": member.rank, "host": member.host, "sentence": text, "is_lost": True})
+                text = "the connection to it was closed without a word: its host has gone down, or its watcher there"
+                self._suspect(now, member.describe(text))
 
-    def _take(self, member: Member, line: str, now: float) -> None:
-        place = {"rank": member.rank, "host": member.host}
+    def _take(self, member: Peer, line: str, now: float) -> None:
         word, _, rest = line.partition(" ")
         member.heard = now
         if word == "beat":
@@ -288,14 +281,14 @@ class Judge:
             elif member.stopped_since is None:
                 member.stopped_since = now
         elif word == "failed":
-            failure = {**place, **json.loads(rest)}
+            failure = {"rank": member.rank, "host": member.host, **json.loads(rest)}
             self._suspect(now, failure, failure["patience"])
         elif word == "ready":
             self.first_is_ready = self.first_is_ready or member.rank == 0
         elif word == "gone":
             self.present.pop(member.rank, None)
-            text = "its process has ended without a word: it was killed, by the kernel for want of memory perhaps"
-            self._decide(now, {**place, "sentence": text, "is_lost": True})
+            text = "its process has ended without a word: it was killed, perhaps by the kernel for want of memory"
+            self._decide(now, member.describe(text))
         elif word == "told":
             member.has_been_told = True
         elif word == "bye":
@@ -311,16 +304,13 @@ class Judge:
         if all(member.stopped_since is not None for member in self.present.values()):
             for member in self.present.values():  # Ctrl-Z stopped all of them: none waits for another
                 member.stopped_since = now
-        for rank, member in self.present.items():
-            place = {"rank": rank, "host": member.host}
+        for member in self.present.values():
             if now - member.heard > self.limit:
-                text = (
-                    f"nothing has come from its host for {self.limit:g} s: the host is down, or the link to it is cut"
-                )
-                self._decide(now, {**place, "sentence": text, "is_lost": True})
+                text = f"nothing has come from its host for {self.limit:g} s: the host is down, or its link is cut"
+                self._decide(now, member.describe(text))
             if member.stopped_since is not None and now - member.stopped_since > self.limit:
                 text = f"its process has been stopped (SIGSTOP or Ctrl-Z) for {self.limit:g} s"
-                self._decide(now, {**place, "sentence": text, "is_lost": True})
+                self._decide(now, member.describe(text))
 
     def _suspect(self, now: float, failure: dict[str, Any], patience: float = CAUSE_SECONDS) -> None:
         if self.suspicion is None or now + patience < self.suspicion[0]:
