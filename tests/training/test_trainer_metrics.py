@@ -108,9 +108,6 @@ def test_several_runs_are_drawn_into_one_figure(tmp_path: Path) -> None:
     plot_losses(runs, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.tmp"))
-    words = [str(tmp_path / "other.png"), *(f"{name}={path}" for name, path in runs.items())]
-    assert main(words) == 0
-    assert (tmp_path / "other.png").exists()
 
 
 def test_equal_validation_losses_of_two_runs_both_show(tmp_path: Path) -> None:
