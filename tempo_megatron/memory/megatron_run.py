@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from tempo_megatron.memory.run import OptimizerSettings, Run, read_recomputation
+import torch
+
+from tempo_megatron.memory.run import Experts, OptimizerSettings, Run, read_recomputation
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.config import TempoConfig
 
@@ -28,6 +31,9 @@ _SAME = (
     "attention_dropout",
     "hidden_dropout",
 )
+
+KNOWN_IN_COMMANDS = ("num_moe_experts",)
+"""Of the next two, what the estimate of a command knows, and the plan of a run does not."""
 
 UNKNOWN_IN_LAYERS = {
     "heterogeneous_block_specs": "layers of several kinds",
@@ -113,6 +119,18 @@ UNKNOWN_IN_COMMANDS = {
     "freeze_all_layers": "frozen layers",
 }
 """Likewise, of a command: a run that is built is planned without some of these, whose layers keep what others keep."""
+
+_UNKNOWN_IN_EXPERTS = {
+    "moe_expert_capacity_factor": "--moe-expert-capacity-factor drops tokens of experts",
+    "moe_latent_size": "--moe-latent-size gives the run experts in a latent space",
+    "moe_shared_expert_gate": "--moe-shared-expert-gate gives the run a gate of shared experts",
+    "moe_shared_expert_overlap": "--moe-shared-expert-overlap runs shared experts beside communication",
+    "moe_apply_probs_on_input": "--moe-apply-probs-on-input weights the experts' inputs",
+    "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization pads the experts' tokens",
+    "moe_paged_stash": "--moe-paged-stash keeps the experts' tokens elsewhere",
+    "moe_layer_recompute": "--moe-layer-recompute recomputes experts",
+    "moe_z_loss_coeff": "--moe-z-loss-coeff gives the router a further loss",
+}
 
 _STOCK_ATTENTIONS = {"flash": "flash", "unfused": "unfused", "local": "unfused"}
 """--attention-backend; "auto" and "fused" are fused."""
@@ -204,6 +222,7 @@ def read_run(
     return Run(
         model=model,
         tempo=tempo,
+        experts=_read_experts(config, run) if config.num_moe_experts else None,
         optimizer=OptimizerSettings(
             distributed=run.use_distributed_optimizer,
             instances=getattr(run, "num_distributed_optimizer_instances", 1),
@@ -252,4 +271,64 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
     found = [per_chunk] * num_chunks
     found[0] -= extra[0]
     found[-1] -= extra[1]
+    return tuple(found)
+
+
+def _read_experts(config: Any, run: Any) -> Experts:
+    """Of a configuration with experts. Raises ValueError for what no Experts can say, or cannot be."""
+    for field, words in _UNKNOWN_IN_EXPERTS.items():
+        if getattr(config, field, None):
+            raise ValueError(f"{words}, which the estimate does not know")
+    parallel = config.expert_model_parallel_size
+    split = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    number = config.num_moe_experts
+    ranks = config.tensor_model_parallel_size * config.context_parallel_size * run.data_parallel_size
+    if number % parallel or ranks % (parallel * split):
+        raise ValueError(
+            f"--expert-model-parallel-size {parallel} and --expert-tensor-parallel-size {split} do not divide the "
+            f"{number} experts and the {ranks} ranks of a pipeline stage; change one of them"
+        )
+    routing, coefficient = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if not isinstance(routing, str):
+        if len(routing) > 1:
+            raise ValueError("several kinds of load balancing at once are given, and the estimate knows one")
+        routing = routing[0]
+    coefficient = coefficient if isinstance(coefficient, (int, float)) else coefficient[0]
+    return Experts(
+        num_experts=number,
+        per_token=config.moe_router_topk,
+        ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size,
+        layers=_find_layers_with_experts(config.moe_layer_freq, config.num_layers),
+        shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size,
+        expert_parallel=parallel,
+        tensor_parallel=split,
+        dispatcher=config.moe_token_dispatcher_type,
+        grouped=config.moe_grouped_gemm,
+        routing=routing,
+        aux_loss_coefficient=float(coefficient),
+        score_function=config.moe_router_score_function,
+        has_bias=config.moe_router_enable_expert_bias,
+        pre_softmax=config.moe_router_pre_softmax,
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+        router_dtype={None: None, "fp32": torch.float32, "fp64": torch.float64}[config.moe_router_dtype],
+    )
+
+
+def _find_layers_with_experts(frequency: Any, num_layers: int) -> tuple[bool, ...]:
+    """Of --moe-layer-freq: every n-th layer, or a list such as ([0]*1+[1]*15), as Megatron-LM's arguments.py reads it.
+
+    Raises ValueError where it is neither.
+    """
+    text = str(frequency)
+    if text.isdecimal() and int(text):
+        return tuple(layer % int(text) == 0 for layer in range(num_layers))
+    found: list[bool] = []
+    for part in re.sub(r"[()\s]", "", text).split("+"):
+        match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d+))?", part)
+        if match is None:
+            raise ValueError(f"--moe-layer-freq is {frequency}; expected a number, or lists such as ([0]*1+[1]*15)")
+        found += [number == "1" for number in match[1].split(",")] * int(match[2] or 1)
+    if len(found) != num_layers:
+        raise ValueError(f"--moe-layer-freq {frequency} names {len(found)} layers, and there are {num_layers}")
     return tuple(found)

@@ -88,6 +88,46 @@ class OptimizerSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of a mixture, and how they lie over ranks. Each is assumed to get as many tokens as any other."""
+
+    num_experts: int
+    per_token: int
+    """How many experts a token goes to."""
+
+    ffn_hidden_size: int
+    layers: tuple[bool, ...]
+    """Which of the model's layers have experts."""
+
+    shared_ffn_hidden_size: int | None = None
+    """Of the experts that every token goes to, together."""
+
+    expert_parallel: int = 1
+    tensor_parallel: int = 1
+    """Ranks that one expert is split over."""
+
+    dispatcher: str = "allgather"
+    """Megatron's: "allgather", "alltoall" or "flex"."""
+
+    grouped: bool = False
+    """Whether the experts of a rank run in one grouped matrix product."""
+
+    routing: str = "aux_loss"
+    """Megatron's --moe-router-load-balancing-type."""
+
+    aux_loss_coefficient: float = 0.0
+    score_function: str = "softmax"
+    has_bias: bool = False
+    """Whether a bias of each expert balances them."""
+
+    pre_softmax: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    router_dtype: torch.dtype | None = None
+    """None is the layers' dtype."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A model, how it lies over devices, and what a step of it is."""
 
@@ -95,6 +135,7 @@ class Run:
     tempo: TempoConfig
     """Perhaps with "auto" and with values of single layers; `TempoConfig.off()` is stock."""
 
+    experts: Experts | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
     tensor_parallel: int = 1
     pipeline_parallel: int = 1

@@ -21,7 +21,7 @@ from tempo_megatron.memory.commands import estimate as estimate_command
 from tempo_megatron.memory.estimate.estimate import estimate_ranks, list_events
 from tempo_megatron.memory.estimate.model_states import count_model_states
 from tempo_megatron.memory.megatron_run import deal_out_layers
-from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.phases import HEAD, LAYERS, compress
 from tempo_megatron.models.shape import make_shape, read_shape_file
@@ -240,6 +240,37 @@ def test_the_fused_cross_entropy_makes_one_more_tensor_in_backward() -> None:
         estimate_ranks(dataclasses.replace(run, fuses_cross_entropy=fuses))[0].peak_bytes for fuses in (False, True)
     )
     assert fused - unfused == pytest.approx(32 * 16 * 512 * 4, rel=0.02)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
+@pytest.mark.parametrize("routing", ["aux_loss", "sinkhorn"])
+def test_a_layer_of_experts_keeps_what_its_tokens_and_its_experts_say(dispatcher: str, routing: str) -> None:
+    h, f, tokens, k = 64, 96, 32, 1 if routing == "sinkhorn" else 2
+    model = make_shape(**SMALL | {"activation": "swiglu", "add_bias_linear": False})
+    experts = Experts(
+        num_experts=8, per_token=k, ffn_hidden_size=f, layers=(False, False, *[True] * 6), expert_parallel=4,
+        dispatcher=dispatcher, grouped=True, routing=routing, router_dtype=torch.float32,
+    )  # fmt: skip
+
+    def keep(**values: Any) -> tuple[int, int]:
+        run = Run(model=model, tempo=OFF, stock="transformer_engine", experts=dataclasses.replace(experts, **values))
+        memory = simulate_chunk(run, range(8))
+        return keep_of_middle_layer(memory), memory.num_expert_parameters
+
+    kept, parameters = keep()
+    assert parameters == 6 * (8 // 4) * 3 * h * f
+    # Of each token and each of its experts: gate, up and their product.
+    assert keep(ffn_hidden_size=f + 16)[0] - kept == 16 * tokens * k * (2 * 2 + 2)
+    # A shared expert keeps its input beside, no tensor of tokens times k.
+    shared = keep(shared_ffn_hidden_size=32)[0] - kept
+    assert shared == pytest.approx(tokens * 32 * (2 * 2 + 2), rel=0.01)
+    states = [
+        estimate_ranks(Run(model=model, tempo=OFF, stock="transformer_engine", data_parallel=d, experts=experts))[0]
+        for d in (4, 8)
+    ]
+    dense = states[0].num_parameters - parameters
+    found = [each.parts["optimizer states"] for each in states]
+    assert found == [12 * (dense // d + parameters // (d // 4)) for d in (4, 8)]
 
 
 def test_model_states_are_divided_as_their_owner_does() -> None:

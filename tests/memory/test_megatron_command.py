@@ -69,7 +69,11 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--num-experts 8", "--num-experts 8 gives the run layers of experts"),
+        ("--num-experts 8 --moe-latent-size 64", "experts in a latent space"),
+        ("--num-experts 8 --expert-model-parallel-size 3", "do not divide the 8 experts"),
+        ("--num-experts 8 --moe-layer-freq [1]*3", "names 3 layers, and there are 12"),
+        ("--num-experts 8 --moe-layer-freq x", "expected a number, or lists such as ([0]*1+[1]*15)"),
+        ("--multi-latent-attention", "--multi-latent-attention gives the run latent attention"),
         ("--context-parallel-size 3", "8 GPUs are not a multiple"),
         ("--num-distributed-optimizer-instances 2", "needs --use-distributed-optimizer"),
         ("--use-distributed-optimizer --num-distributed-optimizer-instances 3", "does not divide the 8 ranks"),
@@ -95,6 +99,32 @@ def test_what_cannot_be_is_one_sentence(words: str, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         read(f"{GPT} {words}")
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_options_of_experts_become_experts() -> None:
+    options = (
+        "--num-experts 8 --moe-layer-freq ([0]*2+[1,0]*5) --moe-router-topk 4 --moe-ffn-hidden-size 256 "
+        "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-dtype fp32"
+    )
+    experts = read(f"{GPT} {options}").experts
+    assert experts is not None and experts.layers == (False, False, *(True, False) * 5)
+    assert (experts.per_token, experts.ffn_hidden_size, experts.expert_parallel, experts.tensor_parallel) == (
+        4,
+        256,
+        4,
+        1,
+    )
+    assert (experts.routing, experts.aux_loss_coefficient, experts.router_dtype) == (
+        "seq_aux_loss",
+        1e-4,
+        torch.float32,
+    )
+    # Of the dense layers' size and split, where nothing else is said; every layer has them.
+    experts = read(f"{GPT} --num-experts 8 --tensor-model-parallel-size 2").experts
+    assert (
+        experts is not None and (experts.ffn_hidden_size, experts.tensor_parallel) == (2048, 2) and all(experts.layers)
+    )
 
 
 def test_an_option_that_nobody_knows_is_a_warning() -> None:

@@ -25,6 +25,7 @@ import torch
 from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.commands.megatron_options import find_default, list_options, parse_options
 from tempo_megatron.memory.megatron_run import (
+    KNOWN_IN_COMMANDS,
     UNKNOWN_IN_COMMANDS,
     UNKNOWN_IN_LAYERS,
     UNKNOWN_IN_RUNS,
@@ -275,7 +276,11 @@ def _refuse_unknown(args: argparse.Namespace, family: str) -> None:
         args.num_moe_experts = None
         args.overlap_moe_expert_parallel_comm = False
     for field, words in {**UNKNOWN_IN_LAYERS, **UNKNOWN_IN_RUNS, **UNKNOWN_IN_COMMANDS}.items():
-        if hasattr(args, field) and (value := getattr(args, field)) != find_default(field):
+        if (
+            field not in KNOWN_IN_COMMANDS
+            and hasattr(args, field)
+            and (value := getattr(args, field)) != find_default(field)
+        ):
             options = " or ".join(list_options(field))
             of = (
                 "" if isinstance(value, bool) else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"

@@ -128,15 +128,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
             )
             for place, each in enumerate(layers)
         ]
-        states = count_model_states(
-            sum(chunk.num_parameters for chunk in chunks),
-            run.dtype,
-            optimizer,
-            # Context-parallel ranks share the states like data-parallel ones.
-            data_parallel=run.data_parallel * run.context_parallel // optimizer.instances,
-            largest_layer_parameters=max(chunk.largest_layer_parameters for chunk in chunks),
-            accumulates=num_micro_batches > 1,
-        )
+        states = _count_states(run, chunks, accumulates=num_micro_batches > 1)
         events = list_events(stage, stages, len(chunks), num_micro_batches, run.micro_batch_group)
         workspaces = count_workspaces(run, has_head=stage == stages - 1)
         found.append(_estimate_rank(_name(stage, stages), chunks, states, workspaces, events))
@@ -151,6 +143,33 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
             found[0], rounded_bytes=allocator.peak_allocated, reserved_bytes=allocator.reserved
         )
     return tuple(found)
+
+
+def _count_states(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool) -> ModelStates:
+    """The states of a stage's ranks. Ranks that share those of experts are others than share the rest."""
+    num_parameters = sum(chunk.num_parameters for chunk in chunks)
+    num_expert_parameters = sum(chunk.num_expert_parameters for chunk in chunks)
+    # Context-parallel ranks share the states like data-parallel ones.
+    sharing = run.data_parallel * run.context_parallel // run.optimizer.instances
+    found = count_model_states(
+        num_parameters - num_expert_parameters,
+        run.dtype,
+        run.optimizer,
+        data_parallel=sharing,
+        largest_layer_parameters=max(chunk.largest_layer_parameters for chunk in chunks),
+        accumulates=accumulates,
+    )
+    if run.experts is None:
+        return found
+    sharing = sharing * run.tensor_parallel // (run.experts.expert_parallel * run.experts.tensor_parallel)
+    of_experts = count_model_states(num_expert_parameters, run.dtype, run.optimizer, data_parallel=sharing)
+    # Of Megatron's optimizer, the only one, all fields are sums over parameters.
+    both = {
+        field.name: getattr(found, field.name) + getattr(of_experts, field.name)
+        for field in dataclasses.fields(ModelStates)
+        if not isinstance(getattr(found, field.name), bool)
+    }
+    return dataclasses.replace(found, **both)
 
 
 def _name(stage: int, num_stages: int) -> str:

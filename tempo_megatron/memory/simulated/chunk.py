@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from tempo_kernels.gelu import make_tables
@@ -34,9 +35,10 @@ from tempo_megatron.memory.kept.attribution import attribute_all, divide_by_laye
 from tempo_megatron.memory.kept.ledger import build_ledger_config, convert_parameters
 from tempo_megatron.memory.kept.recorder import Recorder, SavedStorage
 from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
-from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
+from tempo_megatron.memory.simulated.experts import count_expert_parameters, put_experts
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
@@ -101,6 +103,7 @@ def _cut(run: Run, layers: range) -> Run:
             run.model, num_layers=max(1, len(layers)), seq_length=run.model.seq_length // run.context_parallel
         ),
         tempo=run.tempo.for_layers(layers, STACKS_OF_FAMILIES[run.model.family]),
+        experts=run.experts and dataclasses.replace(run.experts, layers=run.experts.layers[layers.start : layers.stop]),
         optimizer=OptimizerSettings(),
         pipeline_parallel=1,
         data_parallel=1,
@@ -145,6 +148,28 @@ def _fuse_attention(config: TempoConfig) -> TempoConfig:
     return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
 
 
+def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequence[bool]) -> TransformerConfig:
+    """Megatron's configuration with experts in some layers, all on one rank, as `put_experts` wants it."""
+    return dataclasses.replace(
+        config,
+        num_moe_experts=experts.num_experts,
+        moe_layer_freq=[int(has) for has in layers],
+        num_layers=len(layers),
+        moe_ffn_hidden_size=experts.ffn_hidden_size,
+        moe_shared_expert_intermediate_size=experts.shared_ffn_hidden_size,
+        moe_router_topk=experts.per_token,
+        moe_router_load_balancing_type=experts.routing,
+        moe_aux_loss_coeff=experts.aux_loss_coefficient,
+        moe_router_score_function=experts.score_function,
+        moe_router_enable_expert_bias=experts.has_bias,
+        moe_router_pre_softmax=experts.pre_softmax,
+        moe_router_num_groups=experts.num_groups,
+        moe_router_group_topk=experts.group_topk,
+        moe_router_dtype={None: None, torch.float32: "fp32", torch.float64: "fp64"}[experts.router_dtype],
+        moe_token_dispatcher_type="allgather",
+    )
+
+
 class _Chunk:
     """One chunk, built of the layers that stand for all, and the phases of its micro batch.
 
@@ -175,7 +200,10 @@ class _Chunk:
         layers = range(shape.num_layers)
         kinds = [{stack: chosen.for_layer(layer, stack) for stack in stacks} for layer in layers]
         recomputed = [run.find_recomputed(layer) for layer in layers]
-        rows = compress(zip(kinds, recomputed, strict=True), longest_row)
+        mixed = run.experts.layers if run.experts is not None else [False] * shape.num_layers
+        rows = compress(zip(kinds, recomputed, mixed, strict=True), longest_row)
+        if run.experts is not None:
+            config = _configure_experts(config, run.experts, [mixed[index] for index, _ in rows])
         values = {
             f"{stack} {place}": {name: getattr(kinds[index][stack], name) for name in LAYER_OPERATIONS}
             for place, (index, _) in enumerate(rows)
@@ -198,6 +226,8 @@ class _Chunk:
         convert_parameters(self._model, run.dtype)
         if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
             put_softmax_kernels(self._model)
+        if run.experts is not None:
+            put_experts(self._model, run.experts, is_fused=run.stock == "transformer_engine")
         if run.fuses_cross_entropy and chosen.loss != "fused":
             put_fused_cross_entropy(self._model)
         self._stacks = [getattr(self._model, stack) for stack in stacks]
@@ -237,6 +267,7 @@ class _Chunk:
         )
         return ChunkMemory(
             *self._count_parameters(),
+            sum(times * count_expert_parameters(layer) for layer, times in self._layers),
             self._count_batch(batch),
             self._count_largest(),
             self._buffer.count_bytes(),

@@ -35,6 +35,9 @@ class ChunkMemory:
 
     num_parameters: int
     parameter_bytes: int
+    num_expert_parameters: int
+    """Of its parameters, those of routed experts."""
+
     micro_batch_bytes: int
     """The micro batch's own tensors: tokens, labels, positions, masks."""
 

@@ -1,0 +1,280 @@
+"""Stands in for the experts of a mixture and for the dispatcher that brings tokens to them, on fake tensors.
+
+How many tokens an expert gets depends on the tokens, which fake ones do not have: each expert is assumed to get as many
+as any other. The router and the shared experts are Megatron's own modules. References are to megatron-core 0.16.1, from
+megatron/core/transformer/moe/, and to Transformer Engine 2.20.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from tempo_megatron.memory.run import Experts
+
+
+def put_experts(model: torch.nn.Module, experts: Experts, *, is_fused: bool) -> None:
+    """Let the experts of the model's layers compute as on a rank of the run.
+
+    Args:
+        model: built with the all-gather dispatcher and all experts on one rank.
+        experts: of the run.
+        is_fused: whether the gated activation is Megatron's fused one.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.router.gating = _Gate(module.router.weight, experts.router_dtype)
+            if experts.routing == "sinkhorn":
+                module.router.sinkhorn_load_balancing = _balance
+            config = module.config
+            module.experts = _LocalExperts(config, experts, is_fused=is_fused)
+            module.token_dispatcher = _DISPATCHERS[experts.dispatcher](experts)
+
+
+def count_expert_parameters(layer: torch.nn.Module) -> int:
+    """Of the routed experts, whose states other ranks share than those of the rest."""
+    return sum(
+        parameter.numel()
+        for module in layer.modules()
+        if isinstance(module, _LocalExperts)
+        for parameter in module.parameters()
+    )
+
+
+class _Gate:
+    """The router's product, which keeps its inputs whatever the dtype of its output is (moe_utils.py:
+    RouterGatingLinearFunction)."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype | None) -> None:
+        self._weight, self._dtype = weight, dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        found: Tensor = _Product.apply(x, self._weight, self._dtype or x.dtype, None)
+        return found
+
+
+def _balance(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Sinkhorn's routing but for its iterations, which end where the tokens' values say (router.py)."""
+    logits = torch.sigmoid(logits)
+    chosen = torch.empty_like(logits, dtype=torch.bool)
+    return logits * chosen, chosen
+
+
+class _Product(torch.autograd.Function):
+    """x W^T of x [..., n] and W [..., m, n], which keeps x and W. W may be of several experts, whose tokens stand one
+    behind another in x; then `num_results` is m."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, num_results: int | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(*x.shape[:-1], num_results or weight.size(0), dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), None, None
+
+
+class _Resize(torch.autograd.Function):
+    """Makes a tensor whose first size is `num_rows`, and keeps what backward needs to undo it: nothing, or indices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_rows: int, indices: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*(() if indices is None else (indices,)))
+        ctx.num_rows = x.size(0)
+        return x.new_empty(num_rows, *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.new_empty(ctx.num_rows, *grad.shape[1:]), None, None
+
+
+def _resize(x: Tensor, num_rows: int, indices: Tensor | None = None) -> Tensor:
+    found: Tensor = _Resize.apply(x, num_rows, indices)
+    return found
+
+
+class _WeightedSwiglu(torch.autograd.Function):
+    """silu(gate) * up * probability in one kernel, which keeps its inputs (fusions/fused_bias_swiglu.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probabilities: Tensor) -> Tensor:
+        ctx.save_for_backward(x, probabilities)
+        return x.new_empty(x.size(0), x.size(1) // 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, probabilities = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(probabilities)
+
+
+class _LocalExperts(torch.nn.Module):
+    """The experts of one rank: two linears of all of them, and the activation between, weighted by probabilities.
+
+    As TEGroupedMLP and SequentialMLP compute it (experts.py); the latter puts its experts' outputs together in one more
+    tensor.
+    """
+
+    def __init__(self, config: Any, experts: Experts, *, is_fused: bool) -> None:
+        super().__init__()
+        self._activation, self._is_gated = config.activation_func, config.gated_linear_unit
+        self._is_fused, self._is_grouped = is_fused and self._is_gated, experts.grouped
+        local = experts.num_experts // experts.expert_parallel
+        inner = experts.ffn_hidden_size // experts.tensor_parallel
+        outer = config.hidden_size
+        self._joins = local > 1 and not experts.grouped
+
+        def make(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(local, *shape, dtype=config.params_dtype))
+
+        self.fc1, self.fc2 = make((1 + self._is_gated) * inner, outer), make(outer, inner)
+        self.fc1_bias = make((1 + self._is_gated) * inner) if config.add_bias_linear else None
+        self.fc2_bias = make(outer) if config.add_bias_linear else None
+
+    def forward(self, x: Tensor, _: Any, probabilities: Tensor) -> tuple[Tensor, None]:
+        inner = _Product.apply(x, self.fc1, x.dtype, self.fc1.size(1))
+        inner = self._activate(_add_bias(inner, self.fc1_bias), probabilities.unsqueeze(-1))
+        out = _add_bias(_Product.apply(inner, self.fc2, x.dtype, self.fc2.size(1)), self.fc2_bias)
+        del inner
+        return (_resize(out, out.size(0)) if self._joins else out), None
+
+    def _activate(self, x: Tensor, probabilities: Tensor) -> Tensor:
+        if self._is_fused:
+            found: Tensor = _WeightedSwiglu.apply(x, probabilities)
+            return found
+        dtype = x.dtype
+        if self._is_gated:
+            gate, up = torch.chunk(x, 2, dim=-1)
+            x = self._activation(gate) * up
+        else:
+            x = self._activation(x)
+        return (x * probabilities).to(dtype)
+
+
+def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else _AddBias.apply(x, bias)
+
+
+class _AddBias(torch.autograd.Function):
+    """Each expert's bias, added to its tokens in one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(bias)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.empty_like(ctx.saved_tensors[0])
+
+
+class _Dispatcher:
+    """What all dispatchers share (token_dispatcher.py). T is a rank's tokens, k experts of each."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
+        self._num_local = experts.num_experts // experts.expert_parallel
+        self._ranks = experts.expert_parallel * experts.tensor_parallel
+        self.shared_experts = None
+
+    def _permute(self, x: Tensor, num_rows: int) -> Tensor:
+        """`index_select` by a kept index, or a kernel's map of as many rows."""
+        return _resize(x, num_rows, x.new_empty(num_rows, dtype=torch.int64))
+
+    def _unpermute(self, x: Tensor, num_rows: int) -> Tensor:
+        return self._permute(x, num_rows)
+
+
+class _AllToAll(_Dispatcher):
+    """Permuted by expert, sent, gathered over tensor-parallel experts, and sorted by local expert; and back."""
+
+    def dispatch_preprocess(self, x: Tensor, routing_map: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        self._shape, self._dtype = x.shape, probabilities.dtype
+        self._num_tokens = x.size(0) * x.size(1)
+        self._num_sent = self._num_tokens * self._experts.per_token
+        # masked_select keeps the mask and what it selects from.
+        chosen = probabilities.T.contiguous()
+        chosen = _resize(chosen.view(-1), self._num_sent, routing_map.T.contiguous())
+        return self._permute(x.view(-1, x.size(-1)), self._num_sent), chosen
+
+    def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        if self._experts.expert_parallel == 1:
+            return x, probabilities
+        return _resize(x, self._num_sent), _resize(probabilities, self._num_sent)
+
+    def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
+        num_rows = self._num_sent * self._experts.tensor_parallel
+        for changes in (self._experts.tensor_parallel > 1, self._num_local > 1):
+            if changes:
+                x, probabilities = _resize(x, num_rows), _resize(probabilities, num_rows)
+        return x, None, probabilities
+
+    def combine_preprocess(self, x: Tensor) -> Tensor:
+        if self._num_local > 1:
+            x = _resize(x, x.size(0))
+        if self._experts.tensor_parallel > 1:
+            # Summed over ranks in the probabilities' dtype.
+            x = _resize(x.to(self._dtype), self._num_sent).to(x.dtype)
+        return x
+
+    def token_combine(self, x: Tensor) -> Tensor:
+        return x if self._experts.expert_parallel == 1 else _resize(x, self._num_sent)
+
+    def combine_postprocess(self, x: Tensor) -> Tensor:
+        return self._unpermute(x, self._num_tokens).view(self._shape)
+
+
+class _Flex(_AllToAll):
+    """One kernel sends and permutes (fused_a2a.py)."""
+
+    def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        return x, probabilities
+
+    def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
+        return x, None, probabilities
+
+    def combine_preprocess(self, x: Tensor) -> Tensor:
+        return x
+
+    token_combine = combine_preprocess
+
+
+class _AllGather(_Dispatcher):
+    """Every rank gathers the tokens of all, and takes those for its experts."""
+
+    def dispatch_preprocess(self, x: Tensor, routing_map: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        self._shape, self._map = x.shape, routing_map
+        return x.view(-1, x.size(-1)), probabilities
+
+    def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        self._num_tokens = x.size(0)
+        if self._ranks > 1:
+            num_all = self._num_tokens * self._ranks
+            self._map = self._map.new_empty(num_all, self._map.size(1))
+            x, probabilities = _resize(x, num_all), _resize(probabilities, num_all)
+        return x, probabilities
+
+    def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
+        num_all = x.size(0)
+        num_rows = num_all * self._experts.per_token // self._experts.expert_parallel
+        local_map = self._map[:, : self._num_local].contiguous()
+        local = probabilities[:, : self._num_local].contiguous()
+        self._map, self._num_all, self._dtype = None, num_all, probabilities.dtype
+        permuted = self._permute(x, num_rows)
+        chosen = _resize(local.T.contiguous().view(-1), num_rows, local_map.T.contiguous())
+        return permuted, None, chosen
+
+    def combine_preprocess(self, x: Tensor) -> Tensor:
+        return self._unpermute(x, self._num_all)
+
+    def token_combine(self, x: Tensor) -> Tensor:
+        return _resize(x.to(self._dtype), self._num_tokens).to(x.dtype) if self._ranks > 1 else x
+
+    def combine_postprocess(self, x: Tensor) -> Tensor:
+        return x.view(self._shape)
+
+
+_DISPATCHERS = {"alltoall": _AllToAll, "allgather": _AllGather, "flex": _Flex}
