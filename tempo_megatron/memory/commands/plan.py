@@ -128,8 +128,9 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
     given = {each.name: value for each in fields if (value := getattr(run, each.name)) != each.default}
     if given:
         name, value = next(iter(given.items()))
+        value = "" if dataclasses.is_dataclass(value) else f" {value}"
         raise ValueError(
-            f"the command gives {name.replace('_', ' ')} {value}, which the planner does not know; ask tempo-megatron "
+            f"the command gives {name.replace('_', ' ')}{value}, which the planner does not know; ask tempo-megatron "
             "estimate"
         )
     if run.tempo.is_off:

@@ -246,11 +246,13 @@ class _AllGather(_Dispatcher):
     """Every rank gathers the tokens of all, and takes those for its experts."""
 
     def dispatch_preprocess(self, x: Tensor, routing_map: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        self._shape, self._map = x.shape, routing_map
+        self._shape = x.shape
+        self._map: Tensor | None = routing_map
         return x.view(-1, x.size(-1)), probabilities
 
     def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         self._num_tokens = x.size(0)
+        assert self._map is not None
         if self._ranks > 1:
             num_all = self._num_tokens * self._ranks
             self._map = self._map.new_empty(num_all, self._map.size(1))
@@ -258,6 +260,7 @@ class _AllGather(_Dispatcher):
         return x, probabilities
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
+        assert self._map is not None
         num_all = x.size(0)
         num_rows = num_all * self._experts.per_token // self._experts.expert_parallel
         local_map = self._map[:, : self._num_local].contiguous()
