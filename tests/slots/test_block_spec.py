@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from distributed import run_megatron_ranks
+from covering import parametrize_covering
+from distributed import run_megatron_ranks, run_megatron_ranks_once
 from gpt import RECOMPUTE, SEQ_LENGTH, VOCAB_SIZE, WRITTEN, assert_equal_to_stock, gpt_config, gradients, losses
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -31,16 +32,8 @@ BLOCKS = [
 
 
 def heterogeneous_config():
-    return HeterogeneousTransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        masked_softmax_fusion=False,
-        heterogeneous_layers_config_encoded_json=json.dumps({"block_configs": BLOCKS}),
-    )
+    blocks = json.dumps({"block_configs": BLOCKS})
+    return gpt_config(HeterogeneousTransformerConfig, heterogeneous_layers_config_encoded_json=blocks)
 
 
 def config_of(name):
@@ -55,13 +48,8 @@ def config_of(name):
     return gpt_config(**overrides[name])
 
 
-BLOCK_NAMES = (
-    "a dense layer, then experts",
-    "experts, then a dense layer",
-    "query and key norm without weights",
-    "heterogeneous",
-)
-SLOW_BLOCKS = ("query and key norm without weights",)  # which Megatron has torch.compile fuse
+BLOCK_NAMES = ["a dense layer, then experts", "experts, then a dense layer", "query and key norm without weights"]
+BLOCK_NAMES += ["heterogeneous"]
 
 
 def stock_spec(config):
@@ -84,13 +72,10 @@ def loss_and_gradients(name, tempo_config):
     return (loss.item(), gradients(model)), is_expert
 
 
-@pytest.mark.parametrize("tempo_config", [TempoConfig(), RECOMPUTE], ids=["inplace", "recompute"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_BLOCKS else ()) for name in BLOCK_NAMES]
-)
+@parametrize_covering(each={"name": BLOCK_NAMES, "tempo_config": {"inplace": TempoConfig(), "recompute": RECOMPUTE}})
 def test_the_block_is_megatrons_of_the_same_configuration(name, tempo_config):
     ((found, is_expert),) = run_megatron_ranks(loss_and_gradients, 1, 1, name, tempo_config)
-    ((stock, stock_is_expert),) = run_megatron_ranks(loss_and_gradients, 1, 1, name, STOCK)
+    ((stock, stock_is_expert),) = run_megatron_ranks_once(loss_and_gradients, 1, 1, name, STOCK)
     assert is_expert == stock_is_expert
     assert_equal_to_stock(found, stock)
 
@@ -108,78 +93,62 @@ def test_a_slot_that_is_left_empty_is_not_counted():
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 HALF = {"params_dtype": torch.bfloat16, "bf16": True}
 NO_MASKS = TempoConfig(attention="off", dropout="off")
+CONTEXT = {"context_parallel_size": 2}
 REFUSED = {
     "context parallelism": (
-        DROPS,
-        {"context_parallel_size": 2},
-        WRITTEN,
+        DROPS, CONTEXT, WRITTEN,
         r'context_parallel_size is 2, .*same masks; set tempo.dropout and tempo.attention to "off"',
     ),
     "context parallelism, stock attention": (
-        DROPS,
-        {"context_parallel_size": 2},
-        TempoConfig(attention="off", dropout="recompute"),
+        DROPS, CONTEXT, TempoConfig(attention="off", dropout="recompute"),
         'context_parallel_size is 2, .*same masks; set tempo.dropout to "off"',
     ),
     "context parallelism, no dropout": (
-        {},
-        {"context_parallel_size": 2},
-        WRITTEN,
+        {}, CONTEXT, WRITTEN,
         'context_parallel_size is 2, which Tempo.s attention does not support; set tempo.attention to "off"',
     ),
     "multi-token prediction": (DROPS, {"mtp_num_layers": 1}, WRITTEN, "mtp_num_layers is 1, .*numbers"),
     "recomputed layernorm": (
-        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
-        {},
-        WRITTEN,
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, {}, WRITTEN,
         "recompute_modules holds layernorm.*NameError",
     ),
     "attention variant": (
-        {},
-        {"experimental_attention_variant": "gated_delta_net"},
-        WRITTEN,
+        {}, {"experimental_attention_variant": "gated_delta_net"}, WRITTEN,
         "experimental_attention_variant is gated_delta_net; expected none",
     ),
-}
+}  # fmt: skip
+FLOAT32 = {"fp32_residual_connection": True}
 ALLOWED = {
-    "context parallelism, no masks": (DROPS, {"context_parallel_size": 2}, NO_MASKS),
-    "context parallelism, no dropout": (
-        {},
-        {"context_parallel_size": 2},
-        dataclasses.replace(WRITTEN, attention="off"),
-    ),
+    "context parallelism, no masks": (DROPS, CONTEXT, NO_MASKS),
+    "context parallelism, no dropout": ({}, CONTEXT, dataclasses.replace(WRITTEN, attention="off")),
     "multi-token prediction, no dropout": ({}, {"mtp_num_layers": 1}, dataclasses.replace(WRITTEN, loss="off")),
-    "float32 residual, stock norm": (
-        HALF,
-        {"fp32_residual_connection": True},
-        dataclasses.replace(WRITTEN, norm="off"),
-    ),
-    "float32 residual, parameters of 16 bits": (HALF, {"fp32_residual_connection": True}, WRITTEN),
-    "float32 residual and parameters": ({}, {"fp32_residual_connection": True}, WRITTEN),
+    "float32 residual, stock norm": (HALF, FLOAT32, dataclasses.replace(WRITTEN, norm="off")),
+    "float32 residual, parameters of 16 bits": (HALF, FLOAT32, WRITTEN),
+    "float32 residual and parameters": ({}, FLOAT32, WRITTEN),
 }
 
 
-def answer(overrides, attributes, tempo_config):
-    """What tempo_block_spec says to a configuration; attributes are set once Megatron has checked it."""
-    config = gpt_config(**overrides)
-    for name, value in attributes.items():
-        setattr(config, name, value)
-    try:
-        tempo_block_spec(config, tempo_config)
-    except ValueError as error:
-        return str(error)
-    return "not refused"
+def answers():
+    """What tempo_block_spec says to each configuration; attributes are set once Megatron has checked it."""
+    found = {}
+    for kind, cases in (("refused", REFUSED), ("allowed", ALLOWED)):
+        for name, (overrides, attributes, tempo_config, *_) in cases.items():
+            config = gpt_config(**overrides)
+            for attribute, value in attributes.items():
+                setattr(config, attribute, value)
+            try:
+                tempo_block_spec(config, tempo_config)
+                found[kind, name] = "not refused"
+            except ValueError as error:
+                found[kind, name] = str(error)
+    return found
 
 
-@pytest.mark.parametrize(("overrides", "attributes", "tempo_config", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_at_the_start_with_the_remedy(overrides, attributes, tempo_config, message):
-    (found,) = run_megatron_ranks(answer, 1, 1, overrides, attributes, tempo_config)
-    assert re.search(message, found), found
-
-
-@pytest.mark.parametrize(("overrides", "attributes", "tempo_config"), ALLOWED.values(), ids=ALLOWED)
-def test_what_draws_no_mask_is_not_refused(overrides, attributes, tempo_config):
-    assert run_megatron_ranks(answer, 1, 1, overrides, attributes, tempo_config) == ["not refused"]
+def test_what_cannot_be_is_refused_at_the_start_with_the_remedy_and_what_draws_no_mask_is_not():
+    (found,) = run_megatron_ranks(answers, 1, 1)
+    for name, (*_, message) in REFUSED.items():
+        assert re.search(message, found["refused", name]), (name, found["refused", name])
+    assert {found["allowed", name] for name in ALLOWED} == {"not refused"}, found
 
 
 def with_multi_token_prediction(tempo_config, dropout):

@@ -10,28 +10,24 @@ import pytest
 import torch
 from distributed import run_megatron_ranks, run_ranks
 from gpt import (
-    SEQ_LENGTH,
-    VOCAB_SIZE,
     assert_equal_to_stock,
     bert_losses,
+    build_bert,
     build_gpt,
+    build_t5,
     gpt_config,
     gradients,
     losses,
-    tokens_of,
-)
+    t5_losses,
+)  # fmt: skip
 from megatron.core import parallel_state
-from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.T5.t5_model import T5Model
-from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_kernels.philox import keep_bits
-from tempo_megatron import TempoConfig, tempoize, tempoize_embedding, use_cpu
+from tempo_megatron import TempoConfig, tempoize, use_cpu
 from tempo_megatron.memory.kept.recorder import Recorder
-from tempo_megatron.slots.dropout_rng import Site, Stack, derive_site_key, set_micro_batch
+from tempo_megatron.slots.dropout_rng import Site, Stack, derive_site_key
 from tempo_megatron.slots.report import report_on
 
 OFF = TempoConfig.off()
@@ -197,41 +193,18 @@ def test_ranges_go_across_the_border_of_pipeline_stages(virtual: int | None) -> 
     }
 
 
-def bert_or_t5(name: str, tempo_config: TempoConfig) -> Any:
-    config = gpt_config()
-
-    def replaced(spec: Any) -> Any:
-        return spec if tempo_config.is_off else tempoize(spec, config, tempo_config)
-
-    torch.manual_seed(7)
-    more = {"share_embeddings_and_output_weights": True}
-    if name == "BERT":
-        model = BertModel(config, 0, replaced(bert_layer_local_spec), VOCAB_SIZE, SEQ_LENGTH, **more)
-    else:
-        specs = [replaced(spec) for spec in (encoder_model_with_local_spec(), decoder_model_with_local_spec())]
-        model = T5Model(config, config, *specs, VOCAB_SIZE, SEQ_LENGTH, **more)
-    tempoize_embedding(model, tempo_config)
-    return model.train()
-
-
 def run_bert_or_t5(name: str, tempo_config: TempoConfig) -> Any:
     """Loss and gradients, and the norms in front of the MLPs of each stack."""
-    model = bert_or_t5(name, tempo_config)
-    if name == "BERT":
-        found = bert_losses(model)
-    else:
-        set_micro_batch(5, 0)
-        tokens = tokens_of(0, 2)[:, :-1].contiguous()
-        seen = [torch.zeros(2, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool) for _ in range(3)]
-        seen[1] = torch.ones_like(seen[1]).triu(1)
-        found = model(tokens, tokens.flip(1), *seen, lm_labels=tokens)
-    found.mean().backward()
+    build, run = {"BERT": (build_bert, bert_losses), "T5": (build_t5, t5_losses)}[name]
+    model: Any = build(gpt_config(), tempo_config)
+    loss = run(model).mean()
+    loss.backward()
     gradients_of = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
     stacks = {stack: getattr(model, stack) for stack in ("encoder", "decoder") if hasattr(model, stack)}
     norms = {
         stack: [type(layer.pre_mlp_layernorm).__name__ for layer in block.layers] for stack, block in stacks.items()
     }
-    return (found.mean().item(), gradients_of), norms
+    return (loss.item(), gradients_of), norms
 
 
 RECOMPUTES, IN_PLACE = "TempoRecomputeLayerNorm", "TempoLayerNorm"
@@ -264,7 +237,7 @@ def refusals() -> list[str]:
     for make in (
         lambda: build_gpt(gpt_config(), beyond),
         lambda: build_gpt(gpt_config(), stack),
-        lambda: bert_or_t5("BERT", dataclasses.replace(stack, layers={"decoder 0": {"norm": "off"}})),
+        lambda: build_bert(gpt_config(), dataclasses.replace(stack, layers={"decoder 0": {"norm": "off"}})),
     ):
         with pytest.raises(ValueError) as error:
             make()

@@ -32,59 +32,35 @@ from tempo_megatron.slots.report import ReportedSlot, TempoReport, check_built, 
 
 OFF = TempoConfig.off()
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True}
-MOE = {
-    "num_moe_experts": 2,
-    "moe_router_topk": 1,
-    "moe_router_pre_softmax": True,
-    "add_bias_linear": False,
-    "moe_layer_freq": [0, 1],
-}
+MOE = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+MOE |= {"add_bias_linear": False, "moe_layer_freq": [0, 1]}
 
 
-def latent_config(**settings: Any) -> MLATransformerConfig:
+def latent_config() -> MLATransformerConfig:
     sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
-    return MLATransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        kv_channels=16,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        masked_softmax_fusion=False,
-        qk_layernorm=True,
-        rope_type="rope",
-        **sizes,
-        **settings,
-    )
+    return gpt_config(MLATransformerConfig, kv_channels=16, qk_layernorm=True, rope_type="rope", **sizes)
 
 
 def report_of(tempo_config: TempoConfig, settings: dict[str, Any]) -> TempoReport:
     return report_on(tempo_block_spec(gpt_config(**{"num_layers": 4, **settings}), tempo_config))
 
 
+EXPERTS = {**MOE, "num_layers": 2}
 LINES: dict[str, tuple[TempoConfig, dict[str, Any], str, list[str]]] = {
     "everything": (
-        TempoConfig(),
-        {"qk_layernorm": True},
-        "activation 4 of 4, norm 17 of 17, dropout 8 of 8, attention 4 of 4",
-        [],
+        TempoConfig(), {"qk_layernorm": True}, "activation 4 of 4, norm 17 of 17, dropout 8 of 8, attention 4 of 4", [],
     ),
     "off": (
-        TempoConfig(norm="off", dropout="off"),
-        {},
-        "activation 4 of 4, norm 0 of 9, dropout 0 of 8, attention 4 of 4",
-        [
+        TempoConfig(norm="off", dropout="off"), {},
+        "activation 4 of 4, norm 0 of 9, dropout 0 of 8, attention 4 of 4", [
             "norm in decoder.layers.0-3 (input_layernorm, pre_mlp_layernorm): off",
             "dropout in decoder.layers.0-3 (self_attn_bda, mlp_bda): off",
             "norm in decoder (final_layernorm): off",
         ],
     ),
     "off for layers": (
-        TempoConfig(layers={"0-1": {"attention": "off"}, "3": {"attention": "off", "activation": "off"}}),
-        {},
-        "activation 3 of 4, norm 9 of 9, dropout 8 of 8, attention 1 of 4",
-        [
+        TempoConfig(layers={"0-1": {"attention": "off"}, "3": {"attention": "off", "activation": "off"}}), {},
+        "activation 3 of 4, norm 9 of 9, dropout 8 of 8, attention 1 of 4", [
             "attention in decoder.layers.0-1 (self_attention.core_attention): off for layers 0-1",
             "activation in decoder.layers.3 (mlp): off for layer 3",
             "attention in decoder.layers.3 (self_attention.core_attention): off for layer 3",
@@ -93,38 +69,34 @@ LINES: dict[str, tuple[TempoConfig, dict[str, Any], str, list[str]]] = {
     "auto, and written for a layer": (
         TempoConfig(attention="off", layers={"2-": {"attention": "auto"}}),
         {"softmax_type": "learnable", "num_layers": 3},
-        "activation 3 of 3, norm 7 of 7, dropout 6 of 6, attention 0 of 3",
-        [
+        "activation 3 of 3, norm 7 of 7, dropout 6 of 6, attention 0 of 3", [
             "attention in decoder.layers.0-1 (self_attention.core_attention): off",
             "attention in decoder.layers.2 (self_attention.core_attention): auto: softmax_type is learnable, which "
             "Tempo's attention does not support",
         ],
     ),
     "experts": (
-        TempoConfig(),
-        {**MOE, "num_layers": 2},
-        "activation 1 of 2, norm 5 of 5, dropout 4 of 4, attention 2 of 2",
+        TempoConfig(), EXPERTS, "activation 1 of 2, norm 5 of 5, dropout 4 of 4, attention 2 of 2",
         ["activation in decoder.layers.1 (mlp): mixture of experts"],
     ),
     "query and key norms without weights": (
-        TempoConfig(),
-        {"qk_l2_norm": True, "num_layers": 1},
-        "activation 1 of 1, norm 3 of 5, dropout 2 of 2, attention 1 of 1",
-        [
+        TempoConfig(), {"qk_l2_norm": True, "num_layers": 1},
+        "activation 1 of 1, norm 3 of 5, dropout 2 of 2, attention 1 of 1", [
             "norm in decoder.layers.0 (self_attention.q_layernorm, self_attention.k_layernorm): "
             "L2Norm is not a module that Tempo replaces"
         ],
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("tempo_config", "settings", "counts", "left"), LINES.values(), ids=LINES)
-def test_the_lines_say_what_is_replaced_and_what_is_left_and_why(
-    tempo_config: TempoConfig, settings: dict[str, Any], counts: str, left: list[str]
-) -> None:
-    (report,) = run_megatron_ranks(report_of, 1, 1, tempo_config, settings)
-    assert report.describe_counts() == counts
-    assert report.describe_left() == left
+def reports() -> dict[str, TempoReport]:
+    return {name: report_of(tempo_config, settings) for name, (tempo_config, settings, *_) in LINES.items()}
+
+
+def test_the_lines_say_what_is_replaced_and_what_is_left_and_why() -> None:
+    (found,) = run_megatron_ranks(reports, 1, 1)
+    for name, (*_, counts, left) in LINES.items():
+        assert (found[name].describe_counts(), found[name].describe_left()) == (counts, left), name
 
 
 class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc,unused-ignore]

@@ -7,79 +7,42 @@ import types
 from unittest import mock
 
 import pytest
-import torch
 from covering import parametrize_covering
 from distributed import run_megatron_ranks, run_megatron_ranks_once
 from gpt import (
     RECOMPUTE,
     SEQ_LENGTH,
-    VOCAB_SIZE,
     assert_equal_to_stock,
+    bert_losses,
+    build_bert,
     build_gpt,
+    build_t5,
     gpt_config,
     gradients,
     losses,
+    t5_losses,
     tokens_of,
-)
-from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.models.T5.t5_model import T5Model
-from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
+)  # fmt: skip
+from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tempo_kernels.philox import keep_bits
-from tempo_megatron import TempoConfig, tempoize, tempoize_embedding
-from tempo_megatron.slots import dropout_rng
+from tempo_megatron import TempoConfig, tempoize
 from tempo_megatron.slots.dropout_rng import Site, Stack, derive_site_key
 
 SEED, LAYERS = 5, 2
 OFF = TempoConfig.off()
 
 
-def build_bert(config, tempo_config, **settings):
-    spec = bert_layer_local_spec if tempo_config.is_off else tempoize(bert_layer_local_spec, config, tempo_config)
-    torch.manual_seed(7)
-    model = BertModel(config, 0, spec, VOCAB_SIZE, SEQ_LENGTH, share_embeddings_and_output_weights=True, **settings)
-    tempoize_embedding(model, tempo_config)
-    return model.train()
-
-
-def build_t5(config, tempo_config, **settings):
-    specs = [encoder_model_with_local_spec(), decoder_model_with_local_spec()]
-    if not tempo_config.is_off:
-        specs = [tempoize(spec, config, tempo_config) for spec in specs]
-    torch.manual_seed(7)
-    model = T5Model(
-        config, config, *specs, VOCAB_SIZE, SEQ_LENGTH, share_embeddings_and_output_weights=True, **settings
-    )
-    tempoize_embedding(model, tempo_config)
-    return model.train()
-
-
 def run_bert(model, **_):
-    dropout_rng.set_micro_batch(SEED, 0)
-    tokens = tokens_of(0, 2)
-    padding = torch.ones(2, SEQ_LENGTH)
-    padding[1, 10:] = 0
-    found, _ = model(tokens[:, :-1].contiguous(), padding, lm_labels=tokens[:, 1:].contiguous())
-    return found
-
-
-def run_t5(model, **keywords):
-    dropout_rng.set_micro_batch(SEED, 0)
-    tokens = tokens_of(0, 2)[:, :-1].contiguous()
-    everything = torch.zeros(2, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool)
-    seen = [everything.clone() for _ in range(3)]
-    seen[0][..., 12:] = seen[2][..., 12:] = True
-    seen[1] = torch.ones_like(everything).triu(1)
-    return model(tokens, tokens.flip(1), *seen, lm_labels=tokens, **keywords)
+    return bert_losses(model)
 
 
 def run_gpt(model, **_):
     return losses(model, 0, 2, gives_mask=False, seed=SEED)
 
 
-MODELS = {"GPT": (build_gpt, run_gpt), "BERT": (build_bert, run_bert), "T5": (build_t5, run_t5)}
+MODELS = {"GPT": (build_gpt, run_gpt), "BERT": (build_bert, run_bert), "T5": (build_t5, t5_losses)}
 
 
 @contextlib.contextmanager
@@ -178,12 +141,12 @@ def test_recomputed_layers_draw_with_the_keys_of_their_forward(name):
 def t5_given_what_the_encoder_made():
     """Keys of the embedding where T5 is given encoder_hidden_states, and errors where a mask would be drawn twice."""
     model = build_t5(gpt_config(dropout=0.2), TempoConfig())
-    encoded = run_t5(model, output_encoder_hidden_only=True).detach()
+    encoded = t5_losses(model, output_encoder_hidden_only=True).detach()
     with recorded_draws(model) as keys:
-        run_t5(model, encoder_hidden_states=encoded)
+        t5_losses(model, encoder_hidden_states=encoded)
     tokens = tokens_of(0, 2)[:, :-1].contiguous()
     errors = []
-    for call in (lambda: model.embedding(tokens, tokens % SEQ_LENGTH), lambda: run_t5(model.forward)):
+    for call in (lambda: model.embedding(tokens, tokens % SEQ_LENGTH), lambda: t5_losses(model.forward)):
         try:
             call()
         except RuntimeError as error:

@@ -1,17 +1,22 @@
-"""A small GPT for tests, in whatever layout the process is in, and what its gradients are held against."""
+"""A small GPT, BERT and T5 for tests, in whatever layout the process is in, and what gradients are held against."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tempo_megatron import TempoConfig, tempo_block_spec, tempoize_embedding, tempoize_loss, use_cpu
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss, use_cpu
 from tempo_megatron.slots import dropout_rng
 
 VOCAB_SIZE = 64
@@ -21,7 +26,9 @@ RECOMPUTE = TempoConfig(activation="recompute", norm="recompute")
 WRITTEN = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="fused")
 
 
-def gpt_config(*, sequence_parallel: bool = False, dropout: float = 0.0, **overrides: Any) -> TransformerConfig:
+def gpt_config(
+    cls: Any = TransformerConfig, *, sequence_parallel: bool = False, dropout: float = 0.0, **overrides: Any
+) -> Any:
     """Two layers, h 32, 4 heads."""
     settings: dict[str, Any] = {
         "num_layers": 2,
@@ -35,7 +42,7 @@ def gpt_config(*, sequence_parallel: bool = False, dropout: float = 0.0, **overr
         "masked_softmax_fusion": False,
         **overrides,
     }
-    return TransformerConfig(**settings)
+    return cls(**settings)
 
 
 def build_gpt(config: TransformerConfig, tempo_config: TempoConfig, seed: int = 7) -> GPTModel:
@@ -102,6 +109,39 @@ def assert_equal_to_stock(
     # The round-off of a few hundred additions.
     errors = gradient_errors_eps(found[1], stock[1])
     assert not {name: error for name, error in errors.items() if not error <= 100}
+
+
+def build_bert(config: TransformerConfig, tempo_config: TempoConfig, **settings: Any) -> BertModel:
+    """As build_gpt, with the stock loss head."""
+    spec = bert_layer_local_spec if tempo_config.is_off else tempoize(bert_layer_local_spec, config, tempo_config)
+    return _finish(functools.partial(BertModel, config, 0, spec), tempo_config, settings)
+
+
+def build_t5(config: TransformerConfig, tempo_config: TempoConfig, **settings: Any) -> T5Model:
+    """As build_gpt, with the stock loss head."""
+    specs = [encoder_model_with_local_spec(), decoder_model_with_local_spec()]
+    if not tempo_config.is_off:
+        specs = [tempoize(spec, config, tempo_config) for spec in specs]
+    return _finish(functools.partial(T5Model, config, config, *specs), tempo_config, settings)
+
+
+def _finish(build: Any, tempo_config: TempoConfig, settings: dict[str, Any]) -> Any:
+    torch.manual_seed(7)
+    model = build(VOCAB_SIZE, SEQ_LENGTH, share_embeddings_and_output_weights=True, **settings)
+    tempoize_embedding(model, tempo_config)
+    return model.train()
+
+
+def t5_losses(model: Any, **keywords: Any) -> torch.Tensor:
+    """The losses of a T5Model on two samples, whose encoder has padding."""
+    dropout_rng.set_micro_batch(5, 0)
+    tokens = tokens_of(0, 2)[:, :-1].contiguous()
+    everything = torch.zeros(2, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool)
+    seen = [everything.clone() for _ in range(3)]
+    seen[0][..., 12:] = seen[2][..., 12:] = True
+    seen[1] = torch.ones_like(everything).triu(1)
+    found: torch.Tensor = model(tokens, tokens.flip(1), *seen, lm_labels=tokens, **keywords)
+    return found
 
 
 def bert_losses(model: Any) -> torch.Tensor:
