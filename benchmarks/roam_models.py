@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from allocated import measure_allocated
 from inductor_orders import count_inductor_peak
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -35,7 +36,7 @@ from tempo_megatron.memory.estimate.allocator import CachingAllocator
 from tempo_megatron.roam.arena import ArenaStep
 from tempo_megatron.roam.capture import capture_step
 from tempo_megatron.roam.command import capture_megatron_step
-from tempo_megatron.roam.execute import OrderedStep, measure_allocated
+from tempo_megatron.roam.execute import OrderedStep
 from tempo_megatron.roam.graph import StepGraph, find_lifetimes, make_problem
 from tempo_megatron.roam.order import find_order, list_by_memory
 from tempo_megatron.roam.placement import find_arena, list_rectangles, place_longest_first

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from tempo_kernels.fakes import simulate
 from tempo_kernels.opaque import Opaque
-from tempo_megatron.roam.read_graph import CapturedStep, GraphReader, Update, is_random
+from tempo_megatron.roam.read_graph import CapturedStep, StepReader, Update, is_random
 from tempo_megatron.roam.refusals import BatchStructure, check_model, explain_refusals, refuse_changed_attributes
 from tempo_megatron.roam.updates import ParameterUpdate, check_optimizer, measure_update
 
@@ -58,7 +58,7 @@ def capture_step(
         _append_updates(module, optimizer, trace)
     module.graph.lint()
     module.recompile()
-    captured = GraphReader(module, opaque).read()
+    captured = StepReader(module, opaque).read()
     return dataclasses.replace(captured, batch=trace.batch, recomputes_draws=trace.recomputes_draws)
 
 

@@ -62,7 +62,7 @@ class CapturedStep:
         return count_bytes(self.make_eager_graph(), range(len(self.nodes)))
 
 
-class GraphReader:
+class StepReader:
     """Reads the storages of a module's nodes from their fake tensors `val`, which share storages as real ones will.
 
     Args:

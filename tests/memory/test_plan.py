@@ -25,7 +25,7 @@ from tempo_megatron.memory.plan.planner import (
     FixedBytes,
     LayerChoice,
     MemoryPlan,
-    Problem,
+    PlanProblem,
     make_plan,
     make_smallest_plan,
 )
@@ -76,10 +76,10 @@ def make_run(shape: ModelShape | None = None, **settings: Any) -> Run:
     return Run(model=shape or make_shape(), tempo=TempoConfig(), **settings)
 
 
-def make_problem(num_layers: int = 12, **settings: Any) -> Problem:
+def make_problem(num_layers: int = 12, **settings: Any) -> PlanProblem:
     shape = dataclasses.replace(settings.pop("shape", None) or make_shape(), num_layers=num_layers)
     fields = {name: settings.pop(name) for name in RUN_FIELDS - {"recompute"} if name in settings}
-    return Problem(
+    return PlanProblem(
         **{
             "run": make_run(shape, **{"stock": "transformer_engine", **fields}),
             "gpu": read_gpu("h100"),
@@ -92,7 +92,7 @@ def make_problem(num_layers: int = 12, **settings: Any) -> Problem:
     )
 
 
-def list_budgets(problem: Problem, num: int) -> list[int]:
+def list_budgets(problem: PlanProblem, num: int) -> list[int]:
     """From the least that fits to stock."""
     least, most = make_smallest_plan(problem).peak_bytes, list_switches(problem)["stock"].peak_bytes
     return [least + (most - least) * index // (num - 1) for index in range(num)]
@@ -204,7 +204,7 @@ def test_flops_are_those_of_the_products() -> None:
     assert llama.linear_fc1 == 4 * s * h * 14336 // 4 and llama.linear_qkv == 2 * s * h * (h + 2 * 1024) // 4
 
 
-def measure(plan: MemoryPlan, problem: Problem) -> tuple[float, float]:
+def measure(plan: MemoryPlan, problem: PlanProblem) -> tuple[float, float]:
     """(sbh that a layer keeps, linears' FLOPs that run again as a share of the forward's), of the mean layer. As in
     torch.compile's figures core attention is not counted."""
     (stage,) = plan.stages
@@ -214,7 +214,7 @@ def measure(plan: MemoryPlan, problem: Problem) -> tuple[float, float]:
     return stage.kept_bytes / elements, again / (problem.run.model.num_layers * linears.total)
 
 
-def find_plan(problem: Problem, sbh: float) -> MemoryPlan:
+def find_plan(problem: PlanProblem, sbh: float) -> MemoryPlan:
     """The plan whose layers keep at most `sbh` on average: of many layers, so that what is made again of a single one
     does not count."""
     elements = problem.run.model.seq_length * problem.run.model.hidden_size * problem.run.model.num_layers

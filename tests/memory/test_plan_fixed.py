@@ -16,7 +16,7 @@ from tempo_megatron.memory.commands.plan import read_request
 from tempo_megatron.memory.estimate.estimate import RankEstimate
 from tempo_megatron.memory.plan import verify as plan_verify
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import Problem, make_smallest_plan
+from tempo_megatron.memory.plan.planner import PlanProblem, make_smallest_plan
 from tempo_megatron.memory.plan.verify import PlanEstimates, make_problem
 from tempo_megatron.memory.run import Run
 
@@ -27,7 +27,7 @@ IN_PLACE = dataclasses.replace(
 HEADS = {"off": 7 * 10**9, "fused": 6 * 10**9}
 
 
-def read_problem(monkeypatch: pytest.MonkeyPatch, full_rise: int) -> tuple[Problem, PlanEstimates, list[Any]]:
+def read_problem(monkeypatch: pytest.MonkeyPatch, full_rise: int) -> tuple[PlanProblem, PlanEstimates, list[Any]]:
     """Two stages whose estimates are what layers keep, and around them the head's bytes, or so much more in the
     backward of a layer that is recomputed as a whole."""
     asked = []

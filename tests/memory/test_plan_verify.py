@@ -13,7 +13,7 @@ from peak_cases import Step, measure_step
 from tempo_megatron import TempoConfig, use_cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
 from tempo_megatron.memory.plan.gpu import read_gpu
-from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, Problem, make_plan, make_smallest_plan
+from tempo_megatron.memory.plan.planner import MemoryPlan, PlanProblem, PlanRequest, make_plan, make_smallest_plan
 from tempo_megatron.memory.plan.plots import list_switches
 from tempo_megatron.memory.plan.verify import PlanEstimates, make_problem, make_verified_plan
 from tempo_megatron.memory.run import OptimizerSettings, Run
@@ -24,7 +24,7 @@ SCALARS_BYTES = 16
 NO_OPTIMIZER = OptimizerSettings(kind="none")
 
 
-def ask(step: Step, **layout: int) -> tuple[Problem, PlanEstimates]:
+def ask(step: Step, **layout: int) -> tuple[PlanProblem, PlanEstimates]:
     problem, estimates = make_problem(
         PlanRequest(
             run=Run(
@@ -43,7 +43,7 @@ def ask(step: Step, **layout: int) -> tuple[Problem, PlanEstimates]:
     return problem, estimates
 
 
-def list_budgets(problem: Problem, estimates: PlanEstimates, num: int) -> list[int]:
+def list_budgets(problem: PlanProblem, estimates: PlanEstimates, num: int) -> list[int]:
     """From the least that fits to what the shortest step of all needs, by the estimate."""
     smallest = max(estimates.estimate_plan(make_smallest_plan(problem)))
     most = max(estimates.estimate_plan(make_plan(problem, 10**15)))

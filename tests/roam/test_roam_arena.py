@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocated import measure_allocated
 from gpt import build_gpt, gpt_config
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from roam_steps import build_resnet, compute_image_loss, compute_token_loss, draw_images, draw_tokens
@@ -17,7 +18,6 @@ from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
 from tempo_megatron.roam.arena import ArenaStep, find_out_variant
 from tempo_megatron.roam.capture import capture_step
-from tempo_megatron.roam.execute import measure_allocated
 from tempo_megatron.roam.order import OperationOrder, find_order
 from tempo_megatron.slots import dropout_rng
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocated import measure_allocated
 from gpt import WRITTEN, build_gpt, gpt_config
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from roam_steps import build_resnet, compute_image_loss, compute_token_loss, draw_images, draw_tokens
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout, use_megatron_fakes
 from tempo_megatron.roam.capture import capture_step
-from tempo_megatron.roam.execute import OrderedStep, measure_allocated
+from tempo_megatron.roam.execute import OrderedStep
 from tempo_megatron.roam.graph import count_bytes
 from tempo_megatron.roam.order import find_order
 from tempo_megatron.slots import dropout_rng

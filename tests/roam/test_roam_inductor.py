@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocated import measure_allocated
 from inductor_orders import count_inductor_peak
 from torch import Tensor, nn
 from torch._dynamo.backends import registry
@@ -18,7 +19,6 @@ from torch._inductor import memory
 from torch._inductor.virtualized import V
 
 from tempo_megatron.roam import inductor
-from tempo_megatron.roam.execute import measure_allocated
 from tempo_megatron.roam.graph import Operation, StepGraph, count_bytes
 from tempo_megatron.roam.order import find_order
 

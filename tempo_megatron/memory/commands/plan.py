@@ -22,7 +22,7 @@ from tempo_megatron.memory.commands.megatron_command import Command, drop_option
 from tempo_megatron.memory.commands.megatron_options import parse_options
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.plan.gpu import Gpu, find_gpu, read_gpu
-from tempo_megatron.memory.plan.planner import MemoryPlan, PlanRequest, Problem, StagePlan
+from tempo_megatron.memory.plan.planner import MemoryPlan, PlanProblem, PlanRequest, StagePlan
 from tempo_megatron.memory.plan.verify import choose_trial, plan_memory, try_micro_batches
 from tempo_megatron.memory.run import Run, read_recomputation
 from tempo_megatron.settings.config import TempoConfig
@@ -183,7 +183,7 @@ def _show_estimates() -> Iterator[Callable[[], None]]:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def format_plan(problem: Problem, plan: MemoryPlan) -> str:
+def format_plan(problem: PlanProblem, plan: MemoryPlan) -> str:
     """A line per stage, then what its layers have."""
     lines = [
         f"{'stage':>5}{'layers':>10}{'in flight':>11}{'peak':>12}{'kept/micro batch':>18}"

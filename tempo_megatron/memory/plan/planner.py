@@ -115,7 +115,7 @@ class PlanRequest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem(PlanRequest):
+class PlanProblem(PlanRequest):
     """A request with everything that its plan depends on."""
 
     fixed_bytes: Mapping[str, Sequence[FixedBytes]]
@@ -176,7 +176,7 @@ class MemoryPlan:
         return sum(stage.recomputed_flops for stage in self.stages)
 
 
-def make_plan(problem: Problem, budget: int) -> MemoryPlan:
+def make_plan(problem: PlanProblem, budget: int) -> MemoryPlan:
     """The plan with the shortest step of those in which each GPU holds at most `budget` bytes.
 
     Raises ValueError where none fits; it says by how much, and names the plan that needs least.
@@ -187,13 +187,13 @@ def make_plan(problem: Problem, budget: int) -> MemoryPlan:
     return plan
 
 
-def find_plan(problem: Problem, budget: int) -> MemoryPlan:
+def find_plan(problem: PlanProblem, budget: int) -> MemoryPlan:
     """As `make_plan`, but where nothing fits, the plan that needs least."""
     planner = Planner(problem)
     return planner.find(budget) or planner.find_smallest()
 
 
-def raise_impossible(problem: Problem, smallest: MemoryPlan, budget: int) -> NoReturn:
+def raise_impossible(problem: PlanProblem, smallest: MemoryPlan, budget: int) -> NoReturn:
     """Raise ValueError: by how much `smallest`, the plan that needs least, misses the budget, and what it is."""
     words = " ".join(smallest.megatron_arguments) or "no recomputation by Megatron"
     raise ValueError(
@@ -202,12 +202,12 @@ def raise_impossible(problem: Problem, smallest: MemoryPlan, budget: int) -> NoR
     )
 
 
-def make_smallest_plan(problem: Problem) -> MemoryPlan:
+def make_smallest_plan(problem: PlanProblem) -> MemoryPlan:
     """Among the plans with the lowest peak, the one with the shortest step."""
     return Planner(problem).find_smallest()
 
 
-def plan_alike(problem: Problem, values: Mapping[str, Sequence[str]], modules: Sequence[str]) -> MemoryPlan:
+def plan_alike(problem: PlanProblem, values: Mapping[str, Sequence[str]], modules: Sequence[str]) -> MemoryPlan:
     """The plan that needs least of those in which all layers are alike.
 
     Args:
@@ -226,7 +226,7 @@ def count_in_flight(run: Run, stage: int) -> int:
     return min(run.pipeline_parallel - stage, run.num_micro_batches or run.pipeline_parallel)
 
 
-def list_modes(problem: Problem) -> list[tuple[str, ...]]:
+def list_modes(problem: PlanProblem) -> list[tuple[str, ...]]:
     """What Megatron may recompute together in a plan, each time sorted."""
     if problem.recompute is None:
         return [tuple(sorted(problem.run.recompute))]
@@ -236,7 +236,7 @@ def list_modes(problem: Problem) -> list[tuple[str, ...]]:
 class Planner:
     """Hands a problem to the solver and describes the solver's solutions as plans."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlanProblem) -> None:
         self._problem, self._flops = problem, problem.flops
         self._loss = min(problem.values["loss"], key=lambda form: problem.fixed_bytes[form][-1].at_head)
         self._measure_rows = functools.cache(functools.partial(measure_rows, problem.run))

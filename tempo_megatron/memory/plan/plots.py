@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tempo_megatron.memory.plan.planner import RECOMPUTE_MODES, MemoryPlan, Planner, Problem, plan_alike
+from tempo_megatron.memory.plan.planner import RECOMPUTE_MODES, MemoryPlan, Planner, PlanProblem, plan_alike
 from tempo_megatron.plots import COLOURS, INK, import_pyplot, save, tidy
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
 from tempo_megatron.settings.operations import OPERATIONS
@@ -12,7 +12,7 @@ from tempo_megatron.settings.operations import OPERATIONS
 _NUM_BUDGETS = 60
 
 
-def list_plans(problem: Problem, num_budgets: int) -> list[MemoryPlan]:
+def list_plans(problem: PlanProblem, num_budgets: int) -> list[MemoryPlan]:
     """The distinct plans of budgets between the least that fits and what stock needs."""
     planner = Planner(problem)
     least, most = planner.find_smallest().peak_bytes, list_switches(problem)["stock"].peak_bytes
@@ -25,7 +25,7 @@ def list_plans(problem: Problem, num_budgets: int) -> list[MemoryPlan]:
     return plans
 
 
-def list_switches(problem: Problem) -> dict[str, MemoryPlan]:
+def list_switches(problem: PlanProblem) -> dict[str, MemoryPlan]:
     """Plans without a budget, in which all layers have one switch: stock, a form of Tempo, or recomputation."""
     preferences = {
         "stock": (),
@@ -52,7 +52,7 @@ def list_switches(problem: Problem) -> dict[str, MemoryPlan]:
     return plans
 
 
-def plot_plan(problem: Problem, plan: MemoryPlan, budget: int, png: str | Path, title: str) -> None:
+def plot_plan(problem: PlanProblem, plan: MemoryPlan, budget: int, png: str | Path, title: str) -> None:
     """Draw the shortest time for every budget as a line, single switches as dots, and the plan as a star.
 
     Args:

@@ -17,8 +17,8 @@ from tempo_megatron.memory.plan.kept_rows import count_second_output, list_value
 from tempo_megatron.memory.plan.planner import (
     FixedBytes,
     MemoryPlan,
+    PlanProblem,
     PlanRequest,
-    Problem,
     count_in_flight,
     find_plan,
     list_modes,
@@ -42,8 +42,8 @@ def _ignore() -> None:
 
 
 def make_verified_plan(
-    problem: Problem, budget: int, estimate_plan: Callable[[MemoryPlan], Sequence[int]]
-) -> tuple[MemoryPlan, Problem]:
+    problem: PlanProblem, budget: int, estimate_plan: Callable[[MemoryPlan], Sequence[int]]
+) -> tuple[MemoryPlan, PlanProblem]:
     """The plan with the shortest step of which the estimate says that each GPU holds at most `budget` bytes.
 
     Add the difference between estimate and plan to each stage's fixed bytes and plan again, until the plan stops
@@ -59,7 +59,7 @@ def make_verified_plan(
 
     Raises ValueError as `make_plan`, with the figures of the estimate.
     """
-    seen: dict[str, tuple[MemoryPlan, Problem]] = {}
+    seen: dict[str, tuple[MemoryPlan, PlanProblem]] = {}
 
     def verify(plan: MemoryPlan) -> bool:
         """Note the plan with its estimated peaks, and correct the problem; returns whether the plan is a new one."""
@@ -91,7 +91,7 @@ def make_verified_plan(
     return min(fitting, key=lambda each: each[0].seconds)
 
 
-def _descend(get_problem: Callable[[], Problem], find_smallest: Callable[[], MemoryPlan]) -> Iterator[MemoryPlan]:
+def _descend(get_problem: Callable[[], PlanProblem], find_smallest: Callable[[], MemoryPlan]) -> Iterator[MemoryPlan]:
     """Yields plans to estimate where none fits by the rows, towards the one that needs least by the estimate.
 
     Rows count what layers keep, but not what an operation's backward makes for itself, which decides once little is
@@ -117,7 +117,9 @@ def _descend(get_problem: Callable[[], Problem], find_smallest: Callable[[], Mem
                 yield plan_alike(get_problem(), {**same, operation: (value,)}, best.recompute)
 
 
-def plan_memory(request: PlanRequest, budget: int, note_estimate: NoteEstimate = _ignore) -> tuple[MemoryPlan, Problem]:
+def plan_memory(
+    request: PlanRequest, budget: int, note_estimate: NoteEstimate = _ignore
+) -> tuple[MemoryPlan, PlanProblem]:
     """The plan of a request, and the problem that it solves. Where the request has no `fixed_sizes`, it is verified.
 
     note_estimate: called after each estimate of a step, of which there may be 30.
@@ -136,7 +138,7 @@ class Trial:
 
     micro_batch_size: int
     plan: MemoryPlan
-    problem: Problem
+    problem: PlanProblem
 
     @property
     def seconds_per_sample(self) -> float:
@@ -189,7 +191,9 @@ def choose_trial(trials: Iterable[Trial]) -> Trial:
     return min(trials, key=lambda trial: trial.seconds_per_sample)
 
 
-def make_problem(request: PlanRequest, note_estimate: NoteEstimate = _ignore) -> tuple[Problem, PlanEstimates | None]:
+def make_problem(
+    request: PlanRequest, note_estimate: NoteEstimate = _ignore
+) -> tuple[PlanProblem, PlanEstimates | None]:
     """The problem of a request, and the estimates that verify its plans; None where the request has `fixed_sizes`.
 
     Raises ValueError where the planner does not know the model, the layout does not fit it, or it cannot have a value
@@ -208,11 +212,11 @@ def make_problem(request: PlanRequest, note_estimate: NoteEstimate = _ignore) ->
     values = {name: found if written[name] == "auto" else (written[name],) for name, found in list_values(run).items()}
     if request.fixed_sizes:
         fixed_bytes = dict.fromkeys(values["loss"], _read_fixed_sizes(request.fixed_sizes, run.pipeline_parallel))
-        return Problem(**vars(request), fixed_bytes=fixed_bytes, values=values), None
+        return PlanProblem(**vars(request), fixed_bytes=fixed_bytes, values=values), None
     estimates = PlanEstimates(run, values, note_estimate)
     loss = estimates.choose_loss(values["loss"])
     fixed_bytes = {loss: estimates.count_fixed_bytes(loss)}
-    return Problem(**vars(request), fixed_bytes=fixed_bytes, values={**values, "loss": (loss,)}), estimates
+    return PlanProblem(**vars(request), fixed_bytes=fixed_bytes, values={**values, "loss": (loss,)}), estimates
 
 
 def _read_fixed_sizes(sizes: tuple[int, ...], num_stages: int) -> tuple[FixedBytes, ...]:
