@@ -1,4 +1,4 @@
-"""Gives all figures one look, and writes each file whole or not at all."""
+"""Gives all figures the same look, and writes their files in one step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def import_pyplot(option: str = "--plot") -> Any:
 
 
 def tidy(axes: Any, title: str | None = None) -> None:
-    """Leave out frame and ticks, draw the grid behind everything, and write the title at the left."""
+    """Remove frame and ticks, draw the grid behind everything, and write the title at the left."""
     axes.tick_params(colors=INK, length=0)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -41,7 +41,7 @@ def tidy(axes: Any, title: str | None = None) -> None:
 
 
 def save(figure: Any, png: str | Path) -> None:
-    """Write the figure, its folder included, in one step, and forget it."""
+    """Write the figure in one step, make its folder where that is missing, and close the figure."""
     unfinished = Path(f"{png}.tmp")
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(unfinished, format="png", dpi=160)

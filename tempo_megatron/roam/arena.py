@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
 from tempo_megatron.roam.execute import OrderedStep
 from tempo_megatron.roam.graph import count_bytes
 from tempo_megatron.roam.placement import WORK_LIMIT, find_placement, list_rectangles
-from tempo_megatron.roam.read_graph import CapturedStep
+from tempo_megatron.roam.read_graph import CapturedStep, list_tensors
 
 # The alignment of torch's own allocators. With another one a kernel may add up in another order.
 _ALIGNMENT = {"cpu": 64, "cuda": 512}
@@ -124,7 +123,7 @@ def _find_placed(captured: CapturedStep, device: torch.device) -> dict[int, Tens
     """Finds the storages that can lie in an arena, each with the fake tensor that fills it."""
     found = dict[int, Tensor]()
     for operation, nodes in zip(captured.graph.operations, captured.nodes, strict=True):
-        tensors = [t for t in tree_leaves(nodes[0].meta.get("val")) if isinstance(t, Tensor)]
+        tensors = list_tensors(nodes[0])
         if (
             _can_write(nodes[0], device.type)
             and len(tensors) == len(operation.makes)
@@ -146,8 +145,7 @@ def _has_known_strides(node: fx.Node) -> bool:
     name = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
     if name in _PRODUCTS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return True
-    given = [t for each in node.all_input_nodes for t in tree_leaves(each.meta.get("val")) if isinstance(t, Tensor)]
-    return name in _OTHERS and all(t.is_contiguous() for t in given)
+    return name in _OTHERS and all(t.is_contiguous() for each in node.all_input_nodes for t in list_tensors(each))
 
 
 def _fills_storage(t: Tensor) -> bool:

@@ -7,7 +7,7 @@ by integer programs. `find_placement` keeps the order of operations and takes no
 2. `Filler` fills an arena of exactly that height from the bottom, so that at every step the rest can still fit.
 3. If that fails, `_place_greedily` places rectangles one by one at the lowest or the narrowest fitting gap, in many
    orders. Where a rectangle reaches too high, it goes earlier in the next attempt.
-4. A part of few rectangles is solved exactly by `BranchAndBound`.
+4. A part of few rectangles is solved exactly by `search_lowest`, a branch and bound.
 
 `find_arena` may also change the order of operations: where the peak is flat and long, an arena of its height has no
 room for gaps, so it tries orders of the same peak in which fewer steps come close to it (`order.flatten_order`).
@@ -197,7 +197,7 @@ def _place_part(
         if note_share:
             note_share(work / work_limit)
     if len(rectangles) <= _FEW:
-        offsets, height = BranchAndBound(rectangles, offsets, height, goal=goal).run()
+        offsets, height = search_lowest(rectangles, offsets, height, goal=goal)
         bound = max(bound, height if height > goal else bound)
     return Placement(tuple(offsets), height, bound)
 
@@ -279,36 +279,35 @@ def _place_greedily(
     return offsets, n
 
 
-class BranchAndBound:
-    """Finds the lowest placement by branch and bound.
+def search_lowest(
+    rectangles: Sequence[Rectangle], offsets: list[int], height: int, *, goal: int
+) -> tuple[list[int], int]:
+    """Finds the lowest placement by branch and bound; it starts from a placement and stops at a height of `goal`.
 
     Any placement can be pushed down until each rectangle lies at 0 or on top of another, so some lowest placement has
     this form. Placing rectangles by ascending offset, each as low as possible, makes every such placement from one
     order of the rectangles. The search goes over these orders and drops those that get as high as the best so far.
     """
+    placed = dict[int, int]()
 
-    def __init__(self, rectangles: Sequence[Rectangle], offsets: list[int], height: int, *, goal: int) -> None:
-        self._rectangles, self._best, self._height, self._goal = rectangles, offsets, height, goal
-        self._offsets = dict[int, int]()
-
-    def run(self) -> tuple[list[int], int]:
-        self._extend(0, 0)
-        return self._best, self._height
-
-    def _extend(self, ground: int, height: int) -> None:
-        if len(self._offsets) == len(self._rectangles):
-            self._best, self._height = [self._offsets[i] for i in range(len(self._rectangles))], height
+    def extend(ground: int, top: int) -> None:
+        nonlocal offsets, height
+        if len(placed) == len(rectangles):
+            offsets, height = [placed[i] for i in range(len(rectangles))], top
             return
-        left = [i for i in range(len(self._rectangles)) if i not in self._offsets]
-        for index in left:
-            each = self._rectangles[index]
-            under = (i for i in self._offsets if self._rectangles[i].meets(each))
-            offset = max((self._offsets[i] + self._rectangles[i].size for i in under), default=0)
-            new_height = max(height, offset + each.size)
-            if offset >= ground and new_height < self._height and self._height > self._goal:
-                self._offsets[index] = offset
-                self._extend(offset, new_height)
-                del self._offsets[index]
+        for index, each in enumerate(rectangles):
+            if index in placed:
+                continue
+            under = (i for i in placed if rectangles[i].meets(each))
+            offset = max((placed[i] + rectangles[i].size for i in under), default=0)
+            new_top = max(top, offset + each.size)
+            if offset >= ground and new_top < height and height > goal:
+                placed[index] = offset
+                extend(offset, new_top)
+                del placed[index]
+
+    extend(0, 0)
+    return offsets, height
 
 
 _PLACED = 1 << 62

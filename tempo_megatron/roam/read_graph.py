@@ -118,11 +118,11 @@ class StepReader:
             return False
         if is_part(node):
             return True
-        known = {t.untyped_storage()._cdata for t in _list_tensors(inputs[0])}
+        known = {t.untyped_storage()._cdata for t in list_tensors(inputs[0])}
         return (
             not list_written(node)
-            and all(t.untyped_storage()._cdata in known for t in _list_tensors(node))
-            and bool(_list_tensors(node))
+            and all(t.untyped_storage()._cdata in known for t in list_tensors(node))
+            and bool(list_tensors(node))
         )
 
     def _read_node(self, node: fx.Node) -> Operation:
@@ -165,7 +165,7 @@ class StepReader:
     def _number(self, node: fx.Node) -> list[int]:
         """Returns the indices of a node's storages; new storages get new indices."""
         found = []
-        for t in _list_tensors(node):
+        for t in list_tensors(node):
             if t.layout != torch.strided:
                 raise ValueError(
                     f"{node.name} makes a tensor of layout {t.layout}; expected torch.strided ones only (of "
@@ -251,7 +251,8 @@ def _get_name(node: fx.Node) -> str:
     return schema.name if schema else str(node.target)
 
 
-def _list_tensors(node: fx.Node) -> list[Tensor]:
+def list_tensors(node: fx.Node) -> list[Tensor]:
+    """Lists the fake tensors that a node results in."""
     return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
 
 

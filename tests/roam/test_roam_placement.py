@@ -14,7 +14,6 @@ from roam_cases import graphs, make_training_graph
 from tempo_megatron.roam.graph import Operation, StepGraph, check_order, count_bytes
 from tempo_megatron.roam.order import find_order, flatten_order
 from tempo_megatron.roam.placement import (
-    BranchAndBound,
     Filler,
     Rectangle,
     check_placement,
@@ -23,6 +22,7 @@ from tempo_megatron.roam.placement import (
     find_placement,
     list_rectangles,
     place_longest_first,
+    search_lowest,
 )
 
 
@@ -70,7 +70,7 @@ def test_layouts_of_many_overlap_nowhere_and_keep_their_bound(given: list[Rectan
 @given(rectangles(most=5))
 def test_branch_and_bound_alone_finds_the_lowest(given: list[Rectangle]) -> None:
     stacked = [sum(other.size for other in given[:i]) for i in range(len(given))]
-    offsets, height = BranchAndBound(given, stacked, sum(r.size for r in given), goal=find_most_alive(given)).run()
+    offsets, height = search_lowest(given, stacked, sum(r.size for r in given), goal=find_most_alive(given))
     check_placement(given, offsets)
     assert height == find_lowest(given) == max((o + r.size for o, r in zip(offsets, given, strict=True)), default=0)
 

@@ -1,1 +1,1 @@
-"""Measures what the real modules keep for backward: the recorder listens, the ledger counts, the timeline follows."""
+"""Measures what the real modules keep for backward: recorded, counted as a ledger, followed over a step."""

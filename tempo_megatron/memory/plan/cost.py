@@ -15,9 +15,10 @@ import torch
 
 from tempo_megatron.memory.plan.gpu import Gpu
 from tempo_megatron.memory.run import Run
+from tempo_megatron.models.build import DTYPES
 from tempo_megatron.settings.config import TempoConfig
 
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FEMTO = 10**15
 
 

@@ -125,22 +125,22 @@ class _Front:
 
     def __init__(self, options: Sequence[LayerOption[Any]], num_layers: int) -> None:
         self.options = options
-        kept, costs = (
-            np.array([getattr(option, name) for option in options], np.int64) for name in ("kept_bytes", "cost")
-        )
+        kept = np.array([option.kept_bytes for option in options], np.int64)
+        costs = np.array([option.cost for option in options], np.int64)
         zero = np.zeros(1, np.int64)
         self.kept, self.costs = [zero], [zero]
         self._last_options, self._parents = [zero], [zero]
         for _ in range(num_layers):
-            sums = [(values[:, None] + last[-1]).ravel() for values, last in ((kept, self.kept), (costs, self.costs))]
-            order = np.lexsort((sums[1], sums[0]))
-            sorted_costs = sums[1][order]
+            kept_sums = (kept[:, None] + self.kept[-1]).ravel()
+            cost_sums = (costs[:, None] + self.costs[-1]).ravel()
+            order = np.lexsort((cost_sums, kept_sums))
+            sorted_costs = cost_sums[order]
             is_better = np.ones(len(order), bool)
             is_better[1:] = sorted_costs[1:] < np.minimum.accumulate(sorted_costs)[:-1]
             order = order[is_better]
             last_options, parents = np.divmod(order, len(self.kept[-1]))
-            self.kept.append(sums[0][order])
-            self.costs.append(sums[1][order])
+            self.kept.append(kept_sums[order])
+            self.costs.append(cost_sums[order])
             self._last_options.append(last_options)
             self._parents.append(parents)
 
