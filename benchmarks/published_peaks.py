@@ -30,15 +30,6 @@ ROOT = Path(__file__).parent.parent
 _DOCS = ROOT / "docs" / "estimate.md"
 _PLOT = ROOT / "docs" / "images" / "published_peaks.png"
 _BEGIN, _END = "<!-- published: begin -->", "<!-- published: end -->"
-# The end of a tokenizer's file -> its tokens. Of BERT's, [BOS] and [EOS] are added.
-_TOKENS = {
-    "bpe/vocab.json": 50257,
-    "bert-large-cased-vocab.txt": 28996 + 2,
-    "vocab.txt": 30522 + 2,
-    "nemotron_2_256k.model": 256000,
-    # Llama 2's, which is Mixtral's.
-    "/tokenizer.model": 32000,
-}
 _MIB = 2**20
 
 
@@ -91,14 +82,8 @@ def _estimate(row: Mapping[str, Any], world_size: int) -> Sequence[Any]:
     command = split_command([f"pretrain_{family}.py", *spell_arguments(arguments)])
     # CASE:dev_dgx_h100
     gpu = row["id"].rpartition("_")[2]
-    run, _ = read_command(command, world_size=world_size, vocab_size=_find_vocab_size(arguments), gpu=gpu)
+    run, _ = read_command(command, world_size=world_size, gpu=gpu)
     return estimate_ranks(run)
-
-
-def _find_vocab_size(arguments: Mapping[str, Any]) -> int | None:
-    file = str(arguments.get("--tokenizer-model") or arguments.get("--vocab-file") or "")
-    found = next((tokens for end, tokens in _TOKENS.items() if file.endswith(end)), None)
-    return found and found + int(arguments.get("--vocab-extra-ids", 0))
 
 
 def _find_world_size(row: Mapping[str, Any]) -> int:

@@ -140,6 +140,34 @@ def test_arguments_of_a_test_case_are_spelled_as_its_script_does() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("script", "words", "tokens"),
+    [
+        ("pretrain_gpt.py", "", 50257),
+        ("pretrain_bert.py", "--vocab-file none.txt", 30524),
+        ("pretrain_t5.py", "--decoder-seq-length 8 --tokenizer-type BertWordPieceCase --vocab-extra-ids 100", 29098),
+        ("pretrain_gpt.py", "--tokenizer-type NullTokenizer --vocab-size 131073", 131073),
+        ("pretrain_gpt.py", "--tokenizer-type TikTokenizer", None),
+        ("pretrain_gpt.py", "--vocab-file {}/vocab.json", 3),
+        ("pretrain_bert.py", "--vocab-file {}/vocab.txt", 6),
+    ],
+)
+def test_tokens_are_counted_or_those_of_the_usual_file(
+    script: str, words: str, tokens: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "c": 2}', encoding="utf-8")
+    (tmp_path / "vocab.txt").write_text("a\nb\nc\nd\n", encoding="utf-8")
+    options = f"{GPT} --make-vocab-size-divisible-by 1 {words.format(tmp_path)}".split()
+    command = split_command([script, *options])
+    if tokens is None:
+        with pytest.raises(ValueError, match="how many tokens TikTokenizer has cannot be read here; give --vocab-size"):
+            read_command(command, world_size=8)
+        return
+    run, warnings = read_command(command, world_size=8)
+    assert run.padded_vocab_size == tokens
+    assert any(str(tokens) in warning for warning in warnings) == (tokens > 10 and tokens != 131073)
+
+
 def test_the_families_differ_in_heads_and_segments() -> None:
     bert, t5 = (
         read(f"{GPT} {more}", f"pretrain_{family}.py").model
@@ -185,7 +213,7 @@ def test_a_test_case_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         ("--model a.json --vocab-size 5 --world-size 2", "--model is given beside a command of Megatron-LM"),
         ("--tp 2 --vocab-size 5 --world-size 2", "--tp is given beside a command"),
-        ("--world-size 2", "how many tokens GPT2BPETokenizer has cannot be read here; give --vocab-size"),
+        ("--world-size 2 --hf a --vocab-size 5", "--hf is given beside a command"),
         ("--vocab-size 5", "give --world-size"),
     ],
 )

@@ -42,16 +42,21 @@ def run_estimate(args: argparse.Namespace) -> int:
     if command is None:
         config = take_deepspeed(args)
         run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), name_model(args)
+        is_asked = True
     else:
         is_said = describe_tempo_arguments(args) != "none"
-        run = read_run_of_command(args, command, tempo_config_from(args, {}) if is_said else None)
+        run, is_asked = read_run_of_command(args, command, tempo_config_from(args, {}) if is_said else None)
         title = Path(command.script).name
     run = dataclasses.replace(run, gpu=args.gpu or (None if command is None else "h100"))
-    stock = dataclasses.replace(run, tempo=TempoConfig.off())
     found = {}
-    for name, each in {"stock": stock, **({} if run.tempo.is_off else {"Tempo": run})}.items():
-        with _say_that_it_takes_time(f"estimating {name} ..."):
-            found[name] = estimate_ranks(each, simulates_allocator=args.allocator)
+    for name, tempo in {"stock": TempoConfig.off(), **({} if run.tempo.is_off else {"Tempo": run.tempo})}.items():
+        try:
+            with _say_that_it_takes_time(f"estimating {name} ..."):
+                found[name] = estimate_ranks(dataclasses.replace(run, tempo=tempo), simulates_allocator=args.allocator)
+        except ValueError as error:
+            if name == "stock" or is_asked:
+                raise
+            print(f"warning: Tempo cannot have this run: {error}", file=sys.stderr)
     print(f"{title}, {describe_run(run)}")
     print(format_estimates(found, shows_all=args.all_ranks))
     fits = True
@@ -65,23 +70,31 @@ def run_estimate(args: argparse.Namespace) -> int:
         Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
     if args.plot:
         plot_estimates({name: choose_ranks(ranks) for name, ranks in found.items()}, args.plot, args.gpu_memory)
-    if command is not None and not run.tempo.is_off:
+    if command is not None and "Tempo" in found:
         print(f"with Tempo: {write_command(command, _add_tempo(command, args), run, args.vocab_size)}")
     return 0 if fits else 1
 
 
-def read_run_of_command(args: argparse.Namespace, command: Command, tempo: TempoConfig | None = None) -> Run:
+def read_run_of_command(
+    args: argparse.Namespace, command: Command, tempo: TempoConfig | None = None
+) -> tuple[Run, bool]:
     """With Tempo, unless it is switched off: what it would change is what is asked.
 
-    tempo: what our own arguments say; None is what the command says.
+    Args:
+        args: our own.
+        command: of Megatron-LM.
+        tempo: what our own arguments say; None is what the command says.
+
+    Returns:
+        The run, and whether somebody said anything of Tempo.
     """
     run, warnings = read_command(command, tempo, world_size=args.world_size, vocab_size=args.vocab_size)
     print(f"defaults are those of Megatron-LM {VERSION}")
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if tempo is None and run.tempo.is_off and "--no-use-tempo" not in command.options:
-        return dataclasses.replace(run, tempo=TempoConfig())
-    return run
+        return dataclasses.replace(run, tempo=TempoConfig()), False
+    return run, True
 
 
 def _add_tempo(command: Command, args: argparse.Namespace) -> list[str]:

@@ -39,7 +39,15 @@ from tempo_megatron.words.json_text import read_object
 
 _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
 _MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
-_NUM_GPT2_TOKENS = 50257
+# Tokenizer, or the end of its file -> tokens, where the file cannot be read: OpenAI's, Google's uncased and cased ones
+# with [BOS] and [EOS], which Megatron adds, Llama 2's and NVIDIA's.
+_TOKENS = {
+    "nemotron_2_256k.model": 256000,
+    "GPT2BPETokenizer": 50257,
+    "BertWordPieceLowerCase": 30522 + 2,
+    "BertWordPieceCase": 28996 + 2,
+    "Llama2Tokenizer": 32000,
+}
 # Arguments of ours that say nothing of the run, or what the command cannot.
 _BESIDE_A_COMMAND = (
     *("command", "words", "world_size", "megatron_yaml", "vocab_size", "use_tempo", "gpu", "gpu_memory"),
@@ -233,7 +241,7 @@ def read_command(
     _complete_model(args, command.family)
     _complete_step(args)
     arguments = {
-        "vocab_size": _find_padded_vocab_size(args, command.family, vocab_size),
+        "vocab_size": _find_padded_vocab_size(args, command.family, vocab_size, warnings),
         "max_sequence_length": args.max_position_embeddings,
         "position_embedding_type": args.position_embedding_type,
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
@@ -458,15 +466,22 @@ def _find_stock(args: argparse.Namespace, family: str) -> str:
     return "local" if is_local else "transformer_engine"
 
 
-def _find_padded_vocab_size(args: argparse.Namespace, family: str, given: int | None) -> int:
+def _find_padded_vocab_size(args: argparse.Namespace, family: str, given: int | None, warnings: list[str]) -> int:
     """Rows of the embedding. Raises ValueError where nothing says how many tokens there are."""
     if args.padded_vocab_size is not None:
         _check_positive(args, "padded_vocab_size")
         return int(args.padded_vocab_size)
-    size = given or _count_tokens(args, family)
+    tokenizer = args.tokenizer_type or ("GPT2BPETokenizer" if family == "gpt" else "BertWordPieceLowerCase")
+    size = given or _count_tokens(args, tokenizer)
     if size is None:
-        raise ValueError(
-            f"how many tokens {_name_tokenizer(args, family)} has cannot be read here; give --vocab-size before the --"
+        named = (str(args.tokenizer_model), tokenizer)
+        size = next((tokens for end, tokens in _TOKENS.items() if any(name.endswith(end) for name in named)), None)
+        if size is None:
+            raise ValueError(f"how many tokens {tokenizer} has cannot be read here; give --vocab-size before the --")
+        size += args.vocab_extra_ids
+        warnings.append(
+            f"the file of {tokenizer} cannot be read here, and {size} tokens are assumed; --vocab-size before the -- "
+            "gives another number"
         )
     _check_positive(args, "make_vocab_size_divisible_by")
     if not args.pad_vocab_size:
@@ -474,25 +489,19 @@ def _find_padded_vocab_size(args: argparse.Namespace, family: str, given: int | 
     return pad_vocab_size(size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
 
 
-def _name_tokenizer(args: argparse.Namespace, family: str) -> str:
-    default = "GPT2BPETokenizer" if family == "gpt" else "BertWordPieceLowerCase"
-    return args.tokenizer_type or default
-
-
-def _count_tokens(args: argparse.Namespace, family: str) -> int | None:
+def _count_tokens(args: argparse.Namespace, tokenizer: str) -> int | None:
     """As the tokenizer would; None where its file is not here."""
-    kind = _name_tokenizer(args, family)
-    if kind in ("NullTokenizer", "NullMultimodalTokenizer"):
+    if tokenizer in ("NullTokenizer", "NullMultimodalTokenizer"):
         _check_positive(args, "vocab_size")
         return args.vocab_size if args.vocab_size is None else int(args.vocab_size)
     try:
         text = Path(args.vocab_file or "").read_text(encoding="utf-8")
-        if kind.startswith("BertWordPiece"):
+        if tokenizer.startswith("BertWordPiece"):
             # [BOS] and [EOS] are added.
             return len(text.splitlines()) + 2 + int(args.vocab_extra_ids)
-        return len(json.loads(text)) if kind == "GPT2BPETokenizer" else None
+        return len(json.loads(text)) if tokenizer == "GPT2BPETokenizer" else None
     except (OSError, ValueError):
-        return _NUM_GPT2_TOKENS if kind == "GPT2BPETokenizer" and args.vocab_file is None else None
+        return None
 
 
 def _join(args: argparse.Namespace, name: str, other: str) -> None:

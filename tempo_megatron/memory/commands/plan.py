@@ -123,7 +123,7 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
 
     Raises ValueError for pipelines that the planner does not know.
     """
-    run = read_run_of_command(args, command)
+    run, _ = read_run_of_command(args, command)
     fields = (each for each in dataclasses.fields(run) if each.name not in _KNOWN)
     given = {each.name: value for each in fields if (value := getattr(run, each.name)) != each.default}
     if given:
