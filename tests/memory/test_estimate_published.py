@@ -10,7 +10,8 @@ import torch
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
-from tempo_megatron.memory.estimate.workspaces import count_workspaces
+from tempo_megatron.memory.estimate.rounding import count_rounding
+from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.phases import LAYERS
@@ -97,6 +98,9 @@ def test_a_published_run_is_estimated_within_half_a_percent(name: str) -> None:
 
 
 def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
+    def count_workspaces(run: Run, *, has_head: bool) -> int:
+        return sum(list_workspaces(run, has_head=has_head))
+
     run = make_run(SMALL, gpu="gb200", deterministic=False)
     assert count_workspaces(dataclasses.replace(run, gpu=None), has_head=True) == 0
     assert count_workspaces(dataclasses.replace(run, gpu="h100", stock="cpu"), has_head=True) == 0
@@ -107,6 +111,15 @@ def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
     assert with_torch - engine == count_workspaces(dataclasses.replace(run, stock="local"), has_head=False)
     deterministic = count_workspaces(dataclasses.replace(run, deterministic=True), has_head=True)
     assert deterministic - with_torch == 2 * (32 * MIB - 8.125 * MIB)
+
+
+def test_blocks_that_are_not_split_count_whole() -> None:
+    """Less than 1 MiB that is left of a segment counts with the tensor in it."""
+    # In bf16 9.5 MiB, in a segment of 20 MiB that is split; gradients, copy and two moments of 19 MiB in 20 MiB each.
+    assert count_rounding([[19 * MIB // 4]], torch.bfloat16, [], parts=1, is_distributed=False) == 4 * MIB
+    # Weights of 9.5 MiB and the buffer that replaces them share a segment, the copy takes their place, and the moments
+    # share another: the second of each pair has 1 MiB too much, and so have the gradients.
+    assert count_rounding([[19 * MIB // 4]], torch.bfloat16, [], parts=2, is_distributed=True) == 3 * MIB
 
 
 def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:

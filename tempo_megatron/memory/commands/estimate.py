@@ -29,8 +29,8 @@ _WIDTH = 38
 _SILENT_S = 2.0
 # Okabe and Ito's colours and greys, one for each part.
 _PART_COLOURS = (
-    "#0072B2 #56B4E9 #999999 #DDDDDD #BBBBBB #444444 #882255 #117733 #E69F00 #F0E442 #D55E00 #CC79A7 #009E73".split()
-)
+    "#0072B2 #56B4E9 #999999 #DDDDDD #BBBBBB #444444 #882255 #AA4499 #117733 #E69F00 #F0E442 #D55E00 #CC79A7 #009E73"
+).split()
 
 
 def run_estimate(args: argparse.Namespace) -> int:

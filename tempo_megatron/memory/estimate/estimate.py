@@ -20,7 +20,8 @@ from tempo_megatron.memory.estimate.model_states import (
     count_model_states,
     makes_gradients,
 )
-from tempo_megatron.memory.estimate.workspaces import count_workspaces
+from tempo_megatron.memory.estimate.rounding import count_rounding
+from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk, trace_chunk
 from tempo_megatron.memory.simulated.phases import ChunkMemory, Moment
@@ -67,6 +68,7 @@ PART_NAMES = (
     "communication buffers",
     "global memory buffer",
     "workspaces",
+    "rounding",
     "stage inputs",
     "micro batches",
     "other micro batches' activations",
@@ -82,6 +84,7 @@ _DESCRIPTIONS = {
     "communication buffers": "buckets of gradients",
     "global memory buffer": "Megatron's global memory buffer",
     "workspaces": "cuBLAS's workspaces",
+    "rounding": "rest of the allocator's blocks",
     "stage inputs": "earlier inputs and their gradients",
     "micro batches": "tokens, labels and masks",
     "embedding": "activations of the embedding",
@@ -130,8 +133,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
         ]
         states = _count_states(run, chunks, accumulates=num_micro_batches > 1)
         events = list_events(stage, stages, len(chunks), num_micro_batches, run.micro_batch_group)
-        workspaces = count_workspaces(run, has_head=stage == stages - 1)
-        found.append(_estimate_rank(_name(stage, stages), chunks, states, workspaces, events))
+        on_gpu = _count_on_gpu(run, chunks, has_head=stage == stages - 1)
+        found.append(_estimate_rank(_name(stage, stages), chunks, states, on_gpu, events))
     if simulates_allocator:
         allocator = simulate_allocator(
             trace_chunk(run, has_gradients=has_gradients),
@@ -178,8 +181,27 @@ def _name(stage: int, num_stages: int) -> str:
     return {0: "first stage", num_stages - 1: "last stage"}.get(stage, f"stage {stage}")
 
 
+def _count_on_gpu(run: Run, chunks: Sequence[ChunkMemory], *, has_head: bool) -> dict[str, int]:
+    """The parts of a rank at rest that depend on the GPU and its libraries; none where nothing says which GPU it is."""
+    if run.gpu is None:
+        return {}
+    workspaces, optimizer = list_workspaces(run, has_head=has_head), run.optimizer
+    inputs = [chunk.input_bytes for chunk in chunks for _ in range(2)]
+    buffer = max(each.global_buffer_bytes for each in chunks)
+    rounding = 0
+    if optimizer.kind == "megatron":
+        rounding = count_rounding(
+            [chunk.parameter_sizes for chunk in chunks],
+            run.dtype,
+            [*workspaces, *inputs, buffer],
+            parts=run.data_parallel * run.context_parallel // optimizer.instances if optimizer.distributed else 1,
+            is_distributed=optimizer.distributed,
+        )
+    return {"workspaces": sum(workspaces), "rounding": rounding}
+
+
 def _estimate_rank(
-    name: str, chunks: Sequence[ChunkMemory], states: ModelStates, workspaces: int, events: Iterable[Event]
+    name: str, chunks: Sequence[ChunkMemory], states: ModelStates, on_gpu: dict[str, int], events: Iterable[Event]
 ) -> RankEstimate:
     """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward."""
     highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
@@ -204,7 +226,7 @@ def _estimate_rank(
     moment, buckets = highest[chunk, is_forward]
     # Its chunks share one, which stays from the first micro batch on.
     buffer = max(each.global_buffer_bytes for each in chunks)
-    lasting = _list_parts(states) | {"global memory buffer": buffer, "workspaces": workspaces}
+    lasting = _list_parts(states) | {"global memory buffer": buffer} | on_gpu
     parts = lasting | {
         "gradients": states.standing_gradients + moment.gradient_bytes,
         "communication buffers": lasting["communication buffers"] + buckets,

@@ -27,18 +27,18 @@ TORCH_BYTES = {
 TRANSFORMER_ENGINE_BYTES = {"a100": 4096 * _KIB, "h100": 32 * 1024 * _KIB + 1024, "gb200": 32 * 1024 * _KIB + 1024}
 
 
-def count_workspaces(run: Run, *, has_head: bool) -> int:
-    """Of one rank; 0 where nothing says which GPU it is.
+def list_workspaces(run: Run, *, has_head: bool) -> list[int]:
+    """The bytes of each workspace of one rank; none where nothing says which GPU it is.
 
     Args:
         run: on a GPU.
         has_head: whether the rank has the loss head, whose product is torch's whoever's the layers are.
     """
     if run.gpu is None or run.stock == "cpu":
-        return 0
-    of_torch = _THREADS * (DETERMINISTIC_BYTES if run.deterministic else TORCH_BYTES[run.gpu])
+        return []
+    of_torch = [DETERMINISTIC_BYTES if run.deterministic else TORCH_BYTES[run.gpu]] * _THREADS
     if run.stock == "local":
         return of_torch
     # Tempo leaves Transformer Engine's linears where they are.
     uses_torch = has_head or (run.stock_attention == "unfused" and run.tempo.attention != "flash")
-    return TRANSFORMER_ENGINE_BYTES[run.gpu] + (of_torch if uses_torch else 0)
+    return [TRANSFORMER_ENGINE_BYTES[run.gpu], *(of_torch if uses_torch else [])]

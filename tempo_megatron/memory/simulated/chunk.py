@@ -273,6 +273,7 @@ class _Chunk:
             self._buffer.count_bytes(),
             0 if self._pre_process else self._count_hidden(),
             0 if self._post_process else self._count_hidden(),
+            tuple(self._list_parameter_sizes()),
             forward,
             backward,
         )
@@ -450,6 +451,18 @@ class _Chunk:
             for place, in_bytes in enumerate((False, True)):
                 total[place] += (times - 1) * _count(layer.parameters(), in_bytes)
         return total[0], total[1]
+
+    def _list_parameter_sizes(self) -> Iterator[int]:
+        """Elements of each parameter of the whole chunk, in the order of the modules."""
+        layers = {id(p): (layer, times) for layer, times in self._layers for p in layer.parameters()}
+        listed: set[int] = set()
+        for parameter in self._model.parameters():
+            layer, times = layers.get(id(parameter), (None, 1))
+            if layer is None:
+                yield parameter.numel()
+            elif id(layer) not in listed:
+                listed.add(id(layer))
+                yield from [p.numel() for p in layer.parameters()] * times
 
     def _count_largest(self) -> int:
         parts: Sequence[Any] = [

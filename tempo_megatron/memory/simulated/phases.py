@@ -53,6 +53,9 @@ class ChunkMemory:
     output_bytes: int
     """Those that it gives to another chunk; 0 where it has the loss head."""
 
+    parameter_sizes: tuple[int, ...]
+    """Elements of each parameter, in the order of the modules."""
+
     forward: tuple[Phase, ...]
     backward: tuple[Phase, ...]
 
