@@ -77,6 +77,11 @@ class _Formatter(argparse.HelpFormatter):
             return "N"
         return "X" if action.type else super()._get_default_metavar_for_optional(action)
 
+    def _get_help_string(self, action: argparse.Action) -> str:
+        """Adds the default of DEFAULTS, unless the text itself names the default."""
+        text = action.help or ""
+        return text if action.dest not in DEFAULTS or "default" in text else f"{text} (default {DEFAULTS[action.dest]})"
+
 
 def parse_arguments(argv: Sequence[str] | None = None, family: str = "gpt") -> argparse.Namespace:
     """Parses a command line and adds `family`. An argument that is left out is None if a checkpoint may decide it.
@@ -116,13 +121,11 @@ def build_parser(family: str) -> argparse.ArgumentParser:
     _add_training(parser)
     _add_optimizer(parser)
     data = _add_data(parser)
+    file = "vocab.txt or vocab.json" if family == "bert" else "GPT-2 vocab.json"
+    data.add_argument("--vocab-file", help=f"{file} (default: the tokenizer stored beside the data)")
     if family == "bert":
-        data.add_argument(
-            "--vocab-file", help="vocab.txt or vocab.json (default: the tokenizer stored beside the data)"
-        )
         add_masking_arguments(parser)
     else:
-        data.add_argument("--vocab-file", help="GPT-2 vocab.json (default: the tokenizer stored beside the data)")
         data.add_argument(
             "--eod-mask-loss",
             action=argparse.BooleanOptionalAction,
@@ -152,35 +155,22 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="on SIGTERM or Ctrl-C, to the launcher or to a rank, finish the step, save and exit; on a second Ctrl-C "
         "exit at once (default on)",
     )
-    group.add_argument("--seed", type=parse_seed, help=f"default {DEFAULTS['seed']}")
+    group.add_argument("--seed", type=parse_seed, help="of weights, dropout and the order of the samples")
     group.add_argument("--bf16", action="store_true", help="bfloat16 (the DeepSpeed JSON must not say otherwise)")
     group.add_argument("--fp16", action="store_true", help="float16 (the DeepSpeed JSON must not say otherwise)")
 
 
-def _describe_default(name: str) -> str:
-    return f" (default {DEFAULTS[name]})"
-
-
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "optimizer",
-        "AdamW; parameters with one dimension and biases do not decay",
-    )
+    group = parser.add_argument_group("optimizer", "AdamW; parameters with one dimension and biases do not decay")
     group.add_argument("--lr", type=parse_positive_float, help="highest learning rate; needed without --load")
-    group.add_argument(
-        "--min-lr", type=parse_not_negative_float, help="lowest after warm-up" + _describe_default("min_lr")
-    )
-    group.add_argument(
-        "--lr-warmup-iters",
-        type=parse_not_negative,
-        help="steps of linear warm-up" + _describe_default("lr_warmup_iters"),
-    )
-    group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, help=_describe_default("lr_decay_style"))
+    group.add_argument("--min-lr", type=parse_not_negative_float, help="lowest after warm-up")
+    group.add_argument("--lr-warmup-iters", type=parse_not_negative, help="steps of linear warm-up")
+    group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, help="curve of the learning rate after warm-up")
     group.add_argument("--lr-decay-iters", type=parse_positive, help="steps until --min-lr (default --train-iters)")
-    group.add_argument("--weight-decay", type=parse_not_negative_float, help=_describe_default("weight_decay"))
-    group.add_argument("--adam-beta1", type=parse_fraction, help=_describe_default("adam_beta1"))
-    group.add_argument("--adam-beta2", type=parse_fraction, help=_describe_default("adam_beta2"))
-    group.add_argument("--adam-eps", type=parse_positive_float, help=_describe_default("adam_eps"))
+    group.add_argument("--weight-decay", type=parse_not_negative_float, help="of AdamW")
+    group.add_argument("--adam-beta1", type=parse_fraction, help="decay of the gradient's mean")
+    group.add_argument("--adam-beta2", type=parse_fraction, help="decay of the squared gradient's mean")
+    group.add_argument("--adam-eps", type=parse_positive_float, help="added to the denominator")
     group.add_argument(
         "--clip-grad",
         type=parse_not_negative_float,
@@ -203,18 +193,12 @@ def _add_data(parser: argparse.ArgumentParser) -> Any:
         metavar="PREFIX",
         help="prefix of a .bin/.idx pair, or several as WEIGHT PREFIX WEIGHT PREFIX ...; needed without --load",
     )
-    group.add_argument("--split", help="train,validation,test weights" + _describe_default("split"))
+    group.add_argument("--split", help="train,validation,test weights")
     group.add_argument("--data-cache-path", help="folder for the sample indices (default: beside the data)")
     group.add_argument("--merge-file", help="merges.txt of a byte-level BPE")
     group.add_argument("--num-workers", type=parse_not_negative, help="loader processes (default 2 with a GPU, else 0)")
-    group.add_argument(
-        "--eval-interval", type=parse_positive, help="steps between validations" + _describe_default("eval_interval")
-    )
-    group.add_argument(
-        "--eval-iters",
-        type=parse_not_negative,
-        help="global batches a validation; 0 is none" + _describe_default("eval_iters"),
-    )
+    group.add_argument("--eval-interval", type=parse_positive, help="steps between validations")
+    group.add_argument("--eval-iters", type=parse_not_negative, help="global batches per validation; 0 is none")
     return group
 
 

@@ -34,19 +34,18 @@ def add_masking_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mask-prob",
         type=parse_probability,
-        help=f"share of the tokens to predict (default {MASKING_DEFAULTS['mask_prob']})",
+        help="share of the tokens to predict",
     )
     group.add_argument(
         "--short-seq-prob",
         type=parse_probability,
-        help="share of the samples that are made shorter, 0 for none as in RoBERTa "
-        f"(default {MASKING_DEFAULTS['short_seq_prob']})",
+        help="share of the samples that are made shorter, 0 for none as in RoBERTa",
     )
     group.add_argument(
         "--masking",
         choices=(WORDS, TOKENS),
         help="words: whole words, and up to three in a row, as Megatron-LM masks for BERT; tokens: each for itself, as "
-        f"in RoBERTa (default {MASKING_DEFAULTS['masking']})",
+        "in RoBERTa",
     )
     group.add_argument(
         "--bert-no-binary-head",
