@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import parametrize_covering
 from kept_formula import LayerShape, count_layer_bytes
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -44,9 +45,7 @@ def keep_of_middle_layer(memory: Any) -> int:
     return int(layers[len(layers) // 2].growth)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("recompute", [(), ("core_attn",), ("full",)], ids=str)
-@pytest.mark.parametrize("name", PAPER)
+@parametrize_covering(name=list(PAPER), recompute=[(), ("core_attn",), ("full",)], sequence_parallel=[False, True])
 def test_a_layer_keeps_what_the_paper_publishes(name: str, recompute: tuple[str, ...], sequence_parallel: bool) -> None:
     """Equations 1 to 6 of arXiv 2205.05198: 16 bits, a byte per dropped element, unfused attention."""
     a, h, _, b = PAPER[name]
@@ -62,9 +61,15 @@ def test_a_layer_keeps_what_the_paper_publishes(name: str, recompute: tuple[str,
     assert kept == pytest.approx(published, rel=0.01)
 
 
-@pytest.mark.parametrize("tempo_config", [OFF, TempoConfig(), TempoConfig(activation="recompute", norm="recompute")])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("attention", ["fused", "unfused"])
+@parametrize_covering(
+    tempo_config={
+        "off": OFF,
+        "auto": TempoConfig(),
+        "recompute": TempoConfig(activation="recompute", norm="recompute"),
+    },
+    sequence_parallel=[False, True],
+    attention=["fused", "unfused"],
+)
 def test_transformer_engines_layer_keeps_what_the_formula_says(
     tempo_config: TempoConfig, sequence_parallel: bool, attention: str
 ) -> None:
@@ -101,24 +106,6 @@ def test_without_a_softmax_kernel_stock_keeps_its_softmax_in_float32() -> None:
     scores = 4 * 64 * 64
     assert kept[torch.bfloat16, False] - kept[torch.bfloat16, True] == 2 * scores
     assert kept[torch.float32, False] == kept[torch.float32, True]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (
-            ["--stock", "local", "--stock-attention", "unfused"],
-            "--stock-attention unfused is Transformer Engine's, and the stock modules are local, whose att",
-        ),
-        (["--no-masked-softmax-fusion"], "stock attention (transformer_engine) has no softmax kernel to leave out;"),
-        (["--no-masked-softmax-fusion", "--stock", "cpu"], "stock attention (cpu) has no softmax kernel to leave out;"),
-    ],
-)
-def test_an_attention_that_the_stock_modules_lack_is_refused(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["estimate", "--model", "configs/model/gpt2_tiny.json", *words]) == 2
-    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert", "t5"])
@@ -317,6 +304,12 @@ def test_a_t5_in_stages_is_refused() -> None:
         (["--recompute", "full", "mlp"], "give it alone"),
         (["--allocator", "--stock", "cpu"], "it simulates the allocator of a GPU in one stage; expected --pp 1"),
         (["--tempo-norm", "off"], "Tempo is off"),
+        (
+            ["--stock", "local", "--stock-attention", "unfused"],
+            "--stock-attention unfused is Transformer Engine's, and the stock modules are local, whose att",
+        ),
+        (["--no-masked-softmax-fusion"], "stock attention (transformer_engine) has no softmax kernel to leave out;"),
+        (["--no-masked-softmax-fusion", "--stock", "cpu"], "stock attention (cpu) has no softmax kernel to leave out;"),
     ],
 )
 def test_what_cannot_be_estimated_is_one_sentence(

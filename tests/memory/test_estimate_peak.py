@@ -38,39 +38,44 @@ SCALARS_BYTES = 16
 # What a rank has at most beyond the estimate where gloo's threads free a collective's tensors late.
 LATE_RATIO = 1.01
 
+FAMILIES = ("gpt", "llama", "bert")
+# Many tokens or many weights, Tempo, dtype.
+SETTINGS = [
+    (False, OFF, torch.bfloat16),
+    (False, OFF, torch.float32),
+    (False, AUTO, torch.bfloat16),
+    (False, AUTO, torch.float32),
+    (False, RECOMPUTE, torch.bfloat16),
+    (False, INPLACE_STOCK_HEAD, torch.bfloat16),
+    (False, FUSED_ONLY, torch.float32),
+    (True, OFF, torch.bfloat16),
+    (True, AUTO, torch.bfloat16),
+]
+RECOMPUTED = [(tempo, recompute) for tempo in (OFF, AUTO) for recompute in (("full",), ("core_attn",))]
+
+
+def take_turns(steps: list[list[Step]]) -> list[Any]:
+    """Of each row, one step a family, one runs always; the families take turns. The others are for --exhaustive."""
+    return [
+        step if column == place % len(row) else pytest.param(step, marks=pytest.mark.exhaustive)
+        for place, row in enumerate(steps)
+        for column, step in enumerate(row)
+    ]
+
+
 ONE_PROCESS = [
-    Step(family, is_wide, tempo, dtype)
-    for family in ("gpt", "llama", "bert")
-    for is_wide, tempo, dtype in (
-        (False, OFF, torch.bfloat16),
-        (False, OFF, torch.float32),
-        (False, AUTO, torch.bfloat16),
-        (False, AUTO, torch.float32),
-        (False, RECOMPUTE, torch.bfloat16),
-        (False, INPLACE_STOCK_HEAD, torch.bfloat16),
-        (False, FUSED_ONLY, torch.float32),
-        (True, OFF, torch.bfloat16),
-        (True, AUTO, torch.bfloat16),
-    )
-] + [
-    Step(family, False, tempo, recompute=recompute)
-    for family in ("gpt", "llama", "bert")
-    for tempo in (OFF, AUTO)
-    for recompute in (("full",), ("core_attn",))
-] + [
+    *take_turns([[Step(family, *settings) for family in FAMILIES] for settings in SETTINGS]),
+    *take_turns([[Step(f, False, tempo, recompute=names) for f in FAMILIES] for tempo, names in RECOMPUTED]),
     # --recompute-method block: of four layers the first one, and all but the last.
-    Step(family, False, tempo, recompute=("full",), num_full=num_full)
-    for family, tempo, num_full in (("gpt", OFF, 1), ("llama", AUTO, 3), ("t5", OFF, 1))
-] + [
-    Step("t5", False, tempo, dtype, recompute=recompute)
-    for tempo, dtype, recompute in (
-        (OFF, torch.bfloat16, ()),
-        (OFF, torch.float32, ("full",)),
-        (AUTO, torch.bfloat16, ()),
-        (AUTO, torch.float32, ()),
-        (RECOMPUTE, torch.bfloat16, ("core_attn",)),
-    )
-]  # fmt: skip
+    Step("gpt", False, OFF, recompute=("full",), num_full=1),
+    Step("llama", False, AUTO, recompute=("full",), num_full=3),
+    Step("t5", False, OFF, recompute=("full",), num_full=1),
+    Step("t5", False, OFF),
+    Step("t5", False, OFF, torch.float32, recompute=("full",)),
+    Step("t5", False, AUTO),
+    Step("t5", False, AUTO, torch.float32),
+    Step("t5", False, RECOMPUTE, recompute=("core_attn",)),
+]
 TENSOR_PARALLEL = {
     2: [
         Step("gpt", False, OFF, tp=2),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import exhaustive
 from kept_formula import list_layer_rows, make_layer
 
 from tempo_megatron import TempoConfig
@@ -53,10 +54,8 @@ def make_config(choice: Values) -> TempoConfig:
         ("Llama", "TP 2 + SP", ("core_attn",)),
         ("Llama", "", ("full",)),
         ("squared ReLU", "", ("mlp",)),
-        pytest.param("Llama", "", (), marks=pytest.mark.slow),
-        pytest.param("Llama of one group, a window", "", (), marks=pytest.mark.slow),
-        pytest.param("BERT", "", ("core_attn", "mlp"), marks=pytest.mark.slow),
-        pytest.param("GPT", "", ("full",), marks=pytest.mark.slow),
+        ("Llama of one group, a window", "", ()),
+        *exhaustive(("Llama", "", ()), ("BERT", "", ("core_attn", "mlp")), ("GPT", "", ("full",))),
     ],
 )
 def test_rows_are_those_of_the_formula(model: str, layout: str, recompute: tuple[str, ...]) -> None:
@@ -105,7 +104,7 @@ def test_what_cannot_be_predicted_is_measured(is_chaos: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [(), ("core_attn",)])
+@pytest.mark.parametrize("recompute", [(), *exhaustive([("core_attn",)])])
 def test_norms_of_queries_and_keys_are_predicted_to_the_byte(recompute: tuple[str, ...]) -> None:
     model = make_shape(**LLAMA, qk_layernorm=True, kv_channels=32, vocab_size=1)
     run = Run(model=model, tempo=TempoConfig.off(), stock="cpu", dtype=torch.float32, recompute=recompute)
@@ -114,6 +113,7 @@ def test_norms_of_queries_and_keys_are_predicted_to_the_byte(recompute: tuple[st
     assert list(found.rows.values()) == measured
 
 
+@pytest.mark.slow
 def test_a_qwen_is_planned_estimated_and_measured_from_one_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import parametrize_covering
 
 from tempo_megatron import TempoConfig, cpu
 from tempo_megatron.memory.fake_tensors import simulate_layout
@@ -49,9 +50,7 @@ def ledgers(
 
 # Megatron compiles its squared relu, on a CPU too, and Dynamo looks at what autograd warns of.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("tempo_config", TEMPO.values(), ids=TEMPO)
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("values", MODELS.values(), ids=MODELS)
+@parametrize_covering(values=MODELS, tp=[1, 2], tempo_config=TEMPO)
 def test_fake_tensors_give_every_row_of_real_ones(values: dict[str, Any], tp: int, tempo_config: TempoConfig) -> None:
     real, fake = ledgers(values, tempo_config, tp)
     assert fake.rows == real.rows and fake.layer_bytes == real.layer_bytes > 0

@@ -47,6 +47,7 @@ def test_the_plan_is_a_block_arguments_and_a_table(tmp_path: Path, capsys: pytes
     assert figures["gpu"]["calibrated"] is False
 
 
+@pytest.mark.slow
 def test_without_fixed_memory_the_plan_fits_by_the_estimate_of_exactly_that_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_size_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert error == "tempo-megatron plan: --fixed-memory has 3 sizes; expected one, or one for each of --pp 8\n"
 
 
+@pytest.mark.slow
 def test_two_budgets_are_two_plans_and_what_megatron_may_not_recompute_it_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import pytest
@@ -24,7 +25,16 @@ SCALARS_BYTES = 16
 NO_OPTIMIZER = OptimizerSettings(kind="none")
 
 
-def ask(step: Step, **layout: int) -> tuple[PlanProblem, PlanEstimates]:
+@pytest.fixture(autouse=True)
+def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Inductor's own code makes, no dispatcher sees."""
+    monkeypatch.setenv("CXX", "no-compiler")
+
+
+@functools.cache
+def ask(family: str, **layout: int) -> tuple[PlanProblem, PlanEstimates]:
+    """The problem of a small step, whose estimates the tests of this file share."""
+    step = Step(family, False, TempoConfig.off())
     problem, estimates = make_problem(
         PlanRequest(
             run=Run(
@@ -60,13 +70,12 @@ def measure(step: Step, plan: MemoryPlan) -> int:
         return measure_step(taken)
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
-def test_no_real_step_exceeds_the_budget_of_its_plan(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What Inductor's own code makes, no dispatcher sees.
-    monkeypatch.setenv("CXX", "no-compiler")
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "llama", pytest.param("bert", marks=pytest.mark.exhaustive)])
+def test_no_real_step_exceeds_the_budget_of_its_plan(family: str) -> None:
     use_cpu()
     step = Step(family, False, TempoConfig.off())
-    problem, estimates = ask(step)
+    problem, estimates = ask(family)
     measurements: dict[tuple[str, tuple[str, ...]], int] = {}
     seconds = []
     for budget in list_budgets(problem, estimates, 5):
@@ -84,9 +93,9 @@ def test_no_real_step_exceeds_the_budget_of_its_plan(family: str, monkeypatch: p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=pytest.mark.exhaustive)])
 def test_where_all_layers_recomputed_would_fit_a_plan_is_found(family: str) -> None:
-    problem, estimates = ask(Step(family, False, TempoConfig.off()))
+    problem, estimates = ask(family)
     forms = (
         TempoConfig.off(),
         TempoConfig(activation="recompute", norm="recompute", dropout="recompute", attention="flash", loss="off"),
@@ -97,11 +106,16 @@ def test_where_all_layers_recomputed_would_fit_a_plan_is_found(family: str) -> N
         assert make_verified_plan(problem, budget, estimates.estimate_plan)[0].peak_bytes <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [{}, {"pipeline_parallel": 2, "num_micro_batches": 4}], ids=["one stage", "2 stages"]
+    "layout",
+    [
+        pytest.param({}, id="one stage", marks=pytest.mark.exhaustive),
+        pytest.param({"pipeline_parallel": 2, "num_micro_batches": 4}, id="2 stages"),
+    ],
 )
 def test_no_single_switch_that_fits_by_the_estimate_beats_the_plan(layout: dict[str, int]) -> None:
-    problem, estimates = ask(Step("gpt", False, TempoConfig.off()), **layout)
+    problem, estimates = ask("gpt", **layout)
     for name, switch in list_switches(problem).items():
         needed = max(estimates.estimate_plan(switch))
         plan, corrected = make_verified_plan(problem, needed, estimates.estimate_plan)
@@ -110,9 +124,10 @@ def test_no_single_switch_that_fits_by_the_estimate_beats_the_plan(layout: dict[
         assert make_plan(corrected, needed).seconds <= plan.seconds
 
 
+@pytest.mark.slow
 def test_what_the_estimate_finds_more_is_made_up_for() -> None:
     """An estimate that is 5 % above the plan's own figures, and one that is 5 % below."""
-    problem, estimates = ask(Step("gpt", False, TempoConfig.off()))
+    problem, estimates = ask("gpt")
     budget = int(0.9 * make_plan(problem, 10**15).peak_bytes)
 
     def judge(factor: float) -> MemoryPlan:

@@ -106,6 +106,7 @@ def test_fifty_steps_of_a_gpt_are_those_of_eager_mode(tempo_config: TempoConfig)
         )
 
 
+@pytest.mark.slow
 def test_a_gpt2_of_transformers_given_to_tempoize_trains_in_the_planned_order() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
