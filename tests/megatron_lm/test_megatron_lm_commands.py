@@ -12,6 +12,7 @@ from pathlib import Path
 
 import megatron.core
 import pytest
+from covering import exhaustive
 from training_job import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ def test_the_document_has_a_command_for_each_launcher() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "srun"])
+@pytest.mark.parametrize("launcher", ["torchrun", *exhaustive(["deepspeed"]), "srun"])
 def test_the_documented_command_works_from_the_checkouts_folder(tmp_path: Path, launcher: str) -> None:
     make_checkout(tmp_path, _SAY)
     command = list_commands()[launcher].replace(" ...", "").replace("--nproc_per_node 8", "--nproc_per_node 1")

@@ -93,6 +93,7 @@ def test_recomputed_core_attention_keeps_no_scores():
     assert ledger(SMALL, TempoConfig.off(), recompute=("core_attn",)).scores_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tempo_config", [TempoConfig(), TempoConfig.off()], ids=["tempo", "stock"])
 def test_a_simulated_layout_keeps_what_real_ranks_keep(tempo_config):
     real = run_megatron_ranks(ledger_in_this_layout, 2, 2, SMALL, tempo_config, True)

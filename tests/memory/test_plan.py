@@ -194,6 +194,15 @@ def test_flops_are_those_of_the_products() -> None:
     causal = count_layer_flops(make_run(), is_causal=True, skips_masked=True)
     assert causal.core_attention == 2 * s * (s + 1) * h
     assert count_layer_flops(make_run(), is_causal=True, skips_masked=False) == flops
+    off, again = TempoConfig.off(), TempoConfig(attention="recompute", linear_fc1="recompute", linear_qkv="recompute")
+    for config, modules, expected in (
+        (off, (), 0),
+        (off, ("core_attn", "mlp"), flops.core_attention + flops.mlp),
+        (again, (), flops.core_attention + flops.linear_fc1 + flops.linear_qkv),
+        (again, ("core_attn", "mlp"), flops.core_attention + flops.mlp + flops.linear_qkv),  # nothing a third time
+        (again, ("full",), flops.total),
+    ):
+        assert count_recomputed_flops(flops, frozenset(modules), config) == expected
     shape = make_shape(activation="swiglu", num_query_groups=8, ffn_hidden_size=14336)
     llama = count_layer_flops(make_run(shape, tensor_parallel=4), is_causal=False, skips_masked=True)
     assert llama.mlp == 6 * s * h * 14336 // 4 and llama.linears - llama.mlp == 2 * s * h * (2 * h + 2 * 1024) // 4
