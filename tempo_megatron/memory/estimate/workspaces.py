@@ -27,6 +27,11 @@ TORCH_BYTES = {
 TRANSFORMER_ENGINE_BYTES = {"a100": 4096 * _KIB, "h100": 32 * 1024 * _KIB + 1024, "gb200": 32 * 1024 * _KIB + 1024}
 
 
+GROUPED_STREAMS = 4
+"""Grouped products of experts run on so many streams, each with a workspace of Transformer Engine's size
+(common/util/multi_stream.cpp: nvte_get_num_compute_streams)."""
+
+
 def list_workspaces(run: Run, *, has_head: bool) -> list[int]:
     """The bytes of each workspace of one rank; none where nothing says which GPU it is.
 
@@ -41,4 +46,6 @@ def list_workspaces(run: Run, *, has_head: bool) -> list[int]:
         return of_torch
     # Tempo leaves Transformer Engine's linears where they are.
     uses_torch = has_head or (run.stock_attention == "unfused" and run.tempo.attention != "flash")
-    return [TRANSFORMER_ENGINE_BYTES[run.gpu], *(of_torch if uses_torch else [])]
+    is_grouped = run.experts is not None and run.experts.grouped
+    num_streams = 1 + (GROUPED_STREAMS if is_grouped else 0)
+    return [*[TRANSFORMER_ENGINE_BYTES[run.gpu]] * num_streams, *(of_torch if uses_torch else [])]
