@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import re
 from pathlib import Path
@@ -26,8 +28,37 @@ QUICKSTART = [
 ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
 
 
+def plan_in_a_fork() -> None:
+    """Let a rank plan in a fork of what it is now, not in a new process (tests/test_beside.py)."""
+    from tempo_megatron.memory.live import aside
+
+    ours, theirs = multiprocessing.Pipe()
+    if os.fork() == 0:
+        ours.close()
+        with contextlib.suppress(EOFError):  # the rank ended and had nothing to plan
+            try:
+                theirs.send(aside.make_run_plan(*theirs.recv()))
+            except ValueError as error:
+                theirs.send(error)
+        os._exit(0)
+
+    class Forked:
+        def __init__(self, target: str, *args: Any) -> None:
+            assert target.endswith(":make_run_plan")
+            ours.send(args)
+
+        def wait(self) -> Any:
+            found = ours.recv()
+            if isinstance(found, ValueError):
+                raise found
+            return found
+
+    aside.Beside = Forked  # type: ignore[assignment, misc]
+
+
 def count_bytes() -> None:
     """Let a rank count its storages while it trains, and say at the end how many bytes they were at most."""
+    plan_in_a_fork()
     from tempo_kernels.gelu import make_tables
     from tempo_megatron.memory.storages import PeakBytes
     from tempo_megatron.training.job import Job
@@ -113,9 +144,8 @@ def test_what_the_user_wrote_of_recomputation_stays_and_is_counted(data: Data, t
     config, dtype = CONFIGS["ZeRO 1, fp32"]
     budget = estimate(TempoConfig(), config, dtype)
     written = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
-    planned = successful(
-        run(data, tmp_path, *QUICKSTART, *written, "--use-tempo", "--tempo-memory-budget", f"{budget}B", config=config)
-    )
+    words = [*QUICKSTART, *written, "--use-tempo", "--tempo-memory-budget", f"{budget}B"]
+    planned = successful(run(data, tmp_path, *words, config=config, before=plan_in_a_fork))
     assert (
         "recompute  selective, mlp\n" in planned.output
         and "recomputed by Megatron: mlp of every layer" in planned.output
@@ -127,27 +157,22 @@ def test_what_the_user_wrote_of_recomputation_stays_and_is_counted(data: Data, t
 @pytest.mark.slow
 def test_ranks_share_one_plan_and_resume_with_another(data: Data, tmp_path: Path) -> None:
     """With dropout, on two ranks; the losses after --load are those of the run that was not interrupted."""
-    common = [
-        "--tensor-model-parallel-size",
-        "2",
-        "--sequence-parallel",
-        "--micro-batch-size",
-        "4",
-        "--train-iters",
-        "4",
-    ]
-    budgets = [["--use-tempo", "--tempo-memory-budget", size] for size in ("2.5GB", "2.03GB")]
+    common = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4 --train-iters 4".split()
     save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
-    whole = successful(run(data, tmp_path / "whole", *common, *budgets[0], world_size=2, config=ZERO1))
-    first = successful(
-        run(data, tmp_path / "first", *common, *budgets[0], *save, "--exit-interval", "2", world_size=2, config=ZERO1)
-    )
-    second = successful(run(data, tmp_path / "second", *common, *budgets[1], *save, world_size=2, config=ZERO1))
+
+    def go(name: str, budget: str, *more: str, before: Any = plan_in_a_fork) -> Run:
+        words = [*common, "--use-tempo", "--tempo-memory-budget", budget, *more]
+        return successful(run(data, tmp_path / name, *words, world_size=2, config=ZERO1, before=before))
+
+    whole = go("whole", "2.5GB")
+    first = go("first", "2.5GB", *save, "--exit-interval", "2")
+    second = go("second", "2.03GB", *save, before=None)
     assert [*first.losses, *second.losses] == pytest.approx(whole.losses, rel=1e-4)
 
 
 def test_an_impossible_budget_is_one_sentence(data: Data, tmp_path: Path) -> None:
-    failed = run(data, tmp_path, *QUICKSTART, "--use-tempo", "--tempo-memory-budget", "50MiB", config=ZERO1)
+    words = [*QUICKSTART, "--use-tempo", "--tempo-memory-budget", "50MiB"]
+    failed = run(data, tmp_path, *words, config=ZERO1, before=plan_in_a_fork)
     assert failed.exit_codes == [1]
     (line,) = [line for line in failed.output.splitlines() if line.startswith("error")]
     assert re.fullmatch(
