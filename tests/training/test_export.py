@@ -74,29 +74,27 @@ CASES = {
     "TP 2 + SP, DP 2, ZeRO 2": (4, 2, 2, False, SP),
     "TP 2 + SP, DP 2, ZeRO 3, bf16": (4, 2, 3, True, SP),
 }
-QUICK = ("one process, ZeRO 0",)
+
+
+def find_marks(name: str) -> list[pytest.MarkDecorator]:
+    """Each stage of ZeRO, each kind of parallelism and each dtype; the rest with --exhaustive."""
+    if name == "one process, ZeRO 0":
+        return []
+    often = name not in ("TP 2 + SP, DP 2, ZeRO 2", "TP 2 + SP, ZeRO 1, bf16")
+    return [pytest.mark.slow] if often else [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(
     ("world_size", "tp", "stage", "bf16", "extra"),
-    [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+    [pytest.param(*case, id=name, marks=find_marks(name)) for name, case in CASES.items()],
 )
 def test_exported_weights_are_those_of_the_live_model(
     data: Data, tmp_path: Path, world_size: int, tp: int, stage: int, bf16: bool, extra: list[str]
 ) -> None:
     # An odd hidden size leaves remainders for ZeRO's partitions.
     sizes = ["--hidden-size", "68", "--ffn-hidden-size", "130", "--train-iters", "2", "--save", str(tmp_path / "save")]
-    successful(
-        run(
-            data,
-            tmp_path,
-            *sizes,
-            *extra,
-            world_size=world_size,
-            config=config_of(stage, bf16),
-            before=keep_live_weights,
-        )
-    )
+    layout: dict[str, Any] = {"world_size": world_size, "config": config_of(stage, bf16)}
+    successful(run(data, tmp_path, *sizes, *extra, **layout, before=keep_live_weights))
     dtype = "bf16" if bf16 else "fp32"
     output = tmp_path / "out" / "weights.safetensors"
     assert main(["export", "--load", str(tmp_path / "save"), "--output", str(output), "--dtype", dtype]) == 0

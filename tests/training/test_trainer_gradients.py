@@ -19,20 +19,8 @@ def gradients(world_size: int, summed: bool) -> dict[str, torch.Tensor]:
     from tempo_megatron.training.run.run_config import complete_run
     from tempo_megatron.training.tasks.next_token import PredictNextToken
 
-    words = [
-        "--lr",
-        "1",
-        "--train-iters",
-        "1",
-        "--data-path",
-        "-",
-        "--deepspeed_config",
-        "-",
-        "--micro-batch-size",
-        "2",
-    ]
-    words += ["--attention-dropout", "0", "--hidden-dropout", "0"]
-    words += ["--tensor-model-parallel-size", str(world_size)]
+    words = "--lr 1 --train-iters 1 --data-path - --deepspeed_config - --micro-batch-size 2".split()
+    words += f"--attention-dropout 0 --hidden-dropout 0 --tensor-model-parallel-size {world_size}".split()
     words += [word for name, size in SIZES.items() for word in ("--" + name.replace("_", "-"), str(size))]
     args = parse_arguments([*words, "--sequence-parallel"] if world_size > 1 else words)
     run = complete_run(args, {}, None, world_size=world_size, on_gpu=False)
