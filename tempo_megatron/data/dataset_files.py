@@ -187,7 +187,7 @@ def validate_dataset(prefix: str, vocab_size: int, *, scan_bytes: int = 1 << 30)
     if sidecar is not None:
         if sidecar.tokens != tokens:
             raise DataError(
-                f"{prefix}.json speaks of {sidecar.tokens} tokens, {prefix}.idx of {tokens}: they belong to different "
+                f"{prefix}.json counts {sidecar.tokens} tokens, {prefix}.idx {tokens}: they belong to different "
                 f"data; prepare the data again, or remove {prefix}.json"
             )
         if sidecar.vocab_size > vocab_size:
@@ -259,7 +259,7 @@ def _check_index(prefix: str) -> tuple[Any, int]:
         raise DataError(f"{prefix} has no documents; prepare the data again")
     if tokens * np.dtype(DTYPES[code]).itemsize != bin_size:
         raise DataError(
-            f"{prefix}.bin has {bin_size} bytes, {prefix}.idx speaks of {tokens} tokens of "
+            f"{prefix}.bin has {bin_size} bytes, {prefix}.idx counts {tokens} tokens of "
             f"{np.dtype(DTYPES[code]).itemsize} bytes: they do not belong together; prepare the data again"
         )
     return DTYPES[code], tokens

@@ -309,7 +309,7 @@ class Progress:
         self._done = min(self._done + num_bytes, self._total)
 
     def begin_unmeasured(self, phase: str) -> None:
-        """Everything is read; from now on show `phase`, whose duration is unknown."""
+        """Shows from now on, when everything is read, `phase`, whose duration is unknown."""
         self._phase = phase
 
     def format_line(self, seconds: float) -> str:

@@ -247,7 +247,7 @@ def _parse_vocab(path: str, content: bytes) -> dict[str, int]:
 
 
 def _parse_merges(path: str, content: bytes) -> dict[int, tuple[str, str]]:
-    """Line number -> the two tokens that it merges."""
+    """Reads merges.txt: line number -> the two tokens that it merges."""
     try:
         lines = content.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:

@@ -30,7 +30,7 @@ def find_difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def flatten(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"setting": {"deepspeed": {"stage": 1}}}` -> `{"setting deepspeed.stage": 1}`."""
+    """Flattens `{"setting": {"deepspeed": {"stage": 1}}}` to `{"setting deepspeed.stage": 1}`."""
 
     def walk(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, Mapping):

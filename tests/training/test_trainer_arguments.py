@@ -106,8 +106,8 @@ WRONG_ARGUMENTS = {
     "min lr": (["--min-lr", "1"], "--min-lr 1.0 is above --lr 0.001"),
     "warmup": (["--lr-warmup-iters", "10"], "--lr-warmup-iters 10 is not below the 10 steps of decay"),
     "bf16 and fp16": (["--bf16", "--fp16"], "--bf16 and --fp16 are both given"),
-    "fp16 on cpu": (["--fp16"], "fp16 is asked for but there is no GPU"),
-    "bf16 without zero": (["--bf16"], "bf16 without ZeRO is asked for"),
+    "fp16 on cpu": (["--fp16"], "the precision is fp16, but there is no GPU"),
+    "bf16 without zero": (["--bf16"], "the precision is bf16 without ZeRO"),
     "recompute layernorm": (
         ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"],
         "--recompute-modules layernorm cannot be used: without Transformer Engine megatron-core stops in it",

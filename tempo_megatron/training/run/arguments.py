@@ -284,7 +284,7 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
         type=parse_heartbeat,
         default=30.0,
         help="how long a rank may be stopped, or its host silent, until the run ends; a rank that is busy is neither, "
-        "and one that dies ends the run at once. A small process beside each rank watches it. 0 lets nobody watch "
+        "and one that dies ends the run at once. A small process beside each rank watches it; 0 starts none "
         "(default %(default)g)",
     )
     group.add_argument(

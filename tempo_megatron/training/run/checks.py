@@ -64,13 +64,15 @@ def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
 def _check_precision(run: RunConfig) -> None:
     config = run.deepspeed
     if run.precision == "fp16" and not run.on_gpu:
-        raise ValueError("fp16 is asked for but there is no GPU and DeepSpeed has no fp16 on CPU; use bf16 or fp32")
+        raise ValueError(
+            "the precision is fp16, but there is no GPU, and DeepSpeed has no fp16 on a CPU; use bf16 or fp32"
+        )
     stage = read_zero_stage(config)
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage in the DeepSpeed JSON is {stage}; expected 0, 1, 2 or 3")
     if stage == 0 and run.precision != "fp32":
         raise ValueError(
-            f"{run.precision} without ZeRO is asked for, but DeepSpeed's optimizer for it takes a step of its own at "
+            f"the precision is {run.precision} without ZeRO, but DeepSpeed's optimizer for that takes an extra step at "
             "the start and clips by the norm of one tensor-parallel rank; set zero_optimization.stage to 1, 2 or 3"
         )
     accumulated = config.get("data_types", {}).get("grad_accum_dtype")

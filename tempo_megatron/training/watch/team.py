@@ -122,7 +122,7 @@ class Team:
                 missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
                 return (
                     f"rank {', '.join(missing)} of {self.world_size} has not come within {timeout_s / 60:g} minutes; "
-                    "look at what it says there, or give --distributed-timeout-minutes"
+                    "look at its output, or raise --distributed-timeout-minutes"
                 )
             time.sleep(0.1)
         return find_difference([json.loads(zlib.decompress(self.store.get(key))) for key in keys]) or ""
@@ -157,7 +157,7 @@ class Team:
         self._order("told")
 
     def leave(self) -> None:
-        """This rank has finished; the others must not report it as lost."""
+        """Says goodbye, so that the other ranks do not report this one as lost."""
         self.begin_to_end()
         self._order("bye")
 
