@@ -215,12 +215,13 @@ def test_a_test_case_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("--tp 2 --vocab-size 5 --world-size 2", "--tp is given beside a command"),
         ("--world-size 2 --hf a --vocab-size 5", "--hf is given beside a command"),
         ("--vocab-size 5", "give --world-size"),
+        ("--world-size 3", "3 GPUs are not a multiple"),
     ],
 )
 def test_arguments_beside_a_command(ours: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", *ours.split(), "--", "pretrain_gpt.py", *TINY.split()]) == 2
     written = capsys.readouterr()
-    assert sentence in written.err and not written.out
+    assert sentence in written.err and not written.out and written.err.count("\n") == 1
 
 
 def test_the_plan_of_a_command_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:

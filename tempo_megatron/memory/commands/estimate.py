@@ -42,10 +42,11 @@ def run_estimate(args: argparse.Namespace) -> int:
     if command is None:
         config = take_deepspeed(args)
         run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), name_model(args)
-        is_asked = True
+        is_asked, warnings = True, []
     else:
         is_said = describe_tempo_arguments(args) != "none"
-        run, is_asked = read_run_of_command(args, command, tempo_config_from(args, {}) if is_said else None)
+        own = tempo_config_from(args, {}) if is_said else None
+        run, is_asked, warnings = read_run_of_command(args, command, own)
         title = Path(command.script).name
     run = dataclasses.replace(run, gpu=args.gpu or (None if command is None else "h100"))
     found = {}
@@ -56,7 +57,8 @@ def run_estimate(args: argparse.Namespace) -> int:
         except ValueError as error:
             if name == "stock" or is_asked:
                 raise
-            print(f"warning: Tempo cannot have this run: {error}", file=sys.stderr)
+            warnings.append(f"Tempo cannot have this run: {error}")
+    print_notes(command, warnings)
     print(f"{title}, {describe_run(run)}")
     print(format_estimates(found, shows_all=args.all_ranks))
     fits = True
@@ -67,6 +69,7 @@ def run_estimate(args: argparse.Namespace) -> int:
             name.lower(): [{"stage": stage, **_list_figures(rank)} for stage, rank in enumerate(ranks)]
             for name, ranks in found.items()
         }
+        figures.setdefault("tempo", [])
         Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
     if args.plot:
         plot_estimates({name: choose_ranks(ranks) for name, ranks in found.items()}, args.plot, args.gpu_memory)
@@ -77,7 +80,7 @@ def run_estimate(args: argparse.Namespace) -> int:
 
 def read_run_of_command(
     args: argparse.Namespace, command: Command, tempo: TempoConfig | None = None
-) -> tuple[Run, bool]:
+) -> tuple[Run, bool, list[str]]:
     """With Tempo, unless it is switched off: what it would change is what is asked.
 
     Args:
@@ -86,15 +89,20 @@ def read_run_of_command(
         tempo: what our own arguments say; None is what the command says.
 
     Returns:
-        The run, and whether somebody said anything of Tempo.
+        The run, whether somebody said anything of Tempo, and warnings.
     """
     run, warnings = read_command(command, tempo, world_size=args.world_size, vocab_size=args.vocab_size)
-    print(f"defaults are those of Megatron-LM {VERSION}")
+    if tempo is None and run.tempo.is_off and "--no-use-tempo" not in command.options:
+        return dataclasses.replace(run, tempo=TempoConfig()), False, warnings
+    return run, True, warnings
+
+
+def print_notes(command: Command | None, warnings: Sequence[str]) -> None:
+    """What stands above a table: warnings, and of a command whose defaults are taken."""
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    if tempo is None and run.tempo.is_off and "--no-use-tempo" not in command.options:
-        return dataclasses.replace(run, tempo=TempoConfig()), False
-    return run, True
+    if command is not None:
+        print(f"defaults are those of Megatron-LM {VERSION}")
 
 
 def _add_tempo(command: Command, args: argparse.Namespace) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 
 from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.commands.arguments import add_plan_arguments
-from tempo_megatron.memory.commands.estimate import name_dtype, name_model, read_run_of_command
+from tempo_megatron.memory.commands.estimate import name_dtype, name_model, print_notes, read_run_of_command
 from tempo_megatron.memory.commands.ledger import format_layout
 from tempo_megatron.memory.commands.megatron_command import Command, drop_options, take_command, write_command
 from tempo_megatron.memory.commands.megatron_options import parse_options
@@ -54,11 +54,13 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.plot:
         check_installed("--plot", "train", "matplotlib")
     command = take_command(args, add_plan_arguments)
+    warnings: list[str] = []
     if command is None:
         request, samples_per_rank = read_request(args, gpu)
         title = name_model(args)
     else:
-        request, samples_per_rank, title = _read_request_of_command(args, command, gpu), None, Path(command.script).name
+        (request, warnings), samples_per_rank = _read_request_of_command(args, command, gpu), None
+        title = Path(command.script).name
     trials = []
     with _show_estimates() as note_estimate:
         if args.micro_batch_size == "auto":
@@ -68,6 +70,7 @@ def run_plan(args: argparse.Namespace) -> int:
         else:
             plan, problem = plan_memory(request, args.gpu_memory, note_estimate)
     run = problem.run
+    print_notes(command, warnings)
     print(f"{title}, {name_dtype(run)}, s {run.model.seq_length}, b {run.micro_batch_size}, ", end="")
     layout = format_layout(run.tensor_parallel, run.sequence_parallel)
     print(f"{layout}, PP {run.pipeline_parallel}, {format_bytes(args.gpu_memory)} a GPU")
@@ -118,12 +121,12 @@ def read_request(args: argparse.Namespace, gpu: Gpu) -> tuple[PlanRequest, int |
     return request, samples
 
 
-def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gpu) -> PlanRequest:
-    """What a command of Megatron-LM asks, whatever it says of recomputation.
+def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gpu) -> tuple[PlanRequest, list[str]]:
+    """What a command of Megatron-LM asks, whatever it says of recomputation, and warnings.
 
     Raises ValueError for pipelines that the planner does not know.
     """
-    run, _ = read_run_of_command(args, command)
+    run, _, warnings = read_run_of_command(args, command)
     fields = (each for each in dataclasses.fields(run) if each.name not in _KNOWN)
     given = {each.name: value for each in fields if (value := getattr(run, each.name)) != each.default}
     if given:
@@ -135,12 +138,13 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
         )
     if run.tempo.is_off:
         raise ValueError("--no-use-tempo is given, and the plan is what Tempo does; leave it out")
-    return PlanRequest(
+    request = PlanRequest(
         run=dataclasses.replace(run, recompute=(), recompute_num_layers=None),
         gpu=gpu,
         recompute=frozenset(args.recompute_allowed),
         fixed_sizes=tuple(args.fixed_memory or ()),
     )
+    return request, warnings
 
 
 def _write_planned_command(command: Command, run: Run, plan: MemoryPlan, vocab_size: int | None) -> str:
