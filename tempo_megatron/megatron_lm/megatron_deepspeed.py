@@ -7,9 +7,9 @@
 or no line at all: `python -m tempo_megatron run pretrain_gpt.py ... --use-tempo` patches its scripts.
 
 Megatron-DeepSpeed has no layer specs, and its constructors name their own class in `super()`: a subclass in that
-class's place would construct itself without end. What computes is therefore replaced where it is defined: the forwards
-of its norms, its MLP and its core attention, and the functions that add bias and dropout. Modules, parameters and
-checkpoint keys stay. The embedding's dropout and the loss head are left as they are.
+class's place would construct itself without end. Tempo therefore replaces the functions that compute: the forwards of
+the norms, the MLP and core attention, and the functions that add bias and dropout. Modules, parameters and checkpoint
+keys stay. The embedding's dropout and the loss head stay stock.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 class _Calls:
-    """What is known only while the model runs: whose turn it is to draw."""
+    """The state of a running model: which layer draws next, and which micro batch it is."""
 
     def __init__(self) -> None:
         self.sites: list[tuple[Place, Iterator[Site]]] = []
@@ -117,7 +117,7 @@ def choose(args: argparse.Namespace, tempo_config: TempoConfig) -> tuple[TempoCo
     """
     if tempo_config.layers:
         raise ValueError(
-            "tempo.layers is given, and in Megatron-DeepSpeed what computes is replaced for all layers at once; "
+            "tempo.layers is given, and Tempo replaces Megatron-DeepSpeed's functions for all layers at once; "
             "expected one value for each operation; leave layers out"
         )
     chosen: dict[str, Any] = {}
@@ -207,8 +207,8 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _count_micro_batch(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Say which samples a training micro batch holds: a stage runs those of a step in their order, and the trainer
-    counts a step's samples when it is over."""
+    """Announce each training micro batch. A stage runs the micro batches of a step in order, and the trainer counts
+    their samples after the step."""
     if model.training and torch.is_grad_enabled():
         options = get_args()
         if options.consumed_train_samples != _CALLS.consumed_samples:
@@ -232,7 +232,7 @@ def _note_place(build: Callable[..., None], layer: Any, *args: Any, **kwargs: An
 
 
 def _run_layer(forward: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """A layer's forward, during which the functions that add know whose they are: they are given tensors only."""
+    """A layer's forward. The functions that add get tensors only, so this notes the layer and its sites for them."""
     cross = [Site.CROSS_ATTENTION_OUTPUT] if layer.layer_type == LayerType.decoder else []
     sites = iter([Site.SELF_ATTENTION_OUTPUT, *cross, Site.MLP_OUTPUT])
     _CALLS.sites.append((_find_place(layer), sites))
@@ -285,8 +285,7 @@ def _find_vector(bias: Tensor) -> Tensor | None:
 def _find_sequence_rank() -> int:
     """Which part of the sequence this rank's hidden states are."""
     if get_args().sequence_parallel:
-        rank: int = parallel_state.get_tensor_model_parallel_rank()
-        return rank
+        return int(parallel_state.get_tensor_model_parallel_rank())
     return _find_ulysses_rank() or 0
 
 
@@ -294,8 +293,7 @@ def _find_ulysses_rank() -> int | None:
     """The rank of DeepSpeed's sequence parallelism (Ulysses); None without it."""
     if not parallel_state.sequence_parallel_is_initialized() or parallel_state.get_sequence_parallel_world_size() == 1:
         return None
-    rank: int = parallel_state.get_sequence_parallel_rank()
-    return rank
+    return int(parallel_state.get_sequence_parallel_rank())
 
 
 def _run_norm(norm: Any, x: Tensor) -> Tensor:

@@ -12,8 +12,6 @@ from typing import Any
 from tempo_megatron.settings.layer_values import (
     LAYER_OPERATIONS,
     FrozenDict,
-    check_reach,
-    check_stacks,
     freeze_layers,
     read_range,
     write_key,
@@ -142,12 +140,22 @@ class TempoConfig:
         return TempoConfig(**fill({name: getattr(self, name) for name in CHOICES}), layers=layers)
 
     def check_layers(self, stack: str, num_layers: int) -> None:
-        """Raise ValueError where `layers` speaks of layers that a stack, "encoder" or "decoder", does not have."""
-        check_reach(self.layers, stack, num_layers)
+        """Raise ValueError where `layers` names layers that a stack, "encoder" or "decoder", does not have."""
+        for each in map(read_range, self.layers):
+            if each.is_of(stack) and max(each.first, each.last or 0) >= num_layers:
+                raise ValueError(
+                    f"tempo.layers{write_key(each)} goes beyond the {stack}'s {num_layers} layers; expected layers "
+                    f"from 0 to {num_layers - 1}; change the range"
+                )
 
     def check_stacks(self, stacks: tuple[str, ...], model_name: str) -> None:
-        """Raise ValueError where `layers` speaks of a stack that is none of a model's `stacks`."""
-        check_stacks(self.layers, stacks, model_name)
+        """Raise ValueError where `layers` names a stack that is not one of a model's `stacks`."""
+        for each in map(read_range, self.layers):
+            if each.stack is not None and each.stack not in stacks:
+                raise ValueError(
+                    f"tempo.layers{write_key(each)} is given, and a {model_name} has no {each.stack}; expected layers "
+                    f'of its {" or ".join(stacks)}; write "{dataclasses.replace(each, stack=None)}"'
+                )
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any]) -> TempoConfig:

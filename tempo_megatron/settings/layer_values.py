@@ -109,28 +109,6 @@ def write_layers(layers: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
-def check_reach(layers: Mapping[str, Any], stack: str, num_layers: int) -> None:
-    """Raise ValueError where a range names layers that a stack of `num_layers` does not have."""
-    for key in layers:
-        each = read_range(key)
-        if each.is_of(stack) and max(each.first, each.last or 0) >= num_layers:
-            raise ValueError(
-                f"tempo.layers{write_key(each)} goes beyond the {stack}'s {num_layers} layers; expected layers from 0 "
-                f"to {num_layers - 1}; change the range"
-            )
-
-
-def check_stacks(layers: Mapping[str, Any], stacks: tuple[str, ...], model_name: str) -> None:
-    """Raise ValueError where a range names a stack that a model does not have."""
-    for key in layers:
-        each = read_range(key)
-        if each.stack is not None and each.stack not in stacks:
-            raise ValueError(
-                f"tempo.layers{write_key(each)} is given, and a {model_name} has no {each.stack}; expected layers of "
-                f'its {" or ".join(stacks)}; write "{dataclasses.replace(each, stack=None)}"'
-            )
-
-
 def read_range(key: object) -> LayerRange:
     """The layers that a key of `"layers"` names.
 

@@ -84,7 +84,7 @@ _IS_MULTIPLE = LateCheck(
 
 @dataclasses.dataclass
 class LossHead:
-    """What a fused output layer knows about the forward that is running."""
+    """What a fused output layer knows about the running forward."""
 
     logits_scale: float
     """What the model multiplies logits by (MuP); the losses are those of the logits so scaled."""
