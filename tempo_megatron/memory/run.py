@@ -188,6 +188,9 @@ class Run:
     deterministic: bool = False
     """Megatron's --deterministic-mode, with the CUBLAS_WORKSPACE_CONFIG=:4096:8 that torch asks for then."""
 
+    fuses_gradient_accumulation: bool = False
+    """Megatron's fusion of that name, without --no-gradient-accumulation-fusion."""
+
     data_has_masks: bool = False
     """Whether a GPT's micro batch brings an attention mask, as without --no-create-attention-mask-in-dataloader."""
 

@@ -133,6 +133,16 @@ def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:
     assert chunks == [2 * 2 * hidden, 3 * 2 * hidden]
 
 
+def test_fused_accumulation_keeps_a_gradient_of_each_shape_of_weights() -> None:
+    sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
+    run = make_run(sizes, gpu="h100", pipeline_parallel=2, fuses_gradient_accumulation=True)
+    first, last = (rank.at_rest["placeholder gradients"] for rank in estimate_ranks(run))
+    of_layer = 2 * 512 * 512 * (3 + 1 + 4 + 4)
+    assert (first, last) == (of_layer, of_layer + 2 * 512 * run.padded_vocab_size)
+    (rank,) = estimate_ranks(dataclasses.replace(run, pipeline_parallel=1, fuses_gradient_accumulation=False))
+    assert rank.at_rest["placeholder gradients"] == 0
+
+
 def test_float16_gradients_are_there_a_second_time_until_the_next_step() -> None:
     for optimizer, parts in ((WHOLE, 1), (DISTRIBUTED, 4)):
         run = make_run({**SMALL, "seq_length": 64}, dtype=torch.float16, data_parallel=4, optimizer=optimizer)

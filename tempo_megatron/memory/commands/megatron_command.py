@@ -264,6 +264,7 @@ def read_command(
         run,
         gpu=gpu,
         deterministic=args.deterministic_mode,
+        fuses_gradient_accumulation=args.gradient_accumulation_fusion,
         data_has_masks=args.create_attention_mask_in_dataloader,
     )
     run.check()

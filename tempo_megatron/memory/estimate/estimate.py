@@ -12,6 +12,7 @@ of tables that the in-place GELU of 16 bits makes once in a process.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from tempo_megatron.memory.estimate.allocator import simulate_allocator
@@ -69,6 +70,7 @@ PART_NAMES = (
     "global memory buffer",
     "workspaces",
     "rounding",
+    "placeholder gradients",
     "stage inputs",
     "micro batches",
     "other micro batches' activations",
@@ -187,17 +189,30 @@ def _count_on_gpu(run: Run, chunks: Sequence[ChunkMemory], *, has_head: bool) ->
         return {}
     workspaces, optimizer = list_workspaces(run, has_head=has_head), run.optimizer
     inputs = [chunk.input_bytes for chunk in chunks for _ in range(2)]
+    placeholders = _list_placeholder_gradients(run, chunks)
     buffer = max(each.global_buffer_bytes for each in chunks)
     rounding = 0
     if optimizer.kind == "megatron":
         rounding = count_rounding(
             [chunk.parameter_sizes for chunk in chunks],
             run.dtype,
-            [*workspaces, *inputs, buffer],
+            [*workspaces, *inputs, buffer, *placeholders],
             parts=run.data_parallel * run.context_parallel // optimizer.instances if optimizer.distributed else 1,
             is_distributed=optimizer.distributed,
         )
-    return {"workspaces": sum(workspaces), "rounding": rounding}
+    return {"workspaces": sum(workspaces), "rounding": rounding, "placeholder gradients": sum(placeholders)}
+
+
+def _list_placeholder_gradients(run: Run, chunks: Sequence[ChunkMemory]) -> list[int]:
+    """The bytes of each gradient that autograd is given where the product itself adds to the float32 buffer.
+
+    Transformer Engine keeps one for each shape and dtype (transformer_engine/pytorch/module/base.py:134-148 of 2.20),
+    which Megatron's linears take too (core/tensor_parallel/layers.py: get_dummy_wgrad).
+    """
+    if not run.fuses_gradient_accumulation:
+        return []
+    shapes = sorted(frozenset().union(*(chunk.linear_shapes for chunk in chunks)))
+    return [math.prod(shape) * run.dtype.itemsize for shape in shapes]
 
 
 def _estimate_rank(

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -274,6 +274,7 @@ class _Chunk:
             0 if self._pre_process else self._count_hidden(),
             0 if self._post_process else self._count_hidden(),
             tuple(self._list_parameter_sizes()),
+            self._find_linear_shapes(),
             forward,
             backward,
         )
@@ -463,6 +464,17 @@ class _Chunk:
             elif id(layer) not in listed:
                 listed.add(id(layer))
                 yield from [p.numel() for p in layer.parameters()] * times
+
+    def _find_linear_shapes(self) -> frozenset[tuple[int, int]]:
+        weights = [
+            module.weight
+            for module in self._model.modules()
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and module.weight is not None
+        ]
+        if self._post_process:
+            weights.append(self._model.shared_embedding_or_output_weight())
+        # A model whose weights are not tied has none of the latter in T5.
+        return frozenset(tuple(weight.shape) for weight in weights if weight is not None)
 
     def _count_largest(self) -> int:
         parts: Sequence[Any] = [

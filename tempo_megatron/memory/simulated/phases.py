@@ -56,6 +56,9 @@ class ChunkMemory:
     parameter_sizes: tuple[int, ...]
     """Elements of each parameter, in the order of the modules."""
 
+    linear_shapes: frozenset[tuple[int, int]]
+    """Of the weights with which it multiplies, the loss head's among them."""
+
     forward: tuple[Phase, ...]
     backward: tuple[Phase, ...]
 
