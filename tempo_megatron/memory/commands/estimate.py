@@ -40,10 +40,11 @@ def run_estimate(args: argparse.Namespace) -> int:
     Raises ValueError for what cannot be estimated.
     """
     command = take_command(args, add_estimate_arguments)
+    warnings: list[str] = []
+    is_asked = True
     if command is None:
         config = take_deepspeed(args)
         run, title = read_requested_run(args, tempo_config_from(args, config or {}), config), name_model(args)
-        is_asked, warnings = True, []
     else:
         is_said = describe_tempo_arguments(args) != "none"
         own = tempo_config_from(args, {}) if is_said else None
