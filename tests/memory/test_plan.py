@@ -286,6 +286,13 @@ def test_the_head_takes_the_form_that_needs_less_where_it_stands() -> None:
         assert make_plan(problem, 10**11).block["loss"] == expected
 
 
+def test_a_correction_is_added_to_its_stages_peak() -> None:
+    problem = make_problem(4, pipeline_parallel=2)
+    corrected = dataclasses.replace(problem, corrections=(10**6, -(10**7)))
+    before, after = (make_plan(each, 10**15).stages for each in (problem, corrected))
+    assert [b.peak_bytes - a.peak_bytes for a, b in zip(before, after, strict=True)] == [10**6, -(10**7)]
+
+
 def test_plenty_of_memory_leaves_stock_but_what_costs_nothing() -> None:
     plan = make_plan(make_problem(), 10**15)
     off = dict.fromkeys(ALL_VALUES, "off")
