@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from covering import parametrize_covering
 from torch import nn
 from torch_models import B, H, S, build, kept_bytes, loss_and_gradients, make_ids
 from witness import assert_three_witnesses, assert_within_rule
@@ -44,8 +45,7 @@ def test_a_layer_norm_without_bias_is_torchs(dtype, keep):
     )
 
 
-@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@parametrize_covering(each={"norm": NORMS, "activation": ACTIVATIONS})
 def test_without_dropout_loss_and_gradients_are_stocks(norm, activation):
     kwargs = {"p": 0.0, "norm": norm, "activation": activation}
     stock, ours, exact = build(**kwargs), tempoize(build(**kwargs)), build(**kwargs).double()

@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from covering import parametrize_covering
 from torch import nn
 from torch_models import B, build, loss_and_gradients, make_ids
 
@@ -278,8 +279,7 @@ class Returning(nn.Module):
         return self.found.pop()
 
 
-@pytest.mark.parametrize("kind", ["dataclass", "object", "None"])
-@pytest.mark.parametrize("checkpoints", CHECKPOINTS.values(), ids=CHECKPOINTS)
+@parametrize_covering(each={"kind": ["dataclass", "object", "None"], "checkpoints": CHECKPOINTS})
 def test_several_forwards_may_run_before_their_backwards_whatever_the_model_returns(kind, checkpoints):
     found = []
     for each in (None, checkpoints):
