@@ -89,17 +89,24 @@ def _estimate(row: Mapping[str, Any], world_size: int) -> Sequence[Any]:
 def _find_world_size(row: Mapping[str, Any]) -> int:
     """The GPUs with which the estimate at rest is nearest to what was measured."""
     arguments = row["args"]
-    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
-    smallest = math.prod(int(arguments.get(size, 1)) for size in sizes)
-    last = _estimate(row, smallest)[-1]
+
+    def read(*names: str) -> int:
+        return math.prod(int(arguments.get(f"--{name}-parallel-size", 1)) for name in names)
+
+    tensor = int(arguments.get("--expert-tensor-parallel-size", read("tensor-model")))
+    of_experts = read("expert-model") * tensor if "--num-experts" in arguments else 1
+    smallest = math.lcm(read("tensor-model", "context"), of_experts) * read("pipeline-model")
     if "--use-distributed-optimizer" not in arguments:
         return smallest
-    most = int(arguments["--global-batch-size"]) // int(arguments["--micro-batch-size"])
-    states = last.parts["optimizer states"]
-    candidates = [2**n for n in range(11) if most % 2**n == 0]
-    return smallest * min(
-        candidates, key=lambda d: abs(last.at_rest_bytes - states + states // d - row["allocated_at_rest_bytes"])
-    )
+    errors: dict[int, int] = {}
+    for size in (smallest * 2**n for n in range(11)):
+        try:
+            errors[size] = abs(_estimate(row, size)[-1].at_rest_bytes - row["allocated_at_rest_bytes"])
+        except ValueError:
+            # The batch does not divide so; with one size, that is what is said of the row.
+            if not errors and size == smallest:
+                raise
+    return min(errors, key=lambda size: errors[size])
 
 
 def format_result(result: Result) -> str:

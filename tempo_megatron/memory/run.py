@@ -258,9 +258,12 @@ class Run:
                 f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; expected a divisor of the {layers[0]} layers "
                 "of one of at least 2 stages; change it or leave it out"
             )
-        if (self.num_micro_batches or 0) % stages:
+        group = self.micro_batch_group or stages
+        number = self.num_micro_batches or 0
+        if 0 < number % group < stages or 0 < number < group or group < stages:
             raise ValueError(
-                f"{self.num_micro_batches} micro batches are not a multiple of --pp {stages}, as interleaving needs"
+                f"{number} micro batches pass through chunks in groups of {group}, of which none may be smaller than "
+                f"--pp {stages}, as interleaving needs; change one of them"
             )
         firsts = range(stage * per_chunk, self.model.num_layers, stages * per_chunk)
         return [range(first, first + per_chunk) for first in firsts]

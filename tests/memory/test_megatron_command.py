@@ -31,6 +31,11 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
         ("", {"data_parallel": 8, "num_micro_batches": 1, "dtype": torch.bfloat16, "stock": "transformer_engine"}),
         ("--tensor-model-parallel-size=2", {"tensor_parallel": 2, "data_parallel": 4, "padded_vocab_size": 50432}),
         ("--context-parallel-size 2", {"context_parallel": 2, "data_parallel": 4, "num_micro_batches": 2}),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 1 "
+            "--microbatch-group-size-per-virtual-pipeline-stage 3 --global-batch-size 32",
+            {"micro_batch_group": 3, "num_micro_batches": 8},
+        ),
         ("--cross-entropy-loss-fusion", {"fuses_cross_entropy": True}),
         (
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 7 "
@@ -73,6 +78,11 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ("--num-experts 8 --expert-model-parallel-size 3", "do not divide the 8 experts"),
         ("--num-experts 8 --moe-layer-freq [1]*3", "names 3 layers, and there are 12"),
         ("--num-experts 8 --moe-layer-freq x", "expected a number, or lists such as ([0]*1+[1]*15)"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --global-batch-size 16 "
+            "--micro-batch-size 4",
+            "1 micro batches pass through chunks in groups of 2",
+        ),
         ("--multi-latent-attention", "--multi-latent-attention gives the run latent attention"),
         ("--context-parallel-size 3", "8 GPUs are not a multiple"),
         ("--num-distributed-optimizer-instances 2", "needs --use-distributed-optimizer"),
