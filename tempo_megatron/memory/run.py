@@ -17,7 +17,6 @@ from tempo_megatron.models.shape import ModelShape, check_layout, pad_vocab_size
 from tempo_megatron.settings.config import TempoConfig
 
 OPTIMIZERS = ("none", "megatron", "deepspeed")
-GPUS = ("a100", "h100", "gb200")
 BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's "reduce_bucket_size" where nothing is said; without ZeRO it reduces as many gradients at once."""
 _GATHERED_ELEMENTS = 1_000_000_000
@@ -183,7 +182,7 @@ class Run:
     """Whether unfused attention on a GPU has Megatron's softmax kernel, for the 16-bit scores that the kernel takes."""
 
     gpu: str | None = None
-    """One of GPUS, for whose libraries workspaces are counted; None counts none."""
+    """"a100", "h100" or "gb200", for whose libraries workspaces are counted; None counts none."""
 
     deterministic: bool = False
     """Megatron's --deterministic-mode, with the CUBLAS_WORKSPACE_CONFIG=:4096:8 that torch asks for then."""

@@ -9,7 +9,6 @@ import argparse
 from typing import Any
 
 from tempo_megatron.memory.plan.gpu import DTYPES
-from tempo_megatron.memory.run import GPUS
 from tempo_megatron.settings.arguments import add_tempo_arguments
 from tempo_megatron.words.argument_types import (
     parse_fraction,
@@ -49,7 +48,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument(
         "--gpu",
-        choices=GPUS,
+        choices=("a100", "h100", "gb200"),
         help="count the workspaces that cuBLAS has on this GPU, and take the attention that Transformer Engine takes "
         "(default: h100 for a command of Megatron-LM, else none)",
     )
