@@ -187,6 +187,9 @@ class Run:
     deterministic: bool = False
     """Megatron's --deterministic-mode, with the CUBLAS_WORKSPACE_CONFIG=:4096:8 that torch asks for then."""
 
+    cublas_workspace_bytes: int | None = None
+    """Of each of torch's handles, as CUBLAS_WORKSPACE_CONFIG says; None is the default of the GPU and the mode."""
+
     fuses_gradient_accumulation: bool = False
     """Megatron's fusion of that name, without --no-gradient-accumulation-fusion."""
 

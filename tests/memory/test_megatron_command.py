@@ -58,6 +58,14 @@ def test_words_become_fields_of_a_run(words: str, expected: dict[str, object]) -
     assert {name: getattr(run, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(("config", "expected"), [(":4096:8", 32 << 20), (":4096:2:16:8", (8 << 20) + (128 << 10))])
+def test_the_environment_says_how_large_a_workspace_of_cublas_is(config: str, expected: int) -> None:
+    launcher = f"CUBLAS_WORKSPACE_CONFIG={config} torchrun --nproc-per-node 8"
+    assert read(GPT, f"{launcher} pretrain_gpt.py", world_size=None).cublas_workspace_bytes == expected
+    with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG is 4096:8; expected"):
+        read(GPT, "CUBLAS_WORKSPACE_CONFIG=4096:8 pretrain_gpt.py")
+
+
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
     [
@@ -212,7 +220,9 @@ def test_a_test_case_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     case = tmp_path / "bert" / "case" / "model_config.yaml"
     case.parent.mkdir(parents=True)
     text = "".join(f"  {name}: {value}\n" for name, value in zip(TINY.split()[::2], TINY.split()[1::2], strict=True))
-    case.write_text(f"ENV_VARS:\n  A: 1\nMODEL_ARGS:\n{text}  --bf16: true\n", encoding="utf-8")
+    case.write_text(
+        f"ENV_VARS:\n  CUBLAS_WORKSPACE_CONFIG: :4096:8\nMODEL_ARGS:\n{text}  --bf16: true\n", encoding="utf-8"
+    )
     ours = f"estimate --vocab-size 500 --world-size 2 --no-use-tempo --megatron-yaml {case}".split()
     assert main(ours) == 0
     assert "pretrain_bert.py, bf16, s 64, b 2, TP 1, PP 2, DP 1: 2 ranks" in capsys.readouterr().out

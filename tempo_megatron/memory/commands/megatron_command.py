@@ -38,6 +38,7 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.json_text import read_object
 
 _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
 # Tokenizer, or the end of its file -> tokens, where the file cannot be read: OpenAI's, Google's uncased and cased ones
 # with [BOS] and [EOS], which Megatron adds, Llama 2's and NVIDIA's.
@@ -160,8 +161,11 @@ def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.Arg
     if args.megatron_yaml is None:
         return split_command(args.words)
     command = split_command(args.words or [f"pretrain_{_guess_family(args.megatron_yaml)}.py"])
-    options = (*command.options, *spell_arguments(_read_test_case(args.megatron_yaml)))
-    return dataclasses.replace(command, options=options)
+    arguments, environment = _read_test_case(args.megatron_yaml)
+    launcher = command.launcher
+    if _WORKSPACE in environment:
+        launcher = (f"{_WORKSPACE}={environment[_WORKSPACE]}", *(launcher or ("python",)))
+    return dataclasses.replace(command, launcher=launcher, options=(*command.options, *spell_arguments(arguments)))
 
 
 def _guess_family(file: str) -> str:
@@ -169,8 +173,8 @@ def _guess_family(file: str) -> str:
     return next((part for part in reversed(Path(file).absolute().parts) if part in _MODELS), "gpt")
 
 
-def _read_test_case(file: str) -> dict[str, Any]:
-    """MODEL_ARGS of a model_config.yaml. Raises ValueError where it has none."""
+def _read_test_case(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """MODEL_ARGS and ENV_VARS of a model_config.yaml. Raises ValueError where it has no MODEL_ARGS."""
     check_installed("--megatron-yaml", "train", "yaml")
     import yaml  # type: ignore[import-untyped]
 
@@ -182,7 +186,8 @@ def _read_test_case(file: str) -> dict[str, Any]:
     arguments = content.get("MODEL_ARGS") if isinstance(content, dict) else None
     if not isinstance(arguments, dict):
         raise ValueError(f"--megatron-yaml {file} has no MODEL_ARGS; give a model_config.yaml of Megatron-LM's tests")
-    return {str(name): value for name, value in arguments.items()}
+    environment = content.get("ENV_VARS")
+    return {str(name): value for name, value in arguments.items()}, environment if isinstance(environment, dict) else {}
 
 
 def drop_options(words: Sequence[str], beginnings: tuple[str, ...]) -> list[str]:
@@ -264,11 +269,25 @@ def read_command(
         run,
         gpu=gpu,
         deterministic=args.deterministic_mode,
+        cublas_workspace_bytes=_read_workspace(command.launcher),
         fuses_gradient_accumulation=args.gradient_accumulation_fusion,
         data_has_masks=args.create_attention_mask_in_dataloader,
     )
     run.check()
     return run, warnings
+
+
+def _read_workspace(launcher: Sequence[str]) -> int | None:
+    """The bytes that CUBLAS_WORKSPACE_CONFIG names before a command, as `:size in KiB:number` once or more often.
+
+    Raises ValueError where it is something else.
+    """
+    given = next((word.partition("=")[2] for word in launcher if word.startswith(f"{_WORKSPACE}=")), None)
+    if given is None:
+        return None
+    if not re.fullmatch(r"(:\d+:\d+)+", given):
+        raise ValueError(f"{_WORKSPACE} is {given}; expected sizes in KiB and how many of each, such as :4096:8")
+    return sum(int(size) * int(number) << 10 for size, number in re.findall(r":(\d+):(\d+)", given))
 
 
 def _read_tempo_block(args: argparse.Namespace) -> dict[str, Any]:

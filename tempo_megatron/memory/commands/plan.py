@@ -40,7 +40,8 @@ _KNOWN = (
     *("micro_batch_size", "num_micro_batches", "dtype", "recompute", "recompute_num_layers"),
     *("stock", "stock_attention", "masked_softmax_fusion"),
     # Of what stands around the layers, where the estimate counts it.
-    *("fuses_cross_entropy", "gpu", "deterministic", "data_has_masks"),
+    *("fuses_cross_entropy", "fuses_gradient_accumulation", "data_has_masks"),
+    *("gpu", "deterministic", "cublas_workspace_bytes"),
 )
 
 

@@ -41,7 +41,8 @@ def list_workspaces(run: Run, *, has_head: bool) -> list[int]:
     """
     if run.gpu is None or run.stock == "cpu":
         return []
-    of_torch = [DETERMINISTIC_BYTES if run.deterministic else TORCH_BYTES[run.gpu]] * _THREADS
+    default = DETERMINISTIC_BYTES if run.deterministic else TORCH_BYTES[run.gpu]
+    of_torch = [default if run.cublas_workspace_bytes is None else run.cublas_workspace_bytes] * _THREADS
     if run.stock == "local":
         return of_torch
     # Tempo leaves Transformer Engine's linears where they are.
