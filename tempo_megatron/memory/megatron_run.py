@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tempo_megatron.memory.run import Experts, OptimizerSettings, Run, read_recomputation
+from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run, read_recomputation
 from tempo_megatron.models.shape import make_shape
 from tempo_megatron.settings.config import TempoConfig
 
@@ -32,7 +32,7 @@ _SAME = (
     "hidden_dropout",
 )
 
-KNOWN_IN_COMMANDS = ("num_moe_experts",)
+KNOWN_IN_COMMANDS = ("num_moe_experts", "multi_latent_attention")
 """Of the next two, what the estimate of a command knows, and the plan of a run does not."""
 
 UNKNOWN_IN_LAYERS = {
@@ -72,6 +72,7 @@ UNKNOWN_IN_COMMANDS = {
     "cuda_graph_impl_deprecated": "CUDA graphs",
     "tp_comm_overlap": "the buffers of overlapped tensor-parallel communication",
     "nccl_ub": "buffers that NCCL registers",
+    "mla_down_proj_fusion": "down projections that are one",
     "defer_embedding_wgrad_compute": "gradients of the output layer that wait for the pipeline's end",
     "delay_wgrad_compute": "gradients of weights that are computed later than their inputs'",
     "overlap_moe_expert_parallel_comm": "two micro batches that run at once",
@@ -221,6 +222,7 @@ def read_run(
         model=model,
         tempo=tempo,
         experts=_read_experts(config, run) if config.num_moe_experts else None,
+        latent_attention=_read_latent_attention(model_name, config, stock) if config.multi_latent_attention else None,
         optimizer=OptimizerSettings(
             distributed=run.use_distributed_optimizer,
             instances=getattr(run, "num_distributed_optimizer_instances", 1),
@@ -310,6 +312,28 @@ def _read_experts(config: Any, run: Any) -> Experts:
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
         router_dtype={None: None, "fp32": torch.float32, "fp64": torch.float64}[config.moe_router_dtype],
+    )
+
+
+def _read_latent_attention(model_name: str, config: Any, stock: str) -> LatentAttention:
+    """Of a configuration with it. Raises ValueError for what Megatron refuses."""
+    if model_name != "GPTModel":
+        raise ValueError(f"--multi-latent-attention is for a GPTModel, and the model is a {model_name}; leave it out")
+    if stock != "transformer_engine":
+        raise ValueError(
+            "--multi-latent-attention needs --transformer-impl transformer_engine: Megatron's own attention takes no "
+            "values of another size than keys; leave one of them out"
+        )
+    if config.num_query_groups not in (None, config.num_attention_heads):
+        raise ValueError("--group-query-attention and --multi-latent-attention are both given; leave one of them out")
+    return LatentAttention(
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_head_dim=config.qk_head_dim,
+        qk_pos_emb_head_dim=config.qk_pos_emb_head_dim,
+        v_head_dim=config.v_head_dim,
+        # Megatron-LM's arguments.py: validate_args.
+        fuses_rope=config.apply_rope_fusion and config.position_embedding_type == "rope",
     )
 
 

@@ -127,6 +127,26 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Attention whose queries, keys and values are projected from latent vectors, as Megatron's options call them."""
+
+    q_lora_rank: int | None
+    """None projects queries from the hidden states."""
+
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+    fuses_rope: bool = False
+    """Whether a kernel rotates queries and keys."""
+
+    @property
+    def query_size(self) -> int:
+        """Of one head."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A model, how it lies over devices, and what a step of it is."""
 
@@ -135,6 +155,9 @@ class Run:
     """Perhaps with "auto" and with values of single layers; `TempoConfig.off()` is stock."""
 
     experts: Experts | None = None
+    latent_attention: LatentAttention | None = None
+    """Of Transformer Engine's modules."""
+
     optimizer: OptimizerSettings = OptimizerSettings()
     tensor_parallel: int = 1
     pipeline_parallel: int = 1

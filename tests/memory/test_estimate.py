@@ -22,7 +22,7 @@ from tempo_megatron.memory.commands import estimate as estimate_command
 from tempo_megatron.memory.estimate.estimate import estimate_ranks, list_events
 from tempo_megatron.memory.estimate.model_states import count_model_states
 from tempo_megatron.memory.megatron_run import deal_out_layers
-from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
+from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.phases import HEAD, LAYERS, compress
 from tempo_megatron.models.shape import make_shape, read_shape_file
@@ -227,6 +227,46 @@ def test_the_fused_cross_entropy_makes_one_more_tensor_in_backward() -> None:
         estimate_ranks(dataclasses.replace(run, fuses_cross_entropy=fuses))[0].peak_bytes for fuses in (False, True)
     )
     assert fused - unfused == pytest.approx(32 * 16 * 512 * 4, rel=0.02)
+
+
+@pytest.mark.parametrize("fuses_rope", [False, True])
+@pytest.mark.parametrize("q_lora_rank", [None, 48])
+@pytest.mark.parametrize("stock_attention", ["fused", "unfused"])
+def test_a_layer_of_latent_attention_keeps_its_vectors_and_what_attention_takes(
+    stock_attention: str, q_lora_rank: int | None, fuses_rope: bool
+) -> None:
+    h, a, s, b, t = 64, 4, 32, 2, 2
+    kv, nope, rope, v = 40, 16, 8, 24
+    latent = LatentAttention(
+        q_lora_rank=q_lora_rank, kv_lora_rank=kv, qk_head_dim=nope, qk_pos_emb_head_dim=rope, v_head_dim=v,
+        fuses_rope=fuses_rope,
+    )  # fmt: skip
+    model = make_shape(
+        **SMALL
+        | {"normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    )
+    run = Run(
+        model=model, tempo=OFF, stock="transformer_engine", stock_attention=stock_attention, tensor_parallel=t,
+        sequence_parallel=True, micro_batch_size=b, latent_attention=latent,
+    )  # fmt: skip
+
+    def keep(run: Run) -> tuple[int, int]:
+        memory = simulate_chunk(run, range(8))
+        return keep_of_middle_layer(memory), memory.num_parameters
+
+    kept, parameters = keep(run)
+    ordinary = keep(dataclasses.replace(run, latent_attention=None))
+    tokens, heads = s * b, a // t
+    # q, k, v, the output, and a logsumexp of each head, or the softmax's output.
+    core = 2 * tokens * heads * (2 * (nope + rope) + 2 * v)
+    ordinary_core = 2 * tokens * heads * 4 * (h // a)
+    vectors = 2 * tokens // t * (kv + (q_lora_rank or 0))
+    # Unfused rotation keeps a cosine and a sine of each position for queries, and for keys.
+    rotation = 0 if fuses_rope else 2 * 2 * 2 * s * rope
+    assert kept - ordinary[0] == core - ordinary_core + vectors + rotation
+    weights = (q_lora_rank or 0) * h + (kv + rope) * h + (q_lora_rank or h) * heads * (nope + rope)
+    weights += kv * heads * (nope + v) + heads * v * h
+    assert parameters - ordinary[1] == 8 * (weights - 4 * h * h // t)
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])

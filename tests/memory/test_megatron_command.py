@@ -12,7 +12,7 @@ import torch
 from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.megatron_command import read_command, spell_arguments, split_command
 from tempo_megatron.memory.commands.megatron_options import READ
-from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.run import LatentAttention, Run
 
 GPT = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
@@ -49,6 +49,19 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", {"layers_per_virtual_stage": 2}),
         ("--sequence-parallel", {"sequence_parallel": False}),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", {"recompute_num_layers": 3}),
+        (
+            "--multi-latent-attention --q-lora-rank 96 --v-head-dim 32 --position-embedding-type rope",
+            {
+                "latent_attention": LatentAttention(
+                    q_lora_rank=96,
+                    kv_lora_rank=32,
+                    qk_head_dim=128,
+                    qk_pos_emb_head_dim=64,
+                    v_head_dim=32,
+                    fuses_rope=True,
+                )
+            },
+        ),
         ("--recompute-activations", {"recompute": ("core_attn",)}),
         ("--num-experts 0 --lr -1 --data-path 0.5 a 0.5 b --rl-profile-dir x", {"world_size": 8}),
     ],
@@ -91,7 +104,10 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
             "--micro-batch-size 4",
             "1 micro batches pass through chunks in groups of 2",
         ),
-        ("--multi-latent-attention", "--multi-latent-attention gives the run latent attention"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1 gives the run multi-token prediction"),
+        ("--multi-latent-attention --transformer-impl local", "needs --transformer-impl transformer_engine"),
+        ("--multi-latent-attention --group-query-attention", "are both given"),
+        ("--multi-latent-attention --v-head-dim 0", "--v-head-dim is 0; expected a positive number"),
         ("--context-parallel-size 3", "8 GPUs are not a multiple"),
         ("--num-distributed-optimizer-instances 2", "needs --use-distributed-optimizer"),
         ("--use-distributed-optimizer --num-distributed-optimizer-instances 3", "does not divide the 8 ranks"),

@@ -396,7 +396,8 @@ def _complete_model(args: argparse.Namespace, family: str) -> None:
         if getattr(args, name) is None:
             raise ValueError(f"{_spell(name)} is missing, and Megatron-LM has no default for it; give it")
         _check_positive(args, name)
-    for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
+    latent = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    for name in ("ffn_hidden_size", "kv_channels", "num_query_groups", *latent):
         _check_positive(args, name)
     if args.decoder_num_layers not in (None, args.num_layers):
         raise ValueError(

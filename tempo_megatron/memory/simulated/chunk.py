@@ -39,6 +39,7 @@ from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
 from tempo_megatron.memory.simulated.experts import count_expert_parameters, put_experts
+from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
@@ -148,6 +149,11 @@ def _fuse_attention(config: TempoConfig) -> TempoConfig:
     return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
 
 
+def _as_of_latent_attention(config: TransformerConfig, run: Run) -> TransformerConfig:
+    """What decides which of Tempo's operations a run with latent attention can have."""
+    return dataclasses.replace(config, multi_latent_attention=run.latent_attention is not None)
+
+
 def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequence[bool]) -> TransformerConfig:
     """Megatron's configuration with experts in some layers, all on one rank, as `put_experts` wants it."""
     return dataclasses.replace(
@@ -192,7 +198,7 @@ class _Chunk:
             recompute=run.recompute,
             fuse_swiglu=run.stock == "transformer_engine",
         )
-        asked = chosen = choose_for_model(shape, config, run.tempo).config
+        asked = chosen = choose_for_model(shape, _as_of_latent_attention(config, run), run.tempo).config
         attention = choose_attention(run) if run.stock == "transformer_engine" else "unfused"
         if attention != "unfused":
             chosen = _fuse_attention(chosen)
@@ -224,6 +230,8 @@ class _Chunk:
             post_process=post_process,
         ).train()
         convert_parameters(self._model, run.dtype)
+        if run.latent_attention is not None:
+            put_latent_attention(self._model, config, run.latent_attention, is_fused=attention != "unfused")
         if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
             put_softmax_kernels(self._model)
         if run.experts is not None:

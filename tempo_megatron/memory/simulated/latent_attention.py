@@ -1,0 +1,192 @@
+"""Stands in for multi-latent attention as Transformer Engine's modules compute it, on fake tensors.
+
+Megatron's own modules differ: their down projections are split over ranks, where Transformer Engine's are on every
+rank, and their attention takes no values of another size than keys. References are to megatron-core 0.16.1, from
+megatron/core/, and to Transformer Engine 2.20.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from tempo_megatron.memory.run import LatentAttention
+from tempo_megatron.slots.norm import TorchLayerNorm, TorchRMSNorm
+
+
+def put_latent_attention(model: torch.nn.Module, config: Any, latent: LatentAttention, *, is_fused: bool) -> None:
+    """Let the model's layers attend through latent vectors.
+
+    Args:
+        model: built with ordinary attention.
+        config: of its layers.
+        latent: of the run.
+        is_fused: whether core attention is one kernel.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "self_attention"):
+            layer.self_attention = _LatentAttention(config, latent, is_fused=is_fused)
+
+
+class _LatentAttention(torch.nn.Module):
+    """transformer/multi_latent_attention.py: MLASelfAttention with the modules of models/gpt/gpt_layer_specs.py:
+    get_gpt_layer_with_transformer_engine_spec. Where queries and keys are normalised, the up projections do it."""
+
+    def __init__(self, config: Any, latent: LatentAttention, *, is_fused: bool) -> None:
+        super().__init__()
+        self._latent = latent
+        # Queries and keys are rotated by pairs of neighbours.
+        self._config = dataclasses.replace(config, multi_latent_attention=True)
+        self._num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+        heads, hidden, q_rank = config.num_attention_heads, config.hidden_size, latent.q_lora_rank
+        # On every rank all of it: split over a group of one rank.
+        one_rank = dataclasses.replace(config, tensor_model_parallel_size=1, sequence_parallel=False)
+        group_of_one = parallel_state.get_context_parallel_group()
+
+        def down(size: int) -> ColumnParallelLinear:
+            return _make_linear(one_rank, hidden, size, tp_group=group_of_one)
+
+        if q_rank is not None:
+            self.linear_q_down_proj, self.q_layernorm = down(q_rank), _make_norm(config, q_rank)
+        self.linear_q_up_proj = _make_linear(config, q_rank or hidden, heads * latent.query_size)
+        self.linear_kv_down_proj = down(latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+        self.kv_layernorm = _make_norm(config, latent.kv_lora_rank)
+        self.linear_kv_up_proj = _make_linear(
+            config, latent.kv_lora_rank, heads * (latent.qk_head_dim + latent.v_head_dim)
+        )
+        self.core_attention: torch.nn.Module = (
+            _FusedAttention() if is_fused else _make_unfused_attention(config, latent, self._num_heads)
+        )
+        self.linear_proj = RowParallelLinear(
+            heads * latent.v_head_dim,
+            hidden,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=True,
+        )
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None, **_: Any) -> tuple[Tensor, Tensor | None]:
+        latent, config = self._latent, self._config
+        q = x
+        if latent.q_lora_rank is not None:
+            q = self.q_layernorm(self.linear_q_down_proj(x)[0])
+        kv, positions = torch.split(
+            self.linear_kv_down_proj(x)[0], [latent.kv_lora_rank, latent.qk_pos_emb_head_dim], dim=-1
+        )
+        if config.sequence_parallel:
+            positions = tensor_parallel.gather_from_sequence_parallel_region(positions)
+        # Transformer Engine copies an input that is a view (pytorch/module/base.py: prepare_forward).
+        kv = self.kv_layernorm(kv.contiguous())
+        q, k, v = self._project_up(q, kv, positions)
+        del kv, positions
+        if config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
+            out = tensor_parallel.checkpoint(self._attend, False, q, k, v, attention_mask)
+        else:
+            out = self._attend(q, k, v, attention_mask)
+        del q, k, v
+        found: tuple[Tensor, Tensor | None] = self.linear_proj(out)
+        return found
+
+    def _project_up(self, q: Tensor, kv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        latent = self._latent
+        q = self.linear_q_up_proj(q)[0]
+        q = q.view(*q.shape[:-1], self._num_heads, latent.query_size)
+        kv = self.linear_kv_up_proj(kv)[0]
+        kv = kv.view(*kv.shape[:-1], self._num_heads, latent.qk_head_dim + latent.v_head_dim)
+        positions = positions.unsqueeze(-2)
+        if latent.fuses_rope:
+            return (q, *_FusedRotation.apply(kv, positions, latent.qk_head_dim))
+        # Of all layers and micro batches (rotary_pos_embedding.py: lru_cache), so that it is not this layer's.
+        angles = torch.empty(q.size(0), 1, 1, latent.qk_pos_emb_head_dim)
+        q, q_rotated = torch.split(q, [latent.qk_head_dim, latent.qk_pos_emb_head_dim], dim=-1)
+        k, v = torch.split(kv, [latent.qk_head_dim, latent.v_head_dim], dim=-1)
+        q = torch.cat([q, self._rotate(q_rotated, angles)], dim=-1)
+        positions = self._rotate(positions, angles).expand(-1, -1, self._num_heads, -1)
+        return q, torch.cat([k, positions], dim=-1), v.contiguous()
+
+    def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        found: Tensor = apply_rotary_pos_emb(x, angles, config=self._config, cp_group=group)
+        return found
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Tensor:
+        found: Tensor = self.core_attention(q, k, v, attention_mask)
+        return found
+
+
+def _make_linear(config: Any, num_inputs: int, num_outputs: int, **group: Any) -> ColumnParallelLinear:
+    return ColumnParallelLinear(
+        num_inputs,
+        num_outputs,
+        config=config,
+        init_method=config.init_method,
+        bias=False,
+        gather_output=False,
+        **group,
+    )
+
+
+def _make_norm(config: Any, size: int) -> torch.nn.Module:
+    if not config.qk_layernorm:
+        return torch.nn.Identity()
+    norm = TorchRMSNorm if config.normalization == "RMSNorm" else TorchLayerNorm
+    made: torch.nn.Module = norm(config=config, hidden_size=size, eps=config.layernorm_epsilon)
+    return made.to(config.params_dtype)
+
+
+def _make_unfused_attention(config: Any, latent: LatentAttention, num_heads: int) -> DotProductAttention:
+    """Megatron's, which is for values of the keys' size but for the size of its output."""
+    found = DotProductAttention(
+        dataclasses.replace(config, kv_channels=latent.query_size), 1, AttnMaskType.causal, "self"
+    )
+    found.hidden_size_per_partition = num_heads * latent.v_head_dim
+    return found
+
+
+class _FusedAttention(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Tensor:
+        found: Tensor = _Attend.apply(q, k, v)
+        return found.flatten(2)
+
+
+class _Attend(torch.autograd.Function):
+    """Keeps q, k, v, its output and a logsumexp of each query (pytorch/attention/dot_product_attention/backends.py:
+    FusedAttnFunc)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = v.new_empty(*q.shape[:-1], v.size(-1))
+        statistics = q.new_empty(q.size(1), q.size(2), q.size(0), 1, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, output, statistics)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class _FusedRotation(torch.autograd.Function):
+    """Keys and values of their projection and of the part with positions; queries are rotated in their place
+    (fusions/fused_mla_yarn_rope_apply.py: ApplyMLARotaryEmbKV, ApplyMLARotaryEmbQ)."""
+
+    @staticmethod
+    def forward(ctx: Any, kv: Tensor, positions: Tensor, qk_head_dim: int) -> tuple[Tensor, Tensor]:
+        ctx.shapes = kv.shape, positions.shape
+        k = kv.new_empty(*kv.shape[:-1], qk_head_dim + positions.size(-1))
+        return k, kv.new_empty(*kv.shape[:-1], kv.size(-1) - qk_head_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor, None]:
+        kv, positions = ctx.shapes
+        return grad_k.new_empty(kv), grad_k.new_empty(positions), None
