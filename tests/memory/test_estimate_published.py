@@ -12,7 +12,7 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.rounding import count_rounding
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
-from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
 from tempo_megatron.memory.simulated.phases import LAYERS
 from tempo_megatron.memory.simulated.transformer_engine import choose_attention
@@ -141,6 +141,21 @@ def test_fused_accumulation_keeps_a_gradient_of_each_shape_of_weights() -> None:
     assert (first, last) == (of_layer, of_layer + 2 * 512 * run.padded_vocab_size)
     (rank,) = estimate_ranks(dataclasses.replace(run, pipeline_parallel=1, fuses_gradient_accumulation=False))
     assert rank.at_rest["placeholder gradients"] == 0
+
+
+def test_experts_gather_into_the_global_buffer_and_have_placeholder_gradients_of_their_own() -> None:
+    """The gathered tokens stay in the buffer, and each shape of an expert's weights has one placeholder."""
+    experts = Experts(
+        num_experts=8, per_token=2, ffn_hidden_size=256, layers=(True, True), expert_parallel=4, grouped=True
+    )
+    sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "add_bias_linear": False}
+    run = make_run(sizes, gpu="h100", data_parallel=4, fuses_gradient_accumulation=True, experts=experts)
+    (rank,) = estimate_ranks(run)
+    assert rank.at_rest["global memory buffer"] == 4 * 4 * 64 * 512 * 2
+    of_attention_and_head = 512 * (3 + 1) * 512 + 512 * run.padded_vocab_size
+    assert rank.at_rest["placeholder gradients"] == 2 * (of_attention_and_head + 2 * 256 * 512)
+    (rank,) = estimate_ranks(dataclasses.replace(run, experts=dataclasses.replace(experts, dispatcher="alltoall")))
+    assert rank.at_rest["global memory buffer"] == 0
 
 
 def test_float16_gradients_are_there_a_second_time_until_the_next_step() -> None:

@@ -38,7 +38,7 @@ from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
 from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
-from tempo_megatron.memory.simulated.experts import count_expert_parameters, put_experts
+from tempo_megatron.memory.simulated.experts import count_expert_parameters, find_expert_shapes, put_experts
 from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
 from tempo_megatron.memory.simulated.transformer_engine import (
@@ -482,7 +482,8 @@ class _Chunk:
         if self._post_process:
             weights.append(self._model.shared_embedding_or_output_weight())
         # A model whose weights are not tied has none of the latter in T5.
-        return frozenset(tuple(weight.shape) for weight in weights if weight is not None)
+        shapes = {tuple(weight.shape) for weight in weights if weight is not None}
+        return frozenset(shapes | find_expert_shapes(self._model))
 
     def _count_largest(self) -> int:
         parts: Sequence[Any] = [

@@ -136,6 +136,10 @@ class LastingBuffer(GlobalMemoryBuffer):  # type: ignore[misc]
     def get_tensor(self, tensor_shape: Any, dtype: torch.dtype, *args: Any, **keywords: Any) -> Tensor:
         if not self._is_used():
             return torch.empty(tensor_shape, dtype=dtype)
+        return self.lend(tensor_shape, dtype, *args, **keywords)
+
+    def lend(self, tensor_shape: Any, dtype: torch.dtype, *args: Any, **keywords: Any) -> Tensor:
+        """A tensor in the buffer, whoever's module asks."""
         args = (tensor_shape, dtype, *args)
         return self._seen.make_known(lambda: GlobalMemoryBuffer.get_tensor(self, *args, **keywords))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
@@ -42,6 +43,12 @@ def count_expert_parameters(layer: torch.nn.Module) -> int:
         if isinstance(module, _LocalExperts)
         for parameter in module.parameters()
     )
+
+
+def find_expert_shapes(model: torch.nn.Module) -> set[tuple[int, int]]:
+    """Of the weights of one expert, each layer's."""
+    weights = [w for m in model.modules() if isinstance(m, _LocalExperts) for w in (m.fc1, m.fc2)]
+    return {(weight.size(1), weight.size(2)) for weight in weights}
 
 
 class _Gate:
@@ -95,6 +102,21 @@ class _Resize(torch.autograd.Function):
 def _resize(x: Tensor, num_rows: int, indices: Tensor | None = None) -> Tensor:
     found: Tensor = _Resize.apply(x, num_rows, indices)
     return found
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' tokens, and back the sum of their gradients, both in Megatron's global memory buffer
+    (tensor_parallel/mappings.py: gather_from_sequence_parallel_region with use_global_buffer)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_rows: int) -> Tensor:
+        ctx.shape = x.shape
+        found: Tensor = get_global_memory_buffer().lend([num_rows, *x.shape[1:]], x.dtype, "mpu")
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return get_global_memory_buffer().lend(list(ctx.shape), grad.dtype, "mpu"), None
 
 
 class _WeightedSwiglu(torch.autograd.Function):
@@ -256,7 +278,7 @@ class _AllGather(_Dispatcher):
         if self._ranks > 1:
             num_all = self._num_tokens * self._ranks
             self._map = self._map.new_empty(num_all, self._map.size(1))
-            x, probabilities = _resize(x, num_all), _resize(probabilities, num_all)
+            x, probabilities = _Gather.apply(x, num_all), _resize(probabilities, num_all)
         return x, probabilities
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
