@@ -121,7 +121,7 @@ def test_a_qwen_is_planned_estimated_and_measured_from_one_file(
     model = tmp_path / "qwen.json"
     model.write_text(json.dumps({**json.loads(QWEN.read_text()), "num_layers": 2, "seq_length": 512}))
     files = {command: tmp_path / f"{command}.json" for command in ("plan", "estimate", "ledger")}
-    gpu = ["--gpu=h100", "--gpu-memory=4700MiB", "--recompute-allowed", "--micro-batch-size=8"]
+    gpu = ["--gpu=h100", "--gpu-memory=4650MiB", "--recompute-allowed", "--micro-batch-size=8"]
     assert main(["plan", f"--model={model}", f"--json={files['plan']}", *gpu]) == 0
     assert "linear_qkv" in capsys.readouterr().out
     plan = json.loads(files["plan"].read_text())
@@ -134,4 +134,4 @@ def test_a_qwen_is_planned_estimated_and_measured_from_one_file(
     estimate = ["estimate", f"--model={model}", "--micro-batch-size=8", f"--json={files['estimate']}"]
     assert main([*estimate, "--use-tempo", *values, f"--tempo-layers={layers}"]) == 0
     (stage,), (rank,) = plan["stages"], json.loads(files["estimate"].read_text())["tempo"]
-    assert stage["peak_bytes"] == rank["peak_bytes"] <= 4700 * 2**20
+    assert stage["peak_bytes"] == rank["peak_bytes"] <= 4650 * 2**20

@@ -78,7 +78,7 @@ def make_run(shape: ModelShape | None = None, **settings: Any) -> Run:
 
 def make_problem(num_layers: int = 12, **settings: Any) -> PlanProblem:
     shape = dataclasses.replace(settings.pop("shape", None) or make_shape(), num_layers=num_layers)
-    fields = {name: settings.pop(name) for name in RUN_FIELDS - {"recompute"} if name in settings}
+    fields = {name: settings.pop(name) for name in RUN_FIELDS - {"recompute", "gpu"} if name in settings}
     return PlanProblem(
         **{
             "run": make_run(shape, **{"stock": "transformer_engine", **fields}),

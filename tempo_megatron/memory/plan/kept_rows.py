@@ -116,8 +116,7 @@ def _measure_rows(run: Run) -> KeptRows:
         return found
 
     rows, measured = complete(possible, measure)
-    with_copies = {choice: _add_second_output(run, choice, of_choice) for choice, of_choice in rows.items()}
-    return KeptRows(with_copies, stack_bytes, measured)
+    return KeptRows(rows, stack_bytes, measured)
 
 
 def _keeps_copies(run: Run, choice: Values) -> bool:
@@ -141,23 +140,6 @@ def _measure_layers(run: Run, choices: Sequence[Values]) -> tuple[list[Rows], in
         found.append({row.operation: row.num_bytes for row in rows})
     # The rest is the mask, which belongs to the micro batch.
     return found, sum(storage.num_bytes for storage in rest if storage.operation == stack)
-
-
-def count_second_output(run: Run, choice: Values, recompute: Collection[str]) -> int:
-    """The bytes that stock FlashAttention 2 keeps beyond fused attention.
-
-    Its output is [b, s, a, d], which Transformer Engine copies to [s, b, a * d] for the linear. Both are kept.
-    """
-    is_there = (run.stock, run.stock_attention, choice[_ATTENTION]) == ("transformer_engine", "flash", "off")
-    if not is_there or {"core_attn", "full"} & {*recompute}:
-        return 0
-    heads = run.model.num_attention_heads // run.tensor_parallel
-    return run.model.seq_length * run.micro_batch_size * heads * run.model.kv_channels * run.dtype.itemsize
-
-
-def _add_second_output(run: Run, choice: Values, rows: Rows) -> Rows:
-    more = count_second_output(run, choice, run.recompute)
-    return {**rows, "linear_proj": rows.get("linear_proj", 0) + more} if more else rows
 
 
 def complete(

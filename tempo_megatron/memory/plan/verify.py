@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
-from tempo_megatron.memory.plan.kept_rows import count_second_output, list_values, measure_rows
+from tempo_megatron.memory.plan.kept_rows import list_values, measure_rows
 from tempo_megatron.memory.plan.planner import (
     FixedBytes,
     MemoryPlan,
@@ -293,9 +293,7 @@ class PlanEstimates:
                 # A stage whose layers are all recomputed keeps as much of each layer as of its first.
                 more = sum(kept[num_full:]) - len(kept[num_full:]) * kept[0]
                 peaks.append(full[number].peak_bytes + (stage.in_flight - 1) * more)
-            # The estimate does not know the second output of FlashAttention 2.
-            unseen = sum(count_second_output(self._run, each.values, each.recompute) for each in stage.choices)
-            found.append(max(peaks) + stage.in_flight * unseen)
+            found.append(max(peaks))
         return found
 
     def _estimate_reference(self, loss: str, recompute: tuple[str, ...]) -> tuple[RankEstimate, ...]:
