@@ -35,6 +35,10 @@ class OptimizerSettings:
     distributed: bool = True
     """Megatron's distributed optimizer."""
 
+    muon: str | None = None
+    """How Muon's states lie over ranks: "whole" on each, "dealt" out parameter by parameter, or "laid out" in buffers;
+    see `memory.estimate.muon`. None is Adam."""
+
     instances: int = 1
     """Of the distributed optimizer: groups of data-parallel ranks that each have all of its states between them."""
 

@@ -10,11 +10,12 @@ import torch
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
+from tempo_megatron.memory.estimate.muon import count_muon_states
 from tempo_megatron.memory.estimate.rounding import count_rounding
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk
-from tempo_megatron.memory.simulated.phases import LAYERS
+from tempo_megatron.memory.simulated.phases import LAYERS, Parameter
 from tempo_megatron.memory.simulated.transformer_engine import choose_attention
 from tempo_megatron.models.shape import make_shape
 
@@ -156,6 +157,44 @@ def test_experts_gather_into_the_global_buffer_and_have_placeholder_gradients_of
     assert rank.at_rest["placeholder gradients"] == 2 * (of_attention_and_head + 2 * 256 * 512)
     (rank,) = estimate_ranks(dataclasses.replace(run, experts=dataclasses.replace(experts, dispatcher="alltoall")))
     assert rank.at_rest["global memory buffer"] == 0
+
+
+MATRIX, SMALL_MATRIX, VECTOR = Parameter((64, 32), True), Parameter((32, 32), True), Parameter((64,), False)
+EXPERT = Parameter((128, 32), True, True)
+
+
+@pytest.mark.parametrize(
+    ("muon", "ranks", "padding", "own"),
+    [
+        ("whole", 2, 0, [MATRIX, SMALL_MATRIX, VECTOR, EXPERT]),
+        ("dealt", 1, 0, [MATRIX, SMALL_MATRIX, VECTOR, EXPERT]),
+        # From the smallest on: the first rank's, the last's, the last's.
+        ("dealt", 2, 0, [SMALL_MATRIX, MATRIX, EXPERT]),
+        # The larger matrix is in the first shard, and the smaller one's is padded to it.
+        ("laid out", 2, MATRIX.size - SMALL_MATRIX.size, [SMALL_MATRIX, Parameter((32,), False), EXPERT]),
+    ],
+)
+def test_muon_has_one_moment_of_matrices_and_whole_parameters(
+    muon: str, ranks: int, padding: int, own: list[Parameter]
+) -> None:
+    parameters = [VECTOR, MATRIX, SMALL_MATRIX, EXPERT]
+    states, pieces = count_muon_states(parameters, torch.bfloat16, muon, ranks=ranks, expert_ranks=1)
+    assert sorted(pieces) == sorted((each.size, 1 if each.is_matrix else 2) for each in own)
+    assert states.optimizer_states == sum(4 * each.size * (2 if each.is_matrix else 3) for each in own)
+    total = sum(each.size for each in parameters) + padding
+    assert (states.weights, states.gradients_at_rest) == (2 * total, 4 * total)
+    # The first of two ways to divide gathers flattened weights beside the model's.
+    dense = [MATRIX, SMALL_MATRIX, VECTOR, SMALL_MATRIX, MATRIX]
+    assert states.step_transient == (2 * sum(e.size for e in dense) if (muon, ranks) == ("dealt", 2) else 0)
+
+
+def test_a_chunk_names_its_matrices_and_its_experts() -> None:
+    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=96, layers=(True, True), expert_parallel=2)
+    sizes = {**SMALL, "seq_length": 64, "num_layers": 2, "untie_embeddings_and_output_weights": True}
+    found = simulate_chunk(make_run(sizes, experts=experts), range(2)).parameters
+    assert sum(each.size for each in found if each.is_expert) == 2 * 2 * (2 * 96 * 512 + 96 + 512)
+    per_layer = 3 * 512 * 512 + 512 * 512 + 4 * 512 + 2 * 2 * 96 * 512
+    assert sum(each.size for each in found if each.is_matrix) == 64 * 512 + 2 * per_layer
 
 
 def test_float16_gradients_are_there_a_second_time_until_the_next_step() -> None:

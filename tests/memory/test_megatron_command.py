@@ -12,7 +12,7 @@ import torch
 from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.megatron_command import read_command, spell_arguments, split_command
 from tempo_megatron.memory.commands.megatron_options import READ
-from tempo_megatron.memory.run import LatentAttention, Run
+from tempo_megatron.memory.run import LatentAttention, OptimizerSettings, Run
 
 GPT = (
     "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
@@ -63,6 +63,12 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
             },
         ),
         ("--recompute-activations", {"recompute": ("core_attn",)}),
+        ("--optimizer muon", {"optimizer": OptimizerSettings(distributed=False, muon="whole")}),
+        ("--optimizer dist_muon", {"optimizer": OptimizerSettings(distributed=False, muon="laid out")}),
+        (
+            "--optimizer muon --use-distributed-optimizer --no-use-layer-wise-param-layout",
+            {"optimizer": OptimizerSettings(distributed=False, muon="dealt")},
+        ),
         ("--num-experts 0 --lr -1 --data-path 0.5 a 0.5 b --rl-profile-dir x", {"world_size": 8}),
     ],
 )
@@ -126,6 +132,10 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ("--pipeline-model-parallel-size 8", "12 layers are not a multiple"),
         ("--encoder-num-layers 12", "--num-layers and --encoder-num-layers are both given"),
         ("--recompute-granularity full", "needs --recompute-method"),
+        ("--optimizer lion", "another optimizer than Adam"),
+        ("--optimizer muon --num-distributed-optimizer-instances 2 --use-distributed-optimizer", "not for --optimizer"),
+        ("--optimizer muon --muon-scalar-optimizer lion", "knows adam"),
+        ("--optimizer dist_muon --overlap-grad-reduce", "knows one bucket"),
         ("--overlap-param-gather", "needs --use-distributed-optimizer"),
     ],
 )

@@ -31,13 +31,14 @@ from tempo_megatron.memory.megatron_run import (
     UNKNOWN_IN_RUNS,
     read_run,
 )
-from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import pad_vocab_size
 from tempo_megatron.settings.arguments import tempo_config_from
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.json_text import read_object
 
 _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
+_MUONS = ("muon", "dist_muon")
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
 # Tokenizer, or the end of its file -> tokens, where the file cannot be read: OpenAI's, Google's uncased and cased ones
@@ -265,6 +266,8 @@ def read_command(
         activation=_find_activation(args),
         stock=_find_stock(args, command.family),
     )
+    if args.optimizer in _MUONS:
+        run = dataclasses.replace(run, optimizer=_read_muon(args))
     run = dataclasses.replace(
         run,
         gpu=gpu,
@@ -275,6 +278,32 @@ def read_command(
     )
     run.check()
     return run, warnings
+
+
+def _read_muon(args: argparse.Namespace) -> OptimizerSettings:
+    """As arguments.py:1724-1738 of Megatron-LM at d98e8a64dd divides its states.
+
+    Raises ValueError for what it refuses, and what the estimate does not know.
+    """
+    is_divided = args.use_distributed_optimizer or args.optimizer == "dist_muon"
+    way = "whole" if not is_divided else "laid out" if args.use_layer_wise_param_layout else "dealt"
+    if args.fp16:
+        raise ValueError(f"--optimizer {args.optimizer} does not train with --fp16; give --bf16")
+    if args.num_distributed_optimizer_instances > 1:
+        raise ValueError(
+            f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances} is not for --optimizer "
+            f"{args.optimizer}; leave one of them out"
+        )
+    if args.muon_scalar_optimizer != "adam":
+        raise ValueError(
+            f"--muon-scalar-optimizer {args.muon_scalar_optimizer} is not known to the estimate, which knows adam"
+        )
+    if way == "laid out" and args.overlap_grad_reduce:
+        raise ValueError(
+            f"--overlap-grad-reduce pads each of several buckets of --optimizer {args.optimizer}, and the estimate "
+            "knows one bucket; leave it out, or add --no-use-layer-wise-param-layout"
+        )
+    return OptimizerSettings(distributed=False, muon=way)
 
 
 def _read_workspace(launcher: Sequence[str]) -> int | None:
@@ -306,6 +335,7 @@ def _refuse_unknown(args: argparse.Namespace, family: str) -> None:
     for field, words in {**UNKNOWN_IN_LAYERS, **UNKNOWN_IN_RUNS, **UNKNOWN_IN_COMMANDS}.items():
         if (
             field not in KNOWN_IN_COMMANDS
+            and not (field == "optimizer" and args.optimizer in _MUONS)
             and hasattr(args, field)
             and (value := getattr(args, field)) != find_default(field)
         ):

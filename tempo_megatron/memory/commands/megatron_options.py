@@ -185,6 +185,8 @@ READ: dict[str, Option] = {
     "delta-offload-bytes-across-pp-ranks": Option(default=0),
     # Gradients and states.
     "optimizer": _words("adam", "adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
+    "muon-scalar-optimizer": _words("adam", "adam", "lion"),
+    "no-use-layer-wise-param-layout": _switch("use_layer_wise_param_layout", True),
     "use-distributed-optimizer": _switch(),
     "num-distributed-optimizer-instances": Option(default=1),
     "overlap-grad-reduce": _switch(),
@@ -326,7 +328,7 @@ no-fp8-wgrad no-gradient-reduce-div-fusion no-initialization no-load-optim no-lo
 no-mmap-bin-files no-one-logger no-overlap-p2p-communication no-persist-layer-norm no-pin-cpu-grads no-pin-cpu-params
 no-save-optim no-save-rng no-scatter-gather-tensors-in-pipeline no-stream-ckpt-dequant no-strict-fsdp-dtensor-load
 no-tp-comm-bulk-dgrad no-tp-comm-bulk-wgrad no-tp-comm-overlap-ag no-tp-comm-overlap-rs no-tp-comm-split-ag
-no-tp-comm-split-rs no-use-layer-wise-param-layout no-use-tokenizer-model-from-checkpoint-args nvtx-ranges
+no-tp-comm-split-rs no-use-tokenizer-model-from-checkpoint-args nvtx-ranges
 optimizer-cuda-graph output-bert-embeddings overlap-cpu-optimizer-d2h-h2d overlap-dispatch-backward-with-experts-wgrad
 override-opt-param-scheduler override-opt_param-scheduler profile record-memory-history record-shapes
 reset-attention-mask reset-position-ids rotary-interleaved run-workload-inspector-server te-rng-tracker test-mode

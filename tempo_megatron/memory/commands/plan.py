@@ -137,6 +137,8 @@ def _read_request_of_command(args: argparse.Namespace, command: Command, gpu: Gp
             f"the command gives {name.replace('_', ' ')}{value}, which the planner does not know; ask tempo-megatron "
             "estimate"
         )
+    if run.optimizer.muon is not None:
+        raise ValueError("the command gives Muon, which the planner does not know; ask tempo-megatron estimate")
     if run.tempo.is_off:
         raise ValueError("--no-use-tempo is given, and the plan is what Tempo does; leave it out")
     request = PlanRequest(

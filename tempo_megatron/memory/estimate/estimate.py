@@ -21,6 +21,7 @@ from tempo_megatron.memory.estimate.model_states import (
     count_model_states,
     makes_gradients,
 )
+from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
 from tempo_megatron.memory.estimate.rounding import count_rounding
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
 from tempo_megatron.memory.run import Run
@@ -156,6 +157,8 @@ def _count_states(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool)
     num_expert_parameters = sum(chunk.num_expert_parameters for chunk in chunks)
     # Context-parallel ranks share the states like data-parallel ones.
     sharing = run.data_parallel * run.context_parallel // run.optimizer.instances
+    if run.optimizer.muon is not None:
+        return _count_muon(run, chunks)[0]
     found = count_model_states(
         num_parameters - num_expert_parameters,
         run.dtype,
@@ -177,6 +180,19 @@ def _count_states(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool)
     return dataclasses.replace(found, **both)
 
 
+def _count_muon(run: Run, chunks: Sequence[ChunkMemory]) -> tuple[ModelStates, list[Piece]]:
+    experts, ranks = run.experts, run.data_parallel * run.context_parallel
+    of_expert = experts.expert_parallel * experts.tensor_parallel if experts is not None else 1
+    assert run.optimizer.muon is not None
+    return count_muon_states(
+        [parameter for chunk in chunks for parameter in chunk.parameters],
+        run.dtype,
+        run.optimizer.muon,
+        ranks=ranks,
+        expert_ranks=ranks * run.tensor_parallel // of_expert,
+    )
+
+
 def _name(stage: int, num_stages: int) -> str:
     if num_stages == 1:
         return "all ranks"
@@ -194,11 +210,12 @@ def _count_on_gpu(run: Run, chunks: Sequence[ChunkMemory], *, has_head: bool) ->
     rounding = 0
     if optimizer.kind == "megatron":
         rounding = count_rounding(
-            [chunk.parameter_sizes for chunk in chunks],
+            [[parameter.size for parameter in chunk.parameters] for chunk in chunks],
             run.dtype,
             [*workspaces, *inputs, buffer, *placeholders],
             parts=run.data_parallel * run.context_parallel // optimizer.instances if optimizer.distributed else 1,
-            is_distributed=optimizer.distributed,
+            is_distributed=optimizer.distributed or optimizer.muon == "laid out",
+            pieces=None if optimizer.muon is None else _count_muon(run, chunks)[1],
         )
     return {"workspaces": sum(workspaces), "rounding": rounding, "placeholder gradients": sum(placeholders)}
 

@@ -17,10 +17,17 @@ import torch
 from tempo_megatron.memory.estimate.allocator import CachingAllocator
 
 _FLOAT32 = 4
+_MOMENTS = 2
 
 
 def count_rounding(
-    chunks: Sequence[Sequence[int]], dtype: torch.dtype, others: Iterable[int], *, parts: int, is_distributed: bool
+    chunks: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    others: Iterable[int],
+    *,
+    parts: int,
+    is_distributed: bool,
+    pieces: Sequence[tuple[int, int]] | None = None,
 ) -> int:
     """Bytes that the allocator counts beyond those of the tensors.
 
@@ -29,7 +36,8 @@ def count_rounding(
         dtype: of the parameters.
         others: bytes of each other tensor that stays: workspaces, inputs.
         parts: ranks that divide the optimizer's states.
-        is_distributed: whether the optimizer is the distributed one.
+        is_distributed: whether the optimizer is the distributed one, or weights are in buffers as with it.
+        pieces: elements and moments of each piece of a parameter whose states the rank has; None are Adam's.
     """
     allocator, total = CachingAllocator(), 0
     for parameters in chunks:
@@ -44,9 +52,11 @@ def count_rounding(
         if is_distributed:
             for weight in weights:
                 allocator.free(weight)
-    own = [size * _FLOAT32 for parameters in chunks for size in _list_own(parameters, parts)]
+    if pieces is None:
+        pieces = [(size, _MOMENTS) for parameters in chunks for size in _list_own(parameters, parts)]
+    own = [size * _FLOAT32 for size, _ in pieces]
     sizes = [*(own if dtype.itemsize < _FLOAT32 else []), *others]
-    sizes += [size for each in own for size in (each, each)]
+    sizes += [size * _FLOAT32 for size, moments in pieces for _ in range(moments)]
     sizes += own if dtype == torch.float16 else []
     for size in sizes:
         allocator.allocate(size)

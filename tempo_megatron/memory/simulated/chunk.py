@@ -38,9 +38,14 @@ from tempo_megatron.memory.kept.timeline import WEIGHTS, StepTimeline, Timeline
 from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.cross_entropy import put_fused_cross_entropy
 from tempo_megatron.memory.simulated.device import LastingBuffer, on_device, put_softmax_kernels
-from tempo_megatron.memory.simulated.experts import count_expert_parameters, find_expert_shapes, put_experts
+from tempo_megatron.memory.simulated.experts import (
+    count_expert_parameters,
+    find_expert_shapes,
+    find_stacked_parameters,
+    put_experts,
+)
 from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
-from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Phase, compress
+from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Parameter, Phase, compress
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
     copy_outputs_of_attention,
@@ -281,7 +286,7 @@ class _Chunk:
             self._buffer.count_bytes(),
             0 if self._pre_process else self._count_hidden(),
             0 if self._post_process else self._count_hidden(),
-            tuple(self._list_parameter_sizes()),
+            tuple(self._list_parameters()),
             self._find_linear_shapes(),
             forward,
             backward,
@@ -461,17 +466,28 @@ class _Chunk:
                 total[place] += (times - 1) * _count(layer.parameters(), in_bytes)
         return total[0], total[1]
 
-    def _list_parameter_sizes(self) -> Iterator[int]:
-        """Elements of each parameter of the whole chunk, in the order of the modules."""
+    def _list_parameters(self) -> Iterator[Parameter]:
+        """Each parameter of the whole chunk, in the order of the modules."""
+        words = [getattr(getattr(self._model, "embedding", None), "word_embeddings", None)]
+        words.append(getattr(self._model, "output_layer", None))
+        no_matrices = {id(getattr(module, "weight", None)) for module in words}
+        stacked = find_stacked_parameters(self._model)
+
+        def describe(parameter: Tensor) -> list[Parameter]:
+            number = stacked.get(id(parameter))
+            shape = tuple(parameter.shape if number is None else parameter.shape[1:])
+            is_matrix = len(shape) == 2 and id(parameter) not in no_matrices
+            return [Parameter(shape, is_matrix, number is not None)] * (number or 1)
+
         layers = {id(p): (layer, times) for layer, times in self._layers for p in layer.parameters()}
         listed: set[int] = set()
         for parameter in self._model.parameters():
             layer, times = layers.get(id(parameter), (None, 1))
             if layer is None:
-                yield parameter.numel()
+                yield from describe(parameter)
             elif id(layer) not in listed:
                 listed.add(id(layer))
-                yield from [p.numel() for p in layer.parameters()] * times
+                yield from [each for p in layer.parameters() for each in describe(p)] * times
 
     def _find_linear_shapes(self) -> frozenset[tuple[int, int]]:
         weights = [

@@ -51,6 +51,12 @@ def find_expert_shapes(model: torch.nn.Module) -> set[tuple[int, int]]:
     return {(weight.size(1), weight.size(2)) for weight in weights}
 
 
+def find_stacked_parameters(model: torch.nn.Module) -> dict[int, int]:
+    """id of each parameter that is those of several experts in one -> how many."""
+    experts = [module for module in model.modules() if isinstance(module, _LocalExperts)]
+    return {id(parameter): parameter.size(0) for module in experts for parameter in module.parameters()}
+
+
 class _Gate:
     """The router's product, which keeps its inputs whatever the dtype of its output is (moe_utils.py:
     RouterGatingLinearFunction)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 
 EMBEDDING, LAYERS, HEAD = "embedding", "layers", "loss head"
@@ -30,6 +31,20 @@ class Phase:
 
 
 @dataclasses.dataclass(frozen=True)
+class Parameter:
+    shape: tuple[int, ...]
+    is_matrix: bool
+    """Whether it has two dimensions and is no word embedding or output layer."""
+
+    is_expert: bool = False
+    """Whether it is a routed expert's."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class ChunkMemory:
     """A chunk of the model: what it is made of, and what one micro batch adds to that."""
 
@@ -53,8 +68,8 @@ class ChunkMemory:
     output_bytes: int
     """Those that it gives to another chunk; 0 where it has the loss head."""
 
-    parameter_sizes: tuple[int, ...]
-    """Elements of each parameter, in the order of the modules."""
+    parameters: tuple[Parameter, ...]
+    """In the order of the modules."""
 
     linear_shapes: frozenset[tuple[int, int]]
     """Of the weights with which it multiplies, the loss head's among them."""
