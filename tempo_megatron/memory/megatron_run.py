@@ -32,7 +32,9 @@ _SAME = (
     "hidden_dropout",
 )
 
-KNOWN_IN_COMMANDS = ("num_moe_experts", "multi_latent_attention")
+KNOWN_IN_COMMANDS = (
+    *("num_moe_experts", "multi_latent_attention", "mtp_num_layers", "pipeline_model_parallel_layout"),
+)
 """Of the next two, what the estimate of a command knows, and the plan of a run does not."""
 
 UNKNOWN_IN_LAYERS = {
@@ -72,6 +74,8 @@ UNKNOWN_IN_COMMANDS = {
     "cuda_graph_impl_deprecated": "CUDA graphs",
     "tp_comm_overlap": "the buffers of overlapped tensor-parallel communication",
     "nccl_ub": "buffers that NCCL registers",
+    "mtp_standalone": "multi-token prediction in a stage of its own",
+    "mtp_hybrid_override_pattern": "layers of several kinds",
     "mla_down_proj_fusion": "down projections that are one",
     "defer_embedding_wgrad_compute": "gradients of the output layer that wait for the pipeline's end",
     "delay_wgrad_compute": "gradients of weights that are computed later than their inputs'",
@@ -234,6 +238,8 @@ def read_run(
         sequence_parallel=config.sequence_parallel,
         layers_per_virtual_stage=chunks and config.num_layers // (stages * chunks),
         layers_of_chunks=deal_out_layers(config),
+        mtp_num_layers=_read_multi_token_prediction(model_name, config),
+        mtp_repeats_layer=getattr(config, "mtp_use_repeated_layer", False),
         micro_batch_group=getattr(config, "microbatch_group_size_per_vp_stage", None),
         first_stage_layers=config.num_layers_in_first_pipeline_stage,
         last_stage_layers=config.num_layers_in_last_pipeline_stage,
@@ -253,11 +259,13 @@ def read_run(
 
 
 def deal_out_layers(config: Any) -> tuple[int, ...] | None:
-    """How many layers each chunk has, where the embedding or the loss counts as a layer; else None.
+    """How many layers each chunk has, where a layout says it or the embedding or the loss counts as a layer; else None.
 
     As transformer_block.py: get_num_layers_to_build of megatron-core 0.16.1 deals them out. Raises ValueError where
     they do not divide.
     """
+    if config.pipeline_model_parallel_layout:
+        return tuple(chunk.count("t") for chunk in split_layout(config))
     extra = (config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split)
     if not any(extra):
         return None
@@ -272,6 +280,43 @@ def deal_out_layers(config: Any) -> tuple[int, ...] | None:
     found[0] -= extra[0]
     found[-1] -= extra[1]
     return tuple(found)
+
+
+def split_layout(config: Any) -> list[str]:
+    """The letters of each chunk of --pipeline-model-parallel-layout: E, L, t for a layer and m for a further token's.
+
+    As transformer/pipeline_parallel_layer_layout.py of megatron-core 0.16.1 reads it. Raises ValueError where it is not
+    of this model.
+    """
+    given = config.pipeline_model_parallel_layout
+    text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), given.replace(",", ""))
+    text = re.sub(r"(.)\*(\d+)", lambda found: found[1] * int(found[2]), text)
+    chunks, stages, number = text.split("|"), config.pipeline_model_parallel_size, config.mtp_num_layers or 0
+    layers = "".join(chunks)
+    wanted = f"E{'t' * config.num_layers}{'m' * number}L"
+    if layers != wanted:
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {given} is not E, {config.num_layers} times t, {number} times m and L, "
+            "in chunks with | between; correct it"
+        )
+    if len(chunks) % stages:
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {given} has {len(chunks)} chunks, which are not a multiple of "
+            f"--pipeline-model-parallel-size {stages}; change one of them"
+        )
+    if not chunks[-1].endswith(wanted[-1 - number :]):
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {given} has m apart from L, and the estimate knows multi-token "
+            "prediction beside the loss only"
+        )
+    return chunks
+
+
+def _read_multi_token_prediction(model_name: str, config: Any) -> int:
+    number = getattr(config, "mtp_num_layers", None) or 0
+    if number and model_name != "GPTModel":
+        raise ValueError(f"--mtp-num-layers is for a GPTModel, and the model is a {model_name}; leave it out")
+    return int(number)
 
 
 def _read_experts(config: Any, run: Any) -> Experts:

@@ -178,6 +178,12 @@ class Run:
     micro_batch_group: int | None = None
     """Megatron's --microbatch-group-size-per-virtual-pipeline-stage; None is the number of stages."""
 
+    mtp_num_layers: int = 0
+    """Layers of multi-token prediction, behind the last layer, beside the loss head."""
+
+    mtp_repeats_layer: bool = False
+    """Whether they are one layer."""
+
     first_stage_layers: int | None = None
     """Megatron's --decoder-first-pipeline-num-layers; None gives the first stage as many as those in the middle."""
 

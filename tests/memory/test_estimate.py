@@ -229,6 +229,45 @@ def test_the_fused_cross_entropy_makes_one_more_tensor_in_backward() -> None:
     assert fused - unfused == pytest.approx(32 * 16 * 512 * 4, rel=0.02)
 
 
+@pytest.mark.parametrize(("stages", "has_experts"), [(1, False), (2, False), (2, True)])
+def test_a_further_token_takes_a_layer_and_logits_on_the_last_stage(stages: int, has_experts: bool) -> None:
+    s, h, v, f = 32, 64, 512, 96
+    model = make_shape(**SMALL | {"vocab_size": v, "position_embedding_type": "rope"})
+    experts = None
+    if has_experts:
+        experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=f, layers=(True,) * 8, grouped=True)
+    run = Run(model=model, tempo=OFF, stock="transformer_engine", pipeline_parallel=stages, experts=experts)
+
+    def simulate_last(**values: Any) -> Any:
+        return simulate_chunk(dataclasses.replace(run, **values), range(4), pre_process=stages == 1, post_process=True)
+
+    none, one, two, repeated = (
+        simulate_last(mtp_num_layers=number, mtp_repeats_layer=repeats)
+        for number, repeats in ((0, False), (1, False), (2, False), (2, True))
+    )
+    # A layer, its projection of two hidden states to one, and three norms with weights and biases.
+    layer = two.num_parameters - one.num_parameters
+    of_decoder = simulate_chunk(run, range(1), pre_process=False, post_process=False).num_parameters
+    assert layer == of_decoder + 2 * h * h + 3 * 2 * h
+    assert one.num_parameters - none.num_parameters == layer + (0 if stages == 1 else v * h)
+    assert repeated.num_parameters == one.num_parameters
+    assert two.num_expert_parameters - one.num_expert_parameters == (4 * (2 * h * f + h + f) if has_experts else 0)
+    # Each token's logits in float32, as cross entropy keeps them, beside what its layer keeps.
+    kept = two.kept_bytes - one.kept_bytes
+    assert kept == repeated.kept_bytes - one.kept_bytes
+    assert kept > 4 * s * v + keep_of_middle_layer(none)
+
+
+def test_a_chunk_with_a_further_token_alone_has_its_layer() -> None:
+    model = make_shape(**SMALL | {"position_embedding_type": "rope"})
+    run = Run(model=model, tempo=OFF, stock="transformer_engine", pipeline_parallel=2, mtp_num_layers=1)
+    first, last = (
+        estimate_ranks(dataclasses.replace(run, layers_of_chunks=cut))[1].num_parameters for cut in ((7, 1), (8, 0))
+    )
+    of_a_layer = simulate_chunk(run, range(1), pre_process=False, post_process=False).num_parameters
+    assert first - last == of_a_layer
+
+
 @pytest.mark.parametrize("fuses_rope", [False, True])
 @pytest.mark.parametrize("q_lora_rank", [None, 48])
 @pytest.mark.parametrize("stock_attention", ["fused", "unfused"])

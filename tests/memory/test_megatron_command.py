@@ -19,6 +19,8 @@ GPT = (
     "--micro-batch-size 4 --global-batch-size 32 --bf16"
 )
 
+LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+
 
 def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8) -> Run:
     """The run of a command whose tokenizer is known."""
@@ -62,6 +64,9 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
                 )
             },
         ),
+        (f"{LAYOUT} Et*3|(tt|)*4tmL --mtp-num-layers 1", {"layers_of_chunks": (3, 2, 2, 2, 2, 1), "mtp_num_layers": 1}),
+        (f"{LAYOUT} E,t*12||,|L", {"layers_of_chunks": (12, 0, 0, 0)}),
+        ("--mtp-num-layers 2 --mtp-use-repeated-layer", {"mtp_num_layers": 2, "mtp_repeats_layer": True}),
         ("--recompute-activations", {"recompute": ("core_attn",)}),
         ("--optimizer muon", {"optimizer": OptimizerSettings(distributed=False, muon="whole")}),
         ("--optimizer dist_muon", {"optimizer": OptimizerSettings(distributed=False, muon="laid out")}),
@@ -110,7 +115,11 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
             "--micro-batch-size 4",
             "1 micro batches pass through chunks in groups of 2",
         ),
-        ("--mtp-num-layers 1", "--mtp-num-layers 1 gives the run multi-token prediction"),
+        ("--mtp-standalone", "--mtp-standalone gives the run multi-token prediction in a stage of its own"),
+        (f"{LAYOUT} Et*12|L --num-virtual-stages-per-pipeline-rank 1", "are both given"),
+        (f"{LAYOUT} Et*11|L", "is not E, 12 times t, 0 times m and L"),
+        (f"{LAYOUT} Et*12L", "has 1 chunks, which are not a multiple of --pipeline-model-parallel-size 2"),
+        (f"{LAYOUT} Et*12m|L --mtp-num-layers 1", "has m apart from L"),
         ("--multi-latent-attention --transformer-impl local", "needs --transformer-impl transformer_engine"),
         ("--multi-latent-attention --group-query-attention", "are both given"),
         ("--multi-latent-attention --v-head-dim 0", "--v-head-dim is 0; expected a positive number"),

@@ -30,6 +30,7 @@ from tempo_megatron.memory.megatron_run import (
     UNKNOWN_IN_LAYERS,
     UNKNOWN_IN_RUNS,
     read_run,
+    split_layout,
 )
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.models.shape import pad_vocab_size
@@ -50,6 +51,11 @@ _TOKENS = {
     "BertWordPieceCase": 28996 + 2,
     "Llama2Tokenizer": 32000,
 }
+# What cuts the layers of a pipeline's stage into chunks.
+_CUTS = (
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    "pipeline_model_parallel_layout",
+)
 # Arguments of ours that say nothing of the run, or what the command cannot.
 _BESIDE_A_COMMAND = (
     *("command", "words", "world_size", "megatron_yaml", "vocab_size", "use_tempo", "gpu", "gpu_memory"),
@@ -426,6 +432,7 @@ def _complete_model(args: argparse.Namespace, family: str) -> None:
         if getattr(args, name) is None:
             raise ValueError(f"{_spell(name)} is missing, and Megatron-LM has no default for it; give it")
         _check_positive(args, name)
+    _check_positive(args, "mtp_num_layers")
     latent = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     for name in ("ffn_hidden_size", "kv_channels", "num_query_groups", *latent):
         _check_positive(args, name)
@@ -447,11 +454,12 @@ def _complete_model(args: argparse.Namespace, family: str) -> None:
     args.num_query_groups = args.num_query_groups if args.group_query_attention else None
     pp = args.pipeline_model_parallel_size
     per_chunk, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
-    if per_chunk is not None and chunks is not None:
-        raise ValueError(
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank are both given; leave "
-            "one of them out"
-        )
+    given = {name: getattr(args, name) for name in _CUTS if getattr(args, name) is not None}
+    if len(given) > 1:
+        first, second, *_ = map(_spell, given)
+        raise ValueError(f"{first} and {second} are both given; leave one of them out")
+    if args.pipeline_model_parallel_layout is not None:
+        chunks = len(split_layout(args)) // pp
     if per_chunk is not None:
         _check_positive(args, "num_layers_per_virtual_pipeline_stage")
         chunks, rest = divmod(_count_places(args), pp * per_chunk)
@@ -460,7 +468,7 @@ def _complete_model(args: argparse.Namespace, family: str) -> None:
                 f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {args.num_layers} layers of "
                 f"{pp} pipeline stages into chunks; change it or leave it out"
             )
-    elif chunks is not None and _count_places(args) % (pp * chunks):
+    elif args.num_virtual_stages_per_pipeline_rank is not None and _count_places(args) % (pp * chunks):
         raise ValueError(
             f"--num-virtual-stages-per-pipeline-rank {chunks} does not divide the {args.num_layers} layers of {pp} "
             "pipeline stages; change it or leave it out"

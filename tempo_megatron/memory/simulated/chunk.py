@@ -45,6 +45,7 @@ from tempo_megatron.memory.simulated.experts import (
     put_experts,
 )
 from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
+from tempo_megatron.memory.simulated.multi_token_prediction import put_multi_token_prediction
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Parameter, Phase, compress
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
@@ -52,7 +53,7 @@ from tempo_megatron.memory.simulated.transformer_engine import (
     put_norm_kernels,
 )
 from tempo_megatron.memory.storages import AllocationTrace, PeakBytes, count_storage_bytes, find_storages
-from tempo_megatron.models.build import build_model, choose_for_model, make_inputs
+from tempo_megatron.models.build import build_model, choose_for_model, make_inputs, make_specs
 from tempo_megatron.models.shape import ModelShape
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import LAYER_OPERATIONS
@@ -154,9 +155,11 @@ def _fuse_attention(config: TempoConfig) -> TempoConfig:
     return dataclasses.replace(config, attention=fuse({"attention": config.attention})["attention"], layers=layers)
 
 
-def _as_of_latent_attention(config: TransformerConfig, run: Run) -> TransformerConfig:
-    """What decides which of Tempo's operations a run with latent attention can have."""
-    return dataclasses.replace(config, multi_latent_attention=run.latent_attention is not None)
+def _describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
+    """What decides which of Tempo's operations a run can have that has parts beside those of `config`."""
+    return dataclasses.replace(
+        config, multi_latent_attention=run.latent_attention is not None, mtp_num_layers=run.mtp_num_layers or None
+    )
 
 
 def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequence[bool]) -> TransformerConfig:
@@ -203,7 +206,7 @@ class _Chunk:
             recompute=run.recompute,
             fuse_swiglu=run.stock == "transformer_engine",
         )
-        asked = chosen = choose_for_model(shape, _as_of_latent_attention(config, run), run.tempo).config
+        asked = chosen = choose_for_model(shape, _describe_parts(config, run), run.tempo).config
         attention = choose_attention(run) if run.stock == "transformer_engine" else "unfused"
         if attention != "unfused":
             chosen = _fuse_attention(chosen)
@@ -224,6 +227,7 @@ class _Chunk:
         if run.recompute_num_layers is not None:
             num_recomputed = sum(recomputed[index] != () for index, _ in rows)
             config = dataclasses.replace(config, recompute_method="block", recompute_num_layers=num_recomputed)
+        predicts_more = post_process and run.mtp_num_layers > 0
         self._tempo = dataclasses.replace(chosen, layers=values if chosen.layers else {})
         self._shape = dataclasses.replace(shape, num_layers=len(rows))
         self._model = build_model(
@@ -234,9 +238,15 @@ class _Chunk:
             pre_process=pre_process,
             post_process=post_process,
         ).train()
-        convert_parameters(self._model, run.dtype)
+        if predicts_more:
+            # Its layers are none of Tempo's.
+            stock = TempoConfig.off() if attention == "unfused" else _fuse_attention(TempoConfig.off())
+            spec = make_specs(self._shape, self._model.config, stock)["decoder"].layer_specs[-1]
+            put_multi_token_prediction(self._model, spec, run)
+            self._model.train()
         if run.latent_attention is not None:
             put_latent_attention(self._model, config, run.latent_attention, is_fused=attention != "unfused")
+        convert_parameters(self._model, run.dtype)
         if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
             put_softmax_kernels(self._model)
         if run.experts is not None:
@@ -248,12 +258,18 @@ class _Chunk:
             for layer, (index, _) in zip(block.layers, rows, strict=True):
                 if copies and asked.for_layer(index, stack).attention == "off":
                     copy_outputs_of_attention(layer)
+        if copies and predicts_more:
+            for layer in self._model.mtp.layers:
+                copy_outputs_of_attention(layer.transformer_layer)
         if run.stock == "transformer_engine":
             put_norm_kernels(self._model)
         # (layer, how many it stands for) of one stack after the other; a layer's place is that in this list.
         self._layers = [
             (layer, times) for stack in self._stacks for layer, (_, times) in zip(stack.layers, rows, strict=True)
         ]
+        # Those of multi-token prediction, which runs inside the head and embeds tokens; perhaps one in several places.
+        self._further = dict.fromkeys(self._model.mtp.layers, 1) if predicts_more else {}
+        self._layers += self._further.items()
         self._is_backward = False
         self._phase: tuple[str, int | None, bool] | None = None
         self._levels: list[tuple[tuple[str, int | None, bool], Phase]] = []
@@ -264,7 +280,7 @@ class _Chunk:
         """Leave the embedding and the head alone: no ModelShape is without layers."""
         for stack in self._stacks:
             stack.layers = torch.nn.ModuleList()
-        self._layers = []
+        self._layers = [*self._further.items()]
 
     def measure(self) -> ChunkMemory:
         batch = self._make_batch()
@@ -404,8 +420,8 @@ class _Chunk:
         if self._pre_process:
             # A T5 embeds twice.
             embedding = self._model.embedding
-            embedding.register_forward_pre_hook(lambda *_: self._mark(EMBEDDING, None), with_kwargs=True)
-            embedding.register_forward_hook(lambda _, __, output: self._watch(output, EMBEDDING, None))
+            embedding.register_forward_pre_hook(lambda *_: self._begin_embedding(), with_kwargs=True)
+            embedding.register_forward_hook(lambda _, __, output: self._watch_embedding(output))
         for place, (layer, _) in enumerate(self._layers):
             layer.register_forward_pre_hook(lambda *_, place=place: self._mark(LAYERS, place), with_kwargs=True)
             layer.register_forward_hook(
@@ -413,10 +429,24 @@ class _Chunk:
                     output[0] if isinstance(output, tuple) else output, LAYERS, place
                 )
             )
+        for layer in self._further:
+            layer.register_forward_hook(lambda *_: self._mark(HEAD, None))
         if self._post_process:
             # The last stack's own end has the final norm.
             norm = self._stacks[-1].final_layernorm
             norm.register_forward_pre_hook(lambda *_: self._mark(HEAD, None))
+
+    def _begin_embedding(self) -> None:
+        if not self._is_in_further_layer():
+            self._mark(EMBEDDING, None)
+
+    def _watch_embedding(self, output: Tensor) -> None:
+        if not self._is_in_further_layer():
+            self._watch(output, EMBEDDING, None)
+
+    def _is_in_further_layer(self) -> bool:
+        place = self._phase and self._phase[1]
+        return place is not None and self._layers[place][0] in self._further
 
     def _watch(self, output: Tensor, part: str, place: int | None) -> None:
         """Begin the phase of `part` in backward where the gradient of its output is there."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
 
 from tempo_megatron.memory.run import Experts
@@ -25,6 +26,8 @@ def put_experts(model: torch.nn.Module, experts: Experts, *, is_fused: bool) -> 
         experts: of the run.
         is_fused: whether the gated activation is Megatron's fused one.
     """
+    # Where losses are noted for a log, with as many entries as the last model had layers.
+    get_moe_layer_wise_logging_tracker().clear()
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.router.gating = _Gate(module.router.weight, experts.router_dtype)

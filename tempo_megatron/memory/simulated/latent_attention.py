@@ -140,8 +140,7 @@ def _make_norm(config: Any, size: int) -> torch.nn.Module:
     if not config.qk_layernorm:
         return torch.nn.Identity()
     norm = TorchRMSNorm if config.normalization == "RMSNorm" else TorchLayerNorm
-    made: torch.nn.Module = norm(config=config, hidden_size=size, eps=config.layernorm_epsilon)
-    return made.to(config.params_dtype)
+    return norm(config=config, hidden_size=size, eps=config.layernorm_epsilon)
 
 
 def _make_unfused_attention(config: Any, latent: LatentAttention, num_heads: int) -> DotProductAttention:

@@ -1,0 +1,62 @@
+"""Adds Megatron's multi-token prediction to a chunk on fake tensors: further layers behind the last, each with a loss.
+
+References are to megatron-core 0.16.1, from megatron/core/.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossLoggingHelper,
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from tempo_megatron.memory.run import Run
+from tempo_megatron.slots.attention import TempoDotProductAttention
+from tempo_megatron.slots.norm import TorchLayerNorm, TorchRMSNorm
+
+
+def put_multi_token_prediction(model: Any, layer_spec: Any, run: Run) -> None:
+    """Let the GPTModel of the last chunk predict more tokens.
+
+    Args:
+        model: with the loss head. Where it has no embedding, it gets a copy (models/gpt/gpt_model.py:149).
+        layer_spec: of the layer that each further token takes.
+        run: whose multi-token prediction it is.
+    """
+    config, number = model.config, run.mtp_num_layers
+    config.mtp_num_layers = number
+    norm = TorchRMSNorm if config.normalization == "RMSNorm" else TorchLayerNorm
+    layer = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, transformer_layer=layer_spec, layer_norm=norm
+        ),
+    )
+    layers = [layer] * (1 if run.mtp_repeats_layer else number)
+    model.mtp = MultiTokenPredictionBlock(config, MultiTokenPredictionBlockSubmodules(layer_specs=layers))
+    if run.mtp_repeats_layer:
+        # One layer, which runs for every token (--mtp-use-repeated-layer).
+        model.mtp.layers = torch.nn.ModuleList([*model.mtp.layers] * number)
+    for module in model.mtp.modules():
+        if isinstance(module, TempoDotProductAttention):
+            # Its masks take no memory, and would be those of the decoder's last layers.
+            module.attention_dropout.p = 0.0
+    model.mtp_process = True
+    if not model.pre_process:
+        model.embedding = LanguageModelEmbedding(
+            config,
+            vocab_size=run.padded_vocab_size,
+            max_sequence_length=run.model.max_position_embeddings,
+            position_embedding_type=run.model.position_embedding_type,
+        )
+    # Where losses are noted for a log, which else is made on a GPU.
+    MTPLossLoggingHelper.tracker = {"values": torch.zeros(number)}
