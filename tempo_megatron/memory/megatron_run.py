@@ -65,8 +65,6 @@ UNKNOWN_IN_COMMANDS = {
     "optimizer": "another optimizer than Adam",
     "optimizer_cpu_offload": "optimizer states on the host",
     "offload_optimizer_states": "optimizer states on the host",
-    "use_precision_aware_optimizer": "states of other dtypes than float32",
-    "grad_reduce_in_bf16": "gradients that are added up in bf16",
     "ddp_reduce_scatter_with_fp32_accumulation": "gradients that are reduced through all-to-all",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "gradients of several dtypes",
     "fp16_lm_cross_entropy": "a cross entropy in float16",

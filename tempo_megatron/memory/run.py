@@ -35,6 +35,13 @@ class OptimizerSettings:
     distributed: bool = True
     """Megatron's distributed optimizer."""
 
+    gradient_bytes: int | None = None
+    """Of one gradient in Megatron's buffers; None is 2 in float16 and 4 else."""
+
+    state_bytes: tuple[int, int, int] | None = None
+    """Of one parameter's main copy and Adam's two moments with Megatron's --use-precision-aware-optimizer, which reads
+    gradients as they are; None is float32 for all, and no copy of float32 weights."""
+
     muon: str | None = None
     """How Muon's states lie over ranks: "whole" on each, "dealt" out parameter by parameter, or "laid out" in buffers;
     see `memory.estimate.muon`. None is Adam."""

@@ -117,10 +117,10 @@ def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
 def test_blocks_that_are_not_split_count_whole() -> None:
     """Less than 1 MiB that is left of a segment counts with the tensor in it."""
     # In bf16 9.5 MiB, in a segment of 20 MiB that is split; gradients, copy and two moments of 19 MiB in 20 MiB each.
-    assert count_rounding([[19 * MIB // 4]], torch.bfloat16, [], parts=1, is_distributed=False) == 4 * MIB
+    assert count_rounding([[19 * MIB // 4]], torch.bfloat16, [], WHOLE, parts=1) == 4 * MIB
     # Weights of 9.5 MiB and the buffer that replaces them share a segment, the copy takes their place, and the moments
     # share another: the second of each pair has 1 MiB too much, and so have the gradients.
-    assert count_rounding([[19 * MIB // 4]], torch.bfloat16, [], parts=2, is_distributed=True) == 3 * MIB
+    assert count_rounding([[19 * MIB // 4]], torch.bfloat16, [], DISTRIBUTED, parts=2) == 3 * MIB
 
 
 def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:
@@ -195,6 +195,22 @@ def test_a_chunk_names_its_matrices_and_its_experts() -> None:
     assert sum(each.size for each in found if each.is_expert) == 2 * 2 * (2 * 96 * 512 + 96 + 512)
     per_layer = 3 * 512 * 512 + 512 * 512 + 4 * 512 + 2 * 2 * 96 * 512
     assert sum(each.size for each in found if each.is_matrix) == 64 * 512 + 2 * per_layer
+
+
+@pytest.mark.parametrize(
+    ("settings", "gradients", "states"),
+    [
+        ({}, 4, 12),
+        # Converted to float32 for the step, of the rank's own part.
+        ({"gradient_bytes": 2}, 2 + 4 / 4, 12),
+        ({"gradient_bytes": 2, "state_bytes": (2, 1, 2)}, 2, 5),
+    ],
+)
+def test_gradients_and_states_have_dtypes(settings: dict[str, Any], gradients: float, states: int) -> None:
+    optimizer = OptimizerSettings(**settings)
+    (rank,) = estimate_ranks(make_run({**SMALL, "seq_length": 64}, data_parallel=4, optimizer=optimizer, gpu="h100"))
+    assert rank.at_rest["gradients"] == gradients * rank.num_parameters
+    assert rank.at_rest["optimizer states"] == states * rank.num_parameters / 4
 
 
 def test_float16_gradients_are_there_a_second_time_until_the_next_step() -> None:

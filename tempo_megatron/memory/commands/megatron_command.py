@@ -39,6 +39,7 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.words.json_text import read_object
 
 _SCRIPT = re.compile(r"(?:.*[/_])?pretrain_(\w+)\.py")
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _MUONS = ("muon", "dist_muon")
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _MODELS = {"gpt": "GPTModel", "bert": "BertModel", "t5": "T5Model"}
@@ -272,10 +273,12 @@ def read_command(
         activation=_find_activation(args),
         stock=_find_stock(args, command.family),
     )
-    if args.optimizer in _MUONS:
-        run = dataclasses.replace(run, optimizer=_read_muon(args))
+    optimizer = _read_muon(args) if args.optimizer in _MUONS else run.optimizer
     run = dataclasses.replace(
         run,
+        optimizer=dataclasses.replace(
+            optimizer, gradient_bytes=_find_gradient_bytes(args), state_bytes=_find_state_bytes(args)
+        ),
         gpu=gpu,
         deterministic=args.deterministic_mode,
         cublas_workspace_bytes=_read_workspace(command.launcher),
@@ -310,6 +313,44 @@ def _read_muon(args: argparse.Namespace) -> OptimizerSettings:
             "knows one bucket; leave it out, or add --no-use-layer-wise-param-layout"
         )
     return OptimizerSettings(distributed=False, muon=way)
+
+
+def _find_gradient_bytes(args: argparse.Namespace) -> int | None:
+    """As arguments.py:1203-1217 of Megatron-LM at d98e8a64dd decides it; None is the usual.
+
+    Raises ValueError where the words contradict one another.
+    """
+    adds_in_float32 = args.accumulate_allreduce_grads_in_fp32
+    if adds_in_float32 and args.main_grads_dtype != "fp32":
+        raise ValueError(
+            f"--accumulate-allreduce-grads-in-fp32 and --main-grads-dtype {args.main_grads_dtype} are both given; "
+            "leave one of them out"
+        )
+    if args.bf16 and (args.grad_reduce_in_bf16 or args.main_grads_dtype == "bf16"):
+        return 2
+    return 4 if args.fp16 and adds_in_float32 else None
+
+
+def _find_state_bytes(args: argparse.Namespace) -> tuple[int, int, int] | None:
+    """Of the precision-aware optimizer: main copy and both moments of a parameter; None without it.
+
+    Of a bf16 weight's float32 copy it keeps the 16 bits that the weight lacks (core/optimizer/optimizer_config.py:192
+    of Megatron-LM at d98e8a64dd, pytorch/optimizers/fused_adam.py:414 of Transformer Engine).
+
+    Raises ValueError for what Megatron-LM refuses.
+    """
+    dtypes = {name: getattr(args, name) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
+    if not args.use_precision_aware_optimizer:
+        for name, value in {"main_grads_dtype": args.main_grads_dtype, **dtypes}.items():
+            if value != "fp32":
+                raise ValueError(f"{_spell(name)} {value} needs --use-precision-aware-optimizer; add it")
+        return None
+    if not args.use_distributed_optimizer or args.optimizer != "adam":
+        raise ValueError(
+            "--use-precision-aware-optimizer needs --use-distributed-optimizer and Adam; add the one, or leave it out"
+        )
+    main, *moments = (_BYTES[value] for value in dtypes.values())
+    return (2 if args.bf16 else main, moments[0], moments[1])
 
 
 def _read_workspace(launcher: Sequence[str]) -> int | None:
@@ -355,12 +396,6 @@ def _refuse_unknown(args: argparse.Namespace, family: str) -> None:
             "--cross-entropy-fusion-impl linear gives the run a fused output layer, which the estimate does not know; "
             "it knows native and te"
         )
-    dtypes = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    for field in dtypes:
-        if (value := getattr(args, field)) != "fp32":
-            raise ValueError(
-                f"{list_options(field)[0]} {value} is not fp32, and the estimate knows float32 states only"
-            )
     if args.transformer_impl == "inference_optimized":
         raise ValueError("--transformer-impl inference_optimized trains nothing; give local or transformer_engine")
     if args.spec and not (family == "bert" and args.spec == ["local"]):

@@ -213,8 +213,8 @@ def _count_on_gpu(run: Run, chunks: Sequence[ChunkMemory], *, has_head: bool) ->
             [[parameter.size for parameter in chunk.parameters] for chunk in chunks],
             run.dtype,
             [*workspaces, *inputs, buffer, *placeholders],
+            optimizer,
             parts=run.data_parallel * run.context_parallel // optimizer.instances if optimizer.distributed else 1,
-            is_distributed=optimizer.distributed or optimizer.muon == "laid out",
             pieces=None if optimizer.muon is None else _count_muon(run, chunks)[1],
         )
     return {"workspaces": sum(workspaces), "rounding": rounding, "placeholder gradients": sum(placeholders)}

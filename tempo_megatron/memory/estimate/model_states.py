@@ -5,9 +5,10 @@ P is the parameters of a rank, e the bytes of one, d the ranks that share optimi
 - "none": weights e P, and gradients e P that backward makes and the next step frees; no optimizer.
 - "megatron": Megatron's DistributedDataParallel holds gradients in float32 buffers (of float16 in float16). Adam's
   moments are float32, and of 16-bit weights there is a float32 copy. With the distributed optimizer moments and copy
-  are divided by d. Gathered weights and reduced gradients use the same buffers. The step converts float16 gradients to
+  are divided by d. Gathered weights and reduced gradients use the same buffers. The step converts 16-bit gradients to
   float32, of the distributed optimizer those of this rank's part, and the next step's `zero_grad` frees the copies
-  (core/optimizer/optimizer.py:759 and distrib_optimizer.py:2419 of megatron-core 0.16.1).
+  (core/optimizer/optimizer.py:759 and distrib_optimizer.py:2419 of megatron-core 0.16.1). The precision-aware
+  optimizer converts none, and its states have dtypes of their own.
 - "deepspeed": Adam as above, in one of three of its optimizers. Without ZeRO, states are whole on every rank. ZeRO 1 in
   bf16 with "grad_accum_dtype" fp32 is its BF16_Optimizer: gradients in bf16 and float32, and states divided by d. Else
   ZeRO divides the states; a copy of float32 weights is among them. ZeRO 2 divides gradients too, ZeRO 3 weights too, of
@@ -114,9 +115,11 @@ def count_model_states(
         standing = e * p if accumulates else 0
         return ModelStates(weights=e * p, standing_gradients=standing, gradients_at_rest=standing)
     if optimizer.kind == "megatron":
-        is_float16, parts = dtype == torch.float16, d if optimizer.distributed else 1
-        standing = (2 if is_float16 else _FLOAT32) * p
-        gradients = standing + (_divide(_FLOAT32 * p, parts) if is_float16 else 0)
+        parts, of_gradient = d if optimizer.distributed else 1, find_gradient_bytes(optimizer, dtype)
+        standing = of_gradient * p
+        converts = of_gradient < _FLOAT32 and optimizer.state_bytes is None
+        gradients = standing + (_divide(_FLOAT32 * p, parts) if converts else 0)
+        states = states if optimizer.state_bytes is None else sum(optimizer.state_bytes) * p
         return ModelStates(
             weights=e * p,
             optimizer_states=_divide(states, parts),
@@ -149,6 +152,11 @@ def count_model_states(
     else:
         found = _count_zero_states(p, e, d, optimizer, largest_layer_parameters, accumulates, standing)
     return dataclasses.replace(found, optimizer_states=0, step_transient=0) if optimizer.offloads else found
+
+
+def find_gradient_bytes(optimizer: OptimizerSettings, dtype: torch.dtype) -> int:
+    """Of one gradient in Megatron's buffers."""
+    return optimizer.gradient_bytes or (2 if dtype == torch.float16 else _FLOAT32)
 
 
 def _is_bf16_optimizer(optimizer: OptimizerSettings, dtype: torch.dtype) -> bool:

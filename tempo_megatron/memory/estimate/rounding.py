@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from tempo_megatron.memory.estimate.allocator import CachingAllocator
+from tempo_megatron.memory.estimate.model_states import find_gradient_bytes
+from tempo_megatron.memory.run import OptimizerSettings
 
 _FLOAT32 = 4
 _MOMENTS = 2
@@ -24,9 +26,9 @@ def count_rounding(
     chunks: Sequence[Sequence[int]],
     dtype: torch.dtype,
     others: Iterable[int],
+    optimizer: OptimizerSettings,
     *,
     parts: int,
-    is_distributed: bool,
     pieces: Sequence[tuple[int, int]] | None = None,
 ) -> int:
     """Bytes that the allocator counts beyond those of the tensors.
@@ -35,14 +37,15 @@ def count_rounding(
         chunks: elements of each parameter, in the order of the modules, of each chunk of the rank.
         dtype: of the parameters.
         others: bytes of each other tensor that stays: workspaces, inputs.
-        parts: ranks that divide the optimizer's states.
-        is_distributed: whether the optimizer is the distributed one, or weights are in buffers as with it.
+        optimizer: Megatron's.
+        parts: ranks that divide its states.
         pieces: elements and moments of each piece of a parameter whose states the rank has; None are Adam's.
     """
     allocator, total = CachingAllocator(), 0
+    is_distributed = optimizer.distributed or optimizer.muon == "laid out"
+    bytes_of_gradient = find_gradient_bytes(optimizer, dtype)
     for parameters in chunks:
         weights = [allocator.allocate(size * dtype.itemsize) for size in parameters]
-        bytes_of_gradient = 2 if dtype == torch.float16 else _FLOAT32
         buffers = [sum(parameters) * bytes_of_gradient]
         total += sum(parameters) * (dtype.itemsize + bytes_of_gradient)
         if is_distributed:
@@ -54,10 +57,11 @@ def count_rounding(
                 allocator.free(weight)
     if pieces is None:
         pieces = [(size, _MOMENTS) for parameters in chunks for size in _list_own(parameters, parts)]
-    own = [size * _FLOAT32 for size, _ in pieces]
-    sizes = [*(own if dtype.itemsize < _FLOAT32 else []), *others]
-    sizes += [size * _FLOAT32 for size, moments in pieces for _ in range(moments)]
-    sizes += own if dtype == torch.float16 else []
+    of_copy, *of_moments = optimizer.state_bytes or (_FLOAT32 if dtype.itemsize < _FLOAT32 else 0, _FLOAT32, _FLOAT32)
+    sizes = [*(size * of_copy for size, _ in pieces if of_copy), *others]
+    sizes += [size * each for size, moments in pieces for each in of_moments[:moments]]
+    if bytes_of_gradient < _FLOAT32 and optimizer.state_bytes is None:
+        sizes += [size * _FLOAT32 for size, _ in pieces]
     for size in sizes:
         allocator.allocate(size)
     return allocator.allocated - total - sum(sizes)
