@@ -75,7 +75,6 @@ UNKNOWN_IN_COMMANDS = {
     "mtp_standalone": "multi-token prediction in a stage of its own",
     "mtp_hybrid_override_pattern": "layers of several kinds",
     "mla_down_proj_fusion": "down projections that are one",
-    "defer_embedding_wgrad_compute": "gradients of the output layer that wait for the pipeline's end",
     "delay_wgrad_compute": "gradients of weights that are computed later than their inputs'",
     "overlap_moe_expert_parallel_comm": "two micro batches that run at once",
     "rampup_batch_size": "a batch size that grows",

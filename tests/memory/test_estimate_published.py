@@ -213,6 +213,15 @@ def test_gradients_and_states_have_dtypes(settings: dict[str, Any], gradients: f
     assert rank.at_rest["optimizer states"] == states * rank.num_parameters / 4
 
 
+@pytest.mark.parametrize(("limit", "waiting"), [(None, 0), (2, 2), (0, 3)])
+def test_gradients_of_the_output_layer_wait_on_the_last_stage(limit: int | None, waiting: int) -> None:
+    sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
+    settings: dict[str, Any] = {"pipeline_parallel": 2, "num_micro_batches": 4, "deferred_head_gradients": limit}
+    run = make_run(sizes, **settings)
+    first, last = (rank.parts["deferred gradients"] for rank in estimate_ranks(run))
+    assert (first, last) == (0, waiting * 2 * 4 * 64 * (run.padded_vocab_size + 512))
+
+
 def test_float16_gradients_are_there_a_second_time_until_the_next_step() -> None:
     for optimizer, parts in ((WHOLE, 1), (DISTRIBUTED, 4)):
         run = make_run({**SMALL, "seq_length": 64}, dtype=torch.float16, data_parallel=4, optimizer=optimizer)

@@ -68,6 +68,10 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
         (f"{LAYOUT} E,t*12||,|L", {"layers_of_chunks": (12, 0, 0, 0)}),
         ("--mtp-num-layers 2 --mtp-use-repeated-layer", {"mtp_num_layers": 2, "mtp_repeats_layer": True}),
         ("--recompute-activations", {"recompute": ("core_attn",)}),
+        (
+            "--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute --wgrad-deferral-limit 2",
+            {"deferred_head_gradients": 2},
+        ),
         ("--grad-reduce-in-bf16", {"optimizer": OptimizerSettings(distributed=False, gradient_bytes=2)}),
         (
             "--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype fp8 "
@@ -147,6 +151,11 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ("--pipeline-model-parallel-size 8", "12 layers are not a multiple"),
         ("--encoder-num-layers 12", "--num-layers and --encoder-num-layers are both given"),
         ("--recompute-granularity full", "needs --recompute-method"),
+        ("--defer-embedding-wgrad-compute", "needs --pipeline-model-parallel-size of at least 2"),
+        (
+            "--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute --wgrad-deferral-limit -1",
+            "expected 0 or more",
+        ),
         ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer"),
         ("--use-precision-aware-optimizer", "needs --use-distributed-optimizer and Adam"),
         ("--main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "are both given"),

@@ -283,6 +283,7 @@ def read_command(
         deterministic=args.deterministic_mode,
         cublas_workspace_bytes=_read_workspace(command.launcher),
         fuses_gradient_accumulation=args.gradient_accumulation_fusion,
+        deferred_head_gradients=_find_deferred(args),
         data_has_masks=args.create_attention_mask_in_dataloader,
     )
     run.check()
@@ -313,6 +314,20 @@ def _read_muon(args: argparse.Namespace) -> OptimizerSettings:
             "knows one bucket; leave it out, or add --no-use-layer-wise-param-layout"
         )
     return OptimizerSettings(distributed=False, muon=way)
+
+
+def _find_deferred(args: argparse.Namespace) -> int | None:
+    """Raises ValueError as core/model_parallel_config.py of megatron-core."""
+    if not args.defer_embedding_wgrad_compute:
+        return None
+    if args.pipeline_model_parallel_size == 1 or not args.gradient_accumulation_fusion:
+        raise ValueError(
+            "--defer-embedding-wgrad-compute needs --pipeline-model-parallel-size of at least 2 and the fusion of "
+            "gradient accumulation; add the one and leave --no-gradient-accumulation-fusion out, or leave it out"
+        )
+    if args.wgrad_deferral_limit < 0:
+        raise ValueError(f"--wgrad-deferral-limit is {args.wgrad_deferral_limit}; expected 0 or more")
+    return int(args.wgrad_deferral_limit)
 
 
 def _find_gradient_bytes(args: argparse.Namespace) -> int | None:

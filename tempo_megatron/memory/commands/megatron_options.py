@@ -159,6 +159,7 @@ READ: dict[str, Option] = {
     "tp-comm-overlap": _switch(),
     "tensor-parallel-num-weight-shards": Option(),
     "defer-embedding-wgrad-compute": _switch(),
+    "wgrad-deferral-limit": Option(default=0),
     "delay-wgrad-compute": _switch(),
     "context-parallel-size": Option(default=1),
     "cp-comm-type": Option(str, ("p2p",), nargs="+"),
@@ -369,7 +370,7 @@ sft-tokenizer-prompt-format sgd-momentum sharp-enabled-group short-seq-prob spli
 start-weight-decay suggested-communication-unit-size swin-backbone-type symmetric-ar-type timing-log-level
 timing-log-option titles-data-path tp-comm-bootstrap-backend tp-comm-overlap-cfg train-iters train-samples
 train-sync-interval true-on-policy-contract true-on-policy-vocab-size vision-backbone-type vision-pretraining-type
-weight-decay weight-decay-incr-style wgrad-deferral-limit
+weight-decay weight-decay-incr-style
 """
 _MANY = """
 cuda-graph-modules cuda-graph-scope data-path high-priority-stream-groups iterations-to-skip mrope-section

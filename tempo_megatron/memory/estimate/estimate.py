@@ -73,6 +73,7 @@ PART_NAMES = (
     "rounding",
     "placeholder gradients",
     "stage inputs",
+    "deferred gradients",
     "micro batches",
     "other micro batches' activations",
     "embedding",
@@ -88,6 +89,7 @@ _DESCRIPTIONS = {
     "global memory buffer": "Megatron's global memory buffer",
     "workspaces": "cuBLAS's workspaces",
     "rounding": "rest of the allocator's blocks",
+    "deferred gradients": "what the output layer's gradients wait with",
     "stage inputs": "earlier inputs and their gradients",
     "micro batches": "tokens, labels and masks",
     "embedding": "activations of the embedding",
@@ -137,7 +139,8 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
         states = _count_states(run, chunks, accumulates=num_micro_batches > 1)
         events = list_events(stage, stages, len(chunks), num_micro_batches, run.micro_batch_group)
         on_gpu = _count_on_gpu(run, chunks, has_head=stage == stages - 1)
-        found.append(_estimate_rank(_name(stage, stages), chunks, states, on_gpu, events))
+        deferred = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
+        found.append(_estimate_rank(_name(stage, stages), chunks, states, on_gpu, events, deferred))
     if simulates_allocator:
         allocator = simulate_allocator(
             trace_chunk(run, has_gradients=has_gradients),
@@ -232,8 +235,28 @@ def _list_placeholder_gradients(run: Run, chunks: Sequence[ChunkMemory]) -> list
     return [math.prod(shape) * run.dtype.itemsize for shape in shapes]
 
 
+def _count_deferred(run: Run, num_micro_batches: int) -> int:
+    """Inputs of the output layer and gradients of the logits, of earlier micro batches, at a step's last forward.
+
+    The buffers take those of the first micro batches up to the limit (core/tensor_parallel/layers.py:
+    LinearWithGradAccumulationAndAsyncCommunication of megatron-core 0.16.1), until the pipeline is empty.
+    """
+    if run.deferred_head_gradients is None:
+        return 0
+    limit = run.deferred_head_gradients or num_micro_batches
+    tokens = run.micro_batch_size * run.model.seq_length // run.context_parallel
+    logits = tokens * run.padded_vocab_size // run.tensor_parallel
+    hidden = tokens * run.model.hidden_size // (run.tensor_parallel if run.sequence_parallel else 1)
+    return min(limit, num_micro_batches - 1) * (logits + hidden) * run.dtype.itemsize
+
+
 def _estimate_rank(
-    name: str, chunks: Sequence[ChunkMemory], states: ModelStates, on_gpu: dict[str, int], events: Iterable[Event]
+    name: str,
+    chunks: Sequence[ChunkMemory],
+    states: ModelStates,
+    on_gpu: dict[str, int],
+    events: Iterable[Event],
+    deferred: int = 0,
 ) -> RankEstimate:
     """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward."""
     highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
@@ -263,6 +286,7 @@ def _estimate_rank(
         "gradients": states.standing_gradients + moment.gradient_bytes,
         "communication buffers": lasting["communication buffers"] + buckets,
         "stage inputs": _count_earlier_inputs(chunks, others, chunk, is_forward, follows_backward),
+        "deferred gradients": deferred,
         "micro batches": sum(n * each.micro_batch_bytes for n, each in zip(others, chunks, strict=True))
         + chunks[chunk].micro_batch_bytes,
         "other micro batches' activations": sum(n * each.kept_bytes for n, each in zip(others, chunks, strict=True)),
