@@ -200,6 +200,7 @@ def read_run(
             config.recompute_method,
             config.recompute_num_layers,
             config.recompute_modules,
+            has_experts=bool(config.num_moe_experts),
         )
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     model = make_shape(

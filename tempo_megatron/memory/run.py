@@ -203,7 +203,8 @@ class Run:
 
     dtype: torch.dtype = torch.bfloat16
     recompute: tuple[str, ...] = ()
-    """Megatron's recomputation: nothing, ("full",), or any of "core_attn" and "mlp"."""
+    """Megatron's recomputation: nothing, ("full",), or any of "core_attn" and "mlp", and with experts of "moe" and
+    "shared_experts"."""
 
     recompute_num_layers: int | None = None
     """Of "full": the first so many layers of every chunk (--recompute-method block); None is all of them."""
@@ -347,7 +348,12 @@ class Run:
 
 
 def read_recomputation(
-    granularity: str | None, method: str | None, num_layers: int | None, modules: Sequence[str] | None
+    granularity: str | None,
+    method: str | None,
+    num_layers: int | None,
+    modules: Sequence[str] | None,
+    *,
+    has_experts: bool = False,
 ) -> dict[str, Any]:
     """The fields of a Run for Megatron's arguments of these names.
 
@@ -357,9 +363,10 @@ def read_recomputation(
         return {}
     if granularity == "selective":
         taken = tuple(modules or ("core_attn",))
-        if unknown := sorted({*taken} - {"core_attn", "mlp"}):
+        known = ["core_attn", "mlp", *(["moe", "shared_experts"] if has_experts else [])]
+        if unknown := sorted({*taken} - {*known}):
             raise ValueError(
-                f"--recompute-modules is {' '.join(unknown)}, and the estimate knows core_attn and mlp only"
+                f"--recompute-modules is {' '.join(unknown)}, and the estimate knows {', '.join(known)} only"
             )
         return {"recompute": taken}
     if method == "uniform" and num_layers != 1:

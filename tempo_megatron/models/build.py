@@ -156,11 +156,19 @@ def build_model(
     with _norm_of_the_head():
         model = model_class(config=config, **_list_own_arguments(shape, config, specs, vp_stage), **common)
     tempoize_embedding(model, choices.config)
-    if config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ()):
-        for stack in specs:
-            for layer in getattr(model, stack).layers:
-                layer.mlp.linear_fc2.register_forward_hook(_hand_out_a_view_of_the_bias)
+    for stack in specs:
+        prepare_for_recomputation(getattr(model, stack), config)
     return model
+
+
+def prepare_for_recomputation(part: torch.nn.Module, config: TransformerConfig) -> None:
+    """Let Megatron recompute the MLPs of a part of a model, where `config` says so. One of experts it never does."""
+    if config.recompute_granularity != "selective" or "mlp" not in (config.recompute_modules or ()):
+        return
+    for layer in part.modules():
+        linear = getattr(getattr(layer, "mlp", None), "linear_fc2", None)
+        if isinstance(linear, torch.nn.Module):
+            linear.register_forward_hook(_hand_out_a_view_of_the_bias)
 
 
 def _list_own_arguments(

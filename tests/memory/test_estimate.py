@@ -229,6 +229,26 @@ def test_the_fused_cross_entropy_makes_one_more_tensor_in_backward() -> None:
     assert fused - unfused == pytest.approx(32 * 16 * 512 * 4, rel=0.02)
 
 
+def test_a_layer_of_experts_that_is_recomputed_keeps_its_input() -> None:
+    tokens, f = 32, 96
+    model = make_shape(**SMALL | {"activation": "swiglu", "add_bias_linear": False})
+    experts = Experts(
+        num_experts=4, per_token=2, ffn_hidden_size=f, layers=(True,) * 8, dispatcher="alltoall", grouped=True,
+        shared_ffn_hidden_size=48,
+    )  # fmt: skip
+
+    def keep(**values: Any) -> int:
+        run = Run(model=model, tempo=OFF, stock="transformer_engine", experts=experts)
+        return keep_of_middle_layer(simulate_chunk(dataclasses.replace(run, **values), range(8)))
+
+    kept = keep()
+    # Of a layer with experts MLP is none, and the shared experts' gate, up and their product are recomputed.
+    assert keep(recompute=("mlp",)) == kept
+    assert kept - keep(recompute=("shared_experts",)) == 2 * tokens * 48 * 3
+    narrow = dataclasses.replace(experts, ffn_hidden_size=f // 2)
+    assert keep(recompute=("moe",)) == keep(recompute=("moe",), experts=narrow) < kept - 2 * tokens * 2 * f * 3
+
+
 @pytest.mark.parametrize(("stages", "has_experts"), [(1, False), (2, False), (2, True)])
 def test_a_further_token_takes_a_layer_and_logits_on_the_last_stage(stages: int, has_experts: bool) -> None:
     s, h, v, f = 32, 64, 512, 96

@@ -20,6 +20,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from tempo_megatron.memory.run import Run
+from tempo_megatron.models.build import prepare_for_recomputation
 from tempo_megatron.slots.attention import TempoDotProductAttention
 from tempo_megatron.slots.norm import TorchLayerNorm, TorchRMSNorm
 
@@ -50,6 +51,7 @@ def put_multi_token_prediction(model: Any, layer_spec: Any, run: Run) -> None:
         if isinstance(module, TempoDotProductAttention):
             # Its masks take no memory, and would be those of the decoder's last layers.
             module.attention_dropout.p = 0.0
+    prepare_for_recomputation(model.mtp, config)
     model.mtp_process = True
     if not model.pre_process:
         model.embedding = LanguageModelEmbedding(
