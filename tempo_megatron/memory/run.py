@@ -235,8 +235,8 @@ class Run:
     """Megatron's fusion of that name, without --no-gradient-accumulation-fusion."""
 
     deferred_head_gradients: int | None = None
-    """With Megatron's --defer-embedding-wgrad-compute, of how many micro batches the output layer's gradient waits for the
-    step's end (--wgrad-deferral-limit); 0 is all of them."""
+    """With Megatron's --defer-embedding-wgrad-compute: of how many micro batches the output layer's gradient waits for
+    the step's end (--wgrad-deferral-limit); 0 is all of them."""
 
     data_has_masks: bool = False
     """Whether a GPT's micro batch brings an attention mask, as without --no-create-attention-mask-in-dataloader."""

@@ -386,6 +386,17 @@ def test_model_states_are_divided_as_their_owner_does() -> None:
     assert (default.gradients, default.bucket) == (8000 * 2, 10**9)
 
 
+def test_zero_3_has_gradients_where_it_has_states() -> None:
+    stage_3 = OptimizerSettings(kind="deepspeed", zero_stage=3)
+    on_device, offloaded = (
+        count_model_states(8000, torch.bfloat16, optimizer, data_parallel=8)
+        for optimizer in (stage_3, dataclasses.replace(stage_3, offloads=True))
+    )
+    assert (on_device.standing_gradients, on_device.gradients) == (2000, 2000)
+    assert (offloaded.standing_gradients, offloaded.gradients, offloaded.optimizer_states) == (0, 0, 0)
+    assert on_device.reduction - offloaded.reduction == 2000
+
+
 def test_a_t5_in_stages_is_refused() -> None:
     with pytest.raises(ValueError, match="--pp is 2, but the model is a T5.*; expected --pp 1"):
         estimate_ranks(Run(model=make_shape(**SMALL, family="t5"), tempo=OFF, pipeline_parallel=2))

@@ -151,7 +151,14 @@ def count_model_states(
         found = _count_zero_3_states(p, e, d, optimizer, largest_layer_parameters)
     else:
         found = _count_zero_states(p, e, d, optimizer, largest_layer_parameters, accumulates, standing)
-    return dataclasses.replace(found, optimizer_states=0, step_transient=0) if optimizer.offloads else found
+    if not optimizer.offloads:
+        return found
+    found = dataclasses.replace(found, optimizer_states=0, step_transient=0)
+    if optimizer.zero_stage != 3:
+        return found
+    # A rank's part of the gradients is where its states are (deepspeed/runtime/zero/stage3.py:333 and 791 of 0.19.8).
+    reduction = found.reduction - found.gradients
+    return dataclasses.replace(found, standing_gradients=0, gradients=0, reduction=reduction)
 
 
 def find_gradient_bytes(optimizer: OptimizerSettings, dtype: torch.dtype) -> int:
