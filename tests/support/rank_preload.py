@@ -14,7 +14,9 @@ def _add_one(x: torch.Tensor) -> torch.Tensor:
 # that tries whether compiling works. Each still tries. One thread, since threads do not outlive a fork.
 torch.set_num_threads(1)
 with torch._inductor.config.patch(compile_threads=1):
-    try:
-        torch.compile(_add_one, dynamic=True)(torch.zeros(16))
-    except Exception:  # no compiler: every rank finds out for itself
-        torch._dynamo.reset()
+    for _ in range(2):  # once more where another process was writing to the same cache
+        try:
+            torch.compile(_add_one, dynamic=True)(torch.zeros(16))
+            break
+        except Exception:  # no compiler: every rank finds out for itself
+            torch._dynamo.reset()
