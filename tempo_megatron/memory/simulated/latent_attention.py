@@ -107,7 +107,7 @@ class _LatentAttention(torch.nn.Module):
         if latent.fuses_rope:
             return (q, *_FusedRotation.apply(kv, positions, latent.qk_head_dim))
         # Of all layers and micro batches (rotary_pos_embedding.py: lru_cache), so that it is not this layer's.
-        angles = torch.empty(q.size(0), 1, 1, latent.qk_pos_emb_head_dim)
+        angles = torch.empty(q.size(0), 1, 1, latent.qk_pos_emb_head_dim, dtype=torch.float32)
         q, q_rotated = torch.split(q, [latent.qk_head_dim, latent.qk_pos_emb_head_dim], dim=-1)
         k, v = torch.split(kv, [latent.qk_head_dim, latent.v_head_dim], dim=-1)
         q = torch.cat([q, self._rotate(q_rotated, angles)], dim=-1)

@@ -61,4 +61,4 @@ def put_multi_token_prediction(model: Any, layer_spec: Any, run: Run) -> None:
             position_embedding_type=run.model.position_embedding_type,
         )
     # Where losses are noted for a log, which else is made on a GPU.
-    MTPLossLoggingHelper.tracker = {"values": torch.zeros(number)}
+    MTPLossLoggingHelper.tracker = {"values": torch.zeros(number, dtype=torch.float32)}
