@@ -34,6 +34,7 @@ _SAME = (
 
 KNOWN_IN_COMMANDS = (
     *("num_moe_experts", "multi_latent_attention", "mtp_num_layers", "pipeline_model_parallel_layout"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 """Of the next two, what the estimate of a command knows, and the plan of a run does not."""
 
@@ -56,6 +57,8 @@ UNKNOWN_IN_RUNS = {
     "fine_grained_activation_offloading": "activations on the host",
     "distribute_saved_activations": "saved activations that tensor-parallel ranks share",
     "pipeline_model_parallel_layout": "a pipeline layout of its own",
+    "account_for_embedding_in_pipeline_split": "an embedding that counts as a layer of its stage",
+    "account_for_loss_in_pipeline_split": "a loss that counts as a layer of its stage",
 }
 """Likewise, what changes what a step holds beside its layers."""
 

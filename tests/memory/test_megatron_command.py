@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tempo_megatron.cli import main
 from tempo_megatron.memory.commands.megatron_command import read_command, spell_arguments, split_command
 from tempo_megatron.memory.commands.megatron_options import READ
+from tempo_megatron.memory.megatron_run import KNOWN_IN_COMMANDS, UNKNOWN_IN_LAYERS, UNKNOWN_IN_RUNS, find_unknown
 from tempo_megatron.memory.run import LatentAttention, OptimizerSettings, Run
 
 GPT = (
@@ -170,6 +172,13 @@ def test_what_cannot_be_is_one_sentence(words: str, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         read(f"{GPT} {words}")
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", KNOWN_IN_COMMANDS)
+def test_a_built_run_is_not_planned_with_what_only_the_estimate_knows(field: str) -> None:
+    config = types.SimpleNamespace(context_parallel_size=1, **{field: 1})
+    run = types.SimpleNamespace(optimizer="adam")
+    assert find_unknown("GPTModel", config, run) == {**UNKNOWN_IN_LAYERS, **UNKNOWN_IN_RUNS}[field]
 
 
 def test_options_of_experts_become_experts() -> None:
