@@ -213,6 +213,21 @@ def check_widths(name: str, launch: Launch, narrow: list[str]) -> None:
     assert sums_rows or not any(access.endswith(".b16") for access in narrow), f"{name}: {narrow}"
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_dropout_add_of_given_rows_and_samples_spills_nothing_and_reads_tensors_16_bytes_at_a_time(capability):
+    x = torch.empty(64, BATCH, 4096, dtype=torch.bfloat16)
+    draw = Draw(0.1, 7, 0, 0, *torch.zeros(2, 64, BATCH, dtype=torch.int64))
+    for launch in launches_of(
+        lambda: (dropout_add.forward(x, x[0, 0], x, draw), dropout_add.backward(x, draw, has_grad_bias=True))
+    ):
+        kernel = compiled(launch, capability)
+        usage = resources(kernel.asm["cubin"])
+        assert usage["STACK"] == 0 and usage["LOCAL"] == 0, usage
+        # One row and one sample for each of a thread's rows are loaded singly, and of sums a thread has one column.
+        narrow = [access for access in narrow_accesses(kernel.asm["ptx"]) if not access.endswith(".b64")]
+        assert len(narrow) <= 7, narrow
+
+
 def test_the_recorded_table_has_every_kernel():
     tables = json.loads(TABLE.read_text(encoding="utf-8"))["kernels"]
     assert all(list(table) == list(dict(cases())) for table in tables.values())

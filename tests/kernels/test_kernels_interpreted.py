@@ -178,6 +178,22 @@ def test_dropout_add_draws_the_same_from_device_data_bit_for_bit(key):
             assert all(torch.equal(a, b) for a, b in zip(found, grads, strict=True))
 
 
+@kernel_test
+@pytest.mark.parametrize("places", [(1, 0), (0, 1), (1, 1), (2, 2)], ids=str)
+def test_dropout_add_takes_the_rows_and_samples_of_tokens_bit_for_bit(places):
+    shapes = [None, (9,), (9, 3)]
+    rows, samples = (None if shapes[i] is None else torch.randint(2**32, shapes[i]) for i in places)
+    x, bias, residual = torch.randn(9, 3, 100), torch.randn(100), torch.randn(9, 3, 100)
+    draws = [Draw(0.4, 7, 0, 0, *(t if t is None else t.to(to) for t in (rows, samples))) for to in ("cpu", DEVICE)]
+    expected = dropout_eager.forward(torch.ones_like(x), None, None, draws[0]) == 0
+    for given in ((None, None), (bias, residual)):
+        there = dropout_kernel.forward(*(t if t is None else t.to(DEVICE) for t in (x, *given)), draws[1])
+        torch.testing.assert_close(there.cpu(), dropout_eager.forward(x, *given, draws[0]))
+    found = dropout_kernel.backward(torch.ones_like(x, device=DEVICE), draws[1], has_grad_bias=True)
+    assert torch.equal(found[0].cpu() == 0, expected)
+    torch.testing.assert_close(found[1].cpu(), dropout_eager.backward(torch.ones_like(x), draws[0], True)[1])
+
+
 @pytest.mark.parametrize("divisor", [1, 2, 3, 6, 7, 8, 641, 2**16 + 1, 2**30 - 1, 2**30, 2**31 - 1])
 def test_a_product_and_a_shift_divide_every_number_of_31_bits(divisor):
     inverse, shift = dropout_kernel.find_inverse(divisor)

@@ -33,7 +33,7 @@ KEYS = [5, 2**62 + 1, 2**63 + 17, 2**64 - 1, 77, -4]
 
 def attend(x: Tensor, key: Any, first_sample: Any, form: str = "flash", **more: Any) -> Tensor:
     q, k, v = (x * scale for scale in (1.0, 0.5, 2.0))
-    q, k, v = (t.view(S, B, 2, -1) for t in (q, k, v))
+    q, k, v = (t.view(*x.shape[:2], 2, -1) for t in (q, k, v))
     chosen = {"causal": True, "softmax_scale": 0.3, "dropout_p": 0.1, "form": form}
     return attention(q, k, v, dropout_key=key, first_sample=first_sample, **chosen, **more)
 
@@ -68,6 +68,9 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "attention": lambda x, b, c, w, key, first: attend(x, key, first),
     "attention with key_lengths": lambda x, b, c, w, key, first: attend(
         x, key, first, key_lengths=torch.tensor([5, 12], dtype=torch.int64)
+    ),
+    "attention in documents": lambda x, b, c, w, key, first: attend(
+        x.view(S * B, 1, -1), key, first, cu_seqlens=torch.tensor([1, 5, 24], dtype=torch.int32)
     ),
     "attention keeping its softmax": lambda x, b, c, w, key, first: attend(x, key, first, "softmax"),
     "linear_cross_entropy": lambda x, b, c, w, *_: losses(x, c, w),

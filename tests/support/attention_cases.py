@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from witness import assert_three_witnesses
 
-from tempo_kernels.attention import attention
+from tempo_kernels.attention import attend_block, attention, differentiate_block, merge_blocks
 from tempo_kernels.attention.settings import MASKED_SCORE, Settings
 from tempo_kernels.philox import drop_mask, effective_probability
 
@@ -13,13 +15,13 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KEY, FIRST_SAMPLE, FIRST_HEAD, SCALE = 0xABCDEF0123456789, 3, 4, 0.125
 
 
-def settings(causal=True, p=0.1, key=KEY, first_sample=FIRST_SAMPLE, window_size=None):
-    return Settings(causal, SCALE, p, key, first_sample, FIRST_HEAD, window_size)
+def settings(causal=True, p=0.1, key=KEY, first_sample=FIRST_SAMPLE, window_size=None, **firsts):
+    return Settings(causal, SCALE, p, key, first_sample, FIRST_HEAD, window_size, **firsts)
 
 
 def reference(q, k, v, chosen, mask=None, key_lengths=None):
     """Unfused attention with Megatron's mask value and the mask of dropout from its definition."""
-    (sq, b, a, _), sk = q.shape, k.size(0)
+    (sq, b, a, _), sk, column = q.shape, k.size(0), chosen.first_column
     k, v = (t.repeat_interleave(a // t.size(2), 2) for t in (k, v))
     if key_lengths is not None:
         seen = (torch.arange(sk).unsqueeze(-1) < key_lengths).view(sk, b, 1, 1)
@@ -27,8 +29,9 @@ def reference(q, k, v, chosen, mask=None, key_lengths=None):
     scores = torch.einsum("sbad,tbad->bast", q, k) * chosen.softmax_scale
     if mask is not None:
         scores = scores.masked_fill(mask, MASKED_SCORE)
-    # Positions count from the end, where the last query sees the last key.
-    distance = torch.arange(sk) - (torch.arange(sq).unsqueeze(-1) + sk - sq)
+    # Positions count from the end, where the last query sees the last key, unless they are given.
+    diagonal = sk - sq if column is None else chosen.first_row - column
+    distance = torch.arange(sk) - (torch.arange(sq).unsqueeze(-1) + diagonal)
     left, right = chosen.window_size or (-1, -1)
     hidden = torch.zeros(b, 1, sq, sk, dtype=torch.bool)
     hidden |= (distance > (0 if chosen.causal else right)) & (chosen.causal or right >= 0)
@@ -43,15 +46,36 @@ def reference(q, k, v, chosen, mask=None, key_lengths=None):
             chosen.dropout_p,
             sample=torch.arange(chosen.first_sample, chosen.first_sample + b).view(-1, 1, 1),
             head=torch.arange(chosen.first_head, chosen.first_head + a).unsqueeze(-1),
-            row=torch.arange(sq),
-            num_columns=sk,
-        )
+            row=torch.arange(chosen.first_row, chosen.first_row + sq),
+            num_columns=(column or 0) + sk,
+        )[..., column or 0 :]
         probabilities = probabilities * (~dropped) / (1 - effective_probability(chosen.dropout_p))
     return torch.einsum("bast,tbad->sbad", probabilities, v)
 
 
 def ours(q, k, v, chosen, mask=None, key_lengths=None):
     return attention(q, k, v, mask=mask, key_lengths=key_lengths, **vars(chosen))
+
+
+class Ring(torch.autograd.Function):
+    """Attention by parts of 16 keys."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, chosen):
+        numbers = {**vars(chosen), "first_column": 0}
+        places = [numbers | {"first_column": first} for first in range(0, k.size(0), 16)]
+        ctx.parts = list(zip(k.split(16), v.split(16), places, strict=True))
+        out, logsumexp = functools.reduce(merge_blocks, (attend_block(q, *part, **at) for *part, at in ctx.parts))
+        ctx.save_for_backward(q, out, logsumexp)
+        return out.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        q, out, logsumexp = ctx.saved_tensors
+        parts = [differentiate_block(grad_out, out, logsumexp, q, *part, **at) for *part, at in ctx.parts]
+        grad_q, grad_k, grad_v = zip(*parts, strict=True)
+        assert {t.dtype for t in (*grad_q, *grad_k, *grad_v)} == {torch.promote_types(q.dtype, torch.float32)}
+        return *(t.to(q.dtype) for t in (sum(grad_q), torch.cat(grad_k), torch.cat(grad_v))), None
 
 
 def padding(b, sq, sk):

@@ -29,8 +29,10 @@ if INTERPRETED:
     interpreter.InterpreterBuilder.create_dot = create_dot_as_the_gpu
 
 
-def settings(causal=True, p=0.1, key=KEY, first_sample=2**32 - 1, first_head=3, window_size=None, scale=0.125):
-    return Settings(causal, scale, p, key, first_sample, first_head, window_size)
+def settings(
+    causal=True, p=0.1, key=KEY, first_sample=2**32 - 1, first_head=3, window_size=None, scale=0.125, **firsts
+):
+    return Settings(causal, scale, p, key, first_sample, first_head, window_size, **firsts)
 
 
 def run(module, q, k, v, grad, mask, key_lengths, chosen):

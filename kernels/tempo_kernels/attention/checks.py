@@ -14,7 +14,7 @@ from tempo_kernels.philox import check_place, effective_probability
 FORMS = ("flash", "softmax")
 
 
-def check_tensors(inputs: Inputs, causal: bool) -> None:
+def check_tensors(inputs: Inputs, settings: Settings, is_packed: bool = False) -> None:
     """Raises ValueError unless the shapes, dtypes and devices of q, k, v, mask and key_lengths agree."""
     q, k, v, mask, key_lengths = inputs
     q_shape, k_shape = q.shape, k.shape
@@ -23,18 +23,18 @@ def check_tensors(inputs: Inputs, causal: bool) -> None:
     if not q.is_floating_point() or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one floating-point dtype; cast them")
     (num_queries, batch, heads, head_dim), (num_keys, k_batch, groups, k_dim) = q_shape, k_shape
-    is_empty = not (heads and groups and head_dim)
-    if k_shape != v.shape or k_batch != batch or k_dim != head_dim or is_empty or heads % groups:
+    is_empty = not (heads and groups and head_dim and v.shape[3])
+    if k_shape[:3] != v.shape[:3] or k_batch != batch or k_dim != head_dim or is_empty or heads % groups:
         raise ValueError(
-            f"q, k, v have shapes {list(q_shape)}, {list(k_shape)}, {list(v.shape)}; expected [sq, b, a, d] and twice "
-            "[sk, b, g, d] with g a divisor of a, and none of a, g and d 0"
+            f"q, k, v have shapes {list(q_shape)}, {list(k_shape)}, {list(v.shape)}; expected [sq, b, a, d], "
+            "[sk, b, g, d] and [sk, b, g, dv] with g a divisor of a, and none of a, g, d and dv 0"
         )
     if num_keys == 0 and num_queries > 0:
         raise ValueError("k and v are empty; expected at least one key")
-    if causal and num_queries > num_keys:
+    if settings.causal and settings.first_column is None and not is_packed and num_queries > num_keys:
         raise ValueError(
             f"causal attention of {num_queries} queries over {num_keys} keys: the first queries would see no key; "
-            "give at least as many keys or causal=False"
+            "give at least as many keys, first_row and first_column, or causal=False"
         )
     if mask is not None:
         _check_mask(mask, [batch, heads, num_queries, num_keys])
@@ -77,8 +77,12 @@ def check_settings(q: Tensor, settings: Settings, form: str) -> None:
             num_samples=num_samples,
             first_head=settings.first_head,
             num_heads=num_heads,
+            first_row=settings.first_row,
             num_rows=num_rows,
         )
+    for name, first in (("first_row", settings.first_row), ("first_column", settings.first_column)):
+        if first is not None and first < 0:
+            raise ValueError(f"{name} is {first}; expected a position in the sequence, 0 or more")
     if form not in FORMS:
         raise ValueError(f'form is {form!r}; expected "flash" or "softmax"')
     if not 0.0 < settings.softmax_scale < math.inf:

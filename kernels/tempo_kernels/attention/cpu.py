@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.attention import cpu_flash
+from tempo_kernels.attention.eager import sum_rows
 from tempo_kernels.attention.settings import MASKED_SCORE, Inputs, Kept, Settings
 from tempo_kernels.fakes import skip_alike
 from tempo_kernels.philox import drop_, keep_bits
@@ -27,15 +28,21 @@ _LOWEST = torch.finfo(torch.float32).min
 _MASKED_SCORE = MASKED_SCORE * LOG2_E
 
 
-def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    inputs: Inputs,
+    settings: Settings,
+    probabilities_out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
-    if probabilities_out is None and cpu_flash.can_run(inputs, settings):
+    dtype = out_dtype or inputs.q.dtype
+    if probabilities_out is None and dtype == inputs.q.dtype and cpu_flash.can_run(inputs, settings):
         out, logsumexp = cpu_flash.forward(inputs, settings)
         if cpu_flash.is_small(logsumexp):
             return out, logsumexp
     q, v = inputs.q, inputs.v
     num_rows, batch, heads, _ = q.shape
-    out = torch.empty(*q.shape[:-1], v.size(-1), dtype=q.dtype, device=q.device)
+    out = torch.empty(*q.shape[:-1], v.size(-1), dtype=dtype, device=q.device)
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     logsumexp = torch.empty(batch, heads, num_rows, dtype=compute_dtype, device=q.device)
     rows_per_block, samples_per_block = _find_block(inputs, settings)
@@ -59,25 +66,27 @@ def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None
                 drop_(probabilities, block.draw_keep_bits())
             context = torch.bmm(probabilities.to(q.dtype), v_heads[:, block.keys])
             context = context.to(compute_dtype).div_(total).mul_(settings.keep_scale)
-            out[rows, samples] = block.split_heads(context).permute(2, 0, 1, 3).to(q.dtype)
+            out[rows, samples] = block.split_heads(context).permute(2, 0, 1, 3).to(dtype)
     return out, logsumexp
 
 
 def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """As in eager.py; `kept.out` is there where `cpu_flash.can_run_backward`."""
-    if kept.probabilities is None and cpu_flash.can_run_backward(inputs, settings):
+    """As in eager.py; `kept.out` is there where `cpu_flash.can_run_backward`, and with is_part."""
+    if not kept.is_part and kept.probabilities is None and cpu_flash.can_run_backward(inputs, settings):
         assert kept.logsumexp is not None
         if cpu_flash.is_small(kept.logsumexp):
             return cpu_flash.backward(grad_out, inputs, kept, settings)
     q = inputs.q
     num_rows, batch = q.shape[:2]
-    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
+    dtype = torch.promote_types(q.dtype, torch.float32) if kept.is_part else q.dtype
+    row_sums = sum_rows(grad_out, kept) if kept.is_part else None
+    grads = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t in inputs[:3])
     rows_per_block, samples_per_block = _find_block(inputs, settings)
     for samples in skip_alike(_cut(batch, samples_per_block), q):
         q_heads, k_heads, v_heads = (_order_heads(t, samples) for t in inputs[:3])
         grads_of_samples = _Gradients(q_heads, k_heads, v_heads, _order_heads(grad_out, samples))
         for rows in _cut(num_rows, rows_per_block):
-            grads_of_samples.add_block(_Block(samples, rows, inputs, settings), kept)
+            grads_of_samples.add_block(_Block(samples, rows, inputs, settings), kept, row_sums)
         for grad, found in zip(grads, grads_of_samples.find_sums(), strict=True):
             grad[:, samples] = found.unflatten(0, (-1, grad.size(2))).permute(2, 0, 1, 3)
     return grads[0], grads[1], grads[2]
@@ -93,8 +102,8 @@ class _Gradients:
         # One per query head. find_sums adds up the heads of a group at the end, as torch does, which is more precise.
         self.grad_k, self.grad_v = (torch.zeros(q.size(0), *t.shape[1:], dtype=dtype, device=t.device) for t in (k, v))
 
-    def add_block(self, block: _Block, kept: Kept) -> None:
-        """Adds the gradients that come from the block's queries."""
+    def add_block(self, block: _Block, kept: Kept, row_sums: Tensor | None) -> None:
+        """Adds the gradients that come from the block's queries; row_sums [b, a, sq] are there with is_part."""
         if block.num_keys == 0:
             self.grad_q[:, block.rows] = 0.0
             return
@@ -110,8 +119,11 @@ class _Gradients:
             drop_(grad_probabilities, bits)
         block.accumulate(self.grad_v, survivors.to(dtype), grad_block, settings.keep_scale)
         grad_probabilities.mul_(settings.keep_scale)
-        # probabilities * (grad_probabilities - sum(probabilities * grad_probabilities)) in one pass
-        grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
+        if row_sums is None:
+            # probabilities * (grad_probabilities - sum(probabilities * grad_probabilities)) in one pass
+            grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
+        else:
+            grad_scores = grad_probabilities.sub_(block.cut_statistic(row_sums)).mul_(probabilities)
         if block.shown is not None:
             drop_(grad_scores, block.shown)
         grad_scores = grad_scores.to(dtype)
@@ -184,6 +196,10 @@ class _Block:
         """[n * g, a/g * rows, d] of t [n * a, s, d]."""
         return t[:, self.rows].reshape(self.num_samples * self.groups, -1, t.size(-1))
 
+    def cut_statistic(self, t: Tensor) -> Tensor:
+        """[n * g, a/g * rows, 1] of t [b, a, sq]."""
+        return t[self.samples, :, self.rows].reshape(self.num_samples * self.groups, -1, 1)
+
     def split_heads(self, t: Tensor) -> Tensor:
         """[n, a, rows, x] of t [n * g, a/g * rows, x]."""
         return t.view(self.num_samples, self.heads, -1, t.size(-1))
@@ -212,8 +228,9 @@ class _Block:
             found = kept.probabilities[self.samples, :, self.rows, self.keys].to(self.compute_dtype)
             return found.reshape(*shape, self.num_keys)
         assert kept.logsumexp is not None
-        row_sum = kept.logsumexp[self.samples, :, self.rows].reshape(*shape, 1) * LOG2_E
-        probabilities = self.find_scores(q, k).sub_(row_sum).exp2_()
+        probabilities = self.find_scores(q, k).sub_(self.cut_statistic(kept.logsumexp) * LOG2_E).exp2_()
+        if kept.is_part:
+            return probabilities
         # The whole row is here: normalising it again takes the rounding of its logsumexp out, which for scores around
         # 1e8 is as large as the logarithm of how many are equal. Of none it stays 0.
         total = probabilities.sum(-1, keepdim=True)
@@ -251,10 +268,11 @@ class _Block:
             settings.dropout_p,
             sample=self._count(self.samples, int(settings.first_sample or 0)).view(-1, 1, 1),
             head=self._count(slice(0, self.heads), settings.first_head).view(-1, 1),
-            row=self._count(self.rows, 0),
-            num_columns=self.keys.stop,
+            row=self._count(self.rows, settings.first_row),
+            num_columns=self.num_keys,
+            first_column=(settings.first_column or 0) + self.keys.start,
         )
-        return bits[..., self.keys].reshape(self.num_samples * self.groups, -1, self.num_keys)
+        return bits.reshape(self.num_samples * self.groups, -1, self.num_keys)
 
     def _count(self, where: slice, first: int) -> Tensor:
         return torch.arange(first + where.start, first + where.stop, dtype=torch.int64, device=self.device)

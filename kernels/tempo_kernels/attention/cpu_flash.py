@@ -25,7 +25,7 @@ def can_run(inputs: Inputs, settings: Settings) -> bool:
 
 def forward(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
     """As in eager.py."""
-    out, logsumexp = _forward(*_order_heads(inputs), 0.0, settings.causal, scale=settings.softmax_scale)
+    out, logsumexp = _forward(*_order_heads(inputs), 0.0, _is_causal(inputs, settings), scale=settings.softmax_scale)
     return out.permute(2, 0, 1, 3).contiguous(), logsumexp.contiguous()
 
 
@@ -43,10 +43,15 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
     """grad_q, grad_k, grad_v in the shapes of q, k, v."""
     assert kept.out is not None
     grad_out, out = (t.permute(1, 2, 0, 3) for t in (grad_out, kept.out))
-    operands = (grad_out, *_order_heads(inputs), out, kept.logsumexp, 0.0, settings.causal)
+    operands = (grad_out, *_order_heads(inputs), out, kept.logsumexp, 0.0, _is_causal(inputs, settings))
     grads = _backward(*operands, scale=settings.softmax_scale)
     grad_q, grad_k, grad_v = (_sum_heads(*pair) for pair in zip(grads, inputs[:3], strict=True))
     return grad_q, grad_k, grad_v
+
+
+def _is_causal(inputs: Inputs, settings: Settings) -> bool:
+    """Whether a query sees keys up to itself, be it by `causal` or by a window without a left end."""
+    return settings.find_window(inputs.q.size(0), inputs.k.size(0))[1] is not None
 
 
 def _order_heads(inputs: Inputs) -> tuple[Tensor, ...]:

@@ -18,11 +18,16 @@ from tempo_kernels.philox import drop_mask
 _LOWEST = torch.finfo(torch.float32).min
 
 
-def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out [sq, b, a, d] and logsumexp [b, a, sq] (float32) of q [sq, b, a, d] and k, v [sk, b, g, d].
+def forward(
+    inputs: Inputs,
+    settings: Settings,
+    probabilities_out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out [sq, b, a, dv] and logsumexp [b, a, sq] (float32) of q [sq, b, a, d], k [sk, b, g, d] and v [sk, b, g, dv].
 
     Where a query sees no key, out is 0 and the logsumexp infinite. The probabilities before dropout are written to
-    `probabilities_out` [b, a, sq, sk], zeros, where one is given.
+    `probabilities_out` [b, a, sq, sk], zeros, where one is given. out has q's dtype, unless another one is given.
     """
     q, _, v, _, key_lengths = inputs
     heads_v = _order_heads(v, q.size(2), key_lengths)
@@ -35,27 +40,32 @@ def forward(inputs: Inputs, settings: Settings, probabilities_out: Tensor | None
     if probabilities_out is not None:
         probabilities_out.copy_(powers / total)
     context = (_drop(powers, settings).to(q.dtype) @ heads_v).to(total.dtype) / total * settings.keep_scale
-    return context.to(q.dtype).permute(2, 0, 1, 3).contiguous(), (top + total.log()).squeeze(-1)
+    return context.to(out_dtype or q.dtype).permute(2, 0, 1, 3).contiguous(), (top + total.log()).squeeze(-1)
 
 
 def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns grad_q, grad_k, grad_v in the shapes of q, k, v; whole rows are here, so `kept.out` is not needed."""
+    """Returns grad_q, grad_k, grad_v in the shapes of q, k, v, and in their dtype, or with is_part in that of softmax.
+
+    Where whole rows are here, `kept.out` is not needed.
+    """
     q, k, v, mask, key_lengths = inputs
     heads_q, heads_k, heads_v, grad = (_order_heads(t, q.size(2), None) for t in (q, k, v, grad_out))
     if key_lengths is not None:
         heads_k, heads_v = (_order_heads(t, q.size(2), key_lengths) for t in (k, v))
     if kept.probabilities is None:
         assert kept.logsumexp is not None
-        powers = (_find_scores(inputs, settings) - kept.logsumexp.unsqueeze(-1)).exp()
-        # Normalise again: for scores around 1e8 the rounding error of a logsumexp is not small.
-        total = powers.sum(-1, keepdim=True)
-        probabilities = powers / total.masked_fill(total == 0.0, float("inf"))
+        probabilities = (_find_scores(inputs, settings) - kept.logsumexp.unsqueeze(-1)).exp()
+        if not kept.is_part:
+            # Normalise again: for scores around 1e8 the rounding error of a logsumexp is not small.
+            total = probabilities.sum(-1, keepdim=True)
+            probabilities = probabilities / total.masked_fill(total == 0.0, float("inf"))
     else:
         probabilities = kept.probabilities.to(torch.promote_types(q.dtype, torch.float32))
     grad_v = (_drop(probabilities, settings).to(q.dtype).mT @ grad).to(probabilities.dtype) * settings.keep_scale
     grad_probabilities = _drop((grad @ heads_v.mT).to(probabilities.dtype), settings) * settings.keep_scale
     grad_scores = probabilities * grad_probabilities
-    grad_scores = grad_scores - probabilities * grad_scores.sum(-1, keepdim=True)
+    row_sums = sum_rows(grad_out, kept) if kept.is_part else grad_scores.sum(-1)
+    grad_scores = grad_scores - probabilities * row_sums.unsqueeze(-1)
     if mask is not None:
         grad_scores = grad_scores.masked_fill(mask, 0.0)
     grad_scores = grad_scores.to(q.dtype)
@@ -63,8 +73,16 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
     grad_k = (grad_scores.mT @ heads_q).to(probabilities.dtype) * settings.softmax_scale
     # Summed over the heads of a group, [b, g, a/g, s, d], and back to the inputs' layout.
     found = zip((grad_q, grad_k, grad_v), (q, k, v), strict=True)
-    grads = [g.unflatten(1, (t.size(2), -1)).sum(2).to(t.dtype).permute(2, 0, 1, 3).contiguous() for g, t in found]
+    dtype = probabilities.dtype if kept.is_part else q.dtype
+    grads = [g.unflatten(1, (t.size(2), -1)).sum(2).to(dtype).permute(2, 0, 1, 3).contiguous() for g, t in found]
     return grads[0], grads[1], grads[2]
+
+
+def sum_rows(grad_out: Tensor, kept: Kept) -> Tensor:
+    """Each row's sum of out * grad_out [b, a, sq], in the logsumexp's dtype: what the gradients of its scores share."""
+    assert kept.out is not None and kept.logsumexp is not None
+    dtype = kept.logsumexp.dtype
+    return (kept.out.to(dtype) * grad_out.to(dtype)).sum(-1).permute(1, 2, 0)
 
 
 def _order_heads(t: Tensor, num_heads: int, key_lengths: Tensor | None) -> Tensor:
@@ -109,7 +127,8 @@ def _drop(weights: Tensor, settings: Settings) -> Tensor:
         settings.dropout_p,
         sample=(sample + int(settings.first_sample or 0)).view(-1, 1, 1),
         head=(head + settings.first_head).view(-1, 1),
-        row=row,
+        row=row + settings.first_row,
         num_columns=weights.size(-1),
+        first_column=settings.first_column or 0,
     )
     return weights.masked_fill(dropped, 0.0)

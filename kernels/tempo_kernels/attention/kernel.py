@@ -23,7 +23,7 @@ from tempo_kernels.attention import kernel_rows as rows
 from tempo_kernels.attention.kernel_plan import Form, Shape, plan_forward, plan_one_walk, plan_two_walks
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
 from tempo_kernels.kernel_launch import cache_plans, count_multiprocessors
-from tempo_kernels.philox.kernel import key_words
+from tempo_kernels.philox.kernel import LANES, key_words
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
@@ -69,9 +69,10 @@ def find_architecture(device: torch.device) -> int:
     return {9: 90, 10: 100}.get(major, 80)
 
 
-def choose_shapes(q: Tensor) -> tuple[Shape, ...]:
+def choose_shapes(q: Tensor, v: Tensor) -> tuple[Shape, ...]:
     """Returns the shapes of the passes (forward, grad_q, grad_kv)."""
-    return _find_shapes(None if q.dtype == torch.float32 else find_architecture(q.device), q.size(-1))
+    architecture = None if q.dtype == torch.float32 else find_architecture(q.device)
+    return _find_shapes(architecture, max(q.size(-1), v.size(-1)))
 
 
 @functools.cache
@@ -80,36 +81,42 @@ def _find_shapes(architecture: int | None, head_dim: int) -> tuple[Shape, ...]:
     return next(shapes for largest, shapes in table.items() if head_dim <= largest)
 
 
-def forward(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Returns out [sq, b, a, d] and the logsumexp [b, a, sq] (float32) in units of the unscaled scores.
+def forward(inputs: Inputs, settings: Settings, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Returns out [sq, b, a, dv] and the logsumexp [b, a, sq] (float32) in units of the unscaled scores.
 
     The logsumexp is infinite where a query sees no key. Where every score is masked, it is relative to the masked
-    score, and its last bit is 1.
+    score, and its last bit is 1. Where an out_dtype is given, out has it, and the logsumexp is that of eager.py.
     """
-    q = inputs.q
-    _check(q)
+    q, v = inputs.q, inputs.v
+    _check(q, v, settings)
     num_queries, batch, heads, _ = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty(num_queries, batch, heads, v.size(-1), dtype=out_dtype or q.dtype, device=q.device)
     logsumexp = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return out, logsumexp
     call = _prepare(inputs, settings)
-    plan = plan_forward(call.form, choose_shapes(q)[0])
+    plan = plan_forward(call.form, choose_shapes(q, v)[0])
     rows.launch_forward(plan, (*call.tensors, out, logsumexp, *call.optional), call.drawn)
-    return out, logsumexp
+    return out, logsumexp if out_dtype is None else logsumexp.mul_(settings.softmax_scale)
 
 
 def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
     """Returns grad_q, grad_k, grad_v in the shapes of q, k, v; the same bits every time on the same GPU.
 
+    With `kept.is_part` they are float32, out may be of any dtype, and the logsumexp is that of eager.py.
+
     While it runs it holds 8 bytes per query and head, and with s splits (see choose_splits) 4 s bytes per element of q.
     """
     q = inputs.q
-    grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs[:3])
+    dtype = torch.float32 if kept.is_part else q.dtype
+    grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=dtype, device=t.device) for t in inputs[:3])
+    if kept.is_part:
+        assert kept.logsumexp is not None
+        kept = kept._replace(logsumexp=kept.logsumexp / settings.softmax_scale)
     grads = grad_q, grad_k, grad_v
     if q.numel() == 0:
         return grad_q, grad_k.zero_(), grad_v.zero_()
-    call = _prepare(inputs, settings, grad_out)
+    call = _prepare(inputs, settings, grad_out, kept.is_part)
     splits = choose_splits(inputs)
     if splits > 0:
         _walk_once(splits, grads, call, kept)
@@ -127,7 +134,7 @@ def choose_splits(inputs: Inputs) -> int:
     q = inputs.q
     if q.dtype == torch.float32 or find_architecture(q.device) != 90:
         return 0
-    return _choose_splits(q.shape[-1], inputs.k.shape, count_multiprocessors(q.device))
+    return _choose_splits(max(q.shape[-1], inputs.v.shape[-1]), inputs.k.shape, count_multiprocessors(q.device))
 
 
 @cache_plans
@@ -160,7 +167,7 @@ class _Call(NamedTuple):
     """The numbers that DRAWN names."""
 
 
-def _prepare(inputs: Inputs, settings: Settings, grad_out: Tensor | None = None) -> _Call:
+def _prepare(inputs: Inputs, settings: Settings, grad_out: Tensor | None = None, is_part: bool = False) -> _Call:
     q, k, v, mask, lengths = inputs
     tensors, strides = _read((q, k, v) if grad_out is None else (q, k, v, grad_out))
     if mask is not None:
@@ -170,16 +177,20 @@ def _prepare(inputs: Inputs, settings: Settings, grad_out: Tensor | None = None)
     form = Form(
         q.shape,
         k.shape,
+        v.shape,
         strides,
         None if mask is None else mask.stride(),
         lengths is not None,
         key is not None,
         first_sample is not None,
-        q.dtype == torch.float32,
+        # A part of a row has no sum to normalise by.
+        q.dtype == torch.float32 and not is_part,
         settings.causal,
         float(settings.softmax_scale),
         float(settings.dropout_p),
         settings.window_size and tuple(settings.window_size),  # type: ignore[arg-type]
+        settings.first_row,
+        settings.first_column,
     )
     words = key_words(numbers.dropout_key or 0)  # type: ignore[arg-type]  # the tensors are split off
     drawn = (*words, numbers.first_sample or 0, settings.first_head)
@@ -190,7 +201,7 @@ def _walk_once(splits: int, grads: tuple[Tensor, ...], call: _Call, kept: Kept) 
     q, k, v, grad_out = call.tensors
     grad_q, grad_k, grad_v = grads
     assert kept.out is not None and kept.logsumexp is not None
-    plans = plan_one_walk(call.form, choose_shape_of_heads(q.size(-1))[0], splits)
+    plans = plan_one_walk(call.form, choose_shape_of_heads(max(q.size(-1), v.size(-1)))[0], splits)
     statistics = torch.empty(*plans.statistics_shape, dtype=torch.float32, device=q.device)
     sums = torch.empty(*plans.sums_shape, dtype=torch.float32, device=q.device)
     whole_heads.launch_prepare(plans.launches.prepare, (kept.out, grad_out, kept.logsumexp, statistics, sums))
@@ -204,8 +215,8 @@ def _walk_twice(grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> None:
     grad_q, grad_k, grad_v = grads
     assert kept.logsumexp is not None
     is_precise = call.form.is_precise
-    keeps_apart = not is_precise and find_architecture(q.device) == 90
-    plans = plan_two_walks(call.form, *choose_shapes(q)[1:], keeps_apart)
+    keeps_apart = q.dtype != torch.float32 and find_architecture(q.device) == 90
+    plans = plan_two_walks(call.form, *choose_shapes(q, v)[1:], keeps_apart)
     statistics = torch.empty(*plans.statistics_shape, dtype=torch.float32, device=q.device)
     norm = torch.empty_like(kept.logsumexp) if is_precise else None
     tensors = (q, k, v, kept.out, grad_out, kept.logsumexp, statistics, norm, grad_q, *call.optional)
@@ -227,14 +238,21 @@ def _read(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[tuple[in
     return tuple(tensors), strides
 
 
-def _check(q: Tensor) -> None:
-    if q.dtype not in DTYPES or q.size(-1) > MAX_HEAD_DIM:
+def _check(q: Tensor, v: Tensor, settings: Settings) -> None:
+    head_dim = max(q.size(-1), v.size(-1))
+    if q.dtype not in DTYPES or head_dim > MAX_HEAD_DIM:
         raise ValueError(
-            f"attention: q is {q.dtype} with head_dim {q.size(-1)}; expected float32, float16 or bfloat16 with at most "
+            f"attention: q is {q.dtype} with head_dim {head_dim}; expected float32, float16 or bfloat16 with at most "
             f"{MAX_HEAD_DIM} on a GPU; cast it"
         )
     if q.shape[0] and math.prod(q.shape[1:]) >= MAX_ROW_ELEMENTS:
         raise ValueError(
             f"attention: q is {list(q.shape)}; expected fewer than {MAX_ROW_ELEMENTS} elements per position; "
             "split the micro batch"
+        )
+    lanes = LANES.value
+    if (settings.first_column or 0) % lanes and settings.dropout_p:
+        raise ValueError(
+            f"attention: first_column is {settings.first_column}; expected a multiple of {lanes} on a GPU, as a call "
+            "of Philox draws the masks of so many keys; cut the sequence there"
         )

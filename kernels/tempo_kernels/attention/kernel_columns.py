@@ -19,6 +19,7 @@ from tempo_kernels.attention.kernel_tile import (
     VARYING,
     compute_anew,
     count_keys,
+    find_place_of_draw,
     find_probabilities,
     find_score_gradients,
     find_seen_keys,
@@ -63,15 +64,20 @@ def _grad_kv_kernel(
     mask_ptr, lengths_ptr, key_ptr, first_sample_ptr,
     q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head, grad_row, grad_sample, grad_head,
     mask_sample, mask_head, mask_row, mask_column,
-    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, scale, softmax_scale, masked_score,
+    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, first_row, first_column,
+    scale, softmax_scale, masked_score,
     key_low, key_high, first_sample, first_head, limit, keep_scale,
     UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
-    PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    PRECISE: tl.constexpr, BRANCHES: tl.constexpr, IS_PART: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEEPS_APART: tl.constexpr,
 ):  # fmt: skip
-    """Writes grad_k and grad_v [sk, b, g, d] of one block of keys. Programs of one head are neighbours and share its
-    queries in the L2 cache. The grad_q pass wrote whole blocks of statistics, as a masked load reads 4 bytes a time."""
+    """Writes grad_k [sk, b, g, d] and grad_v [sk, b, g, dv] of one block of keys.
+
+    Programs of one head are neighbours and share its queries in the L2 cache. The grad_q pass wrote whole blocks of
+    statistics, as a masked load reads 4 bytes a time.
+    """
     num_key_blocks, num_groups = tl.cdiv(num_keys, BLOCK_KEYS), num_heads // group_size
     start_key, index = tl.program_id(0) % num_key_blocks * BLOCK_KEYS, tl.program_id(0) // num_key_blocks
     sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
@@ -96,9 +102,9 @@ def _grad_kv_kernel(
     v_ptr += (sample * v_sample + kv_head * v_head) * UNIT
     block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, True)
     k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
-    v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+    v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK)
     grad_k = tl.zeros((BLOCK_KEYS, BLOCK_DIM), tl.float32)
-    grad_v = tl.zeros((BLOCK_KEYS, BLOCK_DIM), tl.float32)
+    grad_v = tl.zeros((BLOCK_KEYS, VALUE_BLOCK), tl.float32)
     group_head = (kv_head * group_size).to(tl.int32)
     num_blocks = tl.cdiv(tl.maximum(stop - first, 0), BLOCK_QUERIES)
     # One loop over heads and queries, because two nested loops spill registers.
@@ -111,7 +117,9 @@ def _grad_kv_kernel(
         row = start_row + block_row
         q_head_ptr, grad_head_ptr = q_ptr + head * q_head * UNIT, grad_out_ptr + head * grad_head * UNIT
         q = load_rows(q_head_ptr, start_row, block_row, q_stride * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
-        grad_out = load_rows(grad_head_ptr, start_row, block_row, grad_stride * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
+        grad_out = load_rows(
+            grad_head_ptr, start_row, block_row, grad_stride * UNIT, num_queries, VALUE_DIM, VALUE_BLOCK
+        )
         logsumexp = tl.load(logsumexp_ptr + head * padded + start_row + block_row)
         delta = tl.load(delta_ptr + head * padded + start_row + block_row)
         mask_head_ptr = mask_ptr
@@ -127,8 +135,9 @@ def _grad_kv_kernel(
         if PRECISE:
             norm = tl.load(norm_ptr + head * num_queries + row, mask=row < num_queries, other=0.0)
             probabilities *= norm[None, :]
+        draw_row, draw_key = find_place_of_draw(row, start_key, first_row, first_column, IS_PART)
         probabilities, grad_scores = find_score_gradients(
-            probabilities, hides, v, grad_out, delta, row, start_key, first_head + head, first_sample + sample,
+            probabilities, hides, v, grad_out, delta, draw_row, draw_key, first_head + head, first_sample + sample,
             key_low, key_high, limit, HAS_MASK, DRAWS, BLOCK_KEYS, True,
         )  # fmt: skip
         grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
@@ -137,10 +146,11 @@ def _grad_kv_kernel(
             grad_v, grad_k = keep_apart(grad_v), keep_apart(grad_k)
     grad_k *= softmax_scale * keep_scale
     grad_v *= keep_scale
-    offset = (sample * num_groups + kv_head) * HEAD_DIM
-    grad_row = batch.to(tl.int64) * num_groups * HEAD_DIM
-    store_rows(grad_k_ptr + offset, start_key, order, grad_row, num_keys, grad_k, HEAD_DIM, BLOCK_DIM)
-    store_rows(grad_v_ptr + offset, start_key, order, grad_row, num_keys, grad_v, HEAD_DIM, BLOCK_DIM)
+    index, num_heads_of_row = sample * num_groups + kv_head, batch.to(tl.int64) * num_groups
+    grad_k_ptr += index * HEAD_DIM
+    grad_v_ptr += index * VALUE_DIM
+    store_rows(grad_k_ptr, start_key, order, num_heads_of_row * HEAD_DIM, num_keys, grad_k, HEAD_DIM, BLOCK_DIM)
+    store_rows(grad_v_ptr, start_key, order, num_heads_of_row * VALUE_DIM, num_keys, grad_v, VALUE_DIM, VALUE_BLOCK)
 
 
 def launch_grad_kv(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:

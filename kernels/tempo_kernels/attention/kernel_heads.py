@@ -22,6 +22,7 @@ from tempo_kernels.attention.kernel_tile import (
     VARYING,
     compute_anew,
     count_keys,
+    find_place_of_draw,
     find_probabilities,
     find_score_gradients,
     find_seen_keys,
@@ -63,8 +64,8 @@ def _lay_back(numbers, BLOCK_QUERIES: tl.constexpr, BLOCK_DIM: tl.constexpr):
 def _prepare_kernel(
     out_ptr, grad_out_ptr, logsumexp_ptr, statistics_ptr, sums_ptr, grad_row, grad_sample, grad_head,
     num_queries, batch, num_heads, keep_scale,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Writes the statistics of one block of queries, as _grad_q_kernel describes them, and zeros into its sums."""
     num_blocks = tl.cdiv(num_queries, PADDING) * (PADDING // BLOCK_QUERIES)
@@ -73,9 +74,9 @@ def _prepare_kernel(
     block_row = tl.arange(0, BLOCK_QUERIES)
     row = start_row + block_row
     grad_out_ptr += (sample * grad_sample + head * grad_head) * UNIT
-    out_row = batch.to(tl.int64) * num_heads * HEAD_DIM
-    grad_out = load_rows(grad_out_ptr, start_row, block_row, grad_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
-    out = load_rows(out_ptr + index * HEAD_DIM, start_row, block_row, out_row, num_queries, HEAD_DIM, BLOCK_DIM)
+    out_row = batch.to(tl.int64) * num_heads * VALUE_DIM
+    grad_out = load_rows(grad_out_ptr, start_row, block_row, grad_row * UNIT, num_queries, VALUE_DIM, VALUE_BLOCK)
+    out = load_rows(out_ptr + index * VALUE_DIM, start_row, block_row, out_row, num_queries, VALUE_DIM, VALUE_BLOCK)
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1) / keep_scale
     logsumexp = tl.load(logsumexp_ptr + index * num_queries + row, mask=row < num_queries, other=float("inf"))
     num_rows = batch.to(tl.int64) * num_heads * num_blocks * BLOCK_QUERIES
@@ -113,15 +114,20 @@ def _grad_heads_kernel(
     mask_ptr, lengths_ptr, key_ptr, first_sample_ptr,
     q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head, grad_row, grad_sample, grad_head,
     mask_sample, mask_head, mask_row, mask_column,
-    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, scale, softmax_scale, masked_score,
+    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, first_row, first_column,
+    scale, softmax_scale, masked_score,
     key_low, key_high, first_sample, first_head, limit, keep_scale,
     UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
-    PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    PRECISE: tl.constexpr, BRANCHES: tl.constexpr, IS_PART: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, KEEPS_APART: tl.constexpr,
 ):  # fmt: skip
-    """Writes grad_k and grad_v [sk, b, g, d] of this split's key blocks of one key-value head, and adds their parts of
-    grad_q to sums [splits, b, a, sq rounded up to a multiple of PADDING, BLOCK_DIM], which begin as zeros."""
+    """Writes grad_k [sk, b, g, d] and grad_v [sk, b, g, dv] of this split's key blocks of one key-value head.
+
+    Adds their parts of grad_q to sums [splits, b, a, sq rounded up to a multiple of PADDING, BLOCK_DIM], which begin as
+    zeros.
+    """
     num_groups = num_heads // group_size
     split, index = tl.program_id(0) % NUM_SPLITS, tl.program_id(0) // NUM_SPLITS
     sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
@@ -141,8 +147,10 @@ def _grad_heads_kernel(
     sums_ptr += (split * num_rows + sample * num_heads * padded) * BLOCK_DIM
     k_ptr += (sample * k_sample + kv_head * k_head) * UNIT
     v_ptr += (sample * v_sample + kv_head * v_head) * UNIT
-    out_offset = (sample * num_groups + kv_head) * HEAD_DIM
-    out_row = batch.to(tl.int64) * num_groups * HEAD_DIM
+    index, num_heads_of_row = sample * num_groups + kv_head, batch.to(tl.int64) * num_groups
+    grad_k_ptr += index * HEAD_DIM
+    grad_v_ptr += index * VALUE_DIM
+    grad_k_row, grad_v_row = num_heads_of_row * HEAD_DIM, num_heads_of_row * VALUE_DIM
     block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, False)
     place = tl.arange(0, BLOCK_QUERIES * BLOCK_DIM)
     num_key_blocks = tl.cdiv(num_keys, BLOCK_KEYS)
@@ -153,9 +161,9 @@ def _grad_heads_kernel(
             LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS,
         )  # fmt: skip
         k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
-        v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK)
         grad_k = tl.zeros((BLOCK_KEYS, BLOCK_DIM), tl.float32)
-        grad_v = tl.zeros((BLOCK_KEYS, BLOCK_DIM), tl.float32)
+        grad_v = tl.zeros((BLOCK_KEYS, VALUE_BLOCK), tl.float32)
         num_blocks = tl.cdiv(tl.maximum(stop - first, 0), BLOCK_QUERIES)
         head, next_row = group_head.to(tl.int64), first
         q_stride, grad_stride = q_row, grad_row
@@ -166,7 +174,7 @@ def _grad_heads_kernel(
             q_stride, grad_stride = compute_anew(q_stride), compute_anew(grad_stride)
             q = load_rows(q_head_ptr, start_row, block_row, q_stride * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
             grad_out = load_rows(
-                grad_head_ptr, start_row, block_row, grad_stride * UNIT, num_queries, HEAD_DIM, BLOCK_DIM
+                grad_head_ptr, start_row, block_row, grad_stride * UNIT, num_queries, VALUE_DIM, VALUE_BLOCK
             )
             logsumexp = tl.load(logsumexp_ptr + head * padded + start_row + block_row)
             delta = tl.load(delta_ptr + head * padded + start_row + block_row)
@@ -180,8 +188,9 @@ def _grad_heads_kernel(
                 mask_head_ptr, mask_row, mask_column, num_queries, num_keys, scale, masked_score,
                 LIMITS_LEFT, HAS_MASK, PRECISE, BRANCHES, BLOCK_KEYS, False,
             )  # fmt: skip
+            draw_row, draw_key = find_place_of_draw(row, start_key, first_row, first_column, IS_PART)
             probabilities, grad_scores = find_score_gradients(
-                probabilities, hides, v, grad_out, delta, row, start_key, first_head + head, first_sample + sample,
+                probabilities, hides, v, grad_out, delta, draw_row, draw_key, first_head + head, first_sample + sample,
                 key_low, key_high, limit, HAS_MASK, DRAWS, BLOCK_KEYS, False,
             )  # fmt: skip
             grad_scores = grad_scores.to(q.dtype)
@@ -202,13 +211,13 @@ def _grad_heads_kernel(
             next_row = tl.where(is_last, first, next_row)
         grad_k *= softmax_scale * keep_scale
         grad_v *= keep_scale
-        store_rows(grad_k_ptr + out_offset, start_key, order, out_row, num_keys, grad_k, HEAD_DIM, BLOCK_DIM)
-        store_rows(grad_v_ptr + out_offset, start_key, order, out_row, num_keys, grad_v, HEAD_DIM, BLOCK_DIM)
+        store_rows(grad_k_ptr, start_key, order, grad_k_row, num_keys, grad_k, HEAD_DIM, BLOCK_DIM)
+        store_rows(grad_v_ptr, start_key, order, grad_v_row, num_keys, grad_v, VALUE_DIM, VALUE_BLOCK)
 
 
 _PREPARES = (
-    "grad_row", "grad_sample", "grad_head", "num_queries", "batch", "num_heads", "keep_scale", "UNIT", "HEAD_DIM",
-    "BLOCK_DIM", "BLOCK_QUERIES", "NUM_SPLITS", "num_warps", "enable_fp_fusion",
+    "grad_row", "grad_sample", "grad_head", "num_queries", "batch", "num_heads", "keep_scale", "UNIT", "BLOCK_DIM",
+    "VALUE_DIM", "VALUE_BLOCK", "BLOCK_QUERIES", "NUM_SPLITS", "num_warps", "enable_fp_fusion",
 )  # fmt: skip
 _FINISHES = (
     "num_queries", "batch", "num_heads", "softmax_scale", "keep_scale", "HEAD_DIM", "BLOCK_DIM", "BLOCK_QUERIES",

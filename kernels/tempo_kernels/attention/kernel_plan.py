@@ -36,6 +36,7 @@ class Form(NamedTuple):
 
     q_shape: torch.Size
     k_shape: torch.Size
+    v_shape: torch.Size
     strides: tuple[Strides, ...]
     """Of q, k, v and, in backward, grad_out."""
     mask_strides: Strides | None
@@ -47,6 +48,8 @@ class Form(NamedTuple):
     softmax_scale: float
     dropout_p: float
     window_size: tuple[int, int] | None
+    first_row: int
+    first_column: int | None
 
 
 class WalkPlans(NamedTuple):
@@ -105,10 +108,16 @@ def _pad(num_queries: int) -> int:
     return -(-num_queries // multiple) * multiple
 
 
+def _round_up(head_dim: int) -> int:
+    """The width of a tile that holds a head."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
 def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:
     """Lists the launch arguments that all passes share: neither tensors nor numbers of a single call."""
     (num_queries, batch, heads, head_dim), (num_keys, _, groups, _) = form.q_shape, form.k_shape
-    shapes = (form.q_shape, form.k_shape, form.k_shape, form.q_shape)
+    value_dim = form.v_shape[3]
+    shapes = (form.q_shape, form.k_shape, form.v_shape, form.q_shape)
     steps = {
         f"{name}_{axis}": stride if size > 1 else 0
         for name, sizes, strides in zip("q k v grad".split(), shapes, form.strides, strict=False)
@@ -117,7 +126,8 @@ def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:
     # Strides are passed in units of 8 elements where they can be: as varying arguments they are not specialized, and
     # the multiplication by UNIT is how the compiler learns that loads are aligned to 16 bytes.
     unit = 8 if all(step % 8 == 0 for step in steps.values()) else 1
-    limits = Settings(form.causal, form.softmax_scale, form.dropout_p, None, None, 0, form.window_size)
+    firsts = (form.first_row, form.first_column)
+    limits = Settings(form.causal, form.softmax_scale, form.dropout_p, None, None, 0, form.window_size, *firsts)
     first, last = limits.find_window(num_queries, num_keys)
     p = effective_probability(form.dropout_p)
     mask_names = ("mask_sample", "mask_head", "mask_row", "mask_column")
@@ -131,6 +141,8 @@ def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:
         "group_size": heads // groups,
         "first_offset": first or 0,
         "last_offset": last or 0,
+        "first_row": form.first_row,
+        "first_column": form.first_column or 0,
         "scale": form.softmax_scale * math.log2(math.e),
         "masked_score": MASKED_SCORE / form.softmax_scale,
         "limit": round(p * 65536),
@@ -144,8 +156,11 @@ def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:
         "LOADS_KEY": form.loads_key,
         "LOADS_SAMPLE": form.loads_sample,
         "PRECISE": form.is_precise,
+        "IS_PART": any(firsts),
         "HEAD_DIM": head_dim,
-        "BLOCK_DIM": max(16, 1 << (head_dim - 1).bit_length()),
+        "BLOCK_DIM": _round_up(head_dim),
+        "VALUE_DIM": value_dim,
+        "VALUE_BLOCK": _round_up(value_dim),
         "BLOCK_QUERIES": shape.queries,
         "BLOCK_KEYS": shape.keys,
         "BRANCHES": shape.branches and PIPELINES_BRANCHES,

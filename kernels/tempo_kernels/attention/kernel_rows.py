@@ -20,6 +20,7 @@ from tempo_kernels.attention.kernel_tile import (
     compute_anew,
     count_keys,
     draw_drops,
+    find_place_of_draw,
     find_probabilities,
     find_score_gradients,
     find_seen_keys,
@@ -73,14 +74,16 @@ def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, logsumexp_ptr, mask_ptr, lengths_ptr, key_ptr, first_sample_ptr,
     q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head,
     mask_sample, mask_head, mask_row, mask_column,
-    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, scale, masked_score,
+    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, first_row, first_column,
+    scale, masked_score,
     key_low, key_high, first_sample, first_head, limit, keep_scale,
     UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
-    PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    PRECISE: tl.constexpr, BRANCHES: tl.constexpr, IS_PART: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Writes out [sq, b, a, d] and the logsumexp [b, a, sq], in units of the unscaled scores, of a block of queries."""
+    """Writes out [sq, b, a, dv] and the logsumexp [b, a, sq], in units of unscaled scores, of a block of queries."""
     start_row, sample, head, kv_head = _find_place(num_queries, num_heads, group_size, BLOCK_QUERIES)
     num_seen = count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS)
     first, full_start, full_stop, stop = _find_keys(
@@ -101,7 +104,7 @@ def _forward_kernel(
     q = load_rows(q_ptr, start_row, block_row, q_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
     top = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_QUERIES,), tl.float32)
-    out = tl.zeros((BLOCK_QUERIES, BLOCK_DIM), tl.float32)
+    out = tl.zeros((BLOCK_QUERIES, VALUE_BLOCK), tl.float32)
     k_stride, v_stride = k_row, v_row
     for start_key in range(first, stop, BLOCK_KEYS):
         k_stride, v_stride = compute_anew(k_stride), compute_anew(v_stride)
@@ -123,11 +126,13 @@ def _forward_kernel(
         shrink = tl.exp2((top - finite_top) * scale)
         total = total * shrink + tl.sum(probabilities, 1)
         if DRAWS:
+            draw_row, draw_key = find_place_of_draw(row, start_key, first_row, first_column, IS_PART)
             drops = draw_drops(
-                row, start_key, first_head + head, first_sample + sample, key_low, key_high, limit, BLOCK_KEYS, False
-            )
+                draw_row, draw_key, first_head + head, first_sample + sample, key_low, key_high, limit,
+                BLOCK_KEYS, False,
+            )  # fmt: skip
             probabilities = keep_apart(tl.where(drops, 0.0, probabilities))
-        v = load_rows(v_ptr, start_key, order, v_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        v = load_rows(v_ptr, start_key, order, v_stride * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK)
         out = tl.dot(probabilities.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
         top = new_top
     # A row that sees no key gets an output of 0 and an infinite logsumexp, which makes backward's probabilities 0.
@@ -145,10 +150,9 @@ def _forward_kernel(
     tl.store(logsumexp_ptr + statistics, logsumexp, mask=row < num_queries)
     # The softmax's sum and dropout's scale are applied once to the output, not to every probability.
     out *= tl.where(sees_nothing, 0.0, keep_scale / total)[:, None]
-    out_ptr += (sample * num_heads + head) * HEAD_DIM
-    store_rows(
-        out_ptr, start_row, block_row, batch.to(tl.int64) * num_heads * HEAD_DIM, num_queries, out, HEAD_DIM, BLOCK_DIM
-    )
+    out_ptr += (sample * num_heads + head) * VALUE_DIM
+    out_row = batch.to(tl.int64) * num_heads * VALUE_DIM
+    store_rows(out_ptr, start_row, block_row, out_row, num_queries, out, VALUE_DIM, VALUE_BLOCK)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -157,11 +161,13 @@ def _grad_q_kernel(
     mask_ptr, lengths_ptr, key_ptr, first_sample_ptr,
     q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head, grad_row, grad_sample, grad_head,
     mask_sample, mask_head, mask_row, mask_column,
-    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, scale, softmax_scale, masked_score,
+    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, first_row, first_column,
+    scale, softmax_scale, masked_score,
     key_low, key_high, first_sample, first_head, limit, keep_scale,
     UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
-    PRECISE: tl.constexpr, BRANCHES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    PRECISE: tl.constexpr, BRANCHES: tl.constexpr, IS_PART: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Writes grad_q of one block of queries, and its part of the statistics that the pass for k and v reads.
@@ -188,14 +194,14 @@ def _grad_q_kernel(
     v_ptr += (sample * v_sample + kv_head * v_head) * UNIT
     q_ptr += (sample * q_sample + head * q_head) * UNIT
     grad_out_ptr += (sample * grad_sample + head * grad_head) * UNIT
-    out_offset = (sample * num_heads + head) * HEAD_DIM
-    out_row = batch.to(tl.int64) * num_heads * HEAD_DIM
+    index = sample * num_heads + head
+    out_row, grad_q_row = (batch.to(tl.int64) * num_heads * VALUE_DIM, batch.to(tl.int64) * num_heads * HEAD_DIM)
     block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, False)
     row = start_row + block_row
     first_key, last_key = find_seen_keys(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
     q = load_rows(q_ptr, start_row, block_row, q_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
-    grad_out = load_rows(grad_out_ptr, start_row, block_row, grad_row * UNIT, num_queries, HEAD_DIM, BLOCK_DIM)
-    out = load_rows(out_ptr + out_offset, start_row, block_row, out_row, num_queries, HEAD_DIM, BLOCK_DIM)
+    grad_out = load_rows(grad_out_ptr, start_row, block_row, grad_row * UNIT, num_queries, VALUE_DIM, VALUE_BLOCK)
+    out = load_rows(out_ptr + index * VALUE_DIM, start_row, block_row, out_row, num_queries, VALUE_DIM, VALUE_BLOCK)
     delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1) / keep_scale
     statistics = (sample * num_heads + head) * num_queries + row
     logsumexp = tl.load(logsumexp_ptr + statistics, mask=row < num_queries, other=float("inf"))
@@ -203,15 +209,16 @@ def _grad_q_kernel(
         total, delta = tl.zeros_like(delta), tl.zeros_like(delta)
         for start_key in range(first, stop, BLOCK_KEYS):
             k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
-            v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+            v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK)
             probabilities, hides = find_probabilities(
                 q, k, logsumexp, row, first_key, last_key, start_key, True,
                 mask_ptr, mask_row, mask_column, num_queries, num_keys, scale, masked_score,
                 LIMITS_LEFT, HAS_MASK, PRECISE, False, BLOCK_KEYS, False,
             )  # fmt: skip
             total += tl.sum(probabilities, 1)
+            draw_row, draw_key = find_place_of_draw(row, start_key, first_row, first_column, IS_PART)
             _, products = find_score_gradients(
-                probabilities, hides, v, grad_out, tl.zeros_like(delta), row, start_key,
+                probabilities, hides, v, grad_out, tl.zeros_like(delta), draw_row, draw_key,
                 first_head + head, first_sample + sample, key_low, key_high, limit,
                 False, DRAWS, BLOCK_KEYS, False,
             )  # fmt: skip
@@ -228,7 +235,7 @@ def _grad_q_kernel(
     for start_key in range(first, stop, BLOCK_KEYS):
         k_stride, v_stride = compute_anew(k_stride), compute_anew(v_stride)
         k = load_rows(k_ptr, start_key, order, k_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
-        v = load_rows(v_ptr, start_key, order, v_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
+        v = load_rows(v_ptr, start_key, order, v_stride * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK)
         is_edge = (start_key < full_start) | (start_key + BLOCK_KEYS > full_stop)
         probabilities, hides = find_probabilities(
             q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
@@ -237,13 +244,15 @@ def _grad_q_kernel(
         )  # fmt: skip
         if PRECISE:
             probabilities *= norm[:, None]
+        draw_row, draw_key = find_place_of_draw(row, start_key, first_row, first_column, IS_PART)
         _, grad_scores = find_score_gradients(
-            probabilities, hides, v, grad_out, delta, row, start_key, first_head + head, first_sample + sample,
+            probabilities, hides, v, grad_out, delta, draw_row, draw_key, first_head + head, first_sample + sample,
             key_low, key_high, limit, HAS_MASK, DRAWS, BLOCK_KEYS, False,
         )  # fmt: skip
         grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
     grad_q *= softmax_scale * keep_scale
-    store_rows(grad_q_ptr + out_offset, start_row, block_row, out_row, num_queries, grad_q, HEAD_DIM, BLOCK_DIM)
+    grad_q_ptr += index * HEAD_DIM
+    store_rows(grad_q_ptr, start_row, block_row, grad_q_row, num_queries, grad_q, HEAD_DIM, BLOCK_DIM)
 
 
 def launch_forward(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:

@@ -32,6 +32,7 @@ PADDING = tl.constexpr(128)
 VARYING = [f"{name}_{axis}" for name in ("q", "k", "v", "grad") for axis in ("row", "sample", "head")]
 VARYING += ["mask_sample", "mask_head", "mask_row", "mask_column"]
 VARYING += ["num_queries", "num_keys", "batch", "num_heads", "group_size", "first_offset", "last_offset"]
+VARYING += ["first_row", "first_column"]
 VARYING += ["mask_ptr", "lengths_ptr", "key_ptr", "first_sample_ptr"]
 DRAWN = ("key_low", "key_high", "first_sample", "first_head")
 VARYING += [*DRAWN, "limit"]
@@ -123,6 +124,14 @@ def draw_drops_key_by_key(row, start_key, head, sample, key_low, key_high, limit
     pair = key // 2 % 4
     word = tl.where(pair < 2, tl.where(pair == 0, word0, word1), tl.where(pair == 2, word2, word3))
     return ((word >> (key % 2 * 16).to(tl.uint32)) & 0xFFFF) < limit.to(tl.uint32)
+
+
+@triton.jit
+def find_place_of_draw(row, start_key, first_row, first_column, IS_PART: tl.constexpr):
+    """Returns the global numbers of queries `row` and of a tile's first key, by which dropout draws."""
+    if IS_PART:
+        row, start_key = row + first_row, start_key + first_column
+    return row, start_key
 
 
 @triton.jit
@@ -270,7 +279,8 @@ def find_score_gradients(
     probabilities, hides, v, grad_out, delta, row, start_key, head, sample, key_low, key_high, limit,
     HAS_MASK: tl.constexpr, DRAWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Returns probabilities after dropout and the gradient of the scaled scores, in float32. Both lack the factor of
+    """Returns probabilities after dropout and the gradient of the scaled scores, in float32; row and start_key are
+    those of find_place_of_draw. Both lack the factor of
     dropout's scale 1 / (1 - p), by which delta is divided too: the kernels multiply their finished sums by it once."""
     grad_probabilities = multiply(grad_out, v, KEYS_FIRST)
     kept = probabilities

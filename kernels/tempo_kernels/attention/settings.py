@@ -14,7 +14,7 @@ MASKED_SCORE = -10000.0
 """What Megatron writes over masked scores; a row whose every key is masked attends to all of them equally."""
 OPERANDS = (
     "bool causal, float softmax_scale, float dropout_p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, "
-    "Tensor? first_sample, SymInt first_head, int[]? window_size"
+    "Tensor? first_sample, SymInt first_head, int[]? window_size, SymInt first_row, SymInt? first_column"
 )
 
 
@@ -34,6 +34,8 @@ class Kept(NamedTuple):
     out: Tensor | None
     logsumexp: Tensor | None
     probabilities: Tensor | None = None
+    is_part: bool = False
+    """Whether out and logsumexp are of more keys than are here. Gradients then have the dtype of the softmax."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Settings:
     first_sample: int | Tensor | None
     first_head: int
     window_size: tuple[int, int] | None = None
+    first_row: int = 0
+    first_column: int | None = None
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -54,15 +58,15 @@ class Settings:
         numbers, (key, first_sample) = self.split()
         window = None if self.window_size is None else list(self.window_size)
         draw = (*split_key(numbers.dropout_key), key, numbers.first_sample or 0, first_sample, self.first_head)
-        return self.causal, self.softmax_scale, self.dropout_p, *draw, window
+        return self.causal, self.softmax_scale, self.dropout_p, *draw, window, self.first_row, self.first_column
 
     @classmethod
     def of(cls, *operands: Any) -> Settings:
         """Builds the settings from what `operands` returned."""
-        causal, scale, p, low, high, key, number, first_sample, first_head, window = operands
+        causal, scale, p, low, high, key, number, first_sample, first_head, window, *firsts = operands
         key = join_key(low, high) if key is None else key
         first_sample = number if first_sample is None else first_sample
-        return cls(causal, scale, p, key, first_sample, first_head, None if window is None else tuple(window))
+        return cls(causal, scale, p, key, first_sample, first_head, None if window is None else tuple(window), *firsts)
 
     def split(self) -> tuple[Settings, list[Tensor | None]]:
         """Returns the settings without their tensors, and the tensors, which autograd keeps and checks for changes."""
@@ -90,8 +94,8 @@ class Settings:
 
     def find_window(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
         """(first, last) such that query i sees keys i + first to i + last; None where there is no limit."""
-        # With fewer queries than keys the last query sees the last key.
-        diagonal = num_keys - num_queries
+        # With fewer queries than keys the last query sees the last key, unless positions are given.
+        diagonal = num_keys - num_queries if self.first_column is None else self.first_row - self.first_column
         left, right = self.window_size or (-1, -1)
         if self.causal:
             right = 0

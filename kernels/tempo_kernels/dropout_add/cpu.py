@@ -77,13 +77,14 @@ def _blocks(out: Tensor, draw: Draw) -> Iterator[tuple[slice, Tensor, Tensor | N
     blocks = None
     if compute_dtype != out.dtype:
         blocks = torch.empty((min(step, num_rows), batch, num_columns), dtype=compute_dtype, device=out.device)
-    key, first_sample = int(draw.key) % 2**64, int(draw.first_sample)
-    sample = torch.arange(first_sample, first_sample + batch, dtype=torch.int64, device=out.device)
+    key = int(draw.key) % 2**64
+    row, sample = draw.place(num_rows, batch, out.device)
+    sample = sample.expand(num_rows, batch)
     head = torch.zeros((), dtype=torch.int64, device=out.device)
     for start in range(0, num_rows, step):
         stop = min(start + step, num_rows)
         bits = None
         if draw.p > 0:
-            row = torch.arange(start, stop, dtype=torch.int64, device=out.device).add_(draw.first_row).unsqueeze(-1)
-            bits = keep_bits(key, draw.p, sample=sample, head=head, row=row, num_columns=num_columns)
+            where = slice(start, stop)
+            bits = keep_bits(key, draw.p, sample=sample[where], head=head, row=row[where], num_columns=num_columns)
         yield slice(start, stop), out[start:stop] if blocks is None else blocks[: stop - start], bits

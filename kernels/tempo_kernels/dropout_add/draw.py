@@ -11,7 +11,8 @@ from tempo_kernels.opaque import join_key, split_key
 from tempo_kernels.philox import check_place, threshold
 
 OPERANDS = (
-    "float p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, Tensor? first_sample, SymInt first_row"
+    "float p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, Tensor? first_sample, SymInt first_row, "
+    "Tensor? rows, Tensor? samples"
 )
 
 
@@ -22,6 +23,8 @@ class Draw(NamedTuple):
     key: int | Tensor
     first_sample: int | Tensor
     first_row: int
+    rows: Tensor | None = None
+    samples: Tensor | None = None
 
     def check(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
         """Raises ValueError unless the tensors fit one another and the draw fits them."""
@@ -51,6 +54,8 @@ class Draw(NamedTuple):
             )
         if isinstance(self.key, Tensor) or isinstance(self.first_sample, Tensor):
             self._check_tensors(x.device)
+        if self.rows is not None or self.samples is not None:
+            self._check_positions(x)
 
     def _check_tensors(self, device: torch.device) -> None:
         for name, number in (("key", self.key), ("first_sample", self.first_sample)):
@@ -60,34 +65,66 @@ class Draw(NamedTuple):
                     f"0-dim torch.int64 tensor on {device}, as x; move it there"
                 )
 
+    def _check_positions(self, x: Tensor) -> None:
+        shapes = [x.shape[:1], x.shape[:2]]
+        for name, given, first in (("rows", self.rows, self.first_row), ("samples", self.samples, self.first_sample)):
+            if given is None:
+                continue
+            if (given.dtype, given.device) != (torch.int64, x.device) or given.shape not in shapes:
+                raise ValueError(
+                    f"{name} is {given.dtype} of shape {list(given.shape)} on {given.device}; expected torch.int64 of "
+                    f"shape {list(shapes[0])} or {list(shapes[1])} on {x.device}, one number for each token of x"
+                )
+            if isinstance(first, Tensor) or first != 0:
+                raise ValueError(f"{name} and first_{name[:-1]} are given; expected one of them; leave the other out")
+
     @classmethod
     def from_operands(
-        cls, p: float, low: int, high: int, key: Tensor | None, number: int, first_sample: Tensor | None, first_row: int
+        cls,
+        p: float,
+        low: int,
+        high: int,
+        key: Tensor | None,
+        number: int,
+        first_sample: Tensor | None,
+        first_row: int,
+        *positions: Tensor | None,
     ) -> Draw:
         """Builds the draw from what `operands` returned."""
-        return cls(p, join_key(low, high), number, first_row).join(key, first_sample)
+        return cls(p, join_key(low, high), number, first_row).join(key, first_sample, *positions)
 
     @property
     def operands(self) -> tuple[Any, ...]:
         """Returns the flat operands of an operator, in the order of the schema OPERANDS."""
-        numbers, (key, first_sample) = self.split()
-        return self.p, *split_key(numbers.key), key, numbers.first_sample, first_sample, self.first_row
+        numbers, (key, first_sample, *positions) = self.split()
+        return self.p, *split_key(numbers.key), key, numbers.first_sample, first_sample, self.first_row, *positions
 
     def split(self) -> tuple[Draw, list[Tensor | None]]:
         """Returns the draw without its tensors, and the tensors, which autograd keeps and checks for changes."""
-        if isinstance(self.key, int) and isinstance(self.first_sample, int):
-            return self, [None, None]
-        tensors = [number if isinstance(number, Tensor) else None for number in (self.key, self.first_sample)]
-        key, first_sample = (0 if isinstance(number, Tensor) else number for number in (self.key, self.first_sample))
-        return Draw(self.p, key, first_sample, self.first_row), tensors
+        numbers = (self.key, self.first_sample)
+        tensors = [number if isinstance(number, Tensor) else None for number in numbers]
+        key, first_sample = (0 if isinstance(number, Tensor) else number for number in numbers)
+        return Draw(self.p, key, first_sample, self.first_row), [*tensors, self.rows, self.samples]
 
-    def join(self, key: Tensor | None, first_sample: Tensor | None) -> Draw:
+    def join(
+        self, key: Tensor | None, first_sample: Tensor | None, rows: Tensor | None, samples: Tensor | None
+    ) -> Draw:
         """Puts the tensors that `split` took out back in."""
-        if key is None and first_sample is None:
-            return self
         return Draw(
             self.p,
             self.key if key is None else key,
             self.first_sample if first_sample is None else first_sample,
             self.first_row,
+            rows,
+            samples,
         )
+
+    def place(self, num_rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns the global rows and samples of the tokens, int64, each of which broadcasts to [num_rows, batch]."""
+        row, sample = (torch.arange(n, dtype=torch.int64, device=device) for n in (num_rows, batch))
+        rows, samples = (self.first_row + row).unsqueeze(-1), int(self.first_sample) + sample
+        if self.rows is not None:
+            rows = self.rows.view(num_rows, -1)
+        if self.samples is not None:
+            samples = self.samples.view(num_rows, -1)
+        return rows, samples

@@ -35,13 +35,13 @@ def _drop(x: Tensor, draw: Draw) -> Tensor:
     """Returns x * scale where dropout keeps and 0 where it drops, even if x is NaN there."""
     if draw.p == 0:
         return x
-    row, sample = (torch.arange(n, dtype=torch.int64, device=x.device) for n in x.shape[:2])
+    rows, samples = draw.place(x.size(0), x.size(1), x.device)
     dropped = drop_mask(
         int(draw.key) % 2**64,
         draw.p,
-        sample=int(draw.first_sample) + sample,
+        sample=samples,
         head=torch.zeros((), dtype=torch.int64, device=x.device),
-        row=(draw.first_row + row).unsqueeze(-1),
+        row=rows,
         num_columns=x.size(-1),
     )
     return (x / (1.0 - effective_probability(draw.p))).masked_fill(dropped, 0.0)

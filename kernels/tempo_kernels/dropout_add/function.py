@@ -25,6 +25,8 @@ def bias_dropout_add(
     key: int | Tensor,
     first_sample: int | Tensor = 0,
     first_row: int = 0,
+    rows: Tensor | None = None,
+    samples: Tensor | None = None,
 ) -> Tensor:
     """Computes residual + dropout(x + bias), with a mask that depends on positions only and is redrawn in backward.
 
@@ -36,6 +38,9 @@ def bias_dropout_add(
         key: 64 bits, one per seed, layer and site (`tempo_kernels.philox.derive_key`).
         first_sample: global index of x[:, 0]; the batch holds consecutive samples.
         first_row: global index of x[0] in the sequence (not 0 on a sequence-parallel rank).
+        rows, samples: int64 [s] or [s, b] on x's device, in place of first_row and first_sample: the global index of
+            each token's row, in [0, 2**32), and of its sample, in [0, 2**48), where tokens are not consecutive, as on a
+            context-parallel rank or in a packed row. Their ranges are checked on a CPU only.
 
     key and first_sample may each be a 0-dim int64 tensor on x's device (the key's 64 bits as a signed number). On a GPU
     only the kernels read it, in forward and again in backward. So a replayed CUDA graph draws a new mask from whatever
@@ -44,12 +49,13 @@ def bias_dropout_add(
     Returns:
         [s, b, h] of x's dtype, new memory. x and residual stay as they are.
 
-    Keeps for backward: four numbers; key and first_sample stay tensors if they are (8 bytes each).
+    Keeps for backward: four numbers; key and first_sample stay tensors if they are (8 bytes each); rows and samples,
+        where given, are kept as the caller's tensors.
     Error: one rounding of the float32 result (stock rounds after each of three steps).
     Raises: ValueError for shapes, dtypes, devices or a probability that do not fit; RuntimeError on a second
-        derivative, and where key or first_sample was written to between forward and backward.
+        derivative, and where key, first_sample, rows or samples was written to between forward and backward.
     """
-    draw = Draw(p, key, first_sample, first_row)
+    draw = Draw(p, key, first_sample, first_row, rows, samples)
     draw.check(x, bias, residual)
     out: Tensor = _BiasDropoutAdd.apply(x, bias, *separate(residual), draw)
     return out

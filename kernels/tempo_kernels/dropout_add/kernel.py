@@ -39,7 +39,7 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 # The numbers that change from call to call. No value of these or of the other arguments compiles a kernel anew.
 DRAWN = ("key_low", "key_high", "first_sample", "first_row")
-VARYING = ("key_ptr", "first_sample_ptr", *DRAWN, "limit", "inverse", "shift")
+VARYING = ("key_ptr", "first_sample_ptr", "rows_ptr", "samples_ptr", *DRAWN, "limit", "inverse", "shift")
 
 
 @triton.jit
@@ -52,22 +52,29 @@ def _place_tile(block_row, block_column, num_columns, BLOCK_ROWS: tl.constexpr, 
 
 @triton.jit
 def _drop_tile(
-    row, block_column, batch, inverse, shift, first_sample, first_row, limit, key_low, key_high,
-    BLOCK_COLUMNS: tl.constexpr,
+    row, block_column, num_rows, batch, inverse, shift, rows_ptr, samples_ptr, first_sample, first_row, limit,
+    key_low, key_high, LOADS_ROWS: tl.constexpr, LOADS_SAMPLES: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Draws the mask of one tile. Row r of [s * b, h] is row r // b of sample r % b; find_inverse explains inverse."""
+    """Draws the mask of one tile. Row r of [s * b, h] is row r // b of sample r % b, unless numbers are given for each
+    token; find_inverse explains inverse."""
     group = block_column * (BLOCK_COLUMNS // 8) + tl.arange(0, BLOCK_COLUMNS // 8)
     position = (row.to(tl.uint32).to(tl.uint64) * inverse.to(tl.uint32) >> shift).to(tl.int32)
     sample = first_sample + (row - position * batch)
-    return drop_mask(group[None, :], (first_row + position)[:, None], 0, sample[:, None], key_low, key_high, limit)
+    position += first_row
+    if LOADS_ROWS:
+        position = tl.load(rows_ptr + row, mask=row < num_rows, other=0)
+    if LOADS_SAMPLES:
+        sample = tl.load(samples_ptr + row, mask=row < num_rows, other=0)
+    return drop_mask(group[None, :], position[:, None], 0, sample[:, None], key_low, key_high, limit)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _forward_kernel(
-    x_ptr, bias_ptr, residual_ptr, out_ptr, key_ptr, first_sample_ptr,
+    x_ptr, bias_ptr, residual_ptr, out_ptr, key_ptr, first_sample_ptr, rows_ptr, samples_ptr,
     num_rows, column_units, batch, inverse, shift, first_sample, first_row, limit, scale, key_low, key_high,
     UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    LOADS_ROWS: tl.constexpr, LOADS_SAMPLES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program computes one tile."""
     num_columns = column_units * UNIT
@@ -85,8 +92,9 @@ def _forward_kernel(
             key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
         )
         dropped = _drop_tile(
-            row, block_column, batch, inverse, shift, first_sample, first_row, limit, key_low, key_high, BLOCK_COLUMNS
-        )
+            row, block_column, num_rows, batch, inverse, shift, rows_ptr, samples_ptr, first_sample, first_row, limit,
+            key_low, key_high, LOADS_ROWS, LOADS_SAMPLES, BLOCK_COLUMNS,
+        )  # fmt: skip
         out = tl.where(dropped, 0.0, out)
     if HAS_RESIDUAL:
         out = tl.fma(out, scale, residual)
@@ -98,10 +106,12 @@ def _forward_kernel(
 @triton.jit(do_not_specialize=[*VARYING, "tiles_per_program"])
 def _backward_kernel(
     grad_out_ptr, grad_x_ptr, partial_ptr, counters_ptr, grad_bias_ptr, key_ptr, first_sample_ptr,
+    rows_ptr, samples_ptr,
     num_rows, column_units, batch, inverse, shift, first_sample, first_row, limit, scale, key_low, key_high,
     tiles_per_program,
     UNIT: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
-    HAS_GRAD_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    LOADS_ROWS: tl.constexpr, LOADS_SAMPLES: tl.constexpr, HAS_GRAD_BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program computes tiles_per_program tiles below one another, and their sum over rows."""
     num_columns = column_units * UNIT
@@ -117,8 +127,8 @@ def _backward_kernel(
         grad = tl.load(grad_out_ptr + offset, mask=inside, other=0.0).to(tl.float32) * scale
         if DRAWS:
             dropped = _drop_tile(
-                row, block_column, batch, inverse, shift, first_sample, first_row, limit, key_low, key_high,
-                BLOCK_COLUMNS,
+                row, block_column, num_rows, batch, inverse, shift, rows_ptr, samples_ptr, first_sample, first_row,
+                limit, key_low, key_high, LOADS_ROWS, LOADS_SAMPLES, BLOCK_COLUMNS,
             )  # fmt: skip
             grad = tl.where(dropped, 0.0, grad)
         tl.store(grad_x_ptr + offset, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
@@ -138,7 +148,7 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
-    drawn_tensors, drawn_numbers = _list_drawn(draw)
+    drawn_tensors, drawn_numbers = _list_drawn(draw, x)
     has_tensors = [t is not None for t in (bias, residual, *drawn_tensors)]
     tensors = (
         x.contiguous(),
@@ -153,10 +163,10 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor | None, draw: Draw)
 
 @cache_plans
 def _plan_forward(
-    shape: torch.Size, item_size: int, p: float, has_bias: bool, has_residual: bool, loads_key: bool, loads_sample: bool
+    shape: torch.Size, item_size: int, p: float, has_bias: bool, has_residual: bool, *loads: bool
 ) -> Plan:
     tile = _plan_tiles(shape, item_size)
-    arguments = _list_arguments(shape, tile, p, loads_key, loads_sample)
+    arguments = _list_arguments(shape, tile, p, *loads)
     return Plan((tile.row_blocks * tile.strips,), DRAWN, HAS_BIAS=has_bias, HAS_RESIDUAL=has_residual, **arguments)
 
 
@@ -169,7 +179,7 @@ def backward(
     num_columns, sum_dtype = grad_out.size(-1), sum_dtype or torch.float32
     if grad_out.numel() == 0:
         return grad_x, grad_x.new_zeros(num_columns, dtype=sum_dtype) if has_grad_bias else None
-    drawn_tensors, drawn_numbers = _list_drawn(draw)
+    drawn_tensors, drawn_numbers = _list_drawn(draw, grad_out)
     loads = [t is not None for t in drawn_tensors]
     plan = _plan_backward(grad_out.shape, grad_out.element_size(), grad_out.device, draw.p, has_grad_bias, *loads)
     sums = plan.allocate_sums(num_columns, sum_dtype, grad_out.device)
@@ -184,14 +194,13 @@ def _plan_backward(
     device: torch.device,
     p: float,
     has_grad_bias: bool,
-    loads_key: bool,
-    loads_sample: bool,
+    *loads: bool,
 ) -> BackwardPlan:
     tile = _plan_tiles(shape, item_size, has_grad_bias)
     tiles_per_program = 1
     if has_grad_bias:
         tiles_per_program = choose_tiles_per_program(tile.row_blocks, tile.strips, BACKWARD_PROGRAMS, device)
-    arguments = _list_arguments(shape, tile, p, loads_key, loads_sample)
+    arguments = _list_arguments(shape, tile, p, *loads)
     return plan_chunks(tile.row_blocks, tile.strips, tiles_per_program, has_grad_bias, DRAWN, **arguments)
 
 
@@ -211,7 +220,15 @@ def _plan_tiles(shape: torch.Size, item_size: int, sums_rows: bool = False) -> _
     return _Tile(rows, columns, -(-shape[0] * shape[1] // rows), -(-num_columns // columns))
 
 
-def _list_arguments(shape: torch.Size, tile: _Tile, p: float, loads_key: bool, loads_sample: bool) -> dict[str, Any]:
+def _list_arguments(
+    shape: torch.Size,
+    tile: _Tile,
+    p: float,
+    loads_key: bool,
+    loads_sample: bool,
+    loads_rows: bool,
+    loads_samples: bool,
+) -> dict[str, Any]:
     """Lists the launch arguments of both kernels; h in units of 8 tells the compiler that rows are aligned."""
     num_columns = shape[-1]
     unit = 1 if num_columns % 8 else 8
@@ -228,6 +245,8 @@ def _list_arguments(shape: torch.Size, tile: _Tile, p: float, loads_key: bool, l
         "DRAWS": threshold(p) > 0,
         "LOADS_KEY": loads_key,
         "LOADS_SAMPLE": loads_sample,
+        "LOADS_ROWS": loads_rows,
+        "LOADS_SAMPLES": loads_samples,
         "BLOCK_ROWS": tile.rows,
         "BLOCK_COLUMNS": tile.columns,
         **OPTIONS,
@@ -241,7 +260,11 @@ def find_inverse(divisor: int) -> tuple[int, int]:
     return -(-(1 << shift) // divisor), shift
 
 
-def _list_drawn(draw: Draw) -> tuple[Sequence[Tensor | None], tuple[int, ...]]:
-    """Returns key and first sample where they are tensors (else None), and the numbers that DRAWN names."""
-    numbers, tensors = draw.split()
-    return tensors, (*key_words(int(numbers.key)), int(numbers.first_sample), draw.first_row)
+def _list_drawn(draw: Draw, x: Tensor) -> tuple[Sequence[Tensor | None], tuple[int, ...]]:
+    """Returns key, first sample, rows and samples where they are tensors (else None), and the numbers that DRAWN names.
+
+    rows and samples are given as [s, b], one number for each row of [s * b, h].
+    """
+    numbers, (key, first_sample, *positions) = draw.split()
+    whole = (None if t is None else t.view(x.size(0), -1).expand(x.shape[:2]).contiguous() for t in positions)
+    return (key, first_sample, *whole), (*key_words(int(numbers.key)), int(numbers.first_sample), draw.first_row)

@@ -127,7 +127,9 @@ def check_place(
         )
 
 
-def drop_mask(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, num_columns: int) -> Tensor:
+def drop_mask(
+    key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, num_columns: int, first_column: int = 0
+) -> Tensor:
     """Returns True where dropout drops.
 
     Args:
@@ -135,7 +137,7 @@ def drop_mask(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, 
         p: in [0, 1).
         sample, head, row: int64 tensors of global indices, in [0, 2**48), [0, 2**16) and [0, 2**32),
             that broadcast against each other to a shape [...].
-        num_columns: columns 0 ... num_columns - 1 are drawn.
+        num_columns, first_column: columns first_column ... first_column + num_columns - 1 are drawn.
 
     Returns:
         bool [..., num_columns].
@@ -143,17 +145,22 @@ def drop_mask(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, 
     Raises ValueError for a probability or, on a CPU, an index outside of its range. Indices on a GPU are not checked,
     because that would wait for it.
     """
-    return keep_bits(key, p, sample=sample, head=head, row=row, num_columns=num_columns) == 0
+    places = {"sample": sample, "head": head, "row": row}
+    return keep_bits(key, p, **places, num_columns=num_columns, first_column=first_column) == 0
 
 
-def keep_bits(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, num_columns: int) -> Tensor:
+def keep_bits(
+    key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, num_columns: int, first_column: int = 0
+) -> Tensor:
     """Returns int32 [..., num_columns] for `drop_`: 0 where dropout drops, all bits set elsewhere; see `drop_mask`."""
     global _drawn
     k0, k1, limit = key & _WORD, key >> 32, threshold(p)
     _check_indices(sample, head, row)
     c1, c2, c3 = torch.broadcast_tensors(row, head + ((sample >> 32) << 16), sample & _WORD)
     shape = c1.shape
-    group = torch.arange(-(-num_columns // LANES), dtype=torch.int64, device=row.device)
+    first_group, skipped = divmod(first_column, LANES)
+    end = -(-(first_column + num_columns) // LANES)
+    group = torch.arange(first_group, end, dtype=torch.int64, device=row.device)
     c1, c2, c3 = (c.reshape(-1).contiguous() for c in (c1, c2, c3))
     _drawn += group.numel() * c1.numel()
     # Sizes of 1 would be compiled in, each combination anew, and torch 2.13's Inductor gets one of these wrong.
@@ -163,7 +170,7 @@ def keep_bits(key: int, p: float, *, sample: Tensor, head: Tensor, row: Tensor, 
         numbers = (torch.tensor(number, dtype=torch.int64, device=row.device) for number in (k0, k1, limit))
         bits = _compiled_keep_bits(group, c1, c2, c3, *numbers)
     # View each int64 as two int32: torch runs on little-endian machines only, so the lower half comes first.
-    return bits.view(*shape, group.numel() * LANES // 2).view(torch.int32)[..., :num_columns]
+    return bits.view(*shape, group.numel() * LANES // 2).view(torch.int32)[..., skipped : skipped + num_columns]
 
 
 def foresee(num_repeats: int) -> None:

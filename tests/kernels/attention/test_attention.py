@@ -10,15 +10,16 @@ from attention_cases import (
     FIRST_SAMPLE,
     KEY,
     SCALE,
+    Ring,
     assert_case_obeys_the_rule,
     ours,
     reference,
     settings,
 )  # fmt: skip
 from covering import parametrize_covering
-from witness import assert_three_witnesses, kept_storages
+from witness import assert_three_witnesses, kept_storages, outputs_and_gradients
 
-from tempo_kernels.attention import attention, cpu, find_backend
+from tempo_kernels.attention import attend_block, attention, cpu, differentiate_block, find_backend, merge_blocks
 
 
 def softmax_form(q, k, v, chosen, mask=None, key_lengths=None):
@@ -38,15 +39,66 @@ def test_both_forms_have_one_output_bit_for_bit():
     assert torch.equal(softmax_form(q, k, v, settings()), ours(q, k, v, settings()))
 
 
-WINDOWS = [(5, 0), (200, 0), (3, 4), (-1, 2), (7, -1), (0, 0), (-1, -1)]
+WINDOWS = [(5, 0), (200, 0), (3, 4), (-1, 2), (-1, 0), (7, -1), (0, 0), (-1, -1)]
 
 
-@parametrize_covering(lengths=[(150, 150), (70, 300), (90, 20)], window_size=WINDOWS, dtype=DTYPES)
-def test_sliding_windows_obey_the_rule(lengths, window_size, dtype, nan_poison):
+@parametrize_covering(lengths=[(150, 150), (70, 300), (90, 20)], window_size=WINDOWS, dtype=DTYPES, p=[0.0, 0.1])
+def test_sliding_windows_obey_the_rule(lengths, window_size, dtype, p, nan_poison):
     sq, sk = lengths
     q, k, v, grad = (torch.randn(s, 2, heads, 16) for s, heads in ((sq, 4), (sk, 2), (sk, 2), (sq, 4)))
-    chosen = settings(False, window_size=window_size)
+    chosen = settings(False, p, window_size=window_size)
     assert_three_witnesses(lambda *t: ours(*t, chosen), lambda *t: reference(*t, chosen), [q, k, v], grad, dtype)
+
+
+# sq, sk, first_row, first_column, causal, window_size: a part of the queries and of the keys of a longer sequence.
+PLACES = [
+    *((40, 70, 30, None, True, None), (33, 50, 100, 83, True, (9, 0)), (70, 40, 3, 0, True, None)),
+    *((20, 30, 0, 15, True, None), (20, 30, 7, 21, False, (4, 6)), (30, 30, 64, 32, False, None)),
+]
+
+
+@parametrize_covering(place=PLACES, value_dim=[16, 10, 24], form=FORMS, dtype=DTYPES, p=[0.0, 0.1])
+def test_parts_of_a_sequence_and_values_of_any_size_obey_the_rule(place, value_dim, form, dtype, p, nan_poison):
+    sq, sk, first_row, first_column, causal, window_size = place
+    shapes = (sq, 4, 16), (sk, 2, 16), (sk, 2, value_dim), (sq, 4, value_dim)
+    q, k, v, grad = (torch.randn(s, 2, heads, d) for s, heads, d in shapes)
+    chosen = settings(causal, p, window_size=window_size, first_row=first_row, first_column=first_column)
+    assert_three_witnesses(lambda *t: form(*t, chosen), lambda *t: reference(*t, chosen), [q, k, v], grad, dtype)
+
+
+@parametrize_covering(
+    causal=[True, False], window_size=[None, (9, 0), (-1, 2)], dtype=[*DTYPES, torch.float64], p=[0.0, 0.1],
+    first_row=[0, 6, 45], elements=[1, cpu.BLOCK_ELEMENTS],
+)  # fmt: skip
+def test_parts_of_the_keys_make_the_whole(causal, window_size, dtype, p, first_row, elements, monkeypatch, nan_poison):
+    monkeypatch.setattr(cpu, "MIN_BLOCK_ROWS", 16)
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", elements)
+    q, k, v, grad = (torch.randn(s, 2, heads, d) for s, heads, d in ((29, 4, 16), (60, 2, 16), (60, 2, 8), (29, 4, 8)))
+    chosen = settings(causal, p, window_size=window_size, first_row=first_row, first_column=0)
+    operands = lambda *t: Ring.apply(*t, chosen), lambda *t: reference(*t, chosen), [q, k, v], grad
+    if dtype in (torch.float16, torch.bfloat16):
+        assert_three_witnesses(*operands, dtype)
+        return
+    # The logsumexp's rounding stays in the probabilities, as no part has a whole row to normalise again.
+    parts, whole, *rest = operands
+    pairs = outputs_and_gradients(parts, *rest, dtype), outputs_and_gradients(whole, *rest, torch.float64)
+    for found, expected in zip(*pairs, strict=True):
+        limit = 8 * torch.finfo(dtype).eps * expected.abs().max().item()
+        torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=limit)
+
+
+def test_a_row_that_saw_no_key_takes_the_other_parts_result():
+    q, k = torch.randn(6, 2, 2, 8), torch.randn(6, 2, 2, 8)
+    at = {"causal": True, "softmax_scale": SCALE, "first_row": 4}
+    blind, seeing = attend_block(q, k, k, **at, first_column=8), attend_block(q, k, k, **at, first_column=0)
+    assert blind[1][..., :4].isposinf().all() and not blind[0][:4].any() and blind[1][..., 4:].isfinite().all()
+    for merged in (merge_blocks(blind, seeing), merge_blocks(seeing, blind)):
+        assert all(torch.equal(a[:4], b[:4]) for a, b in zip(merged[:1], seeing[:1], strict=True))
+        assert torch.equal(merged[1][..., :4], seeing[1][..., :4])
+    out, logsumexp = merge_blocks(blind, blind)
+    assert not out[:4].any() and logsumexp[..., :4].isposinf().all()
+    grads = differentiate_block(torch.ones_like(out), out, logsumexp, q, k, k, **at, first_column=8)
+    assert not grads[0][:4].any() and all(grad.isfinite().all() for grad in grads)
 
 
 def test_a_window_is_that_of_megatrons_sliding_window_mask():
@@ -195,8 +247,9 @@ MISFITS = {
     "dimensions": (q_k_v((4, 2, 8), (4, 2, 8), (4, 2, 8)), True, None, "dimensions"),
     "dtype": (q_k_v(*[(4, 1, 2, 8)] * 3, dtype=torch.int64), True, None, "floating-point"),
     "groups": (q_k_v((4, 1, 4, 8), (4, 1, 3, 8), (4, 1, 3, 8)), True, None, "divisor"),
-    "no size": (q_k_v(*[(4, 1, 1, 0)] * 3), True, None, "none of a, g and d 0"),
-    "no heads": (q_k_v((4, 1, 0, 8), (4, 1, 1, 8), (4, 1, 1, 8)), True, None, "none of a, g and d 0"),
+    "no size": (q_k_v(*[(4, 1, 1, 0)] * 3), True, None, "none of a, g, d and dv 0"),
+    "no heads": (q_k_v((4, 1, 0, 8), (4, 1, 1, 8), (4, 1, 1, 8)), True, None, "none of a, g, d and dv 0"),
+    "keys": (q_k_v((4, 1, 1, 8), (4, 1, 1, 6), (4, 1, 1, 8)), True, None, r"\[sk, b, g, d\] and \[sk, b, g, dv\]"),
     "causal": (q_k_v((4, 1, 1, 8), (2, 1, 1, 8), (2, 1, 1, 8)), True, None, "would see no key"),
     "no keys": (q_k_v((4, 1, 1, 8), (0, 1, 1, 8), (0, 1, 1, 8)), False, None, "at least one key"),
     "mask shape": (q_k_v(*[(4, 1, 1, 8)] * 3), False, BOOL, "mask is"),
@@ -228,7 +281,11 @@ REFUSED = [
     ),
     ({"dropout_key": torch.ones(1)}, "dropout_key is torch.float32"),
     ({"dropout_p": 1.0}, "dropout probability is 1.0"),
-    *(({**DRAWN, **place}, BEYOND) for place in ({"first_sample": 2**48}, {"first_head": 2**16 - 1})),
+    *(
+        ({**DRAWN, **place}, BEYOND)
+        for place in ({"first_sample": 2**48}, {"first_head": 2**16 - 1}, {"first_row": 2**32 - 3})
+    ),
+    *(({name: -1}, f"{name} is -1; expected a position") for name in ("first_row", "first_column")),
     *(
         ({**DRAWN, "dropout_key": key}, f"the key of a dropout mask is {key}; expected 64 bits, signed or not")
         for key in (2**70, 2**64, -(2**63) - 1)
@@ -245,7 +302,7 @@ def test_settings_that_do_not_fit_are_refused(arguments, message):
 
 def test_the_backend_of_a_call_is_told():
     q = torch.zeros(4, 1, 1, 8)
-    assert find_backend(q, q, causal=True) == "torch" == find_backend(q, q, causal=True, form="softmax")
+    assert find_backend(q, q, q, causal=True) == "torch" == find_backend(q, q, q, causal=True, form="softmax")
 
 
 @parametrize_covering(each={"num_keys": [2, 60, 1000], "size": [1e3, 1e4, 1e5, 1e6]})

@@ -23,14 +23,16 @@ pytestmark = pytest.mark.slow
 
 
 def attention_launches(
-    capability, head_dim, dtype=torch.bfloat16, mask=None, key_lengths=None, s=2048, splits=0, **chosen
+    capability, head_dim, dtype=torch.bfloat16, mask=None, key_lengths=None, s=2048, splits=0, value_dim=None, **chosen
 ):
     """The launches of forward, grad_q and grad_kv, of queries, keys and values that are slices of one tensor; with
     `splits` of forward and of what one walk for all gradients launches."""
-    q, k, v = torch.empty(s, 2, 4, 3 * head_dim, dtype=dtype).split(head_dim, dim=-1)
+    value_dim = value_dim or head_dim
+    sizes = [head_dim, head_dim, value_dim]
+    q, k, v = torch.empty(s, 2, 4, sum(sizes), dtype=dtype).split(sizes, dim=-1)
     settings = {"causal": True, "softmax_scale": 0.125, "dropout_p": 0.1, "dropout_key": 2**64 - 1}
     settings = Settings(**{**settings, "first_sample": 5, "first_head": 4, **chosen})
-    out, logsumexp = torch.empty(s, 2, 4, head_dim, dtype=dtype), torch.empty(2, 4, s)
+    out, logsumexp = torch.empty(s, 2, 4, value_dim, dtype=dtype), torch.empty(2, 4, s)
 
     def run():
         inputs = Inputs(q, k, v, mask, key_lengths)
@@ -103,6 +105,13 @@ MORE_LARGE = [(capability, *form) for capability in (90, 100) for _, *form in LA
 def test_attention_of_other_heads_and_types_fits_into_shared_memory(capability, head_dim, dtype):
     for launch in attention_launches(capability, head_dim, dtype):
         assert compiled(launch, capability).metadata.shared <= SHARED_BYTES[capability]
+
+
+@pytest.mark.parametrize("capability", [80, 90, *exhaustive([100])])
+def test_multi_latent_attention_of_a_part_of_a_sequence_fits_into_shared_memory(capability):
+    for launch in attention_launches(capability, 192, value_dim=128, first_row=1024, first_column=512):
+        kernel = compiled(launch, capability)
+        assert kernel.metadata.shared <= SHARED_BYTES[capability] and resources(kernel.asm["cubin"])["LOCAL"] == 0
 
 
 def test_masks_lengths_and_windows_compile():

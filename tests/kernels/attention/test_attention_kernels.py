@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from attention_cases import ours, reference
+from attention_cases import Ring, ours, reference
 from attention_kernel_cases import KEY, check, dropped_elements, random_inputs, run, settings
 from covering import exhaustive, parametrize_covering
-from interpreted import DEVICE, DTYPES, kernel_test
+from interpreted import DEVICE, DTYPES, assert_as_specified, kernel_test
 from witness import assert_within_rule
 
-from tempo_kernels.attention import eager, find_backend
+from tempo_kernels.attention import blocks, eager, find_backend
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_tile as tile
 from tempo_kernels.attention.settings import Inputs, Kept
@@ -72,6 +74,58 @@ def test_a_window_that_leaves_some_queries_without_a_key_gives_them_zeros():
     check(q, k, v, grad, chosen)
     out, grad_q, _, _ = run(attention_kernel, q, k, v, grad, None, None, chosen)
     assert not out[:130].any() and not grad_q[:130].any() and out[130:].all()
+
+
+# sq, sk, d, dv, first_row, first_column, causal, window_size
+PARTS = {
+    "narrow values": (70, 70, 96, 64, 0, None, True, None),
+    "wide values": (40, 70, 24, 40, 0, None, False, None),
+    "queries behind keys": (40, 140, 32, 32, 100, None, True, None),
+    "the last keys": (130, 40, 32, 16, 3, 16, True, None),
+    "a window of later keys": (40, 70, 32, 32, 100, 64, False, (20, 3)),
+    "keys that nobody sees": (20, 20, 32, 32, 0, 40, True, None),
+}
+
+
+@kernel_test
+@parametrize_covering(each={"part": PARTS}, dtype=DTYPES, p=[0.0, 0.1], splits=[0, 2])
+def test_parts_of_a_sequence_and_values_of_any_size_do_what_is_specified(part, dtype, p, splits, monkeypatch):
+    sq, sk, d, dv, first_row, first_column, causal, window_size = part
+    if dtype != torch.float32:
+        monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
+    shapes = (sq, 4, d), (sk, 2, d), (sk, 2, dv), (sq, 4, dv)
+    inputs = [torch.randn(s, 1, heads, size, device=DEVICE).to(dtype) for s, heads, size in shapes]
+    check(*inputs, settings(causal, p, window_size=window_size, first_row=first_row, first_column=first_column))
+
+
+@kernel_test
+@parametrize_covering(
+    causal=[True, False], window_size=[None, (9, 0), (-1, 2)], dtype=DTYPES, p=[0.0, 0.1], splits=[0, 2], dv=[32, 16]
+)
+def test_parts_of_the_keys_make_the_whole(causal, window_size, dtype, p, splits, dv, monkeypatch):
+    monkeypatch.setattr(blocks, "choose_backend", lambda q, cpu: attention_kernel)
+    if dtype != torch.float32:
+        monkeypatch.setattr(attention_kernel, "choose_splits", lambda inputs: splits)
+    shapes = (30, 4, 32), (48, 2, 32), (48, 2, dv), (30, 4, dv)
+    q, k, v, grad = (torch.randn(s, 2, heads, size, device=DEVICE).to(dtype) for s, heads, size in shapes)
+    chosen = settings(causal, p, window_size=window_size, first_row=6, first_column=0)
+
+    def run_through(function, q, k, v, grad):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = function(*leaves, chosen)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    found = run_through(Ring.apply, q, k, v, grad)
+    specified = functools.partial(run_through, reference)
+    assert_as_specified(found, [q, k, v, grad], specified, "out", "grad_q", "grad_k", "grad_v")
+
+
+@kernel_test
+def test_keys_begin_where_a_call_of_philox_begins():
+    q = torch.zeros(8, 1, 1, 16, device=DEVICE)
+    attention_kernel.forward(Inputs(q, q, q), settings(p=0.0, first_column=12))
+    with pytest.raises(ValueError, match="first_column is 12; expected a multiple of 8 on a GPU"):
+        attention_kernel.forward(Inputs(q, q, q), settings(first_column=12))
 
 
 @kernel_test
@@ -200,7 +254,9 @@ def test_without_dropout_torchs_own_kernel_runs_and_its_output_is_one_that_the_n
     chosen = settings(p=0.0)
     mixed = torch.randn(256, b, 4, 192, device="cuda").bfloat16()
     q, k, v = (t if is_slice else t.contiguous() for t in mixed.split(64, dim=-1))
-    assert find_backend(q, k, causal=True) == "sdpa" and find_backend(q, k, causal=True, dropout_p=0.1) == "triton"
+    assert (
+        find_backend(q, k, k, causal=True) == "sdpa" and find_backend(q, k, k, causal=True, dropout_p=0.1) == "triton"
+    )
     out = ours(q, k, v, chosen)
     assert out.is_contiguous()
     specified = [reference(*(t.cpu().to(dtype) for t in (q, k, v)), chosen) for dtype in (q.dtype, torch.float64)]

@@ -15,6 +15,9 @@ def ours(x, bias, residual):
     return bias_dropout_add(x, bias, residual, **DRAW)
 
 
+compiled_dropout_add = torch.compile(bias_dropout_add, backend="aot_eager", fullgraph=True)
+
+
 def reference(x, bias, residual):
     kept = (x if bias is None else x + bias) * (~mask_of(x)) / (1 - effective_probability(0.1))
     return kept if residual is None else residual + kept
@@ -65,6 +68,41 @@ def test_shards_of_rows_and_samples_draw_their_part_of_the_whole_mask():
     whole = bias_dropout_add(x, None, None, p=0.4, key=5)
     part = bias_dropout_add(x[4:8, 2:5], None, None, p=0.4, key=5, first_sample=2, first_row=4)
     assert torch.equal(part, whole[4:8, 2:5])
+
+
+ROWS, SAMPLES = torch.tensor([0, 1, 9, 11, 10, 3]), torch.tensor([[4, 4], [0, 1], [5, 2], [2, 5], [3, 3], [1, 0]])
+PLACES = {"rows": {"rows": ROWS}, "samples": {"samples": SAMPLES}, "both": {"rows": ROWS, "samples": SAMPLES}}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("compute", [bias_dropout_add, compiled_dropout_add], ids=["plain", "compiled"])
+@pytest.mark.parametrize("places", [*PLACES.values(), {"rows": SAMPLES + 6, "samples": ROWS // 2}], ids=str)
+def test_each_token_draws_the_mask_of_the_row_and_sample_that_it_is_given(places, compute, monkeypatch):
+    whole = bias_dropout_add(torch.ones(12, 6, 40), None, None, p=0.4, key=5)
+    rows, samples = (places.get(name, other) for name, other in (("rows", torch.arange(6)), ("samples", None)))
+    samples = torch.arange(2).expand(6, 2) if samples is None else samples.view(6, -1)
+    expected = whole[rows.view(6, -1).expand(6, 2), samples.expand(6, 2)]
+    monkeypatch.setattr(cpu, "BLOCK_ELEMENTS", 4 * 2 * 40)
+    x = torch.ones(6, 2, 40, requires_grad=True)
+    out = compute(x, None, None, p=0.4, key=5, **places)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("places", "sentence"),
+    [
+        ({"rows": ROWS[:5]}, r"rows is torch.int64 of shape \[5\] .*expected torch.int64 of shape \[6\] or \[6, 2\]"),
+        ({"samples": SAMPLES.int()}, "samples is torch.int32"),
+        ({"rows": ROWS, "first_row": 1}, "rows and first_row are given; expected one of them"),
+        ({"samples": SAMPLES, "first_sample": torch.tensor(0)}, "samples and first_sample are given"),
+        ({"rows": ROWS - 1}, "row -1 to 10; expected 0 to"),
+    ],
+)
+def test_rows_and_samples_that_do_not_fit_are_refused(places, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        bias_dropout_add(torch.ones(6, 2, 40), None, None, p=0.4, key=5, **places)
 
 
 def as_device_data(key, first_sample):

@@ -1,0 +1,115 @@
+"""Attention over a part of the keys at a time, for ring attention: the parts are merged by their logsumexps.
+
+The algorithm is that of Liu et al. (arXiv 2310.01889). Every rank holds a part of the keys, and the parts go around.
+The out and logsumexp of the parts seen so far are merged with those of the next. Backward takes the logsumexp of the
+whole row, so that a part's probabilities, and with them its gradients, are those of the whole row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tempo_kernels.attention import cpu
+from tempo_kernels.attention.checks import check_settings, check_tensors
+from tempo_kernels.attention.settings import Inputs, Kept, Settings
+from tempo_kernels.backend import choose_backend
+
+Result = tuple[Tensor, Tensor]
+
+
+def attend_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    first_row: int,
+    first_column: int,
+    dropout_p: float = 0.0,
+    dropout_key: int | Tensor = 0,
+    first_sample: int | Tensor = 0,
+    first_head: int = 0,
+    window_size: tuple[int, int] | None = None,
+) -> Result:
+    """out and logsumexp of a part of the keys, without autograd.
+
+    Args: those of `attention`, for queries from position first_row on and keys from position first_column on.
+
+    Returns:
+        out: [sq, b, a, dv] in float32 (float64 for float64), softmax over these keys with dropout.
+        logsumexp: [b, a, sq] of out's dtype; infinite where a query sees none of these keys, and out is 0 there.
+    Raises: ValueError as `attention`.
+    """
+    draw = (dropout_p, dropout_key, first_sample, first_head)
+    settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column)
+    inputs = _check(Inputs(q, k, v), settings)
+    with torch.no_grad():
+        found: Result = choose_backend(q, cpu).forward(inputs, settings, out_dtype=_find_dtype(q))
+    return found
+
+
+def differentiate_block(
+    grad_out: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    first_row: int,
+    first_column: int,
+    dropout_p: float = 0.0,
+    dropout_key: int | Tensor = 0,
+    first_sample: int | Tensor = 0,
+    first_head: int = 0,
+    window_size: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a part of the keys adds to the gradients of q, k and v, in float32 (float64 for float64).
+
+    Args: those of `attend_block`, and
+        grad_out, out: [sq, b, a, dv], of all keys, any floating-point dtype; grad_out is cast to q's.
+        logsumexp: [b, a, sq], of all keys.
+
+    Error: as of `attention` in 16 bits. In float32 and float64 the logsumexp's rounding stays in the probabilities: at
+        most 8 eps of the largest gradient for scores of an ordinary size.
+    Raises: ValueError as `attend_block`.
+    """
+    draw = (dropout_p, dropout_key, first_sample, first_head)
+    settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column)
+    inputs = _check(Inputs(q, k, v), settings)
+    kept = Kept(out.contiguous(), logsumexp.contiguous(), is_part=True)
+    with torch.no_grad():
+        grads: tuple[Tensor, Tensor, Tensor] = choose_backend(q, cpu).backward(
+            grad_out.to(q.dtype), inputs, kept, settings
+        )
+    return grads
+
+
+def merge_blocks(first: Result, second: Result) -> Result:
+    """out and logsumexp of two parts of the keys together. A row that saw no key in a part takes the other's.
+
+    Args:
+        first, second: (out [sq, b, a, dv], logsumexp [b, a, sq]), as `attend_block` returns them.
+    """
+    sums = torch.stack((first[1], second[1]))
+    sums = sums.masked_fill(sums.isposinf(), float("-inf"))
+    logsumexp = sums.logsumexp(0)
+    # A softmax, and not exp(sums - logsumexp): the weights of a row then add up to 1 whatever its logsumexp's rounding
+    # is, which would grow with every part. Of a row without keys both are 0.
+    weights = sums.softmax(0).masked_fill(logsumexp.isneginf(), 0.0).permute(0, 3, 1, 2).unsqueeze(-1)
+    logsumexp = logsumexp.masked_fill(logsumexp.isneginf(), float("inf"))
+    return first[0] * weights[0] + second[0] * weights[1], logsumexp
+
+
+def _check(inputs: Inputs, settings: Settings) -> Inputs:
+    check_tensors(inputs, settings)
+    check_settings(inputs.q, settings, "flash")
+    return inputs
+
+
+def _find_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
