@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -41,6 +42,12 @@ def _make_window_mask(sq: int, skv: int, window_size: tuple[int, int]) -> torch.
     return (distance < -window_size[0]) | (distance > window_size[1])
 
 
+def _slice_position_embeddings(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+    """The rows of this context-parallel rank, its two chunks; Megatron's own puts their numbers in pinned memory."""
+    chunks = pos_emb.chunk(2 * cp_group.size(), seq_dim)
+    return torch.cat((chunks[cp_group.rank()], chunks[2 * cp_group.size() - 1 - cp_group.rank()]), seq_dim)
+
+
 class _DropCpuStateWarning(logging.Filter):
     """Drops a warning: here the CPU generator is the device's, and fork() is there to let that one move."""
 
@@ -53,7 +60,8 @@ def use_cpu() -> None:
 
     After it `torch.cuda.current_device()` answers `torch.device("cpu")`, and `torch.cuda.manual_seed`,
     `torch.cuda.get_rng_state` and Megatron's tracker work on the CPU generator, with its separate states for
-    tensor-parallel and replicated regions. Sliding windows make their masks on the CPU too. TransformerConfig needs
+    tensor-parallel and replicated regions. Sliding windows make their masks, and context parallelism slices
+    rotary embeddings, on the CPU too. TransformerConfig needs
     `use_cpu_initialization=True`.
     A second call changes nothing. Do not use CUDA in a process that has called it.
 
@@ -63,6 +71,7 @@ def use_cpu() -> None:
         return
     check_installed("use_cpu()", "megatron", "megatron.core")
     from megatron.core.fusions import fused_softmax
+    from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
     from megatron.core.tensor_parallel import random as megatron_random
 
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
@@ -72,6 +81,8 @@ def use_cpu() -> None:
     megatron_random._set_cuda_rng_state = _set_rng_state
     if hasattr(fused_softmax, "get_sliding_window_causal_mask"):  # since 0.15
         fused_softmax.get_sliding_window_causal_mask = _make_window_mask
+    for module in (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding):
+        module.get_pos_emb_on_this_cp_rank = _slice_position_embeddings
     logging.getLogger(megatron_random.__name__).addFilter(_DropCpuStateWarning())
 
 

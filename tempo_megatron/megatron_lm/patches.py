@@ -161,7 +161,7 @@ def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoC
             config,
             tempo_config,
             vp_stage=arguments.get("vp_stage"),
-            obstacles=_find_obstacles_to_masks(config, run),
+            obstacles={**_find_obstacles_to_masks(config, run), **_find_obstacle_to_packing(config, run)},
         )
         arguments[spec_name] = block
         found.add_block(block, config, block.choices)
@@ -202,6 +202,18 @@ def _find_obstacles_to_masks(config: Any, run: Any) -> Obstacles:
         return {}
     dropouts = {"dropout": config.hidden_dropout, "attention": config.attention_dropout}
     return {name: Refusal(reason, remedy) for name, p in dropouts.items() if p > 0}
+
+
+def _find_obstacle_to_packing(config: Any, run: Any) -> Obstacles:
+    """Why attention cannot keep to the documents of packed rows, if its stage is not told where they begin."""
+    from tempo_megatron.slots.choose import Refusal
+    from tempo_megatron.slots.megatron_versions import VERSION, is_since
+
+    stages = config.pipeline_model_parallel_size
+    if not getattr(run, "sft", False) or stages == 1 or is_since("0.17"):
+        return {}
+    reason = f"sft is on with {stages} pipeline stages, and megatron-core {VERSION} tells the first one alone where "
+    return {"attention": Refusal(f"{reason}packed documents begin", "pack on one stage, or take Megatron 0.19")}
 
 
 def _leave_mask_out(run: Any, argument: str) -> bool:

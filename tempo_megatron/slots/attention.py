@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -16,21 +17,29 @@ from torch import Tensor
 
 from tempo_kernels.attention import attention
 from tempo_kernels.recompute import drop, recompute
-from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample
+from tempo_megatron.cpu import is_used
+from tempo_megatron.slots import context_parallel
+from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, read_document_samples
 from tempo_megatron.slots.linear import LinearCall, Return, is_in_backward, replace_modules
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class TempoDotProductAttention(DotProductAttention):
     """softmax(q k^T) v with dropout, in Megatron's core_attention slot, heads split over the tensor-parallel group.
 
     A causal layer without a given mask skips the hidden half. A given mask (bool, True = hidden) alone decides what
-    is hidden; in a layer with `window_size` the window alone does, as in Megatron. Softmax is always computed in
+    is hidden; in a layer with `window_size` the window alone does, as in Megatron. In a packed row a token sees its own
+    document only. Softmax is always computed in
     float32, whatever `attention_softmax_in_fp32` says. `apply_query_key_layer_scaling` protects float16 scores in
     Megatron; here it has no effect, because it divides and multiplies by the same number.
 
     Keeps for backward: q, k, v, the output (shared with linear_proj) and 4 bytes per token and head. q, k and v are
     copied if they are views of memory that holds more, so that the rest is freed: with grouped queries Megatron copies
     q, and the views k and v alone would keep the whole projection.
+
+    Under context parallelism, in any `cp_comm_type`, a rank keeps that of its own tokens; slots/context_parallel.py
+    says how, and what it costs.
 
     Args, beside Megatron's:
         stack: the stack whose masks are drawn.
@@ -51,7 +60,11 @@ class TempoDotProductAttention(DotProductAttention):
         has_pinned_projection: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(config, layer_number, *args, **kwargs)
+        # The stock class refuses context parallelism.
+        of_one_rank = copy.copy(config)
+        of_one_rank.context_parallel_size = 1
+        super().__init__(of_one_rank, layer_number, *args, **kwargs)
+        self.config = config
         self.stack = stack
         self.has_pinned_projection = has_pinned_projection
         self.site = Site.CROSS_ATTENTION if self.attention_type == "cross" else Site.ATTENTION
@@ -63,6 +76,15 @@ class TempoDotProductAttention(DotProductAttention):
         groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")
         self._heads_group = groups.tp if groups else parallel_state.get_tensor_model_parallel_group()
         self._window_size = getattr(self.scale_mask_softmax, "window_size", None)
+        self._exchange = context_parallel.choose_exchange(config, self.layer_number, groups)
+        if self._exchange is not None:
+            if self.site == Site.CROSS_ATTENTION:
+                raise ValueError(
+                    f"context_parallel_size is {config.context_parallel_size} and the layer has cross attention, whose "
+                    'keys are of another sequence; expected 1; set tempo.attention to "off"'
+                )
+            num_heads = (self.num_attention_heads_per_partition, self.num_query_groups_per_partition)
+            context_parallel.check_heads(self._exchange, *num_heads)
 
     def forward(
         self,
@@ -74,14 +96,20 @@ class TempoDotProductAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[sq, b, a/p * d] of query [sq, b, a/p, d] and key, value [sk, b, g/p, d]."""
-        if packed_seq_params is not None or attention_bias is not None:
+        """[sq, b, a/p * d] of query [sq, b, a/p, d] and key, value [sk, b, g/p, d].
+
+        With `packed_seq_params` of the format "thd", [t, a/p * d] of query [t, a/p, d] and key, value [t, g/p, d].
+        """
+        if attention_bias is not None:
             raise ValueError(
-                "packed sequences and attention biases are given, which Tempo's attention does not support; "
-                'set tempo.attention to "off"'
+                'attention biases are given, which Tempo\'s attention does not support; set tempo.attention to "off"'
             )
+        if packed_seq_params is not None and query.dim() == 3:
+            query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+            return self.forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params).squeeze(1)
         mask_type = attn_mask_type or self.attn_mask_type
-        attention_mask = self._heed(attention_mask, mask_type)
+        packed = self._find_documents(packed_seq_params, mask_type)
+        attention_mask = None if packed else self._heed(attention_mask, mask_type)
         if not self.training and query.size(0) == 1 < key.size(0):
             # One new token beside a cache of keys: nothing to save, and stock handles inference.
             of_stock: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type)
@@ -90,23 +118,62 @@ class TempoDotProductAttention(DotProductAttention):
         mask = attention_mask if window_size is None else None
         dropout_p = self.attention_dropout.p if self.training else 0.0
         draw = self._draw(query) if dropout_p > 0 else {}
-        if torch.is_grad_enabled() and not self.has_pinned_projection:
+        if packed and dropout_p > 0 and (samples := read_document_samples(query)) is not None:
+            packed["document_samples"] = samples
+        if self._exchange is not None and mask is not None:
+            raise ValueError(
+                f"a mask of shape {list(mask.shape)} is given, which attention under context parallelism cannot have; "
+                "expected None, for causal or full attention; leave it out (--no-create-attention-mask-in-dataloader)"
+            )
+        exchanges_heads = self._exchange is not None and self._exchange.heads_group is not None
+        if torch.is_grad_enabled() and not self.has_pinned_projection and not exchanges_heads:
             query, key, value = _copy_without_the_rest(query, key, value)
         attend = functools.partial(
             _attend,
-            causal=mask is None and mask_type == AttnMaskType.causal,
-            mask=mask,
+            causal=mask is None and mask_type in _CAUSAL,
             window_size=window_size,
-            form=self.form,
             softmax_scale=self.scale,
             dropout_p=dropout_p,
+            **packed,
             **draw,
+            **({"mask": mask, "form": self.form} if self._exchange is None else {"exchange": self._exchange}),
         )
         return self._run(attend, query, key, value)
 
     def _heed(self, attention_mask: Tensor | None, mask_type: AttnMaskType) -> Tensor | None:
         """The given mask, where a layer of this type looks at it."""
         return attention_mask
+
+    def _find_documents(self, packed_seq_params: Any, mask_type: AttnMaskType) -> dict[str, Any]:
+        """The arguments of attention for a packed row; none where the row is not packed.
+
+        Only boundaries of documents are read, and they stay where they are: a GPU is not waited for.
+        """
+        if packed_seq_params is None:
+            return {}
+        cp_size = max(self.config.context_parallel_size, getattr(packed_seq_params, "local_cp_size", None) or 1)
+        if cp_size > 1:
+            raise ValueError(
+                f"packed sequences are given to {cp_size} context-parallel ranks; Tempo's attention takes them on one; "
+                'set context_parallel_size to 1, or tempo.attention to "off"'
+            )
+        if packed_seq_params.qkv_format != "thd":
+            raise ValueError(
+                f'packed_seq_params has qkv_format "{packed_seq_params.qkv_format}"; expected "thd"; set '
+                'tempo.attention to "off"'
+            )
+        names = ("cu_seqlens_q", "cu_seqlens_kv")
+        given = {name: getattr(packed_seq_params, name) for name in names}
+        padded = {name: getattr(packed_seq_params, f"{name}_padded", None) for name in names}
+        for name in names:
+            # Behind a document's last token, padding is seen by padding only, if attention is causal.
+            if padded[name] is not None and padded[name] is not given[name] and mask_type not in _CAUSAL:
+                raise ValueError(
+                    f"{name}_padded is given, and attention is not causal, so that tokens would see padding; expected "
+                    f'{name} alone; pack without padding, or set tempo.attention to "off"'
+                )
+        queries, keys = (given[name] if padded[name] is None else padded[name] for name in names)
+        return {"cu_seqlens": queries, "cu_seqlens_k": None if self.attention_type == "self" else keys}
 
     def _run(self, attend: Callable[..., Tensor], *operands: Tensor) -> Tensor:
         return attend(*operands)
@@ -119,7 +186,8 @@ class TempoDotProductAttention(DotProductAttention):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
-    return attention(query, key, value, **settings).flatten(2)
+    attend = context_parallel.attend if "exchange" in settings else attention
+    return attend(query, key, value, **settings).flatten(2)
 
 
 def _copy_without_the_rest(*tensors: Tensor) -> list[Tensor]:
@@ -154,12 +222,19 @@ class TempoRecomputeDotProductAttention(TempoDotProductAttention):
         return attend(*operands) if is_in_backward() else recompute(attend, *operands)
 
 
-def find_attention_refusal(config: Any) -> str | None:
-    """What the TransformerConfig asks of attention that Tempo's cannot give; None where it can give everything."""
+def find_attention_refusal(config: Any, value: str) -> str | None:
+    """What the TransformerConfig asks of attention that Tempo's with this value cannot give; None where it can give
+    everything."""
     softmax_type = getattr(config, "softmax_type", "vanilla")  # since 0.15
+    size = config.context_parallel_size
+    comm_types = config.cp_comm_type if isinstance(config.cp_comm_type, (list, tuple)) else [config.cp_comm_type]
     refused = {
         f"softmax_type is {softmax_type}": softmax_type != "vanilla",
-        f"context_parallel_size is {config.context_parallel_size}": config.context_parallel_size > 1,
+        f"context_parallel_size is {size} and the form is softmax": size > 1 and value == "softmax",
+        f"context_parallel_size is {size} and cp_comm_type is {config.cp_comm_type}, with keys in parts on a GPU": (
+            size > 1 and set(comm_types) != {"a2a"} and not is_used()
+        ),
+        "hybrid_context_parallel is on": getattr(config, "hybrid_context_parallel", False),
         "multi_latent_attention is on": getattr(config, "multi_latent_attention", False),
     }
     found = (f"{what}, which Tempo's attention does not support" for what, is_refused in refused.items() if is_refused)

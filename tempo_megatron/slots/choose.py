@@ -156,10 +156,10 @@ def _find_shared_masks(transformer_config: TransformerConfig, dropout_p: float) 
     """Why two places of the model, or two ranks, would draw the same dropout masks; None where none would."""
     if dropout_p == 0:
         return None
-    if transformer_config.context_parallel_size > 1:
+    if getattr(transformer_config, "hybrid_context_parallel", False):
         return (
-            f"context_parallel_size is {transformer_config.context_parallel_size}, and Tempo's dropout does not know "
-            "which rows of a sequence a rank holds, so all ranks would draw the same masks"
+            "hybrid_context_parallel is on, whose ranks do different numbers of forwards, and Tempo's dropout does not "
+            "know which samples each of them sees, so two samples would draw the same masks"
         )
     if transformer_config.mtp_num_layers:
         return (
@@ -186,7 +186,7 @@ def _find_dropout_refusal(transformer_config: TransformerConfig, value: str) -> 
 
 def _find_attention_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
     return _find_shared_masks(transformer_config, transformer_config.attention_dropout) or find_attention_refusal(
-        transformer_config
+        transformer_config, value
     )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.T5.t5_model import T5Model
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.choose import choose_operation
-from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample
+from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, find_rows
 from tempo_megatron.slots.megatron_versions import is_since
 
 XWithBias = tuple[Tensor, Tensor | None]
@@ -56,19 +55,18 @@ def apply_dropout(
     site: Site,
     stack: Stack,
 ) -> Tensor:
-    """residual + dropout(x + bias) of hidden states [s or s/t, b, h]; nothing is drawn where prob is 0."""
+    """residual + dropout(x + bias) of this rank's rows of hidden states [s, b, h]; nothing is drawn where prob is 0."""
     if prob == 0.0:
         x = x if bias is None else x + bias
         return x if residual is None else residual + x
     key, first_sample = find_key_and_sample(layer_number, site, stack)
-    # Under sequence parallelism this rank holds the rows that start here.
-    rank = parallel_state.get_tensor_model_parallel_rank() if config.sequence_parallel else 0
-    first_row = rank * x.size(0)
-    return bias_dropout_add(x, bias, residual, p=prob, key=key, first_sample=first_sample, first_row=first_row)
+    place = {"first_sample": first_sample, **find_rows(x, config)}
+    return bias_dropout_add(x, bias, residual, p=prob, key=key, **place)
 
 
 class TempoEmbeddingDropout(torch.nn.Dropout):
-    """The embedding's dropout; in place of `LanguageModelEmbedding.embedding_dropout`. x is [s or s/t, b, h]."""
+    """The embedding's dropout; in place of `LanguageModelEmbedding.embedding_dropout`. x holds this rank's rows
+    of [s, b, h]."""
 
     def __init__(self, p: float, config: Any, stack: Stack = Stack.DECODER) -> None:
         super().__init__(p)

@@ -18,8 +18,10 @@ import struct
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tempo_kernels.philox import derive_key
 from tempo_megatron.settings.config import TempoConfig
@@ -69,30 +71,62 @@ def draws_masks(config: Any, tempo_config: TempoConfig) -> bool:
     return any(p > 0 and tempo_config.values_of(name) != {"off"} for name, p in dropouts.items())
 
 
-def set_micro_batch(seed: int, first_sample: int) -> None:
+def set_micro_batch(
+    seed: int, first_sample: int, *, cu_seqlens: Tensor | None = None, document_samples: Tensor | None = None
+) -> None:
     """Announce which samples the next forward sees. Call it before the forward of every training micro batch.
 
     Args:
         seed: the run's seed, any 64-bit integer; equal on every rank.
         first_sample: index of the micro batch's first sample over the whole run, as if one device consumed all samples
             in order; in [0, 2**48). The samples of a micro batch are consecutive.
+        cu_seqlens: int32 [n + 1], where the n documents of a packed row begin and end, as in its PackedSeqParams (the
+            padded boundaries, where it has them); on a CPU, because a GPU would be waited for.
+        document_samples: int64 [n], the index of each document's sample over the whole run. A document's masks are then
+            those that it has in a row of its own. Where documents are not announced, a packed row is one sample,
+            first_sample, and its masks are functions of the position in it.
 
-    Raises ValueError where an index is out of range.
+    Raises ValueError where an index is out of range, or the documents do not fit one another.
     """
+    documents = _pack_documents(cu_seqlens, document_samples)
     if not 0 <= first_sample < 2**48:
         raise ValueError(f"first_sample is {first_sample}; it must be in [0, 2**48)")
     _DRAWN.clear()
     # A new state each time, because recomputation still holds those of earlier micro batches.
     states = get_cuda_rng_tracker().states_
     graphable = next((state for state in states.values() if isinstance(state, torch.Generator)), None)
-    states[STATE_NAME] = _make_state(seed, first_sample, None if graphable is None else graphable.device)
+    states[STATE_NAME] = _make_state(seed, first_sample, documents, None if graphable is None else graphable.device)
 
 
-def _make_state(seed: int, first_sample: int, device: torch.device | None) -> Tensor | torch.Generator:
+def _pack_documents(cu_seqlens: Tensor | None, document_samples: Tensor | None) -> bytes:
+    """The boundaries and samples as int64, one behind the other; nothing where they are not given."""
+    if cu_seqlens is None and document_samples is None:
+        return b""
+    if cu_seqlens is None or document_samples is None:
+        raise ValueError("one of cu_seqlens and document_samples is given; expected both; give the other too")
+    boundaries, samples = cu_seqlens.tolist(), document_samples.tolist()
+    if len(boundaries) != len(samples) + 1 or boundaries != sorted(boundaries) or boundaries[0] < 0:
+        raise ValueError(
+            f"cu_seqlens is {boundaries}, for {len(samples)} document_samples; expected {len(samples) + 1} numbers, "
+            "growing from 0 or more"
+        )
+    if wrong := [sample for sample in samples if not 0 <= sample < 2**48]:
+        raise ValueError(f"document_samples holds {wrong[0]}; it must be in [0, 2**48)")
+    return torch.tensor(boundaries + samples, dtype=torch.int64, device="cpu").numpy().tobytes()
+
+
+def _make_state(
+    seed: int, first_sample: int, documents: bytes, device: torch.device | None
+) -> Tensor | torch.Generator:
     """The state as bytes, or for CUDA graphs, where `device` is given, as a generator."""
     seed, offset = seed % 2**64, _WORDS * first_sample
     if device is None:
-        return torch.tensor(list(_STATE.pack(seed, offset)), dtype=torch.uint8)
+        return torch.tensor(list(_STATE.pack(seed, offset) + documents), dtype=torch.uint8)
+    if documents:
+        raise ValueError(
+            "document_samples are given in a run with CUDA graphs, whose random states have no room for them; leave "
+            "them out, or turn CUDA graphs off"
+        )
     generator = torch.Generator(device).manual_seed(seed)
     generator.set_offset(offset)
     return generator
@@ -109,8 +143,39 @@ def read_micro_batch() -> tuple[int, int]:
     if isinstance(state, torch.Generator):
         seed, offset = state.initial_seed(), state.get_offset()
     else:
-        seed, offset = _STATE.unpack(bytes(state.tolist()))
+        # Whole, because a slice of it is a tensor without numbers where memory is counted on such tensors.
+        seed, offset = _STATE.unpack(bytes(state.tolist())[: _STATE.size])
     return seed, offset // _WORDS
+
+
+def read_document_samples(x: Tensor) -> Tensor | None:
+    """The document_samples that were announced for the running micro batch, on x's device; None without. Equal calls
+    return one tensor, which layers therefore keep once."""
+    packed = _read_packed_documents()
+    return _make_document_samples(packed, x.device, _find_fake_mode(x)) if packed else None
+
+
+def _read_packed_documents() -> bytes:
+    state = get_cuda_rng_tracker().states_.get(STATE_NAME)
+    return bytes(state.tolist())[_STATE.size :] if isinstance(state, Tensor) else b""
+
+
+def _find_fake_mode(x: Tensor) -> Any:
+    """The mode that made x if it is a fake tensor, a part of what cached tensors are found by: the fake tensors of one
+    mode are of no use in another, or where tensors have numbers."""
+    return x.fake_mode if isinstance(x, FakeTensor) else None
+
+
+def _unpack_documents(documents: bytes) -> tuple[list[int], list[int]]:
+    """Boundaries and samples."""
+    numbers = [number for (number,) in struct.iter_unpack("=q", documents)]
+    num_documents = len(numbers) // 2
+    return numbers[: num_documents + 1], numbers[num_documents + 1 :]
+
+
+@functools.lru_cache(maxsize=16)
+def _make_document_samples(documents: bytes, device: torch.device, fake_mode: Any) -> Tensor:
+    return torch.tensor(_unpack_documents(documents)[1], dtype=torch.int64, device=device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -138,3 +203,88 @@ def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECO
             )
         _DRAWN.add(key)
     return key, first_sample
+
+
+def find_segments(rank: int, size: int, num_rows: int) -> list[tuple[int, int]]:
+    """[(global row, number of rows)] of the contiguous parts of a sequence that a context-parallel rank holds, in the
+    order in which it holds them: one part where there is one rank, else Megatron's two.
+
+    Megatron cuts a sequence into 2 * size chunks, and a rank takes the chunks rank and 2 * size - 1 - rank, so that
+    causal attention costs all ranks the same (megatron/core/utils.py:1994 of 0.16.1).
+
+    Args:
+        rank, size: of the context-parallel group.
+        num_rows: how many rows the rank holds.
+
+    Raises ValueError where the rows are not two equal chunks.
+    """
+    if size == 1:
+        return [(0, num_rows)]
+    if num_rows % 2:
+        raise ValueError(
+            f"a context-parallel rank holds {num_rows} rows; expected an even number, because each rank takes two "
+            f"equal chunks; pad the sequence length to a multiple of {2 * size}"
+        )
+    chunk = num_rows // 2
+    return [(rank * chunk, chunk), ((2 * size - 1 - rank) * chunk, chunk)]
+
+
+def find_rows(x: Tensor, config: Any) -> dict[str, Any]:
+    """Which global rows the hidden states of this rank are: the arguments `first_row` or `rows` of a dropout, and
+    where documents were announced `first_sample` and `samples`.
+
+    Args:
+        x: the hidden states, [s / (cp * t), b, h] under sequence parallelism, else [s / cp, b, h].
+        config: has `sequence_parallel` and `context_parallel_size`, as a TransformerConfig.
+
+    Equal calls return one tensor on x's device, which layers therefore keep once. A tensor-parallel rank holds a part
+    of its context-parallel rank's rows.
+    """
+    num_rows, place = x.size(0), (x.device, _find_fake_mode(x))
+    parts, part = 1, 0
+    if config.sequence_parallel:
+        parts = parallel_state.get_tensor_model_parallel_world_size()
+        part = parallel_state.get_tensor_model_parallel_rank()
+    size = config.context_parallel_size
+    rank = parallel_state.get_context_parallel_rank() if size > 1 else 0
+    if documents := _read_packed_documents():
+        if size > 1:
+            raise ValueError(
+                f"documents are announced, and context_parallel_size is {size}, which Tempo does not have together; "
+                "leave document_samples out, or set context_parallel_size to 1"
+            )
+        first_sample = read_micro_batch()[1]
+        rows, samples = _make_document_rows(documents, parts * num_rows, first_sample, *place)
+        here = slice(part * num_rows, (part + 1) * num_rows)
+        return {"first_sample": 0, "rows": rows[here], "samples": samples[here]}
+    segments = find_segments(rank, size, parts * num_rows)
+    start, stop = part * num_rows, (part + 1) * num_rows
+    offset = 0
+    for first_row, count in segments:
+        if offset <= start and stop <= offset + count:
+            return {"first_row": first_row + start - offset}
+        offset += count
+    return {"rows": _make_rows(tuple(segments), start, stop, *place)}
+
+
+@functools.lru_cache(maxsize=16)
+def _make_rows(
+    segments: tuple[tuple[int, int], ...], start: int, stop: int, device: torch.device, fake_mode: Any
+) -> Tensor:
+    """The rows in place start to stop of the segments, int64."""
+    ranges = (torch.arange(first, first + count, dtype=torch.int64, device=device) for first, count in segments)
+    return torch.cat(tuple(ranges))[start:stop].clone()
+
+
+@functools.lru_cache(maxsize=16)
+def _make_document_rows(
+    documents: bytes, num_tokens: int, first_sample: int, device: torch.device, fake_mode: Any
+) -> tuple[Tensor, Tensor]:
+    """The row within its document, and the sample, of each token, int64; a token of no document stays where it is."""
+    boundaries, document_samples = _unpack_documents(documents)
+    rows = torch.arange(num_tokens, dtype=torch.int64, device=device)
+    samples = torch.full_like(rows, first_sample)
+    for start, end, sample in zip(boundaries, boundaries[1:], document_samples, strict=False):
+        rows[start:end] -= start
+        samples[start:end] = sample
+    return rows, samples

@@ -14,15 +14,17 @@ import pytest
 from distributed import run_megatron_ranks, run_ranks
 from gpt import SEQ_LENGTH, VOCAB_SIZE, build_gpt, gpt_config
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.cli import main as tempo_megatron
 from tempo_megatron.megatron_lm import run, versions
 from tempo_megatron.megatron_lm.options import read_options
-from tempo_megatron.megatron_lm.patches import _find_obstacles_to_masks
+from tempo_megatron.megatron_lm.patches import _find_obstacle_to_packing, _find_obstacles_to_masks
 from tempo_megatron.megatron_lm.report import RunReport
 from tempo_megatron.megatron_lm.samples import find_first_sample
 from tempo_megatron.megatron_lm.versions import LaunchError
+from tempo_megatron.slots import megatron_versions
 from tempo_megatron.slots.choose import choose
 
 ROOT = Path(__file__).parents[2]
@@ -224,6 +226,21 @@ def test_masks_are_left_to_stock_where_nobody_knows_their_samples_unless_these_w
             choose(config, TempoConfig(dropout="recompute"), obstacles)
     config.cuda_graph_impl = "none"
     assert _find_obstacles_to_masks(config, RUN) == {}
+
+
+@pytest.mark.parametrize(
+    ("sft", "stages", "version"), [(True, 2, "0.16.1"), (True, 1, "0.16.1"), (False, 2, "0.16.1"), (True, 2, "0.19.2")]
+)
+def test_packed_rows_are_refused_where_a_stage_does_not_know_their_documents(sft, stages, version, monkeypatch) -> None:
+    monkeypatch.setattr(megatron_versions, "VERSION", Version(version))
+    config = SimpleNamespace(pipeline_model_parallel_size=stages)
+    found = _find_obstacle_to_packing(config, SimpleNamespace(sft=sft))
+    assert bool(found) == (sft and stages == 2 and version == "0.16.1")
+    if found:
+        assert found["attention"].reason == (
+            "sft is on with 2 pipeline stages, and megatron-core 0.16.1 tells the first one alone where packed "
+            "documents begin"
+        )
 
 
 def test_the_launcher_says_how_it_is_used() -> None:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 _DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1 --lr 0.01 --use-tempo --tempo-norm inplace"
 _FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
+_NO_MASK = "--no-create-attention-mask-in-dataloader"
 # Across the border of two stages, and of each of four.
 _LAYERS = '--tempo-layers {"0":{"activation":"recompute"},"1-2":{"norm":"recompute","attention":"softmax"}}'
 # name -> (world size, arguments)
@@ -27,6 +28,12 @@ LAYOUTS = {
     "PP 2, full, block": (2, f"--pipeline-model-parallel-size 2 {_FULL} block"),
     "TP 2": (2, "--tensor-model-parallel-size 2"),
     "TP 2 + SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "CP 2": (2, f"--context-parallel-size 2 {_NO_MASK}"),
+    "CP 2, TP 2 + SP, all_gather": (
+        4,
+        "--context-parallel-size 2 --cp-comm-type all_gather --tensor-model-parallel-size 2 --sequence-parallel "
+        f"{_NO_MASK}",
+    ),
     "DP 2": (2, ""),
     "DP 2, micro batch 4": (2, "--micro-batch-size 4"),
     "single layers": (1, _LAYERS),
@@ -37,9 +44,10 @@ LAYOUTS = {
 }
 # A wrong sample index must show in both.
 BROKEN = ("micro batch 4", "DP 2")
-# Of every run: other micro batches, recomputed layers, samples on two ranks, rows and heads on two ranks, and layers on
-# two stages out of their order, with values of their own. The others are for --exhaustive.
-SAMPLE = (*BROKEN, "full, uniform", "TP 2 + SP", "PP 2, interleaved, single layers")
+# Of every run: other micro batches, recomputed layers, samples on two ranks, rows and heads on two ranks, chunks of the
+# sequence on two ranks, and layers on two stages out of their order, with values of their own. The others are for
+# --exhaustive.
+SAMPLE = (*BROKEN, "full, uniform", "TP 2 + SP", "CP 2", "PP 2, interleaved, single layers")
 
 
 def run_of(name: str, checkpoint: Path, *changes: str) -> Run:

@@ -45,15 +45,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "unknown normalization": ({"normalization": "L2Norm"}, {"norm": "off"}, "normalization is L2Norm"),
     "float32 residual": ({**HALF, "fp32_residual_connection": True}, {}, ""),
     "residual after the norm": ({"apply_residual_connection_post_layernorm": True}, {}, ""),
-    "context parallelism": (
-        {**DROPS, "context_parallel_size": 2},
+    "hybrid context parallelism": (
+        {**DROPS, "hybrid_context_parallel": True},
         {"attention": "off", "dropout": "off"},
-        "context_parallel_size is 2, .* would draw the same masks",
+        "hybrid_context_parallel is on, .* would draw the same masks",
     ),
-    "context parallelism, no dropout": (
-        {"context_parallel_size": 2},
+    "context parallelism on a GPU": (
+        {"context_parallel_size": 2, "cp_comm_type": "p2p"},
         {"attention": "off"},
-        "context_parallel_size is 2, which Tempo's attention does not support",
+        "context_parallel_size is 2 and cp_comm_type is p2p, with keys in parts on a GPU, which Tempo's attention does",
     ),
     "multi-token prediction, no dropout": ({"mtp_num_layers": 1}, {"loss": "off"}, "need logits of their own"),
     "deferred gradient of the embedding": (
@@ -69,6 +69,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     ),
     "autocast": ({"enable_autocast": True}, ALL_THAT_AUTO_TAKES, "autocast is on"),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _is_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether another test of this process called use_cpu() changes no choice here."""
+    monkeypatch.setattr("tempo_megatron.slots.attention.is_used", lambda: False)
 
 
 def config_with(**settings: Any) -> TransformerConfig:
@@ -115,7 +121,7 @@ def test_the_sentence_names_every_value_that_can_be_had_and_every_switch_it_conc
         choose(config_with(**SWIGLU), TempoConfig(activation="inplace"))
     with pytest.raises(ValueError, match='same masks; set tempo.dropout and tempo.attention to "off"$'):
         choose(
-            config_with(**DROPS, context_parallel_size=2),
+            config_with(**DROPS, hybrid_context_parallel=True),
             TempoConfig(dropout="recompute", attention="softmax"),
         )
     with pytest.raises(ValueError, match='use bf16 or fp16 parameters, or set tempo.norm to "off"$'):

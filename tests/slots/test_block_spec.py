@@ -95,17 +95,13 @@ HALF = {"params_dtype": torch.bfloat16, "bf16": True}
 NO_MASKS = TempoConfig(attention="off", dropout="off")
 CONTEXT = {"context_parallel_size": 2}
 REFUSED = {
-    "context parallelism": (
-        DROPS, CONTEXT, WRITTEN,
-        r'context_parallel_size is 2, .*same masks; set tempo.dropout and tempo.attention to "off"',
+    "hybrid context parallelism": (
+        DROPS, {"hybrid_context_parallel": True}, WRITTEN,
+        r'hybrid_context_parallel is on, .*same masks; set tempo.dropout and tempo.attention to "off"',
     ),
-    "context parallelism, stock attention": (
-        DROPS, CONTEXT, TempoConfig(attention="off", dropout="recompute"),
-        'context_parallel_size is 2, .*same masks; set tempo.dropout to "off"',
-    ),
-    "context parallelism, no dropout": (
-        {}, CONTEXT, WRITTEN,
-        'context_parallel_size is 2, which Tempo.s attention does not support; set tempo.attention to "off"',
+    "context parallelism, the paper's form": (
+        {}, CONTEXT, TempoConfig(attention="softmax"),
+        'context_parallel_size is 2 and the form is softmax, .*set tempo.attention to "flash" or "recompute" or "off"',
     ),
     "multi-token prediction": (DROPS, {"mtp_num_layers": 1}, WRITTEN, "mtp_num_layers is 1, .*numbers"),
     "recomputed layernorm": (
@@ -119,8 +115,7 @@ REFUSED = {
 }  # fmt: skip
 FLOAT32 = {"fp32_residual_connection": True}
 ALLOWED = {
-    "context parallelism, no masks": (DROPS, CONTEXT, NO_MASKS),
-    "context parallelism, no dropout": ({}, CONTEXT, dataclasses.replace(WRITTEN, attention="off")),
+    "context parallelism": (DROPS, CONTEXT, WRITTEN),
     "multi-token prediction, no dropout": ({}, {"mtp_num_layers": 1}, dataclasses.replace(WRITTEN, loss="off")),
     "float32 residual, stock norm": (HALF, FLOAT32, dataclasses.replace(WRITTEN, norm="off")),
     "float32 residual, parameters of 16 bits": (HALF, FLOAT32, WRITTEN),
@@ -213,21 +208,3 @@ def test_a_spec_of_something_else_is_one_sentence():
     assert len(found) == len(names)
     for text, name in zip(found, names, strict=True):
         assert f"one of {name}; expected a spec of TransformerLayer" in text and text.count(".") == 0, text
-
-
-def embedding_under_context_parallelism():
-    model = GPTModel(
-        gpt_config(hidden_dropout=0.1),
-        tempo_block_spec(gpt_config(), TempoConfig.off()),
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=SEQ_LENGTH,
-    )
-    model.config.context_parallel_size = 2
-    with pytest.raises(ValueError) as refused:
-        tempoize_embedding(model, TempoConfig(dropout="recompute"))
-    return str(refused.value)
-
-
-def test_the_embeddings_dropout_is_refused_under_context_parallelism():
-    (found,) = run_megatron_ranks(embedding_under_context_parallelism, 1, 1)
-    assert "context_parallel_size is 2" in found

@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_megatron_ranks
+from covering import exhaustive
+from distributed import run_megatron_ranks, run_megatron_ranks_once
 from gpt import build_gpt, gpt_config, losses
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, random
 from megatron.core.transformer import cuda_graphs
 
 from tempo_megatron import TempoConfig, set_micro_batch
 from tempo_megatron.megatron_lm.patches import _announce_micro_batches
-from tempo_megatron.slots.dropout_rng import STATE_NAME, draws_masks, read_micro_batch
+from tempo_megatron.slots.dropout import TempoEmbeddingDropout
+from tempo_megatron.slots.dropout_rng import STATE_NAME, draws_masks, find_segments, read_micro_batch
 
 
 class CudaGenerator(torch.Generator):
@@ -55,6 +58,35 @@ class CudaGenerator(torch.Generator):
 
     def graphsafe_set_state(self, other: CudaGenerator) -> None:
         self.set_state(other.get_state())
+
+
+def dropped_hidden_states(sequence_parallel, num_rows):
+    """The rows of this rank, as Megatron splits a sequence, and what dropout makes of ones there."""
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    chunks = torch.arange(num_rows).chunk(2 * size)
+    rows = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]) if size > 1 else torch.arange(num_rows)
+    if sequence_parallel:
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        rows = rows.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+    set_micro_batch(5, 3)
+    config = SimpleNamespace(sequence_parallel=sequence_parallel, context_parallel_size=size)
+    return rows, TempoEmbeddingDropout(0.4, config)(torch.ones(len(rows), 2, 40))
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "cp"),
+    [(1, False, 2), (2, True, 2), (3, True, 2), *exhaustive((2, False, 2), (1, False, 4), (2, True, 4), (1, False, 8))],
+)
+def test_context_and_sequence_parallel_ranks_draw_their_rows_of_the_whole_mask(tp, sequence_parallel, cp):
+    ((_, whole),) = run_megatron_ranks_once(dropped_hidden_states, 1, 1, False, 48)
+    ranks = run_megatron_ranks(dropped_hidden_states, tp * cp, tp, sequence_parallel, 48, context_parallel_size=cp)
+    for rows, dropped in ranks:
+        assert torch.equal(dropped, whole[rows])
+
+
+def test_a_context_parallel_rank_with_an_odd_number_of_rows_is_refused():
+    with pytest.raises(ValueError, match="holds 7 rows; expected an even number, .*multiple of 4"):
+        find_segments(1, 2, 7)
 
 
 @pytest.fixture

@@ -85,7 +85,8 @@ def masks(tempo_config: TempoConfig) -> dict[tuple[Any, ...], bytes]:
     model = mixed_model(tempo_config, dropout=0.1)
     drawn: dict[tuple[Any, ...], bytes] = {}
 
-    def record(key: int, p: float, *, sample: Any, head: Any, row: Any, num_columns: int) -> Any:
+    def record(key: int, p: float, *, sample: Any, head: Any, row: Any, num_columns: int, first_column: int = 0) -> Any:
+        assert first_column == 0
         bits = keep_bits(key, p, sample=sample, head=head, row=row, num_columns=num_columns)
         indices = (each.broadcast_to(bits.shape[:-1]).flatten().tolist() for each in (sample, head, row))
         for place, columns in zip(zip(*indices, strict=True), (bits == 0).flatten(0, -2).tolist(), strict=True):

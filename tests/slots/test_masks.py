@@ -18,21 +18,24 @@ from tempo_megatron.slots.dropout_rng import Site
 SAMPLES, SEED, HIDDEN_SIZE, HEADS, LAYERS = 8, 5, 32, 4, 2
 
 
-def masks_of_rank(sequence_parallel, micro_batch_size, recompute):
-    """{(key, sample, head, row): [columns as bytes per draw]} of every mask this rank drew for SAMPLES samples."""
+def masks_of_rank(sequence_parallel, micro_batch_size, recompute, comm_type="p2p"):
+    """{(key, sample, head, row): [(first column, columns as bytes) per draw]} of every mask this rank drew for SAMPLES
+    samples."""
     choices = {}
     if recompute == "full":
         choices = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute:
         choices = {"recompute_granularity": "selective", "recompute_modules": [recompute]}
-    model = build_gpt(gpt_config(sequence_parallel=sequence_parallel, dropout=0.2, **choices), TempoConfig())
+    model = build_gpt(
+        gpt_config(sequence_parallel=sequence_parallel, dropout=0.2, cp_comm_type=comm_type, **choices), TempoConfig()
+    )
     drawn = {}
 
-    def record(key, p, *, sample, head, row, num_columns):
-        bits = keep_bits(key, p, sample=sample, head=head, row=row, num_columns=num_columns)
+    def record(key, p, *, sample, head, row, num_columns, first_column=0):
+        bits = keep_bits(key, p, sample=sample, head=head, row=row, num_columns=num_columns, first_column=first_column)
         indices = (t.broadcast_to(bits.shape[:-1]).flatten().tolist() for t in (sample, head, row))
         for index, columns in zip(zip(*indices, strict=True), (bits == 0).flatten(0, -2), strict=True):
-            drawn.setdefault((key, *index), []).append(bytes(columns.tolist()))
+            drawn.setdefault((key, *index), []).append((first_column, bytes(columns.tolist())))
         return bits
 
     rank, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -46,18 +49,31 @@ def masks_of_rank(sequence_parallel, micro_batch_size, recompute):
     return drawn
 
 
-def drawn_in_layout(tp, sequence_parallel, dp, micro_batch_size, recompute):
+def drawn_in_layout(tp, sequence_parallel, dp, micro_batch_size, recompute, cp=1, comm_type="p2p"):
     """The masks of all ranks together; every draw of one position, in whatever rank or pass, has to agree."""
     together = {}
-    for drawn in run_megatron_ranks(masks_of_rank, tp * dp, tp, sequence_parallel, micro_batch_size, recompute):
+    for drawn in run_megatron_ranks(
+        masks_of_rank,
+        tp * dp * cp,
+        tp,
+        sequence_parallel,
+        micro_batch_size,
+        recompute,
+        comm_type,
+        context_parallel_size=cp,
+    ):
         for position, draws in drawn.items():
             together.setdefault(position, []).extend(draws)
     masks = {}
     for position, draws in together.items():
-        longest = max(draws, key=len)
-        # A causal block draws the columns up to its last row only.
-        assert all(longest.startswith(draw) for draw in draws), f"two draws of {position} differ"
-        masks[position] = longest
+        # A causal block draws the columns up to its last row only, and under context parallelism some of them.
+        mask = bytearray()
+        for first, columns in sorted(draws):
+            assert first <= len(mask), f"columns of {position} are missing"
+            seen = mask[first : first + len(columns)]
+            assert columns.startswith(seen), f"two draws of {position} differ"
+            mask += columns[len(seen) :]
+        masks[position] = bytes(mask)
     return masks
 
 
@@ -96,6 +112,8 @@ LAYOUTS = {
     "TP 2 + SP, DP 2": (2, True, 2, 4, None),
     "TP 2 + SP, DP 2, mlp recomputed": (2, True, 2, 1, "mlp"),
     "TP 2 + SP, core attention recomputed": (2, True, 1, 1, "core_attn"),
+    "CP 2, TP 2 + SP": (2, True, 1, 4, None, 2, "p2p"),
+    "CP 4, full recomputation": (1, False, 1, 4, "full", 4, "all_gather"),
 }
 # Each of what these differ in is in LAYOUTS, beside another.
 MORE_LAYOUTS = {
@@ -105,6 +123,11 @@ MORE_LAYOUTS = {
     "TP 2 + SP": (2, True, 1, 4, None),
     "DP 2": (1, False, 2, 1, None),
     "TP 2, DP 2, full recomputation, micro batch 1": (2, False, 2, 1, "full"),
+    "CP 2": (1, False, 1, 4, None, 2, "a2a"),
+    "CP 4, a2a": (1, False, 1, 4, None, 4, "a2a"),
+    "CP 4": (1, False, 1, 4, None, 4, "p2p"),
+    "CP 8": (1, False, 1, 4, None, 8, "p2p"),
+    "CP 8, all_gather": (1, False, 1, 4, None, 8, "all_gather"),
 }
 
 

@@ -40,10 +40,18 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
 
 def run_megatron_ranks(
-    fn: Callable[..., Any], world_size: int, tp: int, *args: Any, seed: int = 1234, timeout_s: float = 600
+    fn: Callable[..., Any],
+    world_size: int,
+    tp: int,
+    *args: Any,
+    seed: int = 1234,
+    timeout_s: float = 600,
+    **sizes: Any,
 ) -> list[Any]:
-    """run_ranks with megatron-core ready on CPU: tensor parallel `tp`, the rest data parallel, RNG tracker seeded."""
-    return run_ranks(_with_megatron, world_size, fn, tp, seed, *args, timeout_s=timeout_s)
+    """run_ranks with megatron-core ready on CPU: tensor parallel `tp`, what `sizes` says as initialize_model_parallel
+    takes it, the rest data parallel, RNG tracker seeded."""
+    sizes["tensor_model_parallel_size"] = tp
+    return run_ranks(_with_megatron, world_size, fn, sizes, seed, *args, timeout_s=timeout_s)
 
 
 _kept: dict[str, list[Any]] = {}
@@ -57,14 +65,14 @@ def run_megatron_ranks_once(fn: Callable[..., Any], world_size: int, tp: int, *a
     return _kept[key]
 
 
-def _with_megatron(fn: Callable[..., Any], tp: int, seed: int, *args: Any) -> Any:
+def _with_megatron(fn: Callable[..., Any], sizes: dict[str, Any], seed: int, *args: Any) -> Any:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from tempo_megatron.cpu import use_cpu
 
     use_cpu()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
     try:

@@ -35,6 +35,7 @@ def gpt_config(
         "hidden_size": 32,
         "num_attention_heads": 4,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "sequence_parallel": sequence_parallel,
         "hidden_dropout": dropout,
         "attention_dropout": dropout,
@@ -45,12 +46,11 @@ def gpt_config(
     return cls(**settings)
 
 
-def build_gpt(config: TransformerConfig, tempo_config: TempoConfig, seed: int = 7) -> GPTModel:
+def build_gpt(config: TransformerConfig, tempo_config: TempoConfig, seed: int = 7, **settings: Any) -> GPTModel:
     """The model with weights that depend on the seed only, in training mode."""
     torch.manual_seed(seed)
-    model = GPTModel(
-        config, tempo_block_spec(config, tempo_config), vocab_size=VOCAB_SIZE, max_sequence_length=SEQ_LENGTH
-    )
+    spec = tempo_block_spec(config, tempo_config)
+    model = GPTModel(config, spec, vocab_size=VOCAB_SIZE, max_sequence_length=SEQ_LENGTH, **settings)
     tempoize_embedding(model, tempo_config)
     tempoize_loss(model, tempo_config)
     return model.to(config.params_dtype).train()
@@ -63,21 +63,29 @@ def tokens_of(first_sample: int, batch: int) -> torch.Tensor:
 
 
 def losses(model: GPTModel, first_sample: int, batch: int, *, gives_mask: bool, seed: int = 5) -> torch.Tensor:
-    """Per-token losses [b, s] of a training forward."""
+    """Per-token losses of a training forward, [b, s], or of this context-parallel rank's rows."""
     dropout_rng.set_micro_batch(seed, first_sample)
     tokens = tokens_of(first_sample, batch)
     positions = torch.arange(SEQ_LENGTH).expand(batch, -1)
     mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1) if gives_mask else None
-    return model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    inputs, positions, labels = (
+        t if size == 1 else torch.cat([t.chunk(2 * size, 1)[i] for i in (rank, 2 * size - 1 - rank)], 1)
+        for t in (tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous())
+    )
+    return model(inputs, positions, mask, labels=labels)
 
 
 def gradients(model: GPTModel) -> dict[str, torch.Tensor]:
-    """Gradients by parameter name, those of sequence-parallel parameters summed over the tensor-parallel group."""
+    """Gradients by parameter name, summed over the context-parallel group, and those of sequence-parallel parameters
+    over the tensor-parallel group."""
     found = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad.clone()
         if getattr(parameter, "sequence_parallel", False):
             torch.distributed.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
+        if parallel_state.get_context_parallel_world_size() > 1:
+            torch.distributed.all_reduce(grad, group=parallel_state.get_context_parallel_group())
         found[name] = grad
     return found
 

@@ -67,34 +67,48 @@ def record_masks(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:
     import torch
 
     from tempo_megatron.slots import attention as attention_slot
+    from tempo_megatron.slots import context_parallel
     from tempo_megatron.slots import dropout as dropout_slot
 
     masks = result["masks"]
-    draw, attend = dropout_slot.bias_dropout_add, attention_slot.attention
+    draw = dropout_slot.bias_dropout_add
 
     def note(place: tuple[Any, ...], value: int) -> None:
         # A recomputed forward draws once more what it drew.
         assert masks.setdefault(place, value) == value
 
-    def draw_and_note(x: Any, bias: Any, residual: Any, *, first_sample: int, first_row: int, **draws: Any) -> Any:
-        draws |= {"first_sample": first_sample, "first_row": first_row}
+    def draw_and_note(x: Any, bias: Any, residual: Any, **draws: Any) -> Any:
         with torch.no_grad():
             kept = draw(torch.ones_like(x), None, None, **draws) != 0
-        for row, sample in itertools.product(range(x.size(0)), range(x.size(1))):
-            bits = kept[row, sample].numpy().tobytes()
-            note((draws["key"], first_sample + sample, first_row + row), zlib.crc32(bits))
+        first_row = draws.get("first_row", 0)
+        rows = draws["rows"].tolist() if "rows" in draws else range(first_row, first_row + x.size(0))
+        for (i, row), sample in itertools.product(enumerate(rows), range(x.size(1))):
+            bits = kept[i, sample].numpy().tobytes()
+            note((draws["key"], draws["first_sample"] + sample, row), zlib.crc32(bits))
         return draw(x, bias, residual, **draws)
 
-    def attend_and_note(query: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs["dropout_p"] > 0:
-            for sample, head in itertools.product(range(query.size(1)), range(query.size(2))):
-                place = (kwargs["dropout_key"], kwargs["first_sample"] + sample, "head", kwargs["first_head"] + head)
-                note(place, 0)
-        return attend(query, *args, **kwargs)
+    def noting(attend: Any) -> Any:
+        def attend_and_note(query: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs["dropout_p"] > 0:
+                for sample, head in itertools.product(range(query.size(1)), range(query.size(2))):
+                    place = (
+                        kwargs["dropout_key"],
+                        kwargs["first_sample"] + sample,
+                        "head",
+                        kwargs["first_head"] + head,
+                    )
+                    note(place, 0)
+            return attend(query, *args, **kwargs)
 
-    dropout_slot.bias_dropout_add, attention_slot.attention = draw_and_note, attend_and_note
-    undo.callback(setattr, dropout_slot, "bias_dropout_add", draw)
-    undo.callback(setattr, attention_slot, "attention", attend)
+        return attend_and_note
+
+    for module, name, replacement in (
+        (dropout_slot, "bias_dropout_add", draw_and_note),
+        (attention_slot, "attention", noting(attention_slot.attention)),
+        (context_parallel, "attend", noting(context_parallel.attend)),
+    ):
+        undo.callback(setattr, module, name, getattr(module, name))
+        setattr(module, name, replacement)
 
 
 def forget_the_rank(undo: contextlib.ExitStack, result: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import inspect
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -47,8 +48,18 @@ def sum_losses(loss_mask: torch.Tensor, losses: torch.Tensor) -> Any:
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
 
 
+def take_chunks(batch: dict[str, Any]) -> dict[str, Any]:
+    """What belongs to the two chunks of the sequence that a context-parallel rank holds."""
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    if size == 1:
+        return batch
+    assert "attention_mask" not in batch
+    places = rank, 2 * size - 1 - rank
+    return {name: torch.cat([t.chunk(2 * size, 1)[place] for place in places], 1) for name, t in batch.items()}
+
+
 def step_forward(data: Any, model: Any) -> Any:
-    batch = next(data)
+    batch = take_chunks(next(data))
     inputs = (batch["tokens"], batch["position_ids"], batch.get("attention_mask"))
     losses = model(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
     return losses, functools.partial(sum_losses, batch["loss_mask"])

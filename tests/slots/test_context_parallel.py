@@ -1,0 +1,210 @@
+"""Attention of context-parallel ranks is that of one: outputs, gradients, masks, and what is kept for backward."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from covering import exhaustive
+from distributed import run_megatron_ranks, run_megatron_ranks_once
+from gpt import assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
+from megatron.core import parallel_state
+from witness import assert_within_rule, kept_storages, outputs_and_gradients
+
+from tempo_kernels.attention import attention
+from tempo_kernels.philox import keep_bits
+from tempo_megatron import TempoConfig
+from tempo_megatron.slots import context_parallel
+from tempo_megatron.slots.attention import TempoDotProductAttention
+from tempo_megatron.slots.dropout_rng import find_segments
+
+SEQ_LENGTH, BATCH, HEAD_DIM = 32, 2, 8
+# Query heads, key-value heads, settings, dtype.
+CASES = {
+    "causal": (4, 4, {"causal": True}, torch.float32),
+    "full, dropout": (4, 4, {"causal": False, "dropout_p": 0.3}, torch.float32),
+    "causal, grouped, dropout": (8, 2, {"causal": True, "dropout_p": 0.3}, torch.float32),
+    "one group, bfloat16": (4, 1, {"causal": True, "dropout_p": 0.3}, torch.bfloat16),
+    "window": (4, 2, {"causal": True, "window_size": (5, 0), "dropout_p": 0.3}, torch.float32),
+    "window to both sides": (4, 4, {"causal": False, "window_size": (3, 9)}, torch.float32),
+}
+LAYOUTS = [
+    (2, "p2p", None),
+    (4, "a2a+p2p", (2, 2)),
+    (2, "all_gather", None),
+    (2, "a2a", None),
+    (4, ["all_gather", "p2p"], None),
+]
+MORE_LAYOUTS = [
+    (4, "all_gather", None),
+    (4, "a2a", None),
+    (8, "p2p", None),
+    (8, "a2a+p2p", (2, 4)),
+    (8, "a2a+p2p", (4, 2)),
+]
+
+
+def draws_of(function, *args):
+    """What function(*args) returns, and {(head, sample, row): {column: kept}} of the random numbers drawn meanwhile."""
+    drawn = {}
+
+    def record(key, p, *, sample, head, row, num_columns, first_column=0):
+        bits = keep_bits(key, p, sample=sample, head=head, row=row, num_columns=num_columns, first_column=first_column)
+        indices = (t.broadcast_to(bits.shape[:-1]).flatten().tolist() for t in (head, sample, row))
+        for place, columns in zip(zip(*indices, strict=True), (bits != 0).flatten(0, -2).tolist(), strict=True):
+            for column, kept in enumerate(columns, first_column):
+                assert drawn.setdefault(place, {}).setdefault(column, kept) == kept
+        return bits
+
+    with mock.patch("tempo_kernels.attention.cpu.keep_bits", record):
+        return function(*args), drawn
+
+
+def whole_of(case):
+    """q, k, v and grad of the whole sequence, and the settings."""
+    heads, groups, settings, dtype = CASES[case]
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(SEQ_LENGTH, BATCH, n, HEAD_DIM) for n in (heads, groups, groups, heads)]
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    drawn = {"dropout_key": 7, "first_sample": 3, "first_head": 2} if "dropout_p" in settings else {}
+    return tensors, {"softmax_scale": 0.3, **settings, **drawn}
+
+
+def attend_in_parts(comm_type, layer_number):
+    """By case: output and gradients of this rank's rows, the masks, and the bytes that it keeps."""
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    config = SimpleNamespace(context_parallel_size=size, cp_comm_type=comm_type)
+    exchange = context_parallel.choose_exchange(config, layer_number, None)
+    found = {}
+    for case in CASES:
+        (*operands, grad), settings = whole_of(case)
+        rows = torch.cat([torch.arange(a, a + n) for a, n in find_segments(rank, size, SEQ_LENGTH // size)])
+
+        def run(*tensors, settings=settings):
+            return context_parallel.attend(*tensors, exchange=exchange, **settings)
+
+        parts = [t[rows] for t in operands]
+        results, drawn = draws_of(outputs_and_gradients, run, parts, grad[rows], grad.dtype)
+        leaves = [t.clone().requires_grad_() for t in parts]
+        kept = sum(kept_storages(run, *leaves).values())
+        found[case] = rows, results, drawn, kept
+    return found
+
+
+@pytest.mark.parametrize(("size", "comm_type", "sizes"), [*LAYOUTS, *exhaustive(*MORE_LAYOUTS)], ids=str)
+def test_ranks_together_compute_what_one_computes(size, comm_type, sizes):
+    ranks = run_megatron_ranks(
+        attend_in_parts,
+        size,
+        1,
+        comm_type,
+        2,
+        context_parallel_size=size,
+        hierarchical_context_parallel_sizes=None if sizes is None else list(sizes),
+    )
+    for case, (heads, groups, _, dtype) in CASES.items():
+        (*operands, grad), settings = whole_of(case)
+
+        def run(*tensors, settings=settings):
+            return attention(*tensors, **settings)
+
+        exact = outputs_and_gradients(run, operands, grad, torch.float64)
+        same, masks = draws_of(outputs_and_gradients, run, operands, grad, dtype)
+        joined = [torch.empty_like(t) for t in same]
+        drawn = {}
+        for rows, results, rank_draws, kept in (rank[case] for rank in ranks):
+            for whole, part in zip(joined, results, strict=True):
+                whole[rows] = part
+            for place, columns in rank_draws.items():
+                for column, is_kept in columns.items():
+                    assert drawn.setdefault(place, {}).setdefault(column, is_kept) == is_kept
+            assert kept <= kept_by_its_own_tokens(size, comm_type, sizes, heads, groups, dtype)
+        for name, a, b, c in zip(("out", "grad_q", "grad_k", "grad_v"), joined, same, exact, strict=True):
+            if name == "out" or dtype != torch.float32 or comm_type == "a2a":
+                assert_within_rule(f"{case}: {name}", a, b, c)
+            else:  # the bound that differentiate_block documents: whole rows are not there to normalise again
+                error = (a.double() - c).abs().max()
+                assert error <= 8 * torch.finfo(dtype).eps * c.abs().max(), f"{case}: {name}: {error}"
+        for place in masks.keys() | drawn.keys():
+            columns = masks[place].keys() & drawn[place].keys()
+            needed = place[2] + 1 if settings["causal"] else SEQ_LENGTH
+            if "window_size" not in settings:
+                assert len(columns) >= needed
+            assert all(masks[place][column] == drawn[place][column] for column in columns)
+
+
+def kept_by_its_own_tokens(size, comm_type, sizes, heads, groups, dtype):
+    """Bytes of q, k, v, output and logsumexp of a rank's tokens; a group has a copy for each rank that needs one."""
+    exchanging = size if comm_type == "a2a" else sizes[0] if sizes else 1
+    tokens = SEQ_LENGTH // size * BATCH
+    return tokens * (2 * (heads + max(groups, exchanging)) * HEAD_DIM * dtype.itemsize + 4 * heads)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(6, 6), (12, 6), (2, 2)])
+def test_heads_that_ranks_cannot_share_are_refused(heads, groups):
+    exchange = context_parallel.Exchange(SimpleNamespace(size=lambda: 4), None, False)
+    with pytest.raises(ValueError, match=f"4 context-parallel .* {heads} heads and {groups} query groups; expected"):
+        context_parallel.check_heads(exchange, heads, groups)
+
+
+LLAMA = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "num_query_groups": 2,
+    "add_bias_linear": False,
+}
+MODELS = {
+    "GPT": ({}, {}),
+    "Llama": (LLAMA, {"position_embedding_type": "rope"}),
+}
+# Context- and tensor-parallel sizes, sequence parallelism, cp_comm_type, what differs in Tempo's configuration.
+MODEL_LAYOUTS = [
+    ("GPT", 2, 2, True, "p2p", {}),
+    ("Llama", 2, 2, True, "all_gather", {"attention": "recompute", "linear_qkv": "recompute"}),
+    ("Llama", 4, 1, False, "a2a", {}),
+    ("GPT", 4, 1, False, "p2p", {}),
+]
+MORE_MODEL_LAYOUTS = [
+    (model, cp, tp, tp > 1, comm_type, {})
+    for model in MODELS
+    for cp, tp in ((2, 1), (2, 2), (4, 1), (4, 2))
+    for comm_type in ("p2p", "all_gather", "a2a")
+    if not (cp == 4 and tp == 2 and comm_type == "a2a")
+]
+
+
+def train_model(name, sequence_parallel, comm_type, choices):
+    """The sum of the losses, and gradients by name."""
+    settings, more = MODELS[name]
+    config = gpt_config(sequence_parallel=sequence_parallel, dropout=0.2, cp_comm_type=comm_type, **settings)
+    model = build_gpt(config, TempoConfig(**choices), **more)
+    loss = losses(model, 3, 2, gives_mask=False).sum()
+    loss.backward()
+    loss = loss.detach()
+    if config.context_parallel_size > 1:
+        torch.distributed.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+    counts = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        type(model.decoder.layers[0].self_attention.core_attention),
+    )
+    return (loss.item(), gradients(model)), counts
+
+
+@pytest.mark.parametrize(
+    ("name", "cp", "tp", "sequence_parallel", "comm_type", "choices"),
+    [*MODEL_LAYOUTS, *exhaustive(*MORE_MODEL_LAYOUTS)],
+    ids=str,
+)
+def test_a_model_with_dropout_has_the_losses_and_gradients_of_one_context_parallel_rank(
+    name, cp, tp, sequence_parallel, comm_type, choices
+):
+    expected = run_megatron_ranks_once(train_model, tp, tp, name, sequence_parallel, "p2p", choices)
+    found = run_megatron_ranks(
+        train_model, cp * tp, tp, name, sequence_parallel, comm_type, choices, context_parallel_size=cp
+    )
+    for result, (tp_rank, core_attention) in found:
+        assert issubclass(core_attention, TempoDotProductAttention)
+        assert_equal_to_stock(result, expected[tp_rank][0])
