@@ -73,15 +73,11 @@ UNKNOWN_IN_COMMANDS = {
     "fp16_lm_cross_entropy": "a cross entropy in float16",
     "cuda_graph_impl": "CUDA graphs",
     "cuda_graph_impl_deprecated": "CUDA graphs",
-    "tp_comm_overlap": "the buffers of overlapped tensor-parallel communication",
     "nccl_ub": "buffers that NCCL registers",
     "mtp_standalone": "multi-token prediction in a stage of its own",
     "mtp_hybrid_override_pattern": "layers of several kinds",
     "mla_down_proj_fusion": "down projections that are one",
     "delay_wgrad_compute": "gradients of weights that are computed later than their inputs'",
-    "overlap_moe_expert_parallel_comm": "two micro batches that run at once",
-    "rampup_batch_size": "a batch size that grows",
-    "step_batch_size_schedule": "a batch size that grows",
     "tensor_parallel_num_weight_shards": "weights sharded beside tensor parallelism",
     "hybrid_context_parallel": "context parallelism",
     "hybrid_layer_pattern": "layers of several kinds",
@@ -204,6 +200,7 @@ def read_run(
             config.recompute_num_layers,
             config.recompute_modules,
             has_experts=bool(config.num_moe_experts),
+            has_latent_attention=config.multi_latent_attention,
         )
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     model = make_shape(
@@ -358,7 +355,26 @@ def _read_experts(config: Any, run: Any) -> Experts:
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
         router_dtype={None: None, "fp32": torch.float32, "fp64": torch.float64}[config.moe_router_dtype],
+        overlaps=_overlaps_experts(config),
     )
+
+
+def _overlaps_experts(config: Any) -> bool:
+    """Raises ValueError where core/transformer/transformer_config.py of megatron-core 0.16.1 does."""
+    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return False
+    is_cut = config.pipeline_model_parallel_size == 1 or config.virtual_pipeline_model_parallel_size
+    if config.moe_token_dispatcher_type == "allgather" or config.expert_model_parallel_size == 1 or not is_cut:
+        raise ValueError(
+            "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size of at least 2, "
+            "--moe-token-dispatcher-type alltoall or flex, and several chunks of each pipeline stage where there are "
+            "stages; change what is missing, or leave it out"
+        )
+    if config.recompute_granularity == "full":
+        raise ValueError(
+            "--overlap-moe-expert-parallel-comm and --recompute-granularity full are both given; leave one of them out"
+        )
+    return True
 
 
 def _read_latent_attention(model_name: str, config: Any, stock: str) -> LatentAttention:

@@ -136,6 +136,9 @@ class Experts:
     router_dtype: torch.dtype | None = None
     """None is the layers' dtype."""
 
+    overlaps: bool = False
+    """Whether one micro batch's forward runs beside another's backward (--overlap-moe-expert-parallel-comm)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttention:
@@ -203,8 +206,9 @@ class Run:
 
     dtype: torch.dtype = torch.bfloat16
     recompute: tuple[str, ...] = ()
-    """Megatron's recomputation: nothing, ("full",), or any of "core_attn" and "mlp", and with experts of "moe" and
-    "shared_experts"."""
+    """Megatron's recomputation: nothing, ("full",), or any of "core_attn" and "mlp", with experts of "moe",
+    "shared_experts" and "moe_act", with latent attention of "mla_up_proj", and with either of "layernorm": other norms
+    are one with the linear behind them, and are recomputed by none."""
 
     recompute_num_layers: int | None = None
     """Of "full": the first so many layers of every chunk (--recompute-method block); None is all of them."""
@@ -233,6 +237,9 @@ class Run:
 
     fuses_gradient_accumulation: bool = False
     """Megatron's fusion of that name, without --no-gradient-accumulation-fusion."""
+
+    overlaps_tensor_parallel: bool = False
+    """Megatron's --tp-comm-overlap, of Transformer Engine's modules."""
 
     deferred_head_gradients: int | None = None
     """With Megatron's --defer-embedding-wgrad-compute: of how many micro batches the output layer's gradient waits for
@@ -354,6 +361,7 @@ def read_recomputation(
     modules: Sequence[str] | None,
     *,
     has_experts: bool = False,
+    has_latent_attention: bool = False,
 ) -> dict[str, Any]:
     """The fields of a Run for Megatron's arguments of these names.
 
@@ -363,7 +371,9 @@ def read_recomputation(
         return {}
     if granularity == "selective":
         taken = tuple(modules or ("core_attn",))
-        known = ["core_attn", "mlp", *(["moe", "shared_experts"] if has_experts else [])]
+        known = ["core_attn", "mlp", *(["moe", "shared_experts", "moe_act"] if has_experts else [])]
+        known += ["mla_up_proj"] if has_latent_attention else []
+        known += ["layernorm"] if has_experts or has_latent_attention else []
         if unknown := sorted({*taken} - {*known}):
             raise ValueError(
                 f"--recompute-modules is {' '.join(unknown)}, and the estimate knows {', '.join(known)} only"

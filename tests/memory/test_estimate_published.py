@@ -13,8 +13,9 @@ from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.muon import count_muon_states
 from tempo_megatron.memory.estimate.rounding import count_rounding
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
-from tempo_megatron.memory.run import Experts, OptimizerSettings, Run
-from tempo_megatron.memory.simulated.chunk import simulate_chunk
+from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run
+from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
+from tempo_megatron.memory.simulated.module_tree import ModuleMemory
 from tempo_megatron.memory.simulated.phases import LAYERS, Parameter
 from tempo_megatron.memory.simulated.transformer_engine import choose_attention
 from tempo_megatron.models.shape import make_shape
@@ -159,6 +160,82 @@ def test_experts_gather_into_the_global_buffer_and_have_placeholder_gradients_of
     assert rank.at_rest["global memory buffer"] == 0
 
 
+_TOKENS, _LAYERS = 4 * 64, 4
+_EXPERTS = Experts(
+    num_experts=8,
+    per_token=2,
+    ffn_hidden_size=256,
+    layers=(False, True, True, True),
+    expert_parallel=4,
+    grouped=True,
+    dispatcher="alltoall",
+)
+_LATENT = LatentAttention(
+    q_lora_rank=96, kv_lora_rank=32, qk_head_dim=64, qk_pos_emb_head_dim=32, v_head_dim=48, fuses_rope=True
+)
+_MIXTURE = make_run(
+    {**SMALL, "seq_length": 64, "num_layers": _LAYERS, "add_bias_linear": False, "activation": "swiglu"},
+    experts=_EXPERTS,
+    latent_attention=_LATENT,
+)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "freed"),
+    [
+        # The activation's result, of each layer with experts.
+        (("moe_act",), 3 * _TOKENS * 2 * 256 * 2),
+        # Queries, keys and values of 8 heads; the positions stay, in the memory of the down projection's result.
+        (("mla_up_proj",), _LAYERS * _TOKENS * (8 * (96 + 96 + 48) - (32 + 32)) * 2),
+        # Norms before latent attention, and before experts, with one float32 a token.
+        (("layernorm",), (_LAYERS + 3) * _TOKENS * (512 * 2 + 4)),
+    ],
+)
+def test_modules_that_are_recomputed_keep_no_output(recompute: tuple[str, ...], freed: int) -> None:
+    usual, found = (
+        simulate_chunk(dataclasses.replace(_MIXTURE, recompute=each), range(_LAYERS)) for each in ((), recompute)
+    )
+    assert usual.kept_bytes - found.kept_bytes == freed
+    # All that the forward kept is gone behind the backward, and each gradient came once.
+    for each in (usual, found):
+        assert sum(phase.growth - phase.gradient_growth for phase in each.forward + each.backward) <= 0
+    assert [phase.num_gradients for phase in usual.backward] == [phase.num_gradients for phase in found.backward]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        make_run({**SMALL, "seq_length": 64}),
+        dataclasses.replace(_MIXTURE, recompute=("layernorm", "mla_up_proj", "moe_act")),
+        dataclasses.replace(_MIXTURE, tempo=TempoConfig(), latent_attention=None, mtp_num_layers=1),
+        make_run({**SMALL, "seq_length": 64, "family": "t5", "decoder_seq_length": 32}, stock="local"),
+    ],
+    ids=["gpt", "recomputed", "mixture", "t5"],
+)
+def test_the_modules_of_a_chunk_make_all_that_it_keeps(run: Run) -> None:
+    layers = range(1, 4)
+    tree, chunk = list_modules(run, layers), simulate_chunk(run, layers)
+    assert (tree.kept_bytes, tree.num_parameters) == (chunk.kept_bytes, chunk.num_parameters)
+    stack = next(child for child in tree.children if child.name == "decoder").children[0]
+    # Layers count from 0 over the whole model.
+    assert stack.name == "layers" and [each.name for each in stack.children] == ["1-3"]
+    (alike,) = stack.children
+    assert alike.times == 3 and any(child.kept_bytes for child in alike.children)
+
+
+def test_a_forward_beside_another_micro_batchs_backward_is_ahead_by_its_layers() -> None:
+    def find_peak(overlaps: bool, **settings: Any) -> int:
+        experts = dataclasses.replace(_EXPERTS, overlaps=overlaps)
+        run = dataclasses.replace(_MIXTURE, experts=experts, optimizer=DISTRIBUTED, data_parallel=4, **settings)
+        return estimate_ranks(run)[0].peak_bytes
+
+    assert find_peak(True, num_micro_batches=1) == find_peak(False, num_micro_batches=1)
+    assert find_peak(True, num_micro_batches=4) > find_peak(False, num_micro_batches=4)
+    chunks: dict[str, Any] = {"pipeline_parallel": 2, "layers_per_virtual_stage": 1, "num_micro_batches": 4}
+    kept = simulate_chunk(_MIXTURE, range(2, 3), pre_process=False, post_process=False).kept_bytes
+    assert find_peak(True, **chunks) > find_peak(False, **chunks) + kept
+
+
 MATRIX, SMALL_MATRIX, VECTOR = Parameter((64, 32), True), Parameter((32, 32), True), Parameter((64,), False)
 EXPERT = Parameter((128, 32), True, True)
 
@@ -251,6 +328,20 @@ def test_flash_attention_keeps_its_output_twice_where_samples_are_several() -> N
 
     assert keep("flash", 2) - keep("fused", 2) == 1024 * 2 * 512 * 2
     assert keep("flash", 1) == keep("fused", 1)
+
+
+@pytest.mark.parametrize(("family", "masks"), [("gpt", [0]), ("bert", [1]), ("t5", [1, 0, 1])])
+def test_unfused_attention_keeps_a_mask_of_padding_in_each_layer(family: str, masks: list[int]) -> None:
+    """Beside the probabilities; of a T5 the encoder, and the decoder to itself, which is causal, and to the encoder."""
+
+    def list_kept(module: ModuleMemory) -> list[int]:
+        if module.name == "scale_mask_softmax":
+            return [module.kept_bytes]
+        return [kept for child in module.children for kept in list_kept(child)]
+
+    sizes = {**SMALL, "family": family, "num_layers": 1, "seq_length": 64, "vocab_size": 512}
+    tree = list_modules(make_run(sizes, stock_attention="unfused", micro_batch_size=2), range(1))
+    assert list_kept(tree) == [2 * 64 * 64 * (8 * 2 + mask) for mask in masks]
 
 
 def test_a_gpus_modules_keep_what_their_kernels_keep() -> None:

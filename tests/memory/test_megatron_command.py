@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+import shlex
 import types
 from pathlib import Path
 
@@ -26,7 +28,8 @@ LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
 
 def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8) -> Run:
     """The run of a command whose tokenizer is known."""
-    return read_command(split_command([*script.split(), *text.split()]), world_size=world_size, vocab_size=50257)[0]
+    words = split_command([*script.split(), *shlex.split(text)])
+    return read_command(words, world_size=world_size, vocab_size=50257)[0]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +135,16 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         (f"{LAYOUT} Et*11|L", "is not E, 12 times t, 0 times m and L"),
         (f"{LAYOUT} Et*12L", "has 1 chunks, which are not a multiple of --pipeline-model-parallel-size 2"),
         (f"{LAYOUT} Et*12m|L --mtp-num-layers 1", "has m apart from L"),
+        (
+            "--num-experts 8 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
+            "--moe-token-dispatcher-type alltoall or flex",
+        ),
+        (
+            "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --recompute-method "
+            "uniform --overlap-moe-expert-parallel-comm --recompute-granularity full --recompute-num-layers 1",
+            "are both given",
+        ),
+        ("--recompute-granularity selective --recompute-modules layernorm", "the estimate knows core_attn, mlp only"),
         ("--multi-latent-attention --transformer-impl local", "needs --transformer-impl transformer_engine"),
         ("--multi-latent-attention --group-query-attention", "are both given"),
         ("--multi-latent-attention --v-head-dim 0", "--v-head-dim is 0; expected a positive number"),
@@ -166,6 +179,8 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
         ("--optimizer muon --muon-scalar-optimizer lion", "knows adam"),
         ("--optimizer dist_muon --overlap-grad-reduce", "knows one bucket"),
         ("--overlap-param-gather", "needs --use-distributed-optimizer"),
+        ("--tp-comm-overlap --tensor-model-parallel-size 2", "--tp-comm-overlap needs"),
+        ("--step-batch-size-schedule '0:32 1B:64'", "given beside --global-batch-size"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(words: str, sentence: str) -> None:
@@ -188,7 +203,10 @@ def test_options_of_experts_become_experts() -> None:
         "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-dtype fp32"
     )
     experts = read(f"{GPT} {options}").experts
-    assert experts is not None and experts.layers == (False, False, *(True, False) * 5)
+    assert experts is not None and experts.layers == (False, False, *(True, False) * 5) and not experts.overlaps
+    overlap = "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm"
+    overlapping = read(f"{GPT} {options} {overlap}").experts
+    assert overlapping == dataclasses.replace(experts, dispatcher="alltoall", overlaps=True)
     assert (experts.per_token, experts.ffn_hidden_size, experts.expert_parallel, experts.tensor_parallel) == (
         4,
         256,
@@ -266,13 +284,15 @@ def test_the_estimate_of_a_command_has_each_stage_and_the_command_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = tmp_path / "figures.json"
-    ours = f"estimate --vocab-size 500 --json {figures} --all-ranks".split()
+    ours = f"estimate --vocab-size 500 --json {figures} --all-ranks --tree".split()
     assert main([*ours, "--", *"torchrun --nproc-per-node 4 pretrain_gpt.py".split(), *TINY.split()]) == 0
     written = capsys.readouterr().out
     assert "Megatron-LM 0.19" in written and "largest" in written
     assert "torchrun --nproc-per-node 4 launch/run_megatron.py pretrain_gpt.py --num-layers 4" in written
+    assert "Tempo, last stage, by the module that made it" in written and "      2-3, each of 2" in written
     found = json.loads(figures.read_text())
     for kind in ("stock", "tempo"):
+        assert [row["modules"][0]["children"][-1]["name"] for row in found[kind]] == ["decoder", "output_layer"]
         assert [row["stage"] for row in found[kind]] == [0, 1]
         assert all(0 < row["at_rest_bytes"] < row["peak_bytes"] for row in found[kind])
     assert found["tempo"][0]["peak_bytes"] < found["stock"][0]["peak_bytes"]
@@ -288,6 +308,56 @@ def test_a_test_case_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     ours = f"estimate --vocab-size 500 --world-size 2 --no-use-tempo --megatron-yaml {case}".split()
     assert main(ours) == 0
     assert "pretrain_bert.py, bf16, s 64, b 2, TP 1, PP 2, DP 1: 2 ranks" in capsys.readouterr().out
+
+
+def test_a_batch_that_grows_is_as_large_as_at_its_end() -> None:
+    words = GPT.replace("--global-batch-size 32", "--step-batch-size-schedule '0:32 200B:64'")
+    assert read(words).num_micro_batches == 2
+    with pytest.raises(ValueError, match="expected when and how many samples"):
+        read(words.replace("200B:64", "200B:x"))
+    assert read(f"{GPT} --global-batch-size 64 --rampup-batch-size 16 16 5859375").num_micro_batches == 2
+
+
+_SCRIPT = f"""
+MODEL=({TINY} $1)
+mkdir -p logs; NODES=$(nvidia-smi -L | wc -l)
+cd "$(dirname "$0")"
+if [[ ${{2:-bf16}} == bf16 ]]; then MODEL+=("--bf16  --swiglu"); fi
+export CUBLAS_WORKSPACE_CONFIG=:4096:8
+exec torchrun --nproc_per_node 8 pretrain_gpt.py --save "" ${{MODEL[@]}} 2>&1 | tee log.txt
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "ours", "expected"),
+    [
+        (_SCRIPT, "", "pretrain_gpt.py, bf16, s 64, b 2, TP 2, PP 2, DP 2: 8 ranks"),
+        (_SCRIPT, "--world-size 4", "pretrain_gpt.py, bf16, s 64, b 2, TP 2, PP 2, DP 1: 4 ranks"),
+        (_SCRIPT.replace("2>&1 | tee", ">"), "", "log.txt: restricted: cannot redirect output"),
+        (f"set -u; echo $3; {_SCRIPT}", "", "3: unbound variable"),
+        ("torchrun --nproc_per_node 8 train.py", "", "starts no command of pretrain_gpt.py"),
+        (f"{_SCRIPT}\ntorchrun pretrain_bert.py", "", "starts 2 commands of"),
+        (_SCRIPT, "--megatron-yaml a.yaml", "both given"),
+        ("while true; do :; done", "", "does not end within"),
+    ],
+)
+def test_a_script_says_its_command_and_is_not_run(
+    script: str,
+    ours: str,
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "train it.sh"
+    file.write_text(script, encoding="utf-8")
+    monkeypatch.setattr("tempo_megatron.memory.commands.shell_script._SECONDS", 5)
+    words = [*f"estimate --vocab-size 500 {ours} --script".split(), str(file), "--"]
+    status = main([*words, "--tensor-model-parallel-size 2"])
+    written = capsys.readouterr()
+    assert expected in (written.err if status else written.out)
+    assert status or ("launch/run_megatron.py pretrain_gpt.py" in written.out and ":4096:8" in written.out)
+    assert [path.name for path in tmp_path.iterdir()] == ["train it.sh"]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,12 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--gpu-memory", type=parse_memory, metavar="SIZE", help="say whether it fits, such as 80GiB")
     group.add_argument("--all-ranks", action="store_true", help="a column for every pipeline stage")
+    group.add_argument(
+        "--tree",
+        action="store_true",
+        help="also say what one micro batch keeps for backward, layer by layer and module by module, on the stage that "
+        "needs most, or with --all-ranks on each; --json has it of all",
+    )
     _add_outputs(group, plot="stacked bars, stock beside Tempo,")
     add_tempo_arguments(parser)
 
@@ -166,6 +172,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     """What is trained: a model with the arguments below, or a command of Megatron-LM."""
     parser.usage = (
         "%(prog)s --model JSON ...\n       %(prog)s --world-size N [...] -- [torchrun ...] pretrain_gpt.py ARGS..."
+        "\n       %(prog)s --script FILE [--world-size N] [...] -- ARGS..."
     )
     group = parser.add_argument_group("what is trained")
     group.add_argument("--model", metavar="JSON", help="a model, such as configs/model/gpt3_175b.json")
@@ -180,6 +187,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         type=parse_positive,
         metavar="N",
         help="GPUs of the command of Megatron-LM that stands behind --, where its launcher does not say it",
+    )
+    group.add_argument(
+        "--script",
+        metavar="FILE",
+        help="take the command that a shell script would start; its own arguments stand behind --. bash reads it, and "
+        "starts nothing. --world-size goes before what its launcher says",
     )
     group.add_argument(
         "--megatron-yaml",

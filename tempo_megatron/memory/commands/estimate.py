@@ -16,9 +16,11 @@ from typing import Any
 from tempo_megatron.memory.commands.arguments import add_estimate_arguments
 from tempo_megatron.memory.commands.megatron_command import Command, read_command, take_command, write_command
 from tempo_megatron.memory.commands.megatron_options import VERSION
+from tempo_megatron.memory.commands.module_tree import describe_tree, format_trees, list_trees
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
 from tempo_megatron.memory.run import OptimizerSettings, Run
+from tempo_megatron.memory.simulated.module_tree import ModuleMemory
 from tempo_megatron.models.build import DTYPES
 from tempo_megatron.plots import INK, import_pyplot, save, tidy
 from tempo_megatron.settings.arguments import describe_tempo_arguments, tempo_config_from
@@ -63,6 +65,12 @@ def run_estimate(args: argparse.Namespace) -> int:
     print_notes(command, warnings)
     print(f"{title}, {describe_run(run)}")
     print(format_estimates(found, shows_all=args.all_ranks))
+    trees = {}
+    if args.tree:
+        for name, ranks in found.items():
+            of_name = dataclasses.replace(run, tempo=TempoConfig.off() if name == "stock" else run.tempo)
+            trees[name] = [list_trees(of_name, stage) for stage in range(len(ranks))]
+        print(_format_trees(trees, found, shows_all=args.all_ranks))
     fits = True
     if args.gpu_memory is not None:
         fits = [_print_fit(name, ranks, args.gpu_memory) for name, ranks in found.items()][-1]
@@ -71,6 +79,9 @@ def run_estimate(args: argparse.Namespace) -> int:
             name.lower(): [{"stage": stage, **_list_figures(rank)} for stage, rank in enumerate(ranks)]
             for name, ranks in found.items()
         }
+        for name, stages in trees.items():
+            for row, chunks in zip(figures[name.lower()], stages, strict=True):
+                row["modules"] = [describe_tree(tree) for tree in chunks]
         figures.setdefault("tempo", [])
         Path(args.json).write_text(json.dumps({**figures, "arguments": vars(args)}, indent=2) + "\n", encoding="utf-8")
     if args.plot:
@@ -185,6 +196,21 @@ def format_estimates(found: dict[str, tuple[RankEstimate, ...]], *, shows_all: b
     lines.append(f"{'parameters':<{_WIDTH}}" + "".join(f"{rank.num_parameters:>16,}" for *_, rank in columns))
     lines += [f"{name}, {rank.name}: the peak is in the {rank.moment}" for _, name, rank in columns]
     return "\n".join(lines)
+
+
+def _format_trees(
+    trees: Mapping[str, Sequence[list[ModuleMemory]]], found: Mapping[str, Sequence[RankEstimate]], *, shows_all: bool
+) -> str:
+    """Of the stage that needs most, or of all."""
+    tables = []
+    for name, stages in trees.items():
+        ranks = found[name]
+        largest = max(range(len(ranks)), key=lambda stage: _count_needed(ranks[stage]))
+        tables += [
+            format_trees(f"{name}, {ranks[stage].name}, by the module that made it", stages[stage])
+            for stage in (range(len(ranks)) if shows_all else [largest])
+        ]
+    return "\n".join(tables)
 
 
 def _print_fit(name: str, ranks: Sequence[RankEstimate], memory: int) -> bool:

@@ -24,6 +24,7 @@ import torch
 
 from tempo_megatron.extras import check_installed
 from tempo_megatron.memory.commands.megatron_options import find_default, list_options, parse_options
+from tempo_megatron.memory.commands.shell_script import read_script
 from tempo_megatron.memory.megatron_run import (
     KNOWN_IN_COMMANDS,
     UNKNOWN_IN_COMMANDS,
@@ -59,8 +60,8 @@ _CUTS = (
 )
 # Arguments of ours that say nothing of the run, or what the command cannot.
 _BESIDE_A_COMMAND = (
-    *("command", "words", "world_size", "megatron_yaml", "vocab_size", "use_tempo", "gpu", "gpu_memory"),
-    *("allocator", "all_ranks", "json", "plot", "fixed_memory", "recompute_allowed"),
+    *("command", "words", "script", "world_size", "megatron_yaml", "vocab_size", "use_tempo", "gpu", "gpu_memory"),
+    *("allocator", "all_ranks", "tree", "json", "plot", "fixed_memory", "recompute_allowed"),
 )
 
 
@@ -142,7 +143,7 @@ def spell_arguments(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]) -> Command | None:
-    """The command that stands behind --, or in the file of --megatron-yaml; None where there is a --model.
+    """The command that stands behind --, or in the file of --script or --megatron-yaml; None where there is a --model.
 
     Args:
         args: of `estimate` or `plan`.
@@ -150,7 +151,7 @@ def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.Arg
 
     Raises ValueError where there is neither, and for an argument that says what the command says.
     """
-    if not args.words and args.megatron_yaml is None:
+    if not args.words and args.megatron_yaml is None and args.script is None:
         if args.model is None and args.hf is None:
             raise ValueError(
                 "nothing is given to look at; give --model with a file of configs/model, --hf with a folder, or a "
@@ -166,6 +167,15 @@ def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.Arg
     for name, value in vars(args).items():
         if name not in _BESIDE_A_COMMAND and not name.startswith("tempo_") and value != parser.get_default(name):
             raise ValueError(f"{_spell(name)} is given beside a command of Megatron-LM, which says it; leave it out")
+    if args.script is not None:
+        if args.megatron_yaml is not None:
+            raise ValueError("--script and --megatron-yaml are both given; leave one of them out")
+        command = _find_in_script(args.script, args.words)
+        if args.world_size is None:
+            return command
+        # What a script says of its nodes is mostly a place to fill in.
+        settings = [word for word in command.launcher if word.startswith(f"{_WORKSPACE}=")]
+        return dataclasses.replace(command, launcher=(*settings, "python"), world_size=None)
     if args.megatron_yaml is None:
         return split_command(args.words)
     command = split_command(args.words or [f"pretrain_{_guess_family(args.megatron_yaml)}.py"])
@@ -174,6 +184,18 @@ def take_command(args: argparse.Namespace, add_arguments: Callable[[argparse.Arg
     if _WORKSPACE in environment:
         launcher = (f"{_WORKSPACE}={environment[_WORKSPACE]}", *(launcher or ("python",)))
     return dataclasses.replace(command, launcher=launcher, options=(*command.options, *spell_arguments(arguments)))
+
+
+def _find_in_script(file: str, words: Sequence[str]) -> Command:
+    """The one command of a script that trains. Raises ValueError where there is none, or several that differ."""
+    started = read_script(file, words)
+    training = {tuple(each) for each in started if any(_SCRIPT.fullmatch(word) for word in each)}
+    if len(training) != 1:
+        raise ValueError(
+            f"--script {file} starts {len(training) or 'no'} command{'s' if training else ''} of pretrain_gpt.py, "
+            "pretrain_bert.py or pretrain_t5.py, and one is expected; give it behind -- instead"
+        )
+    return split_command(training.pop())
 
 
 def _guess_family(file: str) -> str:
@@ -283,6 +305,7 @@ def read_command(
         deterministic=args.deterministic_mode,
         cublas_workspace_bytes=_read_workspace(command.launcher),
         fuses_gradient_accumulation=args.gradient_accumulation_fusion,
+        overlaps_tensor_parallel=_overlaps_tensor_parallel(args, run.stock),
         deferred_head_gradients=_find_deferred(args),
         data_has_masks=args.create_attention_mask_in_dataloader,
     )
@@ -314,6 +337,16 @@ def _read_muon(args: argparse.Namespace) -> OptimizerSettings:
             "knows one bucket; leave it out, or add --no-use-layer-wise-param-layout"
         )
     return OptimizerSettings(distributed=False, muon=way)
+
+
+def _overlaps_tensor_parallel(args: argparse.Namespace, stock: str) -> bool:
+    """Raises ValueError where Megatron-LM (arguments.py: validate_args) or its modules could not."""
+    if args.tp_comm_overlap and not (args.sequence_parallel and stock == "transformer_engine"):
+        raise ValueError(
+            "--tp-comm-overlap needs --tensor-model-parallel-size of at least 2, --sequence-parallel and "
+            "--transformer-impl transformer_engine; add what is missing, or leave it out"
+        )
+    return bool(args.tp_comm_overlap)
 
 
 def _find_deferred(args: argparse.Namespace) -> int | None:
@@ -393,7 +426,6 @@ def _refuse_unknown(args: argparse.Namespace, family: str) -> None:
     """Raise ValueError for the first field that no Run has and that is not what it is by default."""
     if not args.num_moe_experts:
         args.num_moe_experts = None
-        args.overlap_moe_expert_parallel_comm = False
     for field, words in {**UNKNOWN_IN_LAYERS, **UNKNOWN_IN_RUNS, **UNKNOWN_IN_COMMANDS}.items():
         if (
             field not in KNOWN_IN_COMMANDS
@@ -540,6 +572,8 @@ def _complete_step(args: argparse.Namespace) -> None:
     _check_positive(args, "micro_batch_size")
     _check_positive(args, "global_batch_size")
     per_round = args.micro_batch_size * args.data_parallel_size
+    if args.step_batch_size_schedule:
+        args.global_batch_size = _find_last_batch_size(args)
     args.global_batch_size = args.global_batch_size or per_round
     if args.global_batch_size % per_round:
         raise ValueError(
@@ -559,6 +593,24 @@ def _complete_step(args: argparse.Namespace) -> None:
             raise ValueError(f"--recompute-method {args.recompute_method} needs --recompute-num-layers; give it")
     if args.recompute_granularity == "selective" and args.recompute_method is not None:
         raise ValueError("--recompute-method is for --recompute-granularity full; leave it out")
+
+
+def _find_last_batch_size(args: argparse.Namespace) -> int:
+    """Of --step-batch-size-schedule, such as 0:384 200B:768: a batch that grows has most micro batches at its end.
+
+    Raises ValueError where it is something else, or the batch size is given twice.
+    """
+    words = args.step_batch_size_schedule.split()
+    if args.global_batch_size is not None or args.rampup_batch_size is not None:
+        raise ValueError(
+            "--step-batch-size-schedule is given beside --global-batch-size or --rampup-batch-size; leave one out"
+        )
+    if not all(re.fullmatch(r"[\d.]+[KMBT]?:[1-9]\d*", word) for word in words):
+        raise ValueError(
+            f"--step-batch-size-schedule is {' '.join(words)}; expected when and how many samples, such as "
+            "0:384 200B:768"
+        )
+    return int(words[-1].rpartition(":")[2])
 
 
 def _find_activation(args: argparse.Namespace) -> str:

@@ -169,7 +169,7 @@ READ: dict[str, Option] = {
     "micro-batch-size": Option(),
     "global-batch-size": Option(),
     "rampup-batch-size": Option(nargs=3),
-    "step-batch-size-schedule": _words(None),
+    "step-batch-size-schedule": Option(str),
     "bf16": _switch(),
     "fp16": _switch(),
     "recompute-activations": _switch(),

@@ -137,10 +137,13 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
             for place, each in enumerate(layers)
         ]
         states = _count_states(run, chunks, accumulates=num_micro_batches > 1)
-        events = list_events(stage, stages, len(chunks), num_micro_batches, run.micro_batch_group)
+        is_combined = run.experts is not None and run.experts.overlaps and num_micro_batches > 1
+        events = list_events(
+            stage, stages, len(chunks), num_micro_batches, run.micro_batch_group, is_combined=is_combined
+        )
         on_gpu = _count_on_gpu(run, chunks, has_head=stage == stages - 1)
         deferred = _count_deferred(run, num_micro_batches) if stage == stages - 1 else 0
-        found.append(_estimate_rank(_name(stage, stages), chunks, states, on_gpu, events, deferred))
+        found.append(_estimate_rank(_name(stage, stages), chunks, states, on_gpu, events, deferred, is_combined))
     if simulates_allocator:
         allocator = simulate_allocator(
             trace_chunk(run, has_gradients=has_gradients),
@@ -257,12 +260,13 @@ def _estimate_rank(
     on_gpu: dict[str, int],
     events: Iterable[Event],
     deferred: int = 0,
+    is_combined: bool = False,
 ) -> RankEstimate:
     """Follow a step's events; `waiting` counts, chunk by chunk, the micro batches between forward and backward."""
     highest: dict[tuple[int, bool], tuple[Moment, int]] = {}
     for chunk, memory in enumerate(chunks):
         for is_forward in (True, False):
-            moments = memory.list_moments(in_backward=not is_forward)
+            moments = memory.list_moments(in_backward=not is_forward, is_combined=is_combined)
             with_buckets = ((moment, states.count_buckets(moment)) for moment in moments)
             highest[chunk, is_forward] = max(with_buckets, key=lambda each: each[0].num_bytes + each[1])
     waiting, follows_backward = [0] * len(chunks), False
@@ -355,7 +359,13 @@ class Event:
 
 
 def list_events(
-    stage: int, num_stages: int, num_chunks: int, num_micro_batches: int, group: int | None = None
+    stage: int,
+    num_stages: int,
+    num_chunks: int,
+    num_micro_batches: int,
+    group: int | None = None,
+    *,
+    is_combined: bool = False,
 ) -> Iterator[Event]:
     """What a stage does in one step, in Megatron's order (schedules.py: get_schedule_table of megatron-core 0.16.1).
 
@@ -365,6 +375,7 @@ def list_events(
         num_chunks: chunks of layers per stage; 1 is 1F1B without interleaving.
         num_micro_batches: of a step.
         group: how many micro batches pass through one chunk before the next chunk begins; None is p.
+        is_combined: whether a forward runs beside the backward of another micro batch; of chunks one more goes ahead.
     """
     if num_chunks == 1:
         places = [(micro_batch, 0) for micro_batch in range(num_micro_batches)]
@@ -377,7 +388,7 @@ def list_events(
             for chunk in range(num_chunks)
             for micro_batch in range(first, min(first + group, num_micro_batches))
         ]
-        warmup = 2 * (num_stages - stage - 1) + (num_chunks - 1) * group
+        warmup = 2 * (num_stages - stage - 1) + (num_chunks - 1) * group + is_combined
     warmup = min(warmup, len(places))
     for number in range(len(places) + warmup):
         if number < len(places):

@@ -31,6 +31,12 @@ GROUPED_STREAMS = 4
 """Grouped products of experts run on so many streams, each with a workspace of Transformer Engine's size
 (common/util/multi_stream.cpp: nvte_get_num_compute_streams)."""
 
+OVERLAPPED_STREAMS = 3
+"""Products that overlap tensor-parallel communication share a workspace of so many times that size
+(pytorch/cpp_extensions/gemm.py:55-60). The buffers that they communicate through are cudaMalloc's, which torch's
+allocator does not count (common/comm_gemm_overlap/userbuffers/userbuffers-host.cpp: register_user_buffer_collective).
+"""
+
 
 def list_workspaces(run: Run, *, has_head: bool) -> list[int]:
     """The bytes of each workspace of one rank; none where nothing says which GPU it is.
@@ -49,4 +55,6 @@ def list_workspaces(run: Run, *, has_head: bool) -> list[int]:
     uses_torch = has_head or (run.stock_attention == "unfused" and run.tempo.attention != "flash")
     is_grouped = run.experts is not None and run.experts.grouped
     num_streams = 1 + (GROUPED_STREAMS if is_grouped else 0)
-    return [*[TRANSFORMER_ENGINE_BYTES[run.gpu]] * num_streams, *(of_torch if uses_torch else [])]
+    of_one = TRANSFORMER_ENGINE_BYTES[run.gpu]
+    overlapped = [OVERLAPPED_STREAMS * of_one] if run.overlaps_tensor_parallel else []
+    return [*[of_one] * num_streams, *overlapped, *(of_torch if uses_torch else [])]

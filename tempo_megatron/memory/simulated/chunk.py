@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -45,12 +45,15 @@ from tempo_megatron.memory.simulated.experts import (
     put_experts,
 )
 from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
+from tempo_megatron.memory.simulated.module_tree import Makers, ModuleMemory, build_tree
 from tempo_megatron.memory.simulated.multi_token_prediction import put_multi_token_prediction
 from tempo_megatron.memory.simulated.phases import EMBEDDING, HEAD, LAYERS, ChunkMemory, Parameter, Phase, compress
 from tempo_megatron.memory.simulated.transformer_engine import (
     choose_attention,
     copy_outputs_of_attention,
+    keep_padding_masks,
     put_norm_kernels,
+    recompute_norms,
 )
 from tempo_megatron.memory.storages import AllocationTrace, PeakBytes, count_storage_bytes, find_storages
 from tempo_megatron.models.build import build_model, choose_for_model, make_inputs, make_specs
@@ -61,6 +64,8 @@ from tempo_megatron.slots import dropout_rng
 
 _Counter = TypeVar("_Counter", bound=PeakBytes)
 STACKS_OF_MODULES = ("local", "transformer_engine", "cpu")
+# Of Megatron's recompute modules, those that modules of `memory.simulated` do themselves.
+_OF_STAND_INS = ("layernorm", "mla_up_proj", "moe_act")
 STACKS_OF_FAMILIES = {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}
 
 
@@ -92,6 +97,16 @@ def _simulate_chunk(
         return chunk.measure()
 
 
+def list_modules(run: Run, layers: range, *, pre_process: bool = True, post_process: bool = True) -> ModuleMemory:
+    """Which modules of a chunk made what one micro batch keeps; the arguments are those of `simulate_chunk`."""
+    cut = _cut(run, layers)
+    with _simulate(cut):
+        chunk = _Chunk(cut, pre_process, post_process, has_gradients=True)
+        if not layers:
+            chunk.drop_layers()
+        return chunk.list_modules(layers.start)
+
+
 def trace_chunk(run: Run, *, has_gradients: bool = False) -> Allocations:
     """Every allocation of one micro batch of a run of one stage, of which every layer runs.
 
@@ -110,7 +125,9 @@ def _cut(run: Run, layers: range) -> Run:
             run.model, num_layers=max(1, len(layers)), seq_length=run.model.seq_length // run.context_parallel
         ),
         tempo=run.tempo.for_layers(layers, STACKS_OF_FAMILIES[run.model.family]),
-        experts=run.experts and dataclasses.replace(run.experts, layers=run.experts.layers[layers.start : layers.stop]),
+        # A chunk without layers is built with one, which is dropped.
+        experts=run.experts
+        and dataclasses.replace(run.experts, layers=run.experts.layers[layers.start : layers.stop] or (False,)),
         optimizer=OptimizerSettings(),
         pipeline_parallel=1,
         data_parallel=1,
@@ -203,7 +220,7 @@ class _Chunk:
             shape,
             sequence_parallel=run.sequence_parallel,
             dtype=run.dtype,
-            recompute=run.recompute,
+            recompute=tuple(name for name in run.recompute if name not in _OF_STAND_INS),
             fuse_swiglu=run.stock == "transformer_engine",
         )
         asked = chosen = choose_for_model(shape, _describe_parts(config, run), run.tempo).config
@@ -223,6 +240,7 @@ class _Chunk:
             for place, (index, _) in enumerate(rows)
             for stack in stacks
         }
+        self._rows = rows
         copies = attention == "flash" and run.micro_batch_size > 1
         if run.recompute_num_layers is not None:
             num_recomputed = sum(recomputed[index] != () for index, _ in rows)
@@ -245,12 +263,23 @@ class _Chunk:
             put_multi_token_prediction(self._model, spec, run)
             self._model.train()
         if run.latent_attention is not None:
-            put_latent_attention(self._model, config, run.latent_attention, is_fused=attention != "unfused")
+            put_latent_attention(
+                self._model,
+                config,
+                run.latent_attention,
+                is_fused=attention != "unfused",
+                recomputes_up="mla_up_proj" in run.recompute,
+            )
         convert_parameters(self._model, run.dtype)
         if run.stock != "cpu" and run.masked_softmax_fusion and run.dtype.itemsize == 2:
             put_softmax_kernels(self._model)
         if run.experts is not None:
-            put_experts(self._model, run.experts, is_fused=run.stock == "transformer_engine")
+            put_experts(
+                self._model,
+                run.experts,
+                is_fused=run.stock == "transformer_engine",
+                recomputes_activation="moe_act" in run.recompute,
+            )
         if run.fuses_cross_entropy and chosen.loss != "fused":
             put_fused_cross_entropy(self._model)
         self._stacks = [getattr(self._model, stack) for stack in stacks]
@@ -263,6 +292,9 @@ class _Chunk:
                 copy_outputs_of_attention(layer.transformer_layer)
         if run.stock == "transformer_engine":
             put_norm_kernels(self._model)
+            keep_padding_masks(self._model)
+        if "layernorm" in run.recompute:
+            recompute_norms(self._model, has_latent_attention=run.latent_attention is not None)
         # (layer, how many it stands for) of one stack after the other; a layer's place is that in this list.
         self._layers = [
             (layer, times) for stack in self._stacks for layer, (_, times) in zip(stack.layers, rows, strict=True)
@@ -323,6 +355,22 @@ class _Chunk:
                 masks = self._run.micro_batch_size * self._run.model.seq_length**2 * self._run.context_parallel
         return count_storage_bytes(tensors.values()) + masks
 
+    def list_modules(self, first_layer: int) -> ModuleMemory:
+        """first_layer: number of the chunk's first one in the whole model."""
+        batch, kept = self._make_batch(), {}
+
+        def run(batch: dict[str, Any]) -> None:
+            edge = self._run_to_loss(batch)
+            assert isinstance(self._seen, Makers)
+            kept.update(self._seen.sum_by_module())
+            del edge
+
+        self._follow(batch, Makers, run)
+        times = [each for _, each in self._rows]
+        numbers = [(first_layer + sum(times[:place]), each) for place, each in enumerate(times)]
+        layers = {id(stack.layers): numbers for stack in self._stacks if len(stack.layers)}
+        return build_tree(self._model, kept, layers)
+
     def trace(self) -> Allocations:
         batch = self._make_batch()
         seen = self._follow(batch, AllocationTrace)
@@ -341,8 +389,13 @@ class _Chunk:
         del output
         return divide_by_layer(saved, self._model.config)
 
-    def _follow(self, batch: dict[str, Any], count_with: type[_Counter]) -> _Counter:
-        """Run the micro batch, whose phases are then in `_levels`."""
+    def _follow(
+        self,
+        batch: dict[str, Any],
+        count_with: type[_Counter],
+        run: Callable[[dict[str, Any]], None] | None = None,
+    ) -> _Counter:
+        """Run the micro batch, whose phases are then in `_levels`, or what `run` runs of it."""
         if self._has_gradients:
             for parameter in self._model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -353,9 +406,11 @@ class _Chunk:
         self._buffer = LastingBuffer(seen, self._uses_global_buffer)
         set_global_buffer(self._buffer)
         self._add_marks()
+        if isinstance(seen, Makers):
+            seen.watch(self._model)
         with self._seen, on_device(self._run.stock, self._seen):
             self._start, self._start_gradients = self._seen.begin_phase(), self._count_gradients()
-            self._run_micro_batch(batch)
+            (run or self._run_micro_batch)(batch)
         return seen
 
     def _uses_global_buffer(self) -> bool:
@@ -365,16 +420,7 @@ class _Chunk:
         return self._run.stock != "transformer_engine" or not is_in_layers
 
     def _run_micro_batch(self, batch: dict[str, Any]) -> None:
-        if self._pre_process or not self._layers:
-            self._mark(EMBEDDING if self._pre_process else HEAD, None)
-        else:
-            self._mark(LAYERS, 0)
-        output, loss_mask = self._run_forward(batch), batch["loss_mask"]
-        if self._post_process:
-            output = output[0] if isinstance(output, tuple) else output
-            output = (output.float() * loss_mask).sum() / loss_mask.sum()
-        # As Megatron's schedule does, which sends the output on and frees it.
-        edge, output = torch.autograd.graph.get_gradient_edge(output), None
+        edge = self._run_to_loss(batch)
         self._is_backward = True
         if self._post_process or not self._layers:
             self._mark(HEAD if self._post_process else EMBEDDING, None)
@@ -384,6 +430,19 @@ class _Chunk:
         torch.autograd.backward([edge], None if gradient is None else [gradient])
         del edge, gradient
         self._close()
+
+    def _run_to_loss(self, batch: dict[str, Any]) -> torch.autograd.graph.GradientEdge:
+        """The forward, from whose end backward begins."""
+        if self._pre_process or not self._layers:
+            self._mark(EMBEDDING if self._pre_process else HEAD, None)
+        else:
+            self._mark(LAYERS, 0)
+        output, loss_mask = self._run_forward(batch), batch["loss_mask"]
+        if self._post_process:
+            output = output[0] if isinstance(output, tuple) else output
+            output = (output.float() * loss_mask).sum() / loss_mask.sum()
+        # As Megatron's schedule does, which sends the output on and frees it.
+        return torch.autograd.graph.get_gradient_edge(output)
 
     def _run_forward(self, batch: dict[str, Any]) -> Any:
         if not self._pre_process:

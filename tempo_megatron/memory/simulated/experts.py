@@ -7,6 +7,7 @@ megatron/core/transformer/moe/, and to Transformer Engine 2.20.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -16,15 +17,19 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch import Tensor
 
 from tempo_megatron.memory.run import Experts
+from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 
 
-def put_experts(model: torch.nn.Module, experts: Experts, *, is_fused: bool) -> None:
+def put_experts(
+    model: torch.nn.Module, experts: Experts, *, is_fused: bool, recomputes_activation: bool = False
+) -> None:
     """Let the experts of the model's layers compute as on a rank of the run.
 
     Args:
         model: built with the all-gather dispatcher and all experts on one rank.
         experts: of the run.
         is_fused: whether the gated activation is Megatron's fused one.
+        recomputes_activation: Megatron's recompute module moe_act.
     """
     # Where losses are noted for a log, with as many entries as the last model had layers.
     get_moe_layer_wise_logging_tracker().clear()
@@ -34,7 +39,7 @@ def put_experts(model: torch.nn.Module, experts: Experts, *, is_fused: bool) -> 
             if experts.routing == "sinkhorn":
                 module.router.sinkhorn_load_balancing = _balance
             config = module.config
-            module.experts = _LocalExperts(config, experts, is_fused=is_fused)
+            module.experts = _LocalExperts(config, experts, is_fused, recomputes_activation)
             module.token_dispatcher = _DISPATCHERS[experts.dispatcher](experts)
 
 
@@ -149,8 +154,9 @@ class _LocalExperts(torch.nn.Module):
     tensor.
     """
 
-    def __init__(self, config: Any, experts: Experts, *, is_fused: bool) -> None:
+    def __init__(self, config: Any, experts: Experts, is_fused: bool, recomputes_activation: bool) -> None:
         super().__init__()
+        self._recomputes_activation = recomputes_activation
         self._activation, self._is_gated = config.activation_func, config.gated_linear_unit
         self._is_fused, self._is_grouped = is_fused and self._is_gated, experts.grouped
         local = experts.num_experts // experts.expert_parallel
@@ -167,9 +173,15 @@ class _LocalExperts(torch.nn.Module):
 
     def forward(self, x: Tensor, _: Any, probabilities: Tensor) -> tuple[Tensor, None]:
         inner = _Product.apply(x, self.fc1, x.dtype, self.fc1.size(1))
-        inner = self._activate(_add_bias(inner, self.fc1_bias), probabilities.unsqueeze(-1))
-        out = _add_bias(_Product.apply(inner, self.fc2, x.dtype, self.fc2.size(1)), self.fc2_bias)
-        del inner
+        inputs = _add_bias(inner, self.fc1_bias), probabilities.unsqueeze(-1)
+        dropped = DroppedOutput() if self._recomputes_activation else None
+        inner = self._activate(*inputs) if dropped is None else dropped.run(self._activate, *inputs)
+        with contextlib.nullcontext() if dropped is None else dropped.use():
+            out = _Product.apply(inner, self.fc2, x.dtype, self.fc2.size(1))
+        if dropped is not None:
+            dropped.recompute_for(out)
+        del inner, inputs
+        out = _add_bias(out, self.fc2_bias)
         return (_resize(out, out.size(0)) if self._joins else out), None
 
     def _activate(self, x: Tensor, probabilities: Tensor) -> Tensor:

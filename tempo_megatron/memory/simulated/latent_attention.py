@@ -7,6 +7,7 @@ megatron/core/, and to Transformer Engine 2.20.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -19,10 +20,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tempo_megatron.memory.run import LatentAttention
+from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.norm import TorchLayerNorm, TorchRMSNorm
 
 
-def put_latent_attention(model: torch.nn.Module, config: Any, latent: LatentAttention, *, is_fused: bool) -> None:
+def put_latent_attention(
+    model: torch.nn.Module, config: Any, latent: LatentAttention, *, is_fused: bool, recomputes_up: bool = False
+) -> None:
     """Let the model's layers attend through latent vectors.
 
     Args:
@@ -30,19 +34,20 @@ def put_latent_attention(model: torch.nn.Module, config: Any, latent: LatentAtte
         config: of its layers.
         latent: of the run.
         is_fused: whether core attention is one kernel.
+        recomputes_up: Megatron's recompute module mla_up_proj.
     """
     for layer in model.modules():
         if hasattr(layer, "self_attention"):
-            layer.self_attention = _LatentAttention(config, latent, is_fused=is_fused)
+            layer.self_attention = _LatentAttention(config, latent, is_fused, recomputes_up)
 
 
 class _LatentAttention(torch.nn.Module):
     """transformer/multi_latent_attention.py: MLASelfAttention with the modules of models/gpt/gpt_layer_specs.py:
     get_gpt_layer_with_transformer_engine_spec. Where queries and keys are normalised, the up projections do it."""
 
-    def __init__(self, config: Any, latent: LatentAttention, *, is_fused: bool) -> None:
+    def __init__(self, config: Any, latent: LatentAttention, is_fused: bool, recomputes_up: bool) -> None:
         super().__init__()
-        self._latent = latent
+        self._latent, self._recomputes_up = latent, recomputes_up
         # Queries and keys are rotated by pairs of neighbours.
         self._config = dataclasses.replace(config, multi_latent_attention=True)
         self._num_heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -87,13 +92,17 @@ class _LatentAttention(torch.nn.Module):
             positions = tensor_parallel.gather_from_sequence_parallel_region(positions)
         # Transformer Engine copies an input that is a view (pytorch/module/base.py: prepare_forward).
         kv = self.kv_layernorm(kv.contiguous())
-        q, k, v = self._project_up(q, kv, positions)
+        up = DroppedOutput() if self._recomputes_up else None
+        q, k, v = self._project_up(q, kv, positions) if up is None else up.run(self._project_up, q, kv, positions)
         del kv, positions
-        if config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
-            out = tensor_parallel.checkpoint(self._attend, False, q, k, v, attention_mask)
-        else:
-            out = self._attend(q, k, v, attention_mask)
+        with contextlib.nullcontext() if up is None else up.use():
+            if config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
+                out = tensor_parallel.checkpoint(self._attend, False, q, k, v, attention_mask)
+            else:
+                out = self._attend(q, k, v, attention_mask)
         del q, k, v
+        if up is not None:
+            up.recompute_for(out)
         found: tuple[Tensor, Tensor | None] = self.linear_proj(out)
         return found
 

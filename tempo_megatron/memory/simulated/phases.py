@@ -87,16 +87,26 @@ class ChunkMemory:
         """What a micro batch between forward and backward takes, its own tensors included."""
         return self.kept_bytes + self.micro_batch_bytes
 
-    def list_moments(self, *, in_backward: bool) -> Iterator[Moment]:
-        """The highest moment of each phase of the forward, or of the backward."""
+    def list_moments(self, *, in_backward: bool, is_combined: bool = False) -> Iterator[Moment]:
+        """The highest moment of each phase of the forward, or of the backward.
+
+        is_combined: whether the next micro batch's forward runs beside the backward, one phase of each at a time, which
+            begins with what the embedding makes (megatron-core 0.16.1, core/models/common/model_chunk_schedule_plan.py:
+            TransformerModelChunkSchedulePlan.run). Its tensors count as transients.
+        """
+        ahead = [
+            self.micro_batch_bytes + sum(phase.growth for phase in self.forward[: place + 1])
+            for place in range(len(self.backward))
+        ]
         standing = dict.fromkeys(PARTS, 0)
         gradients = num_gradients = 0
         for phases, is_asked in ((self.forward, not in_backward), (self.backward, in_backward)):
-            for phase in phases:
+            for place, phase in enumerate(phases):
                 num_gradients += phase.num_gradients
                 if is_asked:
                     name = f"{'backward' if in_backward else 'forward'} of the {phase.part}"
-                    yield Moment(name, phase.part, phase.rise, phase.growth, gradients, num_gradients, dict(standing))
+                    rise = phase.rise + (ahead[place] if is_combined and in_backward else 0)
+                    yield Moment(name, phase.part, rise, phase.growth, gradients, num_gradients, dict(standing))
                 standing[phase.part] += phase.growth - phase.gradient_growth
                 gradients += phase.gradient_growth
 

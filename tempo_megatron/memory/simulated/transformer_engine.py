@@ -5,14 +5,20 @@ References are to Transformer Engine 2.20, from transformer_engine/.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from tempo_kernels.norm import rms_norm
 from tempo_megatron.memory.run import Run
+from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 from tempo_megatron.slots.norm import TorchRMSNorm
 
 
@@ -51,6 +57,23 @@ class _HandOutACopy(torch.autograd.Function):
         return grad_output
 
 
+def keep_padding_masks(model: torch.nn.Module) -> None:
+    """Let unfused attention that masks padding keep its mask, [b, 1, s, s] of a byte each, in every layer.
+
+    Each makes its own (pytorch/attention/dot_product_attention/utils.py: get_full_mask), with which it sets the
+    probabilities of padding to 0 after the softmax (backends.py: UnfusedDotProductAttention). Causal has none.
+    """
+    for module in model.modules():
+        if isinstance(module, DotProductAttention) and module.attn_mask_type is not AttnMaskType.causal:
+            module.scale_mask_softmax.register_forward_hook(lambda _, __, output: _mask_padding(output))
+
+
+def _mask_padding(probabilities: Tensor) -> Tensor:
+    b, _, num_queries, num_keys = probabilities.shape
+    mask = torch.empty((b, 1, num_queries, num_keys), dtype=torch.bool)
+    return probabilities.masked_fill(mask, 0)
+
+
 def put_norm_kernels(model: torch.nn.Module) -> None:
     """Let RMSNorm keep its input and one float32 a token, as a kernel does (common/normalization/rmsnorm, and
     pytorch/module/layernorm_linear.py:526-536); torch composes it of operations that keep more."""
@@ -61,3 +84,37 @@ def put_norm_kernels(model: torch.nn.Module) -> None:
 
 def _normalize(norm: TorchRMSNorm, x: Tensor) -> Tensor:
     return rms_norm(x, norm.weight, norm.eps, zero_centered=norm.zero_centered_gamma, keep="input")
+
+
+def recompute_norms(model: torch.nn.Module, *, has_latent_attention: bool) -> None:
+    """Let Megatron recompute the norms that are modules of their own: those before latent attention and before experts.
+
+    Where a linear follows, norm and linear are one module (core/models/gpt/gpt_layer_specs.py:
+    get_gpt_layer_with_transformer_engine_spec of megatron-core 0.16.1), which keeps the norm's output all the same.
+    """
+    for layer in model.modules():
+        if not isinstance(layer, TransformerLayer):
+            continue
+        if has_latent_attention:
+            _recompute_behind(layer.input_layernorm, layer.self_attention)
+        if isinstance(layer.mlp, MoELayer):
+            _recompute_behind(layer.pre_mlp_layernorm, layer.mlp)
+
+
+def _recompute_behind(norm: torch.nn.Module, user: torch.nn.Module) -> None:
+    """Drop the norm's output when `user`, which has it as its input, is done, as transformer_layer.py does."""
+    calls: list[tuple[DroppedOutput, contextlib.ExitStack]] = []
+    normalize = norm.forward
+
+    def run(x: Tensor) -> Any:
+        calls.append((DroppedOutput(), contextlib.ExitStack()))
+        return calls[-1][0].run(normalize, x)
+
+    def finish(_: torch.nn.Module, __: Any, output: Any) -> None:
+        dropped, using = calls.pop()
+        using.close()
+        dropped.recompute_for(output[0])
+
+    norm.forward = run
+    user.register_forward_pre_hook(lambda *_: calls[-1][1].enter_context(calls[-1][0].use()))
+    user.register_forward_hook(finish)
