@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import parametrize_covering
 from interpreted import DEVICE, kernel_test
 from torch import Tensor
 
@@ -56,8 +57,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
 
 @kernel_test
 @pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", OPERATIONS)
+@parametrize_covering(each={"name": OPERATIONS.keys(), "default": [torch.bfloat16, torch.float64]})
 def test_a_default_dtype_changes_no_bit_of_a_kernels_result(name: str, default: torch.dtype) -> None:
     x, bias = (torch.randn(shape, dtype=torch.float32, device=DEVICE) for shape in ((300, 32), (32,)))
     wanted = OPERATIONS[name](x, bias)

@@ -27,24 +27,18 @@ from tempo_kernels.philox import kernel as philox_kernel
 
 KEYS = [0, 0xFEDCBA9876543210, 0x80000000_7FFFFFFF, 2**64 - 1]
 FILES = [Path(__file__), *sorted(Path(__file__).parent.rglob("test_*_kernels.py"))]
-# In how many processes the files of a family run, for other cores to help; each takes seconds to import torch.
-NUM_PARTS = {"attention": 1, "norm": 2, "others": 1}
-PARTS = [(family, part) for family, number in NUM_PARTS.items() for part in range(number)]
+# Each in a process of its own, for other cores to help; each takes seconds to import torch.
+FAMILIES = ["attention", "norm", "others"]
+
+
+def find_family(path: Path) -> str:
+    return path.parent.name if path.parent.name in FAMILIES else "others"
 
 
 def list_tests(path: Path) -> list[str]:
     body = ast.parse(path.read_text(encoding="utf-8")).body
     names = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     return [f"{path}::{name}" for name in names]
-
-
-def what_to_run(family: str, part: int) -> list[str]:
-    """What to give to pytest: every so many-th of the test functions of a family's files."""
-    families = [path.stem.split("_")[1] for path in FILES]
-    chosen = [
-        path for path, word in zip(FILES, families, strict=True) if (word if word in NUM_PARTS else "others") == family
-    ]
-    return [test for path in chosen for test in list_tests(path)][part :: NUM_PARTS[family]]
 
 
 def interpret(*arguments: str) -> None:
@@ -58,9 +52,10 @@ def interpret(*arguments: str) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "part"), PARTS)
-def test_every_kernel_does_under_the_interpreter_what_its_specification_says(family: str, part: int, pytestconfig):
-    interpret(*(["--exhaustive"] if pytestconfig.getoption("--exhaustive") else []), *what_to_run(family, part))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kernel_does_under_the_interpreter_what_its_specification_says(family: str, pytestconfig):
+    files = [str(path) for path in FILES if find_family(path) == family]
+    interpret(*(["--exhaustive"] if pytestconfig.getoption("--exhaustive") else []), *files)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")

@@ -61,16 +61,14 @@ def random_input(shape, dtype, is_gated=False):
 
 
 @kernel_test
-@every_activation
-@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize_covering(each={"dtype": DTYPES, "activation": ACTIVATIONS.keys()})
 def test_an_activation_does_over_the_range_what_is_specified(dtype, activation):
     x = over_the_range().to(DEVICE, dtype)
     check_activation(x, None, torch.randn(x.shape, device=DEVICE).to(dtype), activation)
 
 
 @kernel_test
-@every_gate
-@pytest.mark.parametrize("dtype", DTYPES)
+@parametrize_covering(each={"dtype": DTYPES, "activation": GATES})
 def test_glu_does_over_the_range_what_is_specified(dtype, activation):
     x = over_the_range(101, 40, is_gated=True).to(DEVICE, dtype)
     check_glu(x, None, torch.randn(101, 40, device=DEVICE).to(dtype), activation)

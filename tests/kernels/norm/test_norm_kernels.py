@@ -62,14 +62,15 @@ def test_norm_of_long_rows_does_what_is_specified(hidden_size, name, dtype, monk
     monkeypatch.setitem(long_rows.OPTIONS, "BLOCK_COLUMNS", 32)
     monkeypatch.setitem(long_rows.SUMS_OPTIONS, "BLOCK_COLUMNS", 64)
     monkeypatch.setattr(long_rows, "SUMS_PROGRAMS", 4)
-    x, weight, bias, grad = random_norm(name, (11, hidden_size), dtype)
+    x, weight, bias, grad = random_norm(name, (6, hidden_size), dtype)
     check_both_forms(x, weight, bias, grad)
     check_both_forms(x, weight, None, grad)
 
 
 @kernel_test
-def test_norm_takes_rows_of_65536():
-    check_both_forms(*random_norm("one in a hundred gamma 0", (1, 65536), torch.bfloat16))
+@pytest.mark.parametrize("hidden_size", [16392, pytest.param(65536, marks=pytest.mark.exhaustive)])
+def test_norm_takes_rows_that_no_program_has_room_for(hidden_size):
+    check_both_forms(*random_norm("one in a hundred gamma 0", (1, hidden_size), torch.bfloat16))
 
 
 @kernel_test
@@ -106,12 +107,12 @@ def test_norms_gradients_of_gamma_and_beta_are_summed_over_many_programs_in_a_fi
 @kernel_test
 @pytest.mark.parametrize(("hidden_size", "per_multiprocessor"), [(1024, 4), (2048, 4), (4096, 2), (8192, 1)])
 def test_a_norms_backward_has_as_many_programs_as_run_at_once(monkeypatch, hidden_size, per_multiprocessor):
-    kernel, grids = whole_rows._backward_kernel, []
+    grids = []
 
     class Noted:
         def __getitem__(self, grid):
             grids.append(grid)
-            return kernel[grid]
+            return lambda *_, **__: None
 
     monkeypatch.setattr(whole_rows, "_backward_kernel", Noted())
     monkeypatch.setattr(whole_rows, "count_multiprocessors", lambda device: 2)
@@ -123,7 +124,7 @@ def test_a_norms_backward_has_as_many_programs_as_run_at_once(monkeypatch, hidde
 @pytest.mark.parametrize("limit", [64, 32768], ids=["long rows", "whole rows"])
 def test_sums_are_rounded_once_to_the_dtype_that_is_asked_for(limit, monkeypatch):
     monkeypatch.setattr(norm_kernel, "BACKWARD_ROW_BYTES", limit)
-    x, weight, bias, grad = random_norm("initial", (40, 136), torch.bfloat16)
+    x, weight, bias, grad = random_norm("initial", (12, 136), torch.bfloat16)
     norm = norm_of(weight, bias)
     _, kept = norm_kernel.forward(x, norm)
     wide, narrow = (norm_kernel.backward(grad, x, kept, True, x.dtype, dtype)[1] for dtype in (torch.float32, x.dtype))

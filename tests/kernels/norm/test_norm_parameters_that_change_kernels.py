@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
+from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, kernel_test
 from norm_inputs import float32_layer_norm, float32_rms_norm
 from torch import Tensor
@@ -74,16 +73,8 @@ def test_a_beta_of_100_gammas_is_exact_whenever_it_comes(changes, dtype):
         check_step([weight, bias])
 
 
-# Every pair of share, gamma and dtype.
-DRIFTS = [(1, 0.05, torch.float32), (3, 0.02, torch.float32), (3, 0.05, torch.bfloat16), (1, 0.02, torch.bfloat16)]
-ALL_DRIFTS = list(itertools.product((1, 3), (0.05, 0.02), (torch.float32, torch.bfloat16)))
-
-
 @kernel_test
-@pytest.mark.parametrize(
-    ("share", "gamma", "dtype"),
-    [pytest.param(*case, marks=() if case in DRIFTS else pytest.mark.exhaustive) for case in ALL_DRIFTS],
-)
+@parametrize_covering(each={"share": [1, 3], "gamma": [0.05, 0.02], "dtype": [torch.float32, torch.bfloat16]})
 def test_gammas_that_drift_through_0_unseen_are_exact_in_every_call(share, gamma, dtype):
     weight, bias = parameters(dtype, gamma, 0.001)
     for _ in range(round(gamma / 1e-3) + 8):
