@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from grid.models import FAMILIES, RECOMPUTE
 from tempo_megatron import TempoConfig
@@ -155,11 +156,21 @@ def _pairs_of(case: Case) -> list[tuple[tuple[str, object], tuple[str, object]]]
 
 def choose_pairwise() -> list[Case]:
     """A small subset of the cases in which every pair of values that can meet does; the same each time."""
-    remaining = list_pairs(cases := list_cases())
-    pairs = {case: set(_pairs_of(case)) for case in cases}
-    chosen = []
+    return _choose(lambda case: set(_pairs_of(case)))
+
+
+def choose_sample() -> list[Case]:
+    """A smaller one: every layout occurs, and every pair of the other axes' values."""
+    anywhere = {case: dataclasses.replace(case, layout=ONE_PROCESS) for case in list_cases()}
+    return _choose(lambda case: {case.layout, *_pairs_of(anywhere[case])})
+
+
+def _choose(list_wanted: Callable[[Case], set[Any]]) -> list[Case]:
+    """The same few cases each time that have all that `list_wanted` gives of any."""
+    wanted = {case: list_wanted(case) for case in list_cases()}
+    remaining, chosen = set().union(*wanted.values()), []
     while remaining:
-        best = max(cases, key=lambda case: len(pairs[case] & remaining))
+        best = max(wanted, key=lambda case: len(wanted[case] & remaining))
         chosen.append(best)
-        remaining -= pairs[best]
+        remaining -= wanted[best]
     return chosen

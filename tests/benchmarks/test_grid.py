@@ -1,12 +1,14 @@
-"""A subset of the grid in which every pair of values meets, and what the grid is made of."""
+"""A sample of the grid, with --exhaustive one in which every pair of values meets, and what the grid is made of."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from grid.cases import (
     Case,
     Layout,
     choose_pairwise,
+    choose_sample,
     find_rule,
     list_cases,
     list_pairs,
@@ -31,14 +34,15 @@ SCRIPT = ROOT / "benchmarks" / "compatibility.py"
 
 
 @pytest.mark.slow
-def test_every_pair_of_values_that_can_meet_holds(tmp_path: Path) -> None:
-    found = run(choose_pairwise(), tmp_path / "grid.jsonl", 1)
+@pytest.mark.parametrize("choose", [choose_sample, pytest.param(choose_pairwise, marks=pytest.mark.exhaustive)])
+def test_what_is_chosen_holds(choose: Callable[[], list[Case]], tmp_path: Path) -> None:
+    found = run(choose(), tmp_path / "grid.jsonl", 1)
     assert {key: result for key, result in found.items() if result["status"] == "failed"} == {}
     assert {result["status"] for result in found.values()} == {"passed", "refused"}
     assert max(result.get("bytes_off", 0.0) for result in found.values()) <= 0.01
     # Once more, and nothing is left to run.
     before = (tmp_path / "grid.jsonl").read_text()
-    assert run(choose_pairwise(), tmp_path / "grid.jsonl", 1) == found
+    assert run(choose(), tmp_path / "grid.jsonl", 1) == found
     assert (tmp_path / "grid.jsonl").read_text() == before
 
 
@@ -46,6 +50,16 @@ def test_the_subset_covers_every_pair_that_can_meet() -> None:
     chosen = choose_pairwise()
     assert chosen == choose_pairwise() and len(chosen) < 80
     assert list_pairs(chosen) == list_pairs(list_cases())
+
+
+def test_the_sample_has_every_layout_and_every_pair_of_the_other_axes_values() -> None:
+    sample, cases = choose_sample(), list_cases()
+    assert sample == choose_sample() and len(sample) <= 24
+    assert {case.layout for case in sample} == {case.layout for case in cases}
+    met, can_meet = (
+        list_pairs(dataclasses.replace(case, layout=Layout()) for case in some) for some in (sample, cases)
+    )
+    assert met == can_meet
 
 
 def test_every_combination_is_a_case_or_has_a_rule() -> None:
@@ -96,6 +110,7 @@ def is_alive(process: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
     output = tmp_path / "grid.jsonl"
     # Stock with dropout is held against no run on one process: its first result comes at once.
