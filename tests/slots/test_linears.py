@@ -8,12 +8,12 @@ from typing import Any
 import megatron_cpu
 import pytest
 import torch
-from covering import exhaustive, parametrize_covering
+from covering import exhaustive
 from distributed import run_megatron_ranks
 from gpt import gpt_config
 from grid.cases import Case, Layout
 from grid.run import run_model
-from linear_cases import AGAIN, CASES, RECOMPUTE, compare, count_alive, list_calls, measure
+from linear_cases import AGAIN, CASES, RECOMPUTE, Difference, compare, count_alive, list_calls
 from megatron.core import parallel_state
 
 from tempo_megatron import TempoConfig, tempo_block_spec
@@ -21,47 +21,45 @@ from tempo_megatron.slots.attention import _Watched
 from tempo_megatron.slots.linear import LinearCall
 from tempo_megatron.slots.report import report_on
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Its head has a norm of Megatron's own, which refuses sequence parallelism without Apex.
 PARALLEL = [name for name in CASES if name != "BERT"]
 FEW = ["GPT", "GPT, norms in place", "GPT, stock", "Llama, q and k normed", "T5", "GPT, core attention recomputed"]
 
 
-@pytest.mark.slow
-@parametrize_covering(each={"dtype": DTYPES, "dropout": [0.0, 0.1]})
-def test_losses_gradients_and_checkpoint_keys_are_those_of_the_run_without(dtype: torch.dtype, dropout: float) -> None:
-    (found,) = run_megatron_ranks(compare, 1, 1, list(CASES), dtype, dropout)
-    assert found == {key: [] for key in found} and len(found) > 50
-
-
-@pytest.mark.slow
-@parametrize_covering(each={"dtype": DTYPES, "sequence_parallel": {"TP": False, "SP": True}})
-def test_they_are_in_two_tensor_parallel_ranks(dtype: torch.dtype, sequence_parallel: bool) -> None:
-    for found in run_megatron_ranks(compare, 2, 2, PARALLEL, dtype, 0.1, sequence_parallel):
-        assert found == {key: [] for key in found}
-
-
-def check_kept(found: dict[tuple[str, str, str], tuple[int, int, int | None]]) -> None:
-    for (name, again, stack), (without, kept, counted) in found.items():
+def check(found: dict[tuple[str, str], Difference]) -> None:
+    for (name, again), difference in found.items():
+        assert difference.changed == [], (name, again)
         is_recomputed = {
             "GPT, MLP recomputed": again == "fc1",
             "GPT, core attention recomputed": again == "attention",
             "GPT, all recomputed": True,
         }
-        assert kept == without if is_recomputed.get(name) else kept < without, (name, again, stack)
-        assert counted in (kept, None), (name, again, stack)
+        for stack, (without, kept, counted) in difference.kept.items():
+            assert kept == without if is_recomputed.get(name) else kept < without, (name, again, stack)
+            assert counted in (kept, None), (name, again, stack)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive([torch.float32])], ids=str)
-def test_what_is_kept_is_what_the_formula_says(dtype: torch.dtype) -> None:
-    (found,) = run_megatron_ranks(measure, 1, 1, list(CASES), dtype, 0.1)
-    check_kept(found)
+@pytest.mark.parametrize(
+    ("dtype", "dropout"), [(torch.bfloat16, 0.1), *exhaustive((torch.float32, 0.0), (torch.float32, 0.1))]
+)
+def test_losses_gradients_and_keys_are_those_of_the_run_without_and_the_formula_says_what_is_kept(
+    dtype: torch.dtype, dropout: float
+) -> None:
+    (found,) = run_megatron_ranks(compare, 1, 1, list(CASES), dtype, dropout)
+    assert len(found) > 50
+    check(found)
 
 
-def test_what_is_kept_in_two_ranks_is_what_the_formula_says() -> None:
-    for found in run_megatron_ranks(measure, 2, 2, FEW, torch.bfloat16, 0.1, True):
-        check_kept(found)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "dtype", "sequence_parallel"),
+    [(FEW, torch.float32, True), *exhaustive((PARALLEL, torch.float32, False), (PARALLEL, torch.bfloat16, True))],
+    ids=["SP, few", "TP", "SP"],
+)
+def test_they_are_in_two_tensor_parallel_ranks(names: list[str], dtype: torch.dtype, sequence_parallel: bool) -> None:
+    for found in run_megatron_ranks(compare, 2, 2, names, dtype, 0.1, sequence_parallel):
+        check(found)
 
 
 def count_alive_of_all() -> dict[str, tuple[int, int]]:
@@ -104,24 +102,27 @@ class Stages(Case):
         return dataclasses.replace(RECOMPUTE, loss="fused", **AGAIN.get(self.again, {}))
 
 
-def run_stages(again: str, layout: Layout) -> tuple[Any, Any, Any]:
+def run_stages(layout: Layout) -> dict[str, tuple[Any, Any, Any]]:
     megatron_cpu.install()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp
     )
-    found = run_model(Stages("Llama", layout, "none", "", 0.1, "fp32", again=again))
-    return found.losses, found.gradients, found.masks
+    found = {}
+    for again in ("", *AGAIN):
+        run = run_model(Stages("Llama", layout, "none", "", 0.1, "fp32", again=again))
+        found[again] = (run.losses, run.gradients, run.masks)
+    return found
 
 
 @pytest.mark.slow
 def test_with_pipeline_stages_losses_gradients_and_masks_are_those_of_the_run_without() -> None:
-    layout = Layout(1, False, 2)
-    plain = run_megatron_ranks(run_stages, 2, 1, "", layout)
-    for again in AGAIN:
-        for ours, theirs in zip(run_megatron_ranks(run_stages, 2, 1, again, layout), plain, strict=True):
-            torch.testing.assert_close(ours[:2], theirs[:2], rtol=0, atol=0)
-            assert ours[2] == theirs[2]
+    for rank in run_megatron_ranks(run_stages, 2, 1, Layout(1, False, 2)):
+        plain = rank.pop("")
+        assert list(rank) == list(AGAIN)
+        for ours in rank.values():
+            torch.testing.assert_close(ours[:2], plain[:2], rtol=0, atol=0)
+            assert ours[2] == plain[2]
 
 
 def report_and_refuse() -> dict[str, Any]:

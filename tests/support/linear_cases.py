@@ -82,15 +82,7 @@ class Found:
     """Stack -> (bytes that its layers keep, measured; the formula's, None where it knows no such layer)."""
 
 
-def run(
-    case: Case,
-    tempo: TempoConfig,
-    dtype: torch.dtype,
-    dropout: float,
-    *,
-    records: bool = False,
-    sequence_parallel: bool = False,
-) -> Found:
+def run(case: Case, tempo: TempoConfig, dtype: torch.dtype, dropout: float, sequence_parallel: bool) -> Found:
     """Two micro batches, both forwards before both backwards."""
     layout = {"perform_initialization": True, "sequence_parallel": sequence_parallel}
     config = build_config(dtype=dtype, dropout=dropout, **layout, **case.settings)
@@ -102,10 +94,10 @@ def run(
     for sample in (0, SIZES.micro_batch_size):
         dropout_rng.set_micro_batch(5, sample)
         args, kwargs = make_batch(case.family, sample, SIZES, gives_mask=chosen.attention == "off")
-        recorder = LayerRecorder(model) if records and not losses else None
-        if recorder is None:
+        if losses:
             output = model(*args, **kwargs)
         else:
+            recorder = LayerRecorder(model)
             with recorder.record():
                 output = model(*args, **kwargs)
             is_counted = not config.qk_layernorm and config.activation_func is not F.tanh
@@ -124,38 +116,34 @@ def run(
     return Found(torch.cat(losses).detach(), found, sorted(model.state_dict()), kept)
 
 
+@dataclasses.dataclass
+class Difference:
+    """Between a run in which something runs again and one without."""
+
+    changed: list[str]
+    """What is not the same, bit for bit: gradients by name, "loss", "keys"."""
+
+    kept: dict[str, tuple[int, int, int | None]]
+    """Stack -> (bytes without it, bytes, the formula's)."""
+
+
 def compare(
     names: list[str], dtype: torch.dtype, dropout: float, sequence_parallel: bool = False
-) -> dict[tuple[str, str], list[str]]:
-    """(case, what runs again) -> what differs from the same run without."""
+) -> dict[tuple[str, str], Difference]:
+    """(case, what runs again) -> how it differs from the same run without."""
     differences = {}
     for name in names:
         case = CASES[name]
-        plain = run(case, case.tempo, dtype, dropout, sequence_parallel=sequence_parallel)
+        plain = run(case, case.tempo, dtype, dropout, sequence_parallel)
         for again in case.again:
             tempo = dataclasses.replace(case.tempo, **AGAIN[again])
-            found = run(case, tempo, dtype, dropout, sequence_parallel=sequence_parallel)
-            differs = [key for key, grad in plain.gradients.items() if not torch.equal(found.gradients[key], grad)]
-            differs += [] if torch.equal(found.losses, plain.losses) else ["loss"]
-            differs += [] if found.keys == plain.keys else ["keys"]
-            differences[name, again] = differs
+            found = run(case, tempo, dtype, dropout, sequence_parallel)
+            changed = [key for key, grad in plain.gradients.items() if not torch.equal(found.gradients[key], grad)]
+            changed += [] if torch.equal(found.losses, plain.losses) else ["loss"]
+            changed += [] if found.keys == plain.keys else ["keys"]
+            kept = {stack: (plain.kept[stack][0], *of_stack) for stack, of_stack in found.kept.items()}
+            differences[name, again] = Difference(changed, kept)
     return differences
-
-
-def measure(
-    names: list[str], dtype: torch.dtype, dropout: float, sequence_parallel: bool = False
-) -> dict[tuple[str, str, str], tuple[int, int, Any]]:
-    """(case, what runs again, stack) -> (bytes without it, bytes, the formula's)."""
-    found = {}
-    settings: dict[str, Any] = {"records": True, "sequence_parallel": sequence_parallel}
-    for name in names:
-        case = CASES[name]
-        plain = run(case, case.tempo, dtype, dropout, **settings)
-        for again in case.again:
-            of_again = run(case, dataclasses.replace(case.tempo, **AGAIN[again]), dtype, dropout, **settings)
-            for stack, (measured, counted) in of_again.kept.items():
-                found[name, again, stack] = (plain.kept[stack][0], measured, counted)
-    return found
 
 
 def list_calls(again: dict[str, str]) -> dict[str, int]:
