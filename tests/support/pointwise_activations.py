@@ -74,6 +74,8 @@ GATED: dict[str, tuple[Function, Function]] = {
 }
 KEEPS_OUTPUT = "squared_relu in place"
 OPERATIONS = {**ACTIVATIONS, **GATED, KEEPS_OUTPUT: (squared_relu, ACTIVATIONS["squared_relu"][1])}
+# Of which the gradient is not as exact as torch's.
+IN_PLACE = {"gelu in place": (gelu, ACTIVATIONS["gelu"][1])}
 
 
 def over_the_range(rows: int = 150, columns: int = 200, is_gated: bool = False) -> Tensor:

@@ -1,7 +1,7 @@
 """Activations, gated or not, against torch's own: what they compute, what they keep, and their output given again.
 
 All keep their input, but for squared ReLU in place, which keeps its output. In-place GELU is in test_gelu.py; that
-none has a second derivative is in test_second_derivatives.py.
+none has a second derivative is in test_every_operation.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pointwise_activations import (
     ACTIVATIONS,
     DTYPES,
     GATED,
+    IN_PLACE,
     KEEPS_OUTPUT,
     OPERATIONS,
     SHAPES,
@@ -63,21 +64,21 @@ def test_odd_and_empty_shapes_give_torchs_output_and_gradients(shape, dtype, nam
     assert_three_witnesses(*OPERATIONS[name], [x, bias], grad, dtype)
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in GATED])
+@pytest.mark.parametrize("name", [name for name in (*OPERATIONS, *IN_PLACE) if name not in GATED])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_output_is_torchs_bit_for_bit(dtype, name):
     x, bias = (torch.randn(33, 97) * 3).to(dtype), torch.randn(97).to(dtype)
     for inputs in ((x,), (x, bias)):
-        ours, theirs = (function(*inputs) for function in OPERATIONS[name])
+        ours, theirs = (function(*inputs) for function in (OPERATIONS | IN_PLACE)[name])
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-@every_operation
+@pytest.mark.parametrize("name", [*OPERATIONS, *IN_PLACE])
 def test_any_strides_give_the_contiguous_result(name):
     x, bias, grad = strided()
-    assert OPERATIONS[name][0](x).is_contiguous()
-    grad = grad[:, :13] if name in GATED else grad
-    assert_strides_do_not_show(OPERATIONS[name][0], [x, bias], grad, torch.float32)
+    ours, _ = (OPERATIONS | IN_PLACE)[name]
+    assert ours(x).is_contiguous()
+    assert_strides_do_not_show(ours, [x, bias], grad[:, :13] if name in GATED else grad, torch.float32)
 
 
 @every_operation
