@@ -1,0 +1,259 @@
+"""What holds of every operation: of autocast, a default dtype, second derivatives, and torch's transforms."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from covering import parametrize_covering
+from distributed import run_ranks
+from every_operation import LABELS, OPERATIONS, TOKEN_WEIGHTS, make_inputs
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import tempo_kernels
+from tempo_kernels.dropout_add import bias_dropout_add
+from tempo_kernels.gelu import cpu as gelu_cpu
+from tempo_kernels.linear_cross_entropy import linear_cross_entropy
+from tempo_kernels.recompute import recompute
+
+ROOT = Path(__file__).parents[2]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+MASK = (2**63 + 17, 8)  # key and first sample
+
+
+OTHERS = make_inputs()[1:]
+
+
+def call(name: str, x: Tensor) -> Tensor:
+    """The operation of a float32 x alone; its other inputs have no gradient."""
+    return OPERATIONS[name](x, *OTHERS, *MASK)
+
+
+def outputs_and_gradients(name: str, inputs: list[Tensor], casts: bool, casts_backward: bool) -> list[Tensor | None]:
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    forward, backward = (
+        torch.autocast("cpu", torch.bfloat16) if is_on else nullcontext() for is_on in (casts, casts_backward)
+    )
+    with forward:
+        out = OPERATIONS[name](*leaves, *MASK)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+    with backward:
+        out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def assert_same(found: list[Tensor | None], wanted: list[Tensor | None]) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        if theirs is None:
+            assert ours is None
+        else:
+            assert ours is not None and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@parametrize_covering(
+    name=OPERATIONS.keys(),
+    dtype=[torch.float32, torch.float16],
+    casts_backward={"backward outside": False, "backward inside": True},
+)
+def test_the_inputs_dtype_decides_and_autocast_changes_no_bit(
+    name: str, dtype: torch.dtype, casts_backward: bool
+) -> None:
+    inputs = make_inputs(dtype)
+    assert_same(
+        outputs_and_gradients(name, inputs, True, casts_backward), outputs_and_gradients(name, inputs, False, False)
+    )
+
+
+# torch's functions that, without a dtype, take the default one for numbers that are not integers.
+ALLOCATE = set(
+    "arange as_tensor empty empty_strided eye full linspace logspace ones rand randint randn randperm range "
+    "scalar_tensor tensor zeros".split()
+)
+
+
+def nameless_allocations(source: str) -> Iterator[str]:
+    """Calls of torch.empty and its like without a dtype."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ALLOCATE:
+            is_torchs = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if is_torchs and not any(keyword.arg in ("dtype", None) for keyword in node.keywords):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_every_allocation_names_its_dtype() -> None:
+    source = "a = torch.zeros(3, device=d)\nb = torch.zeros(3, dtype=torch.float32)\nc = x.new_zeros(3)"
+    assert list(nameless_allocations(source)) == ["line 1: torch.zeros(3, device=d)"]
+    files = [path for folder in ("kernels/tempo_kernels", "tempo_megatron") for path in (ROOT / folder).rglob("*.py")]
+    found = {path: list(nameless_allocations(path.read_text(encoding="utf-8"))) for path in files}
+    assert len(files) > 100 and {path: nameless for path, nameless in found.items() if nameless} == {}
+
+
+def results_under(default: torch.dtype, name: str, dtype: torch.dtype) -> list[Tensor | None]:
+    inputs, before = make_inputs(dtype), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    gelu_cpu._tables.clear()  # filled once per process
+    try:
+        return outputs_and_gradients(name, inputs, False, False)
+    finally:
+        torch.set_default_dtype(before)
+        gelu_cpu._tables.clear()
+
+
+@parametrize_covering(
+    each={"default": [torch.bfloat16, torch.float16, torch.float64]}, name=OPERATIONS.keys(), dtype=DTYPES
+)
+def test_a_default_dtype_changes_no_bit(name: str, dtype: torch.dtype, default: torch.dtype) -> None:
+    assert_same(results_under(default, name, dtype), results_under(torch.float32, name, dtype))
+
+
+# bias_dropout_add's derivative does not depend on x.
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "bias_dropout_add"])
+def test_no_operation_has_a_second_derivative_and_none_says_that_it_is_0(name: str) -> None:
+    x = make_inputs()[0].requires_grad_()
+    (first,) = torch.autograd.grad(call(name, x).sum(), x)
+    # The log-probabilities are no choice of a TempoConfig.
+    advice = "use torch's operation instead$" if "log_prob" in name else r"setting tempo\.\w+ to \"off\""
+    for asks_backward in (True, False):
+        for is_weighted in (False, True):
+            y = call(name, x)
+            weight = torch.ones(y.shape, requires_grad=is_weighted)
+            (grad_x,) = torch.autograd.grad((y * weight).sum(), x, create_graph=True)
+            assert grad_x.requires_grad and torch.equal(grad_x, first)
+            penalised = y.sum() + grad_x.square().sum()
+            with pytest.raises(RuntimeError, match=f"{find_word(name)}.* is not twice differentiable.* {advice}"):
+                penalised.backward() if asks_backward else torch.autograd.grad(penalised, x)
+
+
+def find_word(name: str) -> str:
+    """The operation's own name."""
+    return name.split()[0].rstrip(",")
+
+
+def test_every_input_of_the_weighted_loss_raises() -> None:
+    x, _, bias, weight = (t.requires_grad_() for t in make_inputs())
+    inputs = [x, weight, bias]
+    for asked in inputs:
+        total, _ = linear_cross_entropy(x, weight, LABELS, bias=bias, token_weights=TOKEN_WEIGHTS)
+        grads = torch.autograd.grad(total, inputs, create_graph=True)
+        penalised = total + sum(grad.square().sum() for grad in grads)
+        with pytest.raises(RuntimeError, match="not twice differentiable"):
+            torch.autograd.grad(penalised, asked)
+
+
+def test_the_link_to_what_the_weighted_loss_does_not_keep_has_no_bytes() -> None:
+    x, _, _, weight = (t.requires_grad_() for t in make_inputs())
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        linear_cross_entropy(x, weight, LABELS, token_weights=TOKEN_WEIGHTS)
+    bytes_kept = sum(t.untyped_storage().nbytes() for t in kept)
+    assert bytes_kept == 4 * (x.numel() + weight.numel() + 1)  # two gradients and the weights' unit
+    assert not {x.data_ptr(), weight.data_ptr()} & {t.data_ptr() for t in kept}
+
+
+def test_dropout_which_is_linear_counts_as_a_constant_rightly_and_else_raises() -> None:
+    x = make_inputs()[0].requires_grad_()
+    (grad_x,) = torch.autograd.grad(bias_dropout_add(x, None, None, p=0.25, key=5).sum(), x, create_graph=True)
+    assert not grad_x.requires_grad  # as of torch's own dropout: keep / (1 - p), whatever x is
+    y = bias_dropout_add(x, None, None, p=0.25, key=5)
+    (grad_x,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r'bias_dropout_add is not twice .* setting tempo.dropout to "off"'):
+        grad_x.sum().backward()
+
+
+# One form of each public operation, of x alone.
+PUBLIC: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: (lambda x, name=name: call(name, x)) for name in OPERATIONS if name.isidentifier() and name != "relu"},
+    "recompute": lambda x: recompute(torch.sin, x),
+}
+every_public_operation = pytest.mark.parametrize("name", PUBLIC)
+SHARED_ROOMS = {"philox", "pointwise"}
+BESIDE_OPERATIONS = {"describe", "find_backend", "Draw", "Kept", "Refillable"}
+BESIDE_OPERATIONS |= {"can_refill", "drop", "find_saved_tensors", "hold"}
+# Without autograd: their caller is an operation.
+BESIDE_OPERATIONS |= {"attend_block", "differentiate_block", "merge_blocks"}
+BESIDE_OPERATIONS |= {"CHUNK_BYTES", "OPERATIONS", "make_tables", "use_chunk_bytes"}
+
+
+def test_every_public_operation_is_here() -> None:
+    rooms = {room.name for room in pkgutil.iter_modules(tempo_kernels.__path__) if room.ispkg} - SHARED_ROOMS
+    names = {name for room in rooms for name in importlib.import_module(f"tempo_kernels.{room}").__all__}
+    assert names - BESIDE_OPERATIONS == set(PUBLIC)
+
+
+def make_input() -> Tensor:
+    return make_inputs()[0]
+
+
+def give_a_tangent(operation: Callable[[Tensor], Tensor]) -> None:
+    with forward_ad.dual_level():
+        operation(forward_ad.make_dual(make_input(), make_input()))
+
+
+TRANSFORMED = "called under vmap or a transform of torch.func"
+USES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "vmap": (lambda f: torch.vmap(f)(torch.stack([make_input()] * 3)), TRANSFORMED),
+    "grad": (lambda f: torch.func.grad(lambda x: f(x).sum())(make_input()), TRANSFORMED),
+    "jvp": (lambda f: torch.func.jvp(f, (make_input(),), (make_input(),)), TRANSFORMED),
+    "forward mode": (give_a_tangent, "given a tensor with a tangent"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@every_public_operation
+def test_transforms_and_tangents_are_refused_in_one_sentence(name: str, use: str) -> None:
+    run, sentence = USES[use]
+    with pytest.raises(ValueError, match=f"^{name} was .*{sentence}.*; expected .*; .* use torch's"):
+        run(PUBLIC[name])
+
+
+@every_public_operation
+def test_tensors_without_a_tangent_are_welcome_where_others_have_one(name: str) -> None:
+    x = make_input()
+    with forward_ad.dual_level():
+        forward_ad.make_dual(x.clone(), x)
+        assert torch.equal(PUBLIC[name](x), PUBLIC[name](x))
+
+
+@every_public_operation
+def test_batched_gradients_give_the_right_result_or_one_sentence(name: str) -> None:
+    x = make_input().requires_grad_()
+    y = PUBLIC[name](x)
+    grads = torch.stack([torch.ones_like(y), torch.linspace(-1, 1, y.numel()).view_as(y)])
+    expected = torch.stack([torch.autograd.grad(y, x, grad, retain_graph=True)[0] for grad in grads])
+    try:
+        (found,) = torch.autograd.grad(y, x, grads, is_grads_batched=True)
+    except ValueError as error:
+        assert "was given batched gradients" in str(error)
+    else:
+        torch.testing.assert_close(found, expected)
+
+
+def refuse_dtensors() -> dict[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    x = distribute_tensor(make_input(), init_device_mesh("cpu", (1,)), [Shard(1)])
+    found = {}
+    for name, operation in PUBLIC.items():
+        try:
+            found[name] = "right" if torch.equal(operation(x).full_tensor(), operation(make_input())) else "wrong"  # type: ignore[attr-defined]
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.slow
+def test_dtensors_are_refused_in_one_sentence() -> None:
+    (found,) = run_ranks(refuse_dtensors, 1)
+    assert found.pop("recompute") == "right"
+    for name, sentence in found.items():
+        assert " is a DTensor; expected plain tensors; give each rank's part" in sentence, (name, sentence)
+        assert sentence.startswith(f"{name}: ")
