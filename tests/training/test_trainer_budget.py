@@ -59,12 +59,14 @@ def plan_in_a_fork() -> None:
 def count_bytes() -> None:
     """Let a rank count its storages while it trains, and say at the end how many bytes they were at most."""
     plan_in_a_fork()
+    from tempo_kernels import compiled
     from tempo_kernels.gelu import make_tables
     from tempo_megatron.memory.storages import PeakBytes
     from tempo_megatron.training.job import Job
 
     # What Inductor's own code makes, no dispatcher sees.
     os.environ["CXX"] = "no-compiler"
+    compiled._try_once.cache_clear()
     torch.compiler.set_stance("force_eager")
     make_tables()  # of a process, 512 KiB of each dtype, and in no estimate
     seen, build, train = PeakBytes(), Job.__init__, Job.train
