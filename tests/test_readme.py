@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -99,7 +101,7 @@ REPLACED = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def fresh_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that a clone would have, changes of the working tree included."""
     listed = subprocess.run(
@@ -115,9 +117,39 @@ def fresh_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clone
 
 
+def lend_environment(clone: Path) -> None:
+    """Make the clone's .venv as the README's first command leaves it, with the packages of the environment that the
+    tests run in, which launch/environment.sh made too."""
+    folder = clone / ".venv"
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    packages = [clone, clone / "kernels", *site_packages()]
+    (site / "lent.pth").write_text("".join(f"{path}\n" for path in packages))
+    for entry in importlib.metadata.entry_points(group="console_scripts"):
+        if entry.name.startswith(("tempo", "torchrun")):
+            script = folder / "bin" / entry.name
+            call = f"import sys\nfrom {entry.module} import {entry.attr}\nsys.exit({entry.attr}())\n"
+            script.write_text(f"#!{folder}/bin/python\n{call}")
+            script.chmod(0o755)
+    launcher = Path(sys.executable).with_name("deepspeed").read_text().partition("\n")[2]
+    (folder / "bin" / "deepspeed").write_text(f"#!{folder}/bin/python\n{launcher}")
+    (folder / "bin" / "deepspeed").chmod(0o755)
+    (folder / "made-for").write_text(f"{folder}\n")
+    stamp = f'. launch/environment.sh; VENV={folder} environment_stamp >"{folder}/installed-train"'
+    subprocess.run(["bash", "-c", stamp], cwd=clone, check=True)
+
+
+def site_packages() -> list[str]:
+    return [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+
+
 @pytest.mark.slow
-def test_every_command_runs_in_order_as_printed_in_a_fresh_clone(fresh_clone: Path) -> None:
-    """One shell, as a newcomer's. Its environment is made by the README's first command, with this Python's torch."""
+@pytest.mark.parametrize("is_lent", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_every_command_runs_in_order_as_printed_in_a_fresh_clone(fresh_clone: Path, is_lent: bool) -> None:
+    """One shell, as a newcomer's. The README's first command finds its environment made, as .ci/run has made one by the
+    same function, or makes it with this Python's torch."""
+    if is_lent:
+        lend_environment(fresh_clone)
     script = "\n".join(command_blocks())
     for printed, run in REPLACED.items():
         assert script.count(printed) == 1
@@ -138,6 +170,7 @@ def test_every_command_runs_in_order_as_printed_in_a_fresh_clone(fresh_clone: Pa
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert f"source {Path('.venv/bin/activate')}\n" in done.stdout
+    assert ("The environment is ready" in done.stdout) is not is_lent
     check_quickstart(fresh_clone / "runs" / "quickstart", done.stdout)
     for said in ("1 x CPU", "2 x CPU (1 threads) by torchrun: ", "2 x CPU (1 threads) by deepspeed: TP 2 + SP, DP 1"):
         assert torch.cuda.is_available() or said in done.stdout

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_job import Data, make_data, run, successful
+from training_job import Data, fork_beside, make_data, run, successful
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.estimate import estimate_ranks
@@ -83,6 +83,7 @@ def fail_in_the_second_step(rank: int) -> None:
     """The allocation of the second step's loss finds no memory on one rank."""
     from tempo_megatron.training.tasks import next_token as next_token_task
 
+    fork_beside()
     call, calls = next_token_task.PredictNextToken.__call__, []
 
     def run_out(self: Any, *args: Any) -> Any:

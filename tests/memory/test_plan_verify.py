@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from covering import exhaustive
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from peak_cases import Step, measure_step
 
@@ -71,7 +72,7 @@ def measure(step: Step, plan: MemoryPlan) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt", "llama", pytest.param("bert", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("family", ["llama", *exhaustive(["gpt"], ["bert"])])
 def test_no_real_step_exceeds_the_budget_of_its_plan(family: str) -> None:
     use_cpu()
     step = Step(family, False, TempoConfig.off())
@@ -93,7 +94,7 @@ def test_no_real_step_exceeds_the_budget_of_its_plan(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("family", ["llama", *exhaustive(["bert"])])
 def test_where_all_layers_recomputed_would_fit_a_plan_is_found(family: str) -> None:
     problem, estimates = ask(family)
     forms = (

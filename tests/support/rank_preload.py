@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 import torch._inductor.config
 
+from tempo_kernels.compiled import find_obstacle
 
-def _add_one(x: torch.Tensor) -> torch.Tensor:
-    return x + 1
-
-
-# The first compilation of a process imports the compiler and hashes all files of torch and Triton: 5 s for each rank
-# that tries whether compiling works. Each still tries. One thread, since threads do not outlive a fork.
+# A first compilation imports the compiler and hashes all files of torch and Triton. A rank inherits what it found, and
+# asks no more. Ranks without this server, as of test_trainer_launchers.py, each try. Threads do not outlive a fork.
 torch.set_num_threads(1)
 with torch._inductor.config.patch(compile_threads=1):
-    for _ in range(2):  # once more where another process was writing to the same cache
-        try:
-            torch.compile(_add_one, dynamic=True)(torch.zeros(16))
-            break
-        except Exception:  # no compiler: every rank finds out for itself
-            torch._dynamo.reset()
+    find_obstacle()
+
+# DeepSpeed collects garbage when it starts: in each rank through all that was imported here, and copies its pages.
+gc.collect()
+gc.freeze()

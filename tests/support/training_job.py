@@ -6,7 +6,9 @@ import argparse as _stdlib
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
+import pkgutil
 import random
 import signal
 import socket
@@ -188,6 +190,38 @@ def _rank_main(
     code = train(argv, family)
     sys.stdout.flush()
     os._exit(code)
+
+
+def fork_beside() -> None:
+    """Let a rank call what it calls beside itself in a fork of what it is now, not in a new process: that one imports
+    everything for seconds, and test_beside.py and a case of each caller have it."""
+    from tempo_megatron.memory.live import aside, out_of_memory, run_ledger
+
+    ours, theirs = multiprocessing.Pipe()
+    if os.fork() == 0:
+        ours.close()
+        with contextlib.suppress(EOFError):  # the rank has ended
+            while True:
+                target, args = theirs.recv()
+                try:
+                    theirs.send(pkgutil.resolve_name(target)(*args))
+                except ValueError as error:
+                    theirs.send(error)
+        os._exit(0)
+    theirs.close()
+
+    class Forked:
+        def __init__(self, target: str, *args: Any) -> None:
+            ours.send((target, args))
+
+        def wait(self, seconds: float | None = None) -> Any:
+            found = ours.recv()
+            if isinstance(found, ValueError):
+                raise found
+            return found
+
+    for module in (aside, out_of_memory, run_ledger):
+        module.Beside = Forked  # type: ignore[assignment, misc]
 
 
 def environment(rank: int | None = None, world_size: int = 1, port: int = 0) -> dict[str, str]:

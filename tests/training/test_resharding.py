@@ -18,7 +18,7 @@ from training_job import Data, Run, run, successful, write_unsealed
 from tempo_megatron.training.resharding import load_resharded
 
 L = Layout
-STEPS, SAVED = 6, 3
+STEPS, SAVED = 4, 2
 # 512 tokens in 540 rows, which another tensor parallel size would pad to 600 or 720 in a run that starts.
 COMMON = [
     "--global-batch-size", "4", "--micro-batch-size", "1", "--train-iters", str(STEPS),
@@ -33,7 +33,7 @@ LLAMA = (
     "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights", "--ffn-hidden-size", "96",
 )  # fmt: skip
 # Of float32 sums in another order, relative to the loss, an ulp of which is 8e-8. Whole runs of the same weights in two
-# layouts differ by that one ulp in six steps.
+# layouts differ by that one ulp in four steps.
 LIMIT = 5e-7
 
 
@@ -96,8 +96,8 @@ PAIRS = [
     (L(2, 1, 1, sp=True), L(2, 1, 1, sp=True), TEMPO, STOCK),
 ]
 QUICK = (2, 15)
-# With these each stage and each tensor parallel size is on both sides.
-SLOW = (0, 7, 9, 10, 16)
+# With these and the tests below each stage and each tensor parallel size is on both sides.
+SLOW = (0, 10, 16)
 WORDS = {STOCK: "stock", TEMPO: "Tempo", DROPOUT: "Tempo p 0.1"}
 
 
@@ -137,19 +137,11 @@ def test_a_run_goes_on_in_another_layout(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (L(1, 2, 1), L(1, 2, 3)),
-        pytest.param(L(1, 2, 2), L(1, 2, 0), marks=pytest.mark.exhaustive),
-        pytest.param(L(1, 2, 3), L(1, 2, 2), marks=pytest.mark.exhaustive),
-        pytest.param(L(1, 2, 0), L(1, 2, 1), marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
-def test_another_stage_alone(data: Data, sources: Sources, tmp_path: Path, source: L, target: L) -> None:
-    folder, whole = sources.get(source, DROPOUT)
-    resumed = successful(go(data, tmp_path, target, *DROPOUT, "--load", str(folder / "save")))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 0), (3, 2), (0, 1)])
+def test_another_stage_alone(data: Data, sources: Sources, tmp_path: Path, before: int, after: int) -> None:
+    folder, whole = sources.get(L(1, 2, before), DROPOUT)
+    resumed = successful(go(data, tmp_path, L(1, 2, after), *DROPOUT, "--load", str(folder / "save")))
     assert_same_losses(resumed.losses, whole.losses[SAVED:])
 
 
@@ -197,13 +189,12 @@ def test_a_gated_model_with_fewer_groups_than_ranks(
 
 @pytest.mark.slow
 def test_the_way_there_and_back_and_on(data: Data, sources: Sources, tmp_path: Path) -> None:
-    """Checkpoints that other layouts wrote go into one folder; the last run is in the first one's layout again."""
+    """The checkpoints go into one folder; the last run is in the first one's layout again."""
     folder, whole = sources.get(L(2, 2, 1, sp=True), DROPOUT)
     shutil.copytree(folder / "save", tmp_path / "save")
     save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
-    ways = [(L(1, 2, 3), "--exit-interval 4 --micro-batch-size 2"), (L(1, 1, 0), "--exit-interval 5"), (L(4, 1, 2), "")]
-    for layout, more in ways:
-        last = successful(go(data, tmp_path, layout, *DROPOUT, *save, *more.split()))
+    successful(go(data, tmp_path, L(1, 2, 3), *DROPOUT, *save, "--exit-interval", "3", "--micro-batch-size", "2"))
+    last = successful(go(data, tmp_path, L(2, 2, 1, sp=True), *DROPOUT, *save))
     assert_same_losses(last.losses, whole.losses[SAVED:])
 
 
@@ -227,14 +218,14 @@ def test_an_option_that_moves_the_weights_within_a_layout(data: Data, tmp_path: 
 @pytest.mark.slow
 def test_the_global_batch_stays_when_it_was_left_out(data: Data, tmp_path: Path) -> None:
     """It was 2 micro batches of 2; two processes now take one each."""
-    left_out = [*STOCK, "--train-iters", str(STEPS), "--micro-batch-size", "2"]
+    left_out = [*STOCK, "--train-iters", "3", "--micro-batch-size", "2"]
     save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
     options = [*left_out, *save]
     config = {"gradient_accumulation_steps": 2}
-    first = successful(run(data, tmp_path, *options, "--exit-interval", "3", config=config))
+    first = successful(run(data, tmp_path, *options, "--exit-interval", "2", config=config))
     second = successful(run(data, tmp_path, *options, world_size=2, config=L(1, 2, 1).config()))
-    assert [record["consumed_samples"] for record in second.of_kind("train")] == [4, 8, 12, 16, 20, 24]
-    assert second.losses[:3] == first.losses
+    assert [record["consumed_samples"] for record in second.of_kind("train")] == [4, 8, 12]
+    assert second.losses[:2] == first.losses
 
 
 def die_while_saving() -> None:
@@ -246,18 +237,18 @@ def die_while_saving() -> None:
 
 @pytest.mark.slow
 def test_kill_9_in_the_first_save_after_it_loses_nothing(data: Data, sources: Sources, tmp_path: Path) -> None:
-    folder, whole = sources.get(L(1, 2, 1), STOCK)
+    folder, whole = sources.get(L(2, 1, 0), STOCK)
     save = tmp_path / "save"
     shutil.copytree(folder / "save", save)
-    before = {path: path.read_bytes() for path in (save / "iter_0000003").iterdir()}
+    before = {path: path.read_bytes() for path in (save / "iter_0000002").iterdir()}
     options = [*STOCK, "--save", str(save), "--load", str(save)]
     killed = go(data, tmp_path, L(1, 1, 2), *options, "--save-interval", "1", before=die_while_saving)
     assert killed.exit_codes == [-signal.SIGKILL]
-    assert "DP 2, ZeRO 1 to TP 1, DP 1, ZeRO 2" in killed.output
-    assert (save / "iter_0000004.tmp" / "rank_00000.pt").exists()
-    assert (save / "latest").read_text() == "iter_0000003\n"
-    assert {path: path.read_bytes() for path in (save / "iter_0000003").iterdir()} == before
-    resumed = successful(go(data, tmp_path / "resumed", L(2, 1, 0), *options))
+    assert "TP 2, DP 1, ZeRO 0 to TP 1, DP 1, ZeRO 2" in killed.output
+    assert (save / "iter_0000003.tmp" / "rank_00000.pt").exists()
+    assert (save / "latest").read_text() == "iter_0000002\n"
+    assert {path: path.read_bytes() for path in (save / "iter_0000002").iterdir()} == before
+    resumed = successful(go(data, tmp_path / "resumed", L(1, 1, 1), *options))
     assert f"going on after step {SAVED}" in resumed.output and not list(save.glob("*.tmp"))
     assert_same_losses(resumed.losses, whole.losses[SAVED:])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import re
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_job import Data, Run, run, successful
+from training_job import Data, Run, fork_beside, run, successful
 
 from tempo_megatron import TempoConfig
 from tempo_megatron.memory import run as memory_run
@@ -28,43 +26,17 @@ QUICKSTART = [
 ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
 
 
-def plan_in_a_fork() -> None:
-    """Let a rank plan in a fork of what it is now, not in a new process (tests/test_beside.py)."""
-    from tempo_megatron.memory.live import aside
-
-    ours, theirs = multiprocessing.Pipe()
-    if os.fork() == 0:
-        ours.close()
-        with contextlib.suppress(EOFError):  # the rank ended and had nothing to plan
-            try:
-                theirs.send(aside.make_run_plan(*theirs.recv()))
-            except ValueError as error:
-                theirs.send(error)
-        os._exit(0)
-
-    class Forked:
-        def __init__(self, target: str, *args: Any) -> None:
-            assert target.endswith(":make_run_plan")
-            ours.send(args)
-
-        def wait(self) -> Any:
-            found = ours.recv()
-            if isinstance(found, ValueError):
-                raise found
-            return found
-
-    aside.Beside = Forked  # type: ignore[assignment, misc]
-
-
 def count_bytes() -> None:
     """Let a rank count its storages while it trains, and say at the end how many bytes they were at most."""
-    plan_in_a_fork()
+    fork_beside()
+    from tempo_kernels import compiled
     from tempo_kernels.gelu import make_tables
     from tempo_megatron.memory.storages import PeakBytes
     from tempo_megatron.training.job import Job
 
     # What Inductor's own code makes, no dispatcher sees.
     os.environ["CXX"] = "no-compiler"
+    compiled._try_once.cache_clear()
     torch.compiler.set_stance("force_eager")
     make_tables()  # of a process, 512 KiB of each dtype, and in no estimate
     seen, build, train = PeakBytes(), Job.__init__, Job.train
@@ -118,7 +90,7 @@ def test_budgets_between_tempo_and_stock_are_kept_and_change_no_loss(
     unplanned = successful(run(data, tmp_path / "stock", *QUICKSTART, config=config, before=count_bytes))
     assert read_count(unplanned) > 0.97 * stock
     plans = []
-    for share in (0.0, 0.2):
+    for share in (0.0, 0.2) if dtype == torch.float32 else (0.2,):
         budget = int(tempo + share * (stock - tempo))
         block = {"memory_budget": f"{budget}B", "norm": "inplace"}
         planned = successful(
@@ -136,7 +108,7 @@ def test_budgets_between_tempo_and_stock_are_kept_and_change_no_loss(
         assert f"           {TempoConfig.from_dict(plan['block']).describe()}" in planned.output
         assert planned.losses == pytest.approx(unplanned.losses, rel=1e-4 if dtype == torch.float32 else 2e-3)
         plans.append((plan["block"], plan["recompute"], plan["num_full"]))
-    assert plans[0] != plans[1]
+    assert len(plans) == 1 or plans[0] != plans[1]
 
 
 @pytest.mark.slow
@@ -145,7 +117,7 @@ def test_what_the_user_wrote_of_recomputation_stays_and_is_counted(data: Data, t
     budget = estimate(TempoConfig(), config, dtype)
     written = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
     words = [*QUICKSTART, *written, "--use-tempo", "--tempo-memory-budget", f"{budget}B"]
-    planned = successful(run(data, tmp_path, *words, config=config, before=plan_in_a_fork))
+    planned = successful(run(data, tmp_path, *words, config=config, before=fork_beside))
     assert (
         "recompute  selective, mlp\n" in planned.output
         and "recomputed by Megatron: mlp of every layer" in planned.output
@@ -158,21 +130,21 @@ def test_what_the_user_wrote_of_recomputation_stays_and_is_counted(data: Data, t
 def test_ranks_share_one_plan_and_resume_with_another(data: Data, tmp_path: Path) -> None:
     """With dropout, on two ranks; the losses after --load are those of the run that was not interrupted."""
     common = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4 --train-iters 4".split()
-    save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
+    save = tmp_path / "save"
 
-    def go(name: str, budget: str, *more: str, before: Any = plan_in_a_fork) -> Run:
+    def go(name: str, budget: str, *more: str, before: Any = fork_beside) -> Run:
         words = [*common, "--use-tempo", "--tempo-memory-budget", budget, *more]
         return successful(run(data, tmp_path / name, *words, world_size=2, config=ZERO1, before=before))
 
-    whole = go("whole", "2.5GB")
-    first = go("first", "2.5GB", *save, "--exit-interval", "2")
-    second = go("second", "2.03GB", *save, before=None)
-    assert [*first.losses, *second.losses] == pytest.approx(whole.losses, rel=1e-4)
+    whole = go("whole", "2.5GB", "--save", str(save), "--save-interval", "2")
+    (save / "latest").write_text("iter_0000002")
+    second = go("second", "2.03GB", "--load", str(save), before=None)
+    assert second.losses == pytest.approx(whole.losses[2:], rel=1e-4)
 
 
 def test_an_impossible_budget_is_one_sentence(data: Data, tmp_path: Path) -> None:
     words = [*QUICKSTART, "--use-tempo", "--tempo-memory-budget", "50MiB"]
-    failed = run(data, tmp_path, *words, config=ZERO1, before=plan_in_a_fork)
+    failed = run(data, tmp_path, *words, config=ZERO1, before=fork_beside)
     assert failed.exit_codes == [1]
     (line,) = [line for line in failed.output.splitlines() if line.startswith("error")]
     assert re.fullmatch(

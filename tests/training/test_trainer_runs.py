@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from training_job import Data, Run, run, successful
 
-STEPS = 10
-NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0.5", "--global-batch-size", "4"]
+STEPS = 6
+NO_DROPOUT = [
+    *("--attention-dropout", "0", "--hidden-dropout", "0", "--clip-grad", "0.5", "--global-batch-size", "4"),
+    *("--train-iters", str(STEPS)),
+]
 TP2 = ["--tensor-model-parallel-size", "2"]
 SP = [*TP2, "--sequence-parallel"]
 # fp32 sums in another order: about 1e-7 at each of the few hundred additions behind a loss.
@@ -60,12 +63,19 @@ CASES = {
         2, [*SP, "--recompute-granularity", "selective", "--recompute-modules", "core_attn"], stage(0),
     ),
 }  # fmt: skip
-QUICK = ("TP 2 + SP with ZeRO 1",)
+QUICK = "TP 2 + SP with ZeRO 1"
+# Each stage divides by two, and each kind of tensor parallelism and of recomputation is there, in other rows.
+SELDOM = ("TP 1 with ZeRO 1", "TP 2 with ZeRO 1", *(f"TP 2 + SP with ZeRO {number}" for number in (0, 2, 3)))
+
+
+def find_marks(name: str) -> list[pytest.MarkDecorator]:
+    often = [pytest.mark.slow] if name != QUICK else []
+    return [pytest.mark.slow, pytest.mark.exhaustive] if name in SELDOM else often
 
 
 @pytest.mark.parametrize(
     ("world_size", "extra", "config"),
-    [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+    [pytest.param(*case, id=name, marks=find_marks(name)) for name, case in CASES.items()],
 )
 def test_every_layout_gives_the_losses_and_norms_of_one_process(
     data: Data, reference: Run, tmp_path: Path, world_size: int, extra: list[str], config: dict[str, Any]
@@ -82,7 +92,7 @@ def test_tp2_dp2_with_sequence_parallelism_and_zero3(data: Data, reference: Run,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_bf16_stays_near_fp32(data: Data, reference: Run, tmp_path: Path, number: int) -> None:
     config = {**stage(number), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     result = successful(run(data, tmp_path, *NO_DROPOUT, *SP, world_size=2, config=config))
@@ -92,7 +102,7 @@ def test_bf16_stays_near_fp32(data: Data, reference: Run, tmp_path: Path, number
 
 @pytest.mark.slow
 def test_untied_output_weights_have_gradients_of_their_own(data: Data, tmp_path: Path) -> None:
-    untied = [*NO_DROPOUT, "--untie-embeddings-and-output-weights", "--train-iters", "5"]
+    untied = [*NO_DROPOUT, "--untie-embeddings-and-output-weights", "--train-iters", "3"]
     one = successful(run(data, tmp_path / "one", *untied))
     two = successful(run(data, tmp_path / "two", *untied, *SP, world_size=2, config=stage(1)))
     assert two.losses == pytest.approx(one.losses, rel=RELATIVE)
