@@ -347,6 +347,7 @@ def _read_experts(config: Any, run: Any) -> Experts:
         tensor_parallel=split,
         dispatcher=config.moe_token_dispatcher_type,
         grouped=config.moe_grouped_gemm,
+        fuses_permutation=config.moe_permute_fusion,
         routing=routing,
         aux_loss_coefficient=float(coefficient),
         score_function=config.moe_router_score_function,

@@ -122,6 +122,9 @@ class Experts:
     grouped: bool = False
     """Whether the experts of a rank run in one grouped matrix product."""
 
+    fuses_permutation: bool = False
+    """Whether a kernel brings the tokens into the experts' order, and back (--moe-permute-fusion)."""
+
     routing: str = "aux_loss"
     """Megatron's --moe-router-load-balancing-type."""
 

@@ -117,11 +117,45 @@ def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
 
 def test_blocks_that_are_not_split_count_whole() -> None:
     """Less than 1 MiB that is left of a segment counts with the tensor in it."""
+    large = Parameter((19 * MIB // 4,), is_matrix=False)
     # In bf16 9.5 MiB, in a segment of 20 MiB that is split; gradients, copy and two moments of 19 MiB in 20 MiB each.
-    assert count_rounding([[19 * MIB // 4]], torch.bfloat16, [], WHOLE, parts=1) == 4 * MIB
+    assert count_rounding([[large]], torch.bfloat16, [], WHOLE, parts=(1, 1)) == 4 * MIB
     # Weights of 9.5 MiB and the buffer that replaces them share a segment, the copy takes their place, and the moments
     # share another: the second of each pair has 1 MiB too much, and so have the gradients.
-    assert count_rounding([[19 * MIB // 4]], torch.bfloat16, [], DISTRIBUTED, parts=2) == 3 * MIB
+    assert count_rounding([[large]], torch.bfloat16, [], DISTRIBUTED, parts=(2, 2)) == 3 * MIB
+
+
+def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a_workspace() -> None:
+    """Tokens are added up by index, which keeps them, unless a kernel does it; the router's product is Transformer
+    Engine's also beside Megatron's own modules."""
+    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=64, layers=(True, True), dispatcher="alltoall")
+    sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
+
+    def count_kept(**settings: Any) -> int:
+        of_experts = dataclasses.replace(experts, fuses_permutation=settings.pop("fuses_permutation", False))
+        run = make_run(sizes, experts=of_experts, **settings)
+        return simulate_chunk(run, range(2)).kept_bytes
+
+    kept = count_kept(deterministic=False)
+    assert count_kept() - kept == 2 * (2 * 4 * 64) * 512 * 2
+    assert count_kept(fuses_permutation=True) == kept
+    local = make_run(sizes, gpu="h100", stock="local")
+    added = {*list_workspaces(dataclasses.replace(local, experts=experts), has_head=True)} - {32 * MIB}
+    assert added == {32 * MIB + 1024}
+    assert {*list_workspaces(local, has_head=True)} == {32 * MIB}
+
+
+def test_copies_and_moments_of_experts_lie_behind_those_of_all_else() -> None:
+    """Whatever the order of the modules is, 1.5 MiB and then 2 MiB fill segments of 20 MiB, not both in turn."""
+    others = [Parameter((3 * MIB // 8,), is_matrix=False)] * 13
+    experts = [Parameter((MIB // 2,), is_matrix=False, is_expert=True)] * 10
+    in_turn = [each for pair in zip(others, experts, strict=False) for each in pair] + others[10:]
+
+    def count(parameters: list[Parameter]) -> int:
+        return count_rounding([parameters], torch.bfloat16, [], WHOLE, parts=(1, 1))
+
+    assert count(in_turn) == count([*others, *experts])
+    assert count([dataclasses.replace(each, is_expert=False) for each in in_turn]) > count(in_turn)
 
 
 def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:

@@ -21,7 +21,12 @@ from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 
 
 def put_experts(
-    model: torch.nn.Module, experts: Experts, *, is_fused: bool, recomputes_activation: bool = False
+    model: torch.nn.Module,
+    experts: Experts,
+    *,
+    is_fused: bool,
+    is_deterministic: bool = False,
+    recomputes_activation: bool = False,
 ) -> None:
     """Let the experts of the model's layers compute as on a rank of the run.
 
@@ -29,6 +34,7 @@ def put_experts(
         model: built with the all-gather dispatcher and all experts on one rank.
         experts: of the run.
         is_fused: whether the gated activation is Megatron's fused one.
+        is_deterministic: whether torch's algorithms are.
         recomputes_activation: Megatron's recompute module moe_act.
     """
     # Where losses are noted for a log, with as many entries as the last model had layers.
@@ -40,7 +46,7 @@ def put_experts(
                 module.router.sinkhorn_load_balancing = _balance
             config = module.config
             module.experts = _LocalExperts(config, experts, is_fused, recomputes_activation)
-            module.token_dispatcher = _DISPATCHERS[experts.dispatcher](experts)
+            module.token_dispatcher = _DISPATCHERS[experts.dispatcher](experts, is_deterministic)
 
 
 def count_expert_parameters(layer: torch.nn.Module) -> int:
@@ -111,6 +117,17 @@ class _Resize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.new_empty(ctx.num_rows, *grad.shape[1:]), None, None
+
+
+class _KeepInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _resize(x: Tensor, num_rows: int, indices: Tensor | None = None) -> Tensor:
@@ -217,8 +234,8 @@ class _AddBias(torch.autograd.Function):
 class _Dispatcher:
     """What all dispatchers share (token_dispatcher.py). T is a rank's tokens, k experts of each."""
 
-    def __init__(self, experts: Experts) -> None:
-        self._experts = experts
+    def __init__(self, experts: Experts, is_deterministic: bool) -> None:
+        self._experts, self._adds_by_index = experts, is_deterministic and not experts.fuses_permutation
         self._num_local = experts.num_experts // experts.expert_parallel
         self._ranks = experts.expert_parallel * experts.tensor_parallel
         self.shared_experts = None
@@ -228,7 +245,8 @@ class _Dispatcher:
         return _resize(x, num_rows, x.new_empty(num_rows, dtype=torch.int64))
 
     def _unpermute(self, x: Tensor, num_rows: int) -> Tensor:
-        return self._permute(x, num_rows)
+        """`scatter_add_`; deterministic, `index_add_`, of which torch keeps what is added (moe_utils.py: unpermute)."""
+        return self._permute(_KeepInput.apply(x) if self._adds_by_index else x, num_rows)
 
 
 class _AllToAll(_Dispatcher):
