@@ -13,6 +13,7 @@ from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.muon import count_muon_states
 from tempo_megatron.memory.estimate.rounding import count_rounding
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
+from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
@@ -143,6 +144,50 @@ def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a
     added = {*list_workspaces(dataclasses.replace(local, experts=experts), has_head=True)} - {32 * MIB}
     assert added == {32 * MIB + 1024}
     assert {*list_workspaces(local, has_head=True)} == {32 * MIB}
+
+
+def _draw_imbalance(experts: Experts, vocab_size: int, num_layers: int, seed: int) -> float:
+    """Of one random router for each layer, and tokens as frequent as Zipf's law says."""
+    generator = torch.Generator().manual_seed(seed)
+    shares = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
+    shares /= shares.sum()
+    load = torch.zeros(experts.expert_parallel, dtype=torch.float64)
+    groups, of_group = experts.num_groups or 1, experts.num_experts // (experts.num_groups or 1)
+    for _ in range(num_layers):
+        scores = torch.rand(vocab_size, experts.num_experts, generator=generator)
+        if experts.num_groups is not None:
+            others = torch.rand(vocab_size, groups, generator=generator).argsort(1)[:, experts.group_topk or 1 :]
+            scores.view(vocab_size, groups, of_group).scatter_(1, others[..., None].expand(-1, -1, of_group), -1.0)
+        chosen = scores.topk(experts.per_token).indices // (experts.num_experts // experts.expert_parallel)
+        load.index_add_(0, chosen.flatten(), shares.repeat_interleave(experts.per_token))
+    return float(load.max() / load.mean())
+
+
+@pytest.mark.parametrize(
+    ("experts", "num_layers"),
+    [
+        (Experts(num_experts=8, per_token=2, ffn_hidden_size=1, layers=(True,), expert_parallel=4), 12),
+        (Experts(num_experts=16, per_token=4, ffn_hidden_size=1, layers=(True,), expert_parallel=8, num_groups=4,
+                 group_topk=2), 8),
+    ],
+)  # fmt: skip
+def test_the_fullest_rank_gets_what_random_routers_give_it(experts: Experts, num_layers: int) -> None:
+    drawn = [_draw_imbalance(experts, 2000, num_layers, seed) - 1 for seed in range(40)]
+    # The loads of few layers are no normal variables: frequent tokens are few.
+    assert expect_imbalance(experts, 2000, num_layers) - 1 == pytest.approx(sum(drawn) / len(drawn), rel=0.15)
+
+
+def test_only_ranks_that_divide_experts_by_a_learned_router_can_be_fuller() -> None:
+    experts = Experts(num_experts=8, per_token=2, ffn_hidden_size=64, layers=(True, True), expert_parallel=4)
+    for even in ({"expert_parallel": 1}, {"routing": "sinkhorn"}):
+        assert expect_imbalance(dataclasses.replace(experts, **even), 2000, 2) == 1
+    assert expect_imbalance(experts, 2000, 2) > expect_imbalance(experts, 2000, 8) > 1
+    run = make_run({**SMALL, "seq_length": 64, "num_layers": 2}, experts=experts, data_parallel=4)
+    kept = []
+    for factor in (1.0, None, 1.5):
+        given = dataclasses.replace(run, experts=dataclasses.replace(experts, imbalance=factor))
+        kept.append(simulate_chunk(assume_routing(given, 0), range(2)).kept_bytes)
+    assert kept[0] < kept[1] < kept[2]
 
 
 def test_copies_and_moments_of_experts_lie_behind_those_of_all_else() -> None:

@@ -24,6 +24,7 @@ from tempo_megatron.memory.estimate.model_states import (
 from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
 from tempo_megatron.memory.estimate.rounding import count_rounding
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
+from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk, trace_chunk
 from tempo_megatron.memory.simulated.phases import ChunkMemory, Moment
@@ -126,9 +127,10 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
     found: list[RankEstimate] = []
     for stage in range(stages):
         layers = run.list_chunks(stage)
+        of_stage = assume_routing(run, stage)
         chunks = [
             simulate_chunk(
-                run,
+                of_stage,
                 each,
                 pre_process=stage == place == 0,
                 post_process=stage == stages - 1 and place == len(layers) - 1,
@@ -146,7 +148,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
         found.append(_estimate_rank(_name(stage, stages), chunks, states, on_gpu, events, deferred, is_combined))
     if simulates_allocator:
         allocator = simulate_allocator(
-            trace_chunk(run, has_gradients=has_gradients),
+            trace_chunk(assume_routing(run, 0), has_gradients=has_gradients),
             states,
             has_flat_gradients=optimizer.kind == "megatron",
             num_micro_batches=num_micro_batches,
