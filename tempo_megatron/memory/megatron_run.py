@@ -347,6 +347,7 @@ def _read_experts(config: Any, run: Any) -> Experts:
         tensor_parallel=split,
         dispatcher=config.moe_token_dispatcher_type,
         grouped=config.moe_grouped_gemm,
+        fuses_permutation=config.moe_permute_fusion,
         routing=routing,
         aux_loss_coefficient=float(coefficient),
         score_function=config.moe_router_score_function,
@@ -355,6 +356,7 @@ def _read_experts(config: Any, run: Any) -> Experts:
         num_groups=config.moe_router_num_groups,
         group_topk=config.moe_router_group_topk,
         router_dtype={None: None, "fp32": torch.float32, "fp64": torch.float64}[config.moe_router_dtype],
+        imbalance=1.0 if config.moe_router_force_load_balancing else None,
         overlaps=_overlaps_experts(config),
     )
 

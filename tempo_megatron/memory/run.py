@@ -99,7 +99,7 @@ class OptimizerSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The experts of a mixture, and how they lie over ranks. Each is assumed to get as many tokens as any other."""
+    """The experts of a mixture, and how they lie over ranks."""
 
     num_experts: int
     per_token: int
@@ -122,6 +122,9 @@ class Experts:
     grouped: bool = False
     """Whether the experts of a rank run in one grouped matrix product."""
 
+    fuses_permutation: bool = False
+    """Whether a kernel brings the tokens into the experts' order, and back (--moe-permute-fusion)."""
+
     routing: str = "aux_loss"
     """Megatron's --moe-router-load-balancing-type."""
 
@@ -135,6 +138,9 @@ class Experts:
     group_topk: int | None = None
     router_dtype: torch.dtype | None = None
     """None is the layers' dtype."""
+
+    imbalance: float | None = None
+    """Tokens that the fullest rank's experts get, over an equal share; None is what `memory.routing` expects."""
 
     overlaps: bool = False
     """Whether one micro batch's forward runs beside another's backward (--overlap-moe-expert-parallel-comm)."""

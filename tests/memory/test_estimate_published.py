@@ -13,6 +13,7 @@ from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.muon import count_muon_states
 from tempo_megatron.memory.estimate.rounding import count_rounding
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
+from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
@@ -117,11 +118,89 @@ def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
 
 def test_blocks_that_are_not_split_count_whole() -> None:
     """Less than 1 MiB that is left of a segment counts with the tensor in it."""
+    large = Parameter((19 * MIB // 4,), is_matrix=False)
     # In bf16 9.5 MiB, in a segment of 20 MiB that is split; gradients, copy and two moments of 19 MiB in 20 MiB each.
-    assert count_rounding([[19 * MIB // 4]], torch.bfloat16, [], WHOLE, parts=1) == 4 * MIB
+    assert count_rounding([[large]], torch.bfloat16, [], WHOLE, parts=(1, 1)) == 4 * MIB
     # Weights of 9.5 MiB and the buffer that replaces them share a segment, the copy takes their place, and the moments
     # share another: the second of each pair has 1 MiB too much, and so have the gradients.
-    assert count_rounding([[19 * MIB // 4]], torch.bfloat16, [], DISTRIBUTED, parts=2) == 3 * MIB
+    assert count_rounding([[large]], torch.bfloat16, [], DISTRIBUTED, parts=(2, 2)) == 3 * MIB
+
+
+def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a_workspace() -> None:
+    """Tokens are added up by index, which keeps them, unless a kernel does it; the router's product is Transformer
+    Engine's also beside Megatron's own modules."""
+    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=64, layers=(True, True), dispatcher="alltoall")
+    sizes = {**SMALL, "seq_length": 64, "num_layers": 2}
+
+    def count_kept(**settings: Any) -> int:
+        of_experts = dataclasses.replace(experts, fuses_permutation=settings.pop("fuses_permutation", False))
+        run = make_run(sizes, experts=of_experts, **settings)
+        return simulate_chunk(run, range(2)).kept_bytes
+
+    kept = count_kept(deterministic=False)
+    assert count_kept() - kept == 2 * (2 * 4 * 64) * 512 * 2
+    assert count_kept(fuses_permutation=True) == kept
+    local = make_run(sizes, gpu="h100", stock="local")
+    added = {*list_workspaces(dataclasses.replace(local, experts=experts), has_head=True)} - {32 * MIB}
+    assert added == {32 * MIB + 1024}
+    assert {*list_workspaces(local, has_head=True)} == {32 * MIB}
+
+
+def _draw_imbalance(experts: Experts, vocab_size: int, num_layers: int, seed: int) -> float:
+    """Of one random router for each layer, and tokens as frequent as Zipf's law says."""
+    generator = torch.Generator().manual_seed(seed)
+    shares = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
+    shares /= shares.sum()
+    load = torch.zeros(experts.expert_parallel, dtype=torch.float64)
+    groups, of_group = experts.num_groups or 1, experts.num_experts // (experts.num_groups or 1)
+    for _ in range(num_layers):
+        scores = torch.rand(vocab_size, experts.num_experts, generator=generator)
+        if experts.num_groups is not None:
+            others = torch.rand(vocab_size, groups, generator=generator).argsort(1)[:, experts.group_topk or 1 :]
+            scores.view(vocab_size, groups, of_group).scatter_(1, others[..., None].expand(-1, -1, of_group), -1.0)
+        chosen = scores.topk(experts.per_token).indices // (experts.num_experts // experts.expert_parallel)
+        load.index_add_(0, chosen.flatten(), shares.repeat_interleave(experts.per_token))
+    return float(load.max() / load.mean())
+
+
+@pytest.mark.parametrize(
+    ("experts", "num_layers"),
+    [
+        (Experts(num_experts=8, per_token=2, ffn_hidden_size=1, layers=(True,), expert_parallel=4), 12),
+        (Experts(num_experts=16, per_token=4, ffn_hidden_size=1, layers=(True,), expert_parallel=8, num_groups=4,
+                 group_topk=2), 8),
+    ],
+)  # fmt: skip
+def test_the_fullest_rank_gets_what_random_routers_give_it(experts: Experts, num_layers: int) -> None:
+    drawn = [_draw_imbalance(experts, 2000, num_layers, seed) - 1 for seed in range(40)]
+    # The loads of few layers are no normal variables: frequent tokens are few.
+    assert expect_imbalance(experts, 2000, num_layers) - 1 == pytest.approx(sum(drawn) / len(drawn), rel=0.15)
+
+
+def test_only_ranks_that_divide_experts_by_a_learned_router_can_be_fuller() -> None:
+    experts = Experts(num_experts=8, per_token=2, ffn_hidden_size=64, layers=(True, True), expert_parallel=4)
+    for even in ({"expert_parallel": 1}, {"routing": "sinkhorn"}):
+        assert expect_imbalance(dataclasses.replace(experts, **even), 2000, 2) == 1
+    assert expect_imbalance(experts, 2000, 2) > expect_imbalance(experts, 2000, 8) > 1
+    run = make_run({**SMALL, "seq_length": 64, "num_layers": 2}, experts=experts, data_parallel=4)
+    kept = []
+    for factor in (1.0, None, 1.5):
+        given = dataclasses.replace(run, experts=dataclasses.replace(experts, imbalance=factor))
+        kept.append(simulate_chunk(assume_routing(given, 0), range(2)).kept_bytes)
+    assert kept[0] < kept[1] < kept[2]
+
+
+def test_copies_and_moments_of_experts_lie_behind_those_of_all_else() -> None:
+    """Whatever the order of the modules is, 1.5 MiB and then 2 MiB fill segments of 20 MiB, not both in turn."""
+    others = [Parameter((3 * MIB // 8,), is_matrix=False)] * 13
+    experts = [Parameter((MIB // 2,), is_matrix=False, is_expert=True)] * 10
+    in_turn = [each for pair in zip(others, experts, strict=False) for each in pair] + others[10:]
+
+    def count(parameters: list[Parameter]) -> int:
+        return count_rounding([parameters], torch.bfloat16, [], WHOLE, parts=(1, 1))
+
+    assert count(in_turn) == count([*others, *experts])
+    assert count([dataclasses.replace(each, is_expert=False) for each in in_turn]) > count(in_turn)
 
 
 def test_a_stage_keeps_the_last_input_of_each_chunk_and_its_gradient() -> None:

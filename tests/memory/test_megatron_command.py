@@ -368,6 +368,7 @@ def test_a_script_says_its_command_and_is_not_run(
         ("--world-size 2 --hf a --vocab-size 5", "--hf is given beside a command"),
         ("--vocab-size 5", "give --world-size"),
         ("--world-size 3", "3 GPUs are not a multiple"),
+        ("--vocab-size 5 --world-size 2 --moe-imbalance 1.2", "the run has no experts"),
     ],
 )
 def test_arguments_beside_a_command(ours: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

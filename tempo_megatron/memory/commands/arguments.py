@@ -58,6 +58,13 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         help="also simulate torch's CUDA caching allocator: what it rounds up to, and reserves (one stage)",
     )
     group.add_argument("--gpu-memory", type=parse_memory, metavar="SIZE", help="say whether it fits, such as 80GiB")
+    group.add_argument(
+        "--moe-imbalance",
+        type=parse_positive_float,
+        metavar="FACTOR",
+        help="tokens that the fullest rank's experts get, over an equal share; 1 divides them evenly (default: what "
+        "random routers give tokens as frequent as those of text)",
+    )
     group.add_argument("--all-ranks", action="store_true", help="a column for every pipeline stage")
     group.add_argument(
         "--tree",

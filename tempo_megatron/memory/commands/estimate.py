@@ -19,6 +19,7 @@ from tempo_megatron.memory.commands.megatron_options import VERSION
 from tempo_megatron.memory.commands.module_tree import describe_tree, format_trees, list_trees
 from tempo_megatron.memory.commands.requested_run import describe_stock, read_requested_run, take_deepspeed
 from tempo_megatron.memory.estimate.estimate import PART_NAMES, RankEstimate, describe_part, estimate_ranks
+from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import OptimizerSettings, Run
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
 from tempo_megatron.models.build import DTYPES
@@ -53,22 +54,28 @@ def run_estimate(args: argparse.Namespace) -> int:
         run, is_asked, warnings = read_run_of_command(args, command, own)
         title = Path(command.script).name
     run = dataclasses.replace(run, gpu=args.gpu or (None if command is None else "h100"))
+    # What is asked here stands in no command of Megatron-LM.
+    estimated = run if args.moe_imbalance is None else _set_imbalance(run, args.moe_imbalance)
     found = {}
     for name, tempo in {"stock": TempoConfig.off(), **({} if run.tempo.is_off else {"Tempo": run.tempo})}.items():
         try:
             with _say_that_it_takes_time(f"estimating {name} ..."):
-                found[name] = estimate_ranks(dataclasses.replace(run, tempo=tempo), simulates_allocator=args.allocator)
+                found[name] = estimate_ranks(
+                    dataclasses.replace(estimated, tempo=tempo), simulates_allocator=args.allocator
+                )
         except ValueError as error:
             if name == "stock" or is_asked:
                 raise
             warnings.append(f"Tempo cannot have this run: {error}")
     print_notes(command, warnings)
     print(f"{title}, {describe_run(run)}")
+    if estimated.experts is not None and estimated.experts.expert_parallel > 1:
+        print(_describe_routing(estimated))
     print(format_estimates(found, shows_all=args.all_ranks))
     trees = {}
     if args.tree:
         for name, ranks in found.items():
-            of_name = dataclasses.replace(run, tempo=TempoConfig.off() if name == "stock" else run.tempo)
+            of_name = dataclasses.replace(estimated, tempo=TempoConfig.off() if name == "stock" else run.tempo)
             trees[name] = [list_trees(of_name, stage) for stage in range(len(ranks))]
         print(_format_trees(trees, found, shows_all=args.all_ranks))
     fits = True
@@ -89,6 +96,24 @@ def run_estimate(args: argparse.Namespace) -> int:
     if command is not None and "Tempo" in found:
         print(f"with Tempo: {write_command(command, _add_tempo(command, args), run, args.vocab_size)}")
     return 0 if fits else 1
+
+
+def _set_imbalance(run: Run, factor: float) -> Run:
+    """Raises ValueError where there are no experts, or none could be the fullest."""
+    if run.experts is None:
+        raise ValueError("--moe-imbalance is given, and the run has no experts; leave it out")
+    if factor < 1:
+        raise ValueError(
+            f"--moe-imbalance is {factor}; expected at least 1: the fullest rank has an equal share or more"
+        )
+    return dataclasses.replace(run, experts=dataclasses.replace(run.experts, imbalance=factor))
+
+
+def _describe_routing(run: Run) -> str:
+    """The assumption on the experts' tokens, with its figure on the stage where it is largest."""
+    experts = [assume_routing(run, stage).experts for stage in range(run.pipeline_parallel)]
+    largest = max(each.imbalance or 1.0 for each in experts if each is not None)
+    return f"experts of the fullest rank are taken to get {largest:.2f} times an equal share of the tokens"
 
 
 def read_run_of_command(

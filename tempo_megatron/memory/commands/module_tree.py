@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import list_modules
 from tempo_megatron.memory.simulated.module_tree import ModuleMemory
@@ -17,7 +18,7 @@ def list_trees(run: Run, stage: int) -> list[ModuleMemory]:
 
     Raises ValueError as `memory.estimate.estimate.estimate_ranks`, which has run before.
     """
-    chunks = run.list_chunks(stage)
+    run, chunks = assume_routing(run, stage), run.list_chunks(stage)
     last = run.pipeline_parallel - 1
     return [
         list_modules(

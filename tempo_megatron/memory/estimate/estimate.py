@@ -24,6 +24,7 @@ from tempo_megatron.memory.estimate.model_states import (
 from tempo_megatron.memory.estimate.muon import Piece, count_muon_states
 from tempo_megatron.memory.estimate.rounding import count_rounding
 from tempo_megatron.memory.estimate.workspaces import list_workspaces
+from tempo_megatron.memory.routing import assume_routing
 from tempo_megatron.memory.run import Run
 from tempo_megatron.memory.simulated.chunk import simulate_chunk, trace_chunk
 from tempo_megatron.memory.simulated.phases import ChunkMemory, Moment
@@ -126,9 +127,10 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
     found: list[RankEstimate] = []
     for stage in range(stages):
         layers = run.list_chunks(stage)
+        of_stage = assume_routing(run, stage)
         chunks = [
             simulate_chunk(
-                run,
+                of_stage,
                 each,
                 pre_process=stage == place == 0,
                 post_process=stage == stages - 1 and place == len(layers) - 1,
@@ -146,7 +148,7 @@ def estimate_ranks(run: Run, *, simulates_allocator: bool = False) -> tuple[Rank
         found.append(_estimate_rank(_name(stage, stages), chunks, states, on_gpu, events, deferred, is_combined))
     if simulates_allocator:
         allocator = simulate_allocator(
-            trace_chunk(run, has_gradients=has_gradients),
+            trace_chunk(assume_routing(run, 0), has_gradients=has_gradients),
             states,
             has_flat_gradients=optimizer.kind == "megatron",
             num_micro_batches=num_micro_batches,
@@ -161,8 +163,7 @@ def _count_states(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool)
     """The states of a stage's ranks. Ranks that share those of experts are others than share the rest."""
     num_parameters = sum(chunk.num_parameters for chunk in chunks)
     num_expert_parameters = sum(chunk.num_expert_parameters for chunk in chunks)
-    # Context-parallel ranks share the states like data-parallel ones.
-    sharing = run.data_parallel * run.context_parallel // run.optimizer.instances
+    sharing, sharing_experts = _count_sharing(run)
     if run.optimizer.muon is not None:
         return _count_muon(run, chunks)[0]
     found = count_model_states(
@@ -175,8 +176,7 @@ def _count_states(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool)
     )
     if run.experts is None:
         return found
-    sharing = sharing * run.tensor_parallel // (run.experts.expert_parallel * run.experts.tensor_parallel)
-    of_experts = count_model_states(num_expert_parameters, run.dtype, run.optimizer, data_parallel=sharing)
+    of_experts = count_model_states(num_expert_parameters, run.dtype, run.optimizer, data_parallel=sharing_experts)
     # Of Megatron's optimizer, the only one, all fields are sums over parameters.
     both = {
         field.name: getattr(found, field.name) + getattr(of_experts, field.name)
@@ -186,16 +186,26 @@ def _count_states(run: Run, chunks: Sequence[ChunkMemory], *, accumulates: bool)
     return dataclasses.replace(found, **both)
 
 
+def _count_sharing(run: Run) -> tuple[int, int]:
+    """Ranks that share the optimizer's states of what is no expert, and those of an expert.
+
+    Context-parallel ranks share them like data-parallel ones.
+    """
+    ranks = run.data_parallel * run.context_parallel // run.optimizer.instances
+    experts = run.experts
+    of_expert = 1 if experts is None else experts.expert_parallel * experts.tensor_parallel
+    return ranks, ranks * run.tensor_parallel // of_expert
+
+
 def _count_muon(run: Run, chunks: Sequence[ChunkMemory]) -> tuple[ModelStates, list[Piece]]:
-    experts, ranks = run.experts, run.data_parallel * run.context_parallel
-    of_expert = experts.expert_parallel * experts.tensor_parallel if experts is not None else 1
+    ranks, expert_ranks = _count_sharing(run)
     assert run.optimizer.muon is not None
     return count_muon_states(
         [parameter for chunk in chunks for parameter in chunk.parameters],
         run.dtype,
         run.optimizer.muon,
         ranks=ranks,
-        expert_ranks=ranks * run.tensor_parallel // of_expert,
+        expert_ranks=expert_ranks,
     )
 
 
@@ -215,12 +225,13 @@ def _count_on_gpu(run: Run, chunks: Sequence[ChunkMemory], *, has_head: bool) ->
     buffer = max(each.global_buffer_bytes for each in chunks)
     rounding = 0
     if optimizer.kind == "megatron":
+        sharing = _count_sharing(run)
         rounding = count_rounding(
-            [[parameter.size for parameter in chunk.parameters] for chunk in chunks],
+            [chunk.parameters for chunk in chunks],
             run.dtype,
             [*workspaces, *inputs, buffer, *placeholders],
             optimizer,
-            parts=run.data_parallel * run.context_parallel // optimizer.instances if optimizer.distributed else 1,
+            parts=sharing if optimizer.distributed else (1, 1),
             pieces=None if optimizer.muon is None else _count_muon(run, chunks)[1],
         )
     return {"workspaces": sum(workspaces), "rounding": rounding, "placeholder gradients": sum(placeholders)}

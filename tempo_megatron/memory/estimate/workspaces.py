@@ -3,12 +3,16 @@
 torch gives each handle of cuBLAS a workspace on its first product, and each thread has a handle of its own: that of
 forward, and autograd's of backward (aten/src/ATen/cuda/CublasHandlePool.cpp: getCurrentCUDABlasHandle,
 parseChosenWorkspaceSize). Transformer Engine's products share one of their own (2.20,
-pytorch/cpp_extensions/gemm.py:40-67). Where published runs differ in nothing but the GPU or --deterministic-mode, these
-sizes are the difference (NVIDIA's functional tests of Megatron-LM: 28 MiB from A100 to H100 under
-gpt3_7b_tp4_pp1_memory_speed, 47.75 MiB on GB200 from one mode to the other).
+pytorch/cpp_extensions/gemm.py:40-67). A router's product is one of these whosever the layers are, where Transformer
+Engine is installed, as it is taken to be (core/transformer/moe/moe_utils.py:1192 of megatron-core 0.16.1). Where
+published runs differ in nothing but the GPU or --deterministic-mode, these sizes are the difference (NVIDIA's
+functional tests of Megatron-LM: 28 MiB from A100 to H100 under gpt3_7b_tp4_pp1_memory_speed, 47.75 MiB on GB200 from
+one mode to the other).
 """
 
 from __future__ import annotations
+
+import torch
 
 from tempo_megatron.memory.run import Run
 
@@ -49,12 +53,12 @@ def list_workspaces(run: Run, *, has_head: bool) -> list[int]:
         return []
     default = DETERMINISTIC_BYTES if run.deterministic else TORCH_BYTES[run.gpu]
     of_torch = [default if run.cublas_workspace_bytes is None else run.cublas_workspace_bytes] * _THREADS
+    of_one = TRANSFORMER_ENGINE_BYTES[run.gpu]
     if run.stock == "local":
-        return of_torch
+        return of_torch if run.experts is None or run.experts.router_dtype == torch.float64 else [*of_torch, of_one]
     # Tempo leaves Transformer Engine's linears where they are.
     uses_torch = has_head or (run.stock_attention == "unfused" and run.tempo.attention != "flash")
     is_grouped = run.experts is not None and run.experts.grouped
     num_streams = 1 + (GROUPED_STREAMS if is_grouped else 0)
-    of_one = TRANSFORMER_ENGINE_BYTES[run.gpu]
     overlapped = [OVERLAPPED_STREAMS * of_one] if run.overlaps_tensor_parallel else []
     return [*[of_one] * num_streams, *overlapped, *(of_torch if uses_torch else [])]

@@ -278,6 +278,7 @@ class _Chunk:
                 self._model,
                 run.experts,
                 is_fused=run.stock == "transformer_engine",
+                is_deterministic=run.deterministic,
                 recomputes_activation="moe_act" in run.recompute,
             )
         if run.fuses_cross_entropy and chosen.loss != "fused":

@@ -1,8 +1,8 @@
 """Stands in for the experts of a mixture and for the dispatcher that brings tokens to them, on fake tensors.
 
-How many tokens an expert gets depends on the tokens, which fake ones do not have: each expert is assumed to get as many
-as any other. The router and the shared experts are Megatron's own modules. References are to megatron-core 0.16.1, from
-megatron/core/transformer/moe/, and to Transformer Engine 2.20.
+How many tokens an expert gets depends on the tokens, which fake ones do not have: the run says how many more than an
+equal share a rank's experts get. The router and the shared experts are Megatron's own modules. References are to
+megatron-core 0.16.1, from megatron/core/transformer/moe/, and to Transformer Engine 2.20.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from tempo_megatron.memory.simulated.dropped_output import DroppedOutput
 
 
 def put_experts(
-    model: torch.nn.Module, experts: Experts, *, is_fused: bool, recomputes_activation: bool = False
+    model: torch.nn.Module,
+    experts: Experts,
+    *,
+    is_fused: bool,
+    is_deterministic: bool = False,
+    recomputes_activation: bool = False,
 ) -> None:
     """Let the experts of the model's layers compute as on a rank of the run.
 
@@ -29,6 +34,7 @@ def put_experts(
         model: built with the all-gather dispatcher and all experts on one rank.
         experts: of the run.
         is_fused: whether the gated activation is Megatron's fused one.
+        is_deterministic: whether torch's algorithms are.
         recomputes_activation: Megatron's recompute module moe_act.
     """
     # Where losses are noted for a log, with as many entries as the last model had layers.
@@ -40,7 +46,7 @@ def put_experts(
                 module.router.sinkhorn_load_balancing = _balance
             config = module.config
             module.experts = _LocalExperts(config, experts, is_fused, recomputes_activation)
-            module.token_dispatcher = _DISPATCHERS[experts.dispatcher](experts)
+            module.token_dispatcher = _DISPATCHERS[experts.dispatcher](experts, is_deterministic)
 
 
 def count_expert_parameters(layer: torch.nn.Module) -> int:
@@ -111,6 +117,17 @@ class _Resize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.new_empty(ctx.num_rows, *grad.shape[1:]), None, None
+
+
+class _KeepInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _resize(x: Tensor, num_rows: int, indices: Tensor | None = None) -> Tensor:
@@ -217,18 +234,24 @@ class _AddBias(torch.autograd.Function):
 class _Dispatcher:
     """What all dispatchers share (token_dispatcher.py). T is a rank's tokens, k experts of each."""
 
-    def __init__(self, experts: Experts) -> None:
-        self._experts = experts
+    def __init__(self, experts: Experts, is_deterministic: bool) -> None:
+        self._experts, self._adds_by_index = experts, is_deterministic and not experts.fuses_permutation
         self._num_local = experts.num_experts // experts.expert_parallel
         self._ranks = experts.expert_parallel * experts.tensor_parallel
+        self._imbalance = experts.imbalance or 1.0
         self.shared_experts = None
+
+    def _fill(self, num_rows: int) -> int:
+        """The rows of the fullest rank, of which an equal share are `num_rows`."""
+        return round(num_rows * self._imbalance)
 
     def _permute(self, x: Tensor, num_rows: int) -> Tensor:
         """`index_select` by a kept index, or a kernel's map of as many rows."""
         return _resize(x, num_rows, x.new_empty(num_rows, dtype=torch.int64))
 
     def _unpermute(self, x: Tensor, num_rows: int) -> Tensor:
-        return self._permute(x, num_rows)
+        """`scatter_add_`; deterministic, `index_add_`, of which torch keeps what is added (moe_utils.py: unpermute)."""
+        return self._permute(_KeepInput.apply(x) if self._adds_by_index else x, num_rows)
 
 
 class _AllToAll(_Dispatcher):
@@ -246,10 +269,11 @@ class _AllToAll(_Dispatcher):
     def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         if self._experts.expert_parallel == 1:
             return x, probabilities
-        return _resize(x, self._num_sent), _resize(probabilities, self._num_sent)
+        num_rows = self._fill(self._num_sent)
+        return _resize(x, num_rows), _resize(probabilities, num_rows)
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
-        num_rows = self._num_sent * self._experts.tensor_parallel
+        num_rows = self._fill(self._num_sent * self._experts.tensor_parallel)
         for changes in (self._experts.tensor_parallel > 1, self._num_local > 1):
             if changes:
                 x, probabilities = _resize(x, num_rows), _resize(probabilities, num_rows)
@@ -260,7 +284,7 @@ class _AllToAll(_Dispatcher):
             x = _resize(x, x.size(0))
         if self._experts.tensor_parallel > 1:
             # Summed over ranks in the probabilities' dtype.
-            x = _resize(x.to(self._dtype), self._num_sent).to(x.dtype)
+            x = _resize(x.to(self._dtype), self._fill(self._num_sent)).to(x.dtype)
         return x
 
     def token_combine(self, x: Tensor) -> Tensor:
@@ -274,15 +298,17 @@ class _Flex(_AllToAll):
     """One kernel sends and permutes (fused_a2a.py)."""
 
     def token_dispatch(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        return x, probabilities
+        num_rows = self._fill(self._num_sent)
+        return (x, probabilities) if num_rows == x.size(0) else (_resize(x, num_rows), _resize(probabilities, num_rows))
 
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
         return x, None, probabilities
 
     def combine_preprocess(self, x: Tensor) -> Tensor:
-        return x
+        return x if x.size(0) == self._num_sent else _resize(x, self._num_sent)
 
-    token_combine = combine_preprocess
+    def token_combine(self, x: Tensor) -> Tensor:
+        return x
 
 
 class _AllGather(_Dispatcher):
@@ -305,7 +331,7 @@ class _AllGather(_Dispatcher):
     def dispatch_postprocess(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, None, Tensor]:
         assert self._map is not None
         num_all = x.size(0)
-        num_rows = num_all * self._experts.per_token // self._experts.expert_parallel
+        num_rows = self._fill(num_all * self._experts.per_token // self._experts.expert_parallel)
         local_map = self._map[:, : self._num_local].contiguous()
         local = probabilities[:, : self._num_local].contiguous()
         self._map, self._num_all, self._dtype = None, num_all, probabilities.dtype
