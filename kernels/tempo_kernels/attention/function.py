@@ -108,7 +108,7 @@ def attention(
         softmax is saturated (a single key is seen, or one score is far above the others), gradients of scores that
         should be about 0 are therefore one rounding of a product.
     Raises: ValueError for shapes, dtypes or a probability that do not fit, and on a GPU, in the form "flash", for
-        cu_seqlens, which has no kernel yet, for a bias that requires a gradient, and with dropout for a first_column
+        a bias that requires a gradient, and with dropout for a first_column
         that is not a multiple of 8; RuntimeError on a second derivative.
     """
     draw = (dropout_p, dropout_key, first_sample, first_head)
@@ -122,8 +122,6 @@ def attention(
     backend = find_backend(
         q, k, v, causal, mask, dropout_p, window_size, key_lengths, first_column, form, is_packed, changes_scores
     )
-    if backend == "triton" and is_packed:
-        raise ValueError('attention: cu_seqlens is given, which has no kernel on a GPU; give form="softmax"')
     if backend == "triton" and bias is not None and bias.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "attention: bias requires a gradient, which the kernels on a GPU do not compute; expected a constant; give "
@@ -210,12 +208,14 @@ def _compute(inputs: Inputs, packed: Documents, settings: Settings, is_softmax: 
     """Returns out and the logsumexp, and with is_softmax the probabilities."""
     q, k = inputs.q, inputs.k
     kept = q.new_zeros(q.size(1), q.size(2), q.size(0), k.size(0)) if is_softmax else None
-    if packed.cu_seqlens is not None:
+    is_packed = packed.cu_seqlens is not None
+    if q.is_cuda and not is_softmax:
+        kernel = choose_backend(q, cpu)
+        out, logsumexp = kernel.forward(inputs, settings, documents=packed if is_packed else None)
+    elif is_packed:
         out, logsumexp = documents.forward(inputs, packed, settings, kept)
-    elif is_softmax:
-        out, logsumexp = cpu.forward(inputs, settings, kept)
     else:
-        out, logsumexp = choose_backend(q, cpu).forward(inputs, settings)
+        out, logsumexp = cpu.forward(inputs, settings, kept)
     return (out, logsumexp) if kept is None else (out, logsumexp, kept)
 
 
@@ -247,12 +247,14 @@ def _differentiate(
     needs_grad_bias: bool,
 ) -> Gradients:
     """Returns the gradients from what forward kept."""
-    if packed.cu_seqlens is not None:
+    is_packed = packed.cu_seqlens is not None
+    if inputs.q.is_cuda and not is_softmax:
+        kernel = choose_backend(inputs.q, cpu)
+        grads: Gradients = kernel.backward(grad_out, inputs, kept, settings, packed if is_packed else None)
+        return grads
+    if is_packed:
         return documents.backward(grad_out, inputs, packed, kept, settings)
-    if is_softmax or not inputs.q.is_cuda:
-        return cpu.backward(grad_out, inputs, kept, settings, needs_grad_bias)
-    grads: Gradients = choose_backend(inputs.q, cpu).backward(grad_out, inputs, kept, settings)
-    return grads
+    return cpu.backward(grad_out, inputs, kept, settings, needs_grad_bias)
 
 
 def _read_operands(operands: tuple[Any, ...]) -> tuple[Inputs, Documents, Settings, bool]:
