@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tempo_kernels.attention import attention
 from tempo_kernels.recompute import drop, recompute
-from tempo_megatron.cpu import is_used
 from tempo_megatron.slots import context_parallel
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, read_document_samples
 from tempo_megatron.slots.linear import LinearCall, Return, is_in_backward, replace_modules
@@ -227,13 +226,9 @@ def find_attention_refusal(config: Any, value: str) -> str | None:
     everything."""
     softmax_type = getattr(config, "softmax_type", "vanilla")  # since 0.15
     size = config.context_parallel_size
-    comm_types = config.cp_comm_type if isinstance(config.cp_comm_type, (list, tuple)) else [config.cp_comm_type]
     refused = {
         f"softmax_type is {softmax_type}": softmax_type != "vanilla",
         f"context_parallel_size is {size} and the form is softmax": size > 1 and value == "softmax",
-        f"context_parallel_size is {size} and cp_comm_type is {config.cp_comm_type}, with keys in parts on a GPU": (
-            size > 1 and set(comm_types) != {"a2a"} and not is_used()
-        ),
         "hybrid_context_parallel is on": getattr(config, "hybrid_context_parallel", False),
         "multi_latent_attention is on": getattr(config, "multi_latent_attention", False),
     }
