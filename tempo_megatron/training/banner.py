@@ -60,7 +60,7 @@ def write_banner(
         plan: of the run's memory budget.
     """
     tp, dp = run.tensor_model_parallel_size, run.data_parallel_size
-    parallel = f"TP {tp}{' + SP' if run.sequence_parallel else ''}, DP {dp}"
+    parallel = f"TP {tp}{' + SP' if run.sequence_parallel else ''}, {_describe_pipeline(run)}DP {dp}"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({torch.get_num_threads()} threads)"
     rows = {
         "packages": ", ".join(f"{name} {version}" for name, version in find_versions().items()),
@@ -103,6 +103,13 @@ def _describe_deepspeed(run: RunConfig, optimizer_name: str) -> str:
         f"{run.deepspeed_config}: ZeRO {read_zero_stage(config)}, {run.precision}, "
         f"gradients accumulated in {accumulated}, {optimizer_name}{offload}"
     )
+
+
+def _describe_pipeline(run: RunConfig) -> str:
+    if run.pipeline_model_parallel_size == 1:
+        return ""
+    chunks = f" x {run.num_chunks} chunks" if run.num_chunks > 1 else ""
+    return f"PP {run.pipeline_model_parallel_size}{chunks}, "
 
 
 def _describe_schedule(run: RunConfig) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -162,8 +163,8 @@ class Checkpoints:
     def _reshard(self, checkpoint: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Loads what another layout saved; returns the state that a corresponding rank saved.
 
-        Data-parallel ranks have equal random states, so those of the same tensor-parallel rank are restored. If the
-        tensor parallel size changes, the random states start anew from the seed and the step.
+        Data-parallel ranks have equal random states, so those of the same tensor-parallel rank and stage are restored.
+        If the tensor or pipeline parallel size changes, the random states start anew from the seed and the step.
         """
         start = time.perf_counter()
         change = f"{describe_layout(saved)} to {describe_layout(self.description)}"
@@ -171,10 +172,16 @@ class Checkpoints:
             print(f"resharding {checkpoint}: {change}", flush=True)
         source = SavedState(checkpoint, saved)
         load_resharded(self.engine, source, self.run)
-        tp_rank = self.rank % self.run.tensor_model_parallel_size
-        has_same_tp = source.tp == self.run.tensor_model_parallel_size
-        state: dict[str, Any] = read_tensors(checkpoint / name_rank_file(tp_rank if has_same_tp else 0))
-        if has_same_tp:
+        has_same_ranks = all(saved.get(name, 1) == self.description[name] for name in _MODEL_PARALLEL)
+        first_rank = 0
+        if has_same_ranks:
+            stage, tp_rank = (
+                parallel_state.get_pipeline_model_parallel_rank(),
+                parallel_state.get_tensor_model_parallel_rank(),
+            )
+            first_rank = stage * source.tp * saved["data_parallel_size"] + tp_rank
+        state: dict[str, Any] = read_tensors(checkpoint / name_rank_file(first_rank))
+        if has_same_ranks:
             set_rng_state(state["rng"], self.run.on_gpu)
         else:
             seed_all(self.run.seed + state["progress"]["iteration"])
@@ -249,7 +256,12 @@ def check_all_ranks_share(folder: Path) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds Python, numpy, torch and Megatron's tracker; only the tracker differs between tensor-parallel ranks."""
+    """Seeds Python, numpy, torch and Megatron's tracker.
+
+    Only the tracker differs between tensor-parallel ranks. Pipeline stages differ in all, as in Megatron-LM: stages of
+    equal seeds would begin with equal layers.
+    """
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -281,7 +293,13 @@ def set_rng_state(state: dict[str, Any], on_gpu: bool) -> None:
 
 
 # The layout: how weights and moments are divided over the ranks. resharding.py loads another one.
-_LAYOUT = ("tensor_model_parallel_size", "data_parallel_size", "zero_stage", "optimizer", "offload_device")
+_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_LAYOUT = (
+    *(*_MODEL_PARALLEL, "data_parallel_size", "zero_stage"),
+    *("num_layers_per_virtual_pipeline_stage", "optimizer", "offload_device"),
+)
+_WITHOUT_PIPELINE = {"pipeline_model_parallel_size": 1, "num_layers_per_virtual_pipeline_stage": None}
+"""What a checkpoint means that does not say it: one of an earlier version."""
 
 
 def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], load: str) -> None:
@@ -302,12 +320,13 @@ def check_same_run(saved: Mapping[str, Any], description: Mapping[str, Any], loa
 
 def has_other_layout(saved: Mapping[str, Any], description: Mapping[str, Any]) -> bool:
     """Whether the layout of a checkpoint differs from this run's."""
-    return any(saved.get(name, description[name]) != description[name] for name in _LAYOUT)
+    meant = {**description, **_WITHOUT_PIPELINE, **saved}
+    return any(meant[name] != description[name] for name in _LAYOUT)
 
 
 def describe_layout(description: Mapping[str, Any]) -> str:
-    tp, dp, stage = (description[name] for name in _LAYOUT[:3])
-    return f"TP {tp}, DP {dp}, ZeRO {stage}"
+    tp, pp, dp, stage = ({**_WITHOUT_PIPELINE, **description}[name] for name in _LAYOUT[:4])
+    return f"TP {tp}, {f'PP {pp}, ' if pp > 1 else ''}DP {dp}, ZeRO {stage}"
 
 
 def describe_run(run: RunConfig, vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:

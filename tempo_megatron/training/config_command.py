@@ -55,7 +55,7 @@ def describe_settings(argv: Sequence[str], family: str, world_size: int | None) 
     args = parse_arguments(argv, family)
     config = read_deepspeed_config(args.deepspeed_config)
     saved = read_saved_run(args)
-    world_size = world_size or args.tensor_model_parallel_size
+    world_size = world_size or args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     run = complete_run(args, config, saved, world_size=world_size, on_gpu=torch.cuda.is_available())
     check_run(run)
     typed = find_typed(argv, family)

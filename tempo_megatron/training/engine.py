@@ -22,6 +22,8 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from tempo_megatron.models.stage import PipelineStage
+from tempo_megatron.training import pipeline
 from tempo_megatron.training.checkpoint_files.files import CheckpointFiles
 from tempo_megatron.training.checkpoint_files.sharding import find_cuts
 from tempo_megatron.training.run.deepspeed_config import copy_deepspeed_config, offloads_optimizer, read_zero_stage
@@ -75,6 +77,8 @@ def initialize_distributed(run: RunConfig) -> torch.device:
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=run.tensor_model_parallel_size,
+        pipeline_model_parallel_size=run.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=run.num_chunks if run.num_chunks > 1 else None,
         distributed_timeout_minutes=run.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
@@ -199,21 +203,27 @@ class Engine:
         self.cuts = find_cuts(model)
         self._samples_per_step = run.global_batch_size
         self._computes_norm = self.zero_stage == 0 and run.precision == "fp32"
+        self._clip_grad = run.clip_grad
         self._grad_norm: Tensor | None = None
         if run.tensor_model_parallel_size > 1:
             sum_partial_gradients(model)
+        given = copy_deepspeed_config(config)
+        if isinstance(model, PipelineStage):
+            pipeline.prepare(model, given, run)
         # DeepSpeed's bf16 optimizer prints a page about memory at any log level.
         quiet = (
             contextlib.nullcontext() if config.get("memory_breakdown") else contextlib.redirect_stdout(io.StringIO())
         )
         with quiet, refuse_stale_locks():
             self.deepspeed, optimizer, _, _ = deepspeed.initialize(
-                model=model, optimizer=build_optimizer(model, run), config=copy_deepspeed_config(config), mpu=MPU()
+                model=model, optimizer=build_optimizer(model, run), config=given, mpu=MPU()
             )
         self.files = self.deepspeed.checkpoint_engine = CheckpointFiles()
         # DeepSpeed copies scripts to the checkpoint. On a full disk that would raise while the other ranks wait.
         copy_scripts = self.deepspeed._copy_recovery_script
         self.deepspeed._copy_recovery_script = functools.partial(self.files.attempt, copy_scripts)
+        if isinstance(model, PipelineStage):
+            self.deepspeed.set_gradient_accumulation_boundary(False)
         self.optimizer_name = type(optimizer).__name__
         self.scheduler = build_scheduler(optimizer, run)
 
@@ -223,6 +233,25 @@ class Engine:
         is_last = self.deepspeed.is_gradient_accumulation_boundary()
         if is_last and self._computes_norm:
             self._grad_norm = compute_gradient_norm(self.deepspeed.module)
+        self._step(is_last)
+
+    def step_after_schedule(self) -> None:
+        """Updates weights and schedule by the gradients that Megatron's schedule of a pipeline has accumulated.
+
+        DeepSpeed clips by a norm over the tensor-parallel group of one stage where there is no ZeRO, so that the
+        gradients are clipped here.
+        """
+        pipeline.sum_tied_gradients(self.deepspeed.module)
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        self.deepspeed.allreduce_gradients()
+        if self._computes_norm:
+            self._grad_norm = compute_gradient_norm(self.deepspeed.module)
+            if self._clip_grad > 0:
+                clip_gradients(self.deepspeed.module, self._grad_norm, self._clip_grad)
+        self._step(is_last=True)
+        self.deepspeed.set_gradient_accumulation_boundary(False)
+
+    def _step(self, is_last: bool) -> None:
         try:
             self.deepspeed.step()
         except Exception as error:
@@ -255,8 +284,12 @@ class Engine:
             "adam_betas": list(groups[0]["betas"]),
             "adam_eps": groups[0]["eps"],
             "weight_decay": max(group["weight_decay"] for group in groups),
-            "clip_grad": getattr(self.deepspeed.optimizer, "clip_grad", self.deepspeed.gradient_clipping()),
+            "clip_grad": getattr(self.deepspeed.optimizer, "clip_grad", self._clip_grad),
         }
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Scales a loss for fp16, as `deepspeed.backward` does."""
+        return loss * self.loss_scale if self.loss_scale else loss
 
     @property
     def grad_norm(self) -> Tensor | float | None:
@@ -291,16 +324,28 @@ def take_scale(own: Any, saved: Any) -> None:
 
 @torch.no_grad()
 def compute_gradient_norm(model: torch.nn.Module) -> Tensor:
-    """Computes the 2-norm of unpartitioned gradients over the tensor-parallel group, without waiting for the device."""
+    """Computes the 2-norm of unpartitioned gradients over all tensor-parallel ranks and stages, each parameter once.
+
+    It does not wait for the device.
+    """
     is_first = parallel_state.get_tensor_model_parallel_rank() == 0
     grads = [
         parameter.grad
         for parameter in model.parameters()
-        if parameter.grad is not None and (is_first or getattr(parameter, "tensor_model_parallel", False))
+        if parameter.grad is not None
+        and not getattr(parameter, pipeline.REPLICATED, False)
+        and (is_first or getattr(parameter, "tensor_model_parallel", False))
     ]
     device = next(model.parameters()).device
     # The zero keeps the sum defined on a rank that has only replicated parameters.
     norms = [torch.zeros((), dtype=torch.float32, device=device), *torch._foreach_norm(grads)]
     squared = torch.stack(norms).square().sum()
-    dist.all_reduce(squared, group=parallel_state.get_tensor_model_parallel_group())
+    dist.all_reduce(squared, group=parallel_state.get_model_parallel_group())
     return squared.sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(model: torch.nn.Module, norm: Tensor, highest: float) -> None:
+    """Scales gradients of this `norm` down to `highest`, as torch's clip_grad_norm_ does."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    torch._foreach_mul_(grads, (highest / (norm + 1e-6)).clamp(max=1.0))

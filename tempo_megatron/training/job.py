@@ -11,9 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from tempo_megatron.cpu import use_cpu
-from tempo_megatron.models.build import build_model, choose_for_model, count_parameters
-from tempo_megatron.slots.report import report_on
-from tempo_megatron.training import checkpoint, engine, metrics, model
+from tempo_megatron.models.build import build_model, choose_for_model
+from tempo_megatron.training import checkpoint, engine, metrics, model, pipeline
 from tempo_megatron.training.banner import find_versions, write_banner
 from tempo_megatron.training.checkpoint import describe_run, seed_all
 from tempo_megatron.training.checkpoint_files.folder import LATEST
@@ -92,11 +91,11 @@ class Job:
             embedding_init_method=engine.extend_to_partitioned(transformer_config.embedding_init_method),
         )
         with engine.choose_construction_context(run):
-            built = build_model(run.model, transformer_config, self.choices, self.vocabulary.padded_size)
+            built = self._build(transformer_config)
         engine.zero_partitioned_biases(built)
         self.datasets = build_datasets(run, self.task, self.vocabulary.tokenizer)
-        self.tempo_report = report_on(built, self.choices)
-        self.parameters = count_parameters(built, run.tensor_model_parallel_size)
+        self.tempo_report = pipeline.report_on_all(built, self.choices)
+        self.parameters = pipeline.count_all_parameters(built, run.tensor_model_parallel_size)
         self.engine = engine.Engine(built, run)
         self.description = describe_run(
             run,
@@ -117,6 +116,12 @@ class Job:
             resumes=saved is not None,
         )
         self._announce(saved, launcher)
+
+    def _build(self, transformer_config: Any) -> Any:
+        run, size = self.run, self.vocabulary.padded_size
+        if run.pipeline_model_parallel_size > 1:
+            return pipeline.build_stage(run, transformer_config, self.choices, size)
+        return build_model(run.model, transformer_config, self.choices, size)
 
     def _announce(self, saved: dict[str, Any] | None, launcher: str) -> None:
         run = self.run

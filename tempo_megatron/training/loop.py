@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch import Tensor
 
 from tempo_kernels.philox import foresee
 from tempo_megatron.memory.live.run_ledger import RunObserver
+from tempo_megatron.models.stage import PipelineStage, list_chunks
 from tempo_megatron.slots.dropout_rng import draws_masks, set_micro_batch
 from tempo_megatron.training.checkpoint import Checkpoints, Progress
 from tempo_megatron.training.engine import REMEDY, Engine
 from tempo_megatron.training.metrics import RunLog, StepTimer, average_over, measure_peak
+from tempo_megatron.training.pipeline import Schedule, is_last_stage, share_from_last_stage
 from tempo_megatron.training.planning import read_run
 from tempo_megatron.training.run.run_config import RunConfig
 from tempo_megatron.training.tasks.datasets import BatchStream, Datasets
@@ -61,11 +63,16 @@ class Trainer:
         self._pending: list[dict[str, Any]] = []
         self._losses: list[dict[str, Tensor]] = []
         self._last_batch: Batch | None = None
+        self._schedule: Schedule | None = None
+        if isinstance(engine.deepspeed.module, PipelineStage):
+            self._schedule = Schedule(
+                engine.deepspeed.module, forward_step, run, engine.scale if run.precision == "fp16" else None
+            )
         self._last_is_finite = True
         self._observe: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if run.tempo_ledger:
             self._observe = RunObserver(
-                [engine.deepspeed],
+                list_chunks(engine.deepspeed.module),
                 run.tempo_ledger,
                 micro_batch_size=run.micro_batch_size,
                 seq_length=run.model.seq_length,
@@ -120,15 +127,11 @@ class Trainer:
     def _step(self) -> None:
         run, engine, progress = self.run, self.engine, self.progress
         learning_rate, skipped_before = engine.learning_rate, engine.skipped_steps
-        totals: dict[str, Tensor] = {}
-        for micro_batch in range(run.num_micro_batches):
-            batch = self.stream.take_next()
-            if self._draws_masks:
-                set_micro_batch(run.seed, self.stream.find_first_sample(progress.consumed_samples, micro_batch))
-            self._last_batch = batch
-            losses = self.forward_step(engine.deepspeed, batch)
-            engine.backward_and_step(losses[LOSS])
-            _add(totals, losses)
+        if self._schedule is None:
+            totals = _add_up(self._train_micro_batches())
+        else:
+            totals = _add_up(self._schedule.train(self._read_batches(), run.num_micro_batches, self._announce))
+            engine.step_after_schedule()
         progress.iteration += 1
         progress.consumed_samples += run.global_batch_size
         self._losses.append({name: total / run.num_micro_batches for name, total in totals.items()})
@@ -142,11 +145,35 @@ class Trainer:
             }
         )
 
+    def _train_micro_batches(self) -> Iterator[dict[str, Tensor]]:
+        for micro_batch, batch in enumerate(self._read_batches()):
+            self._announce(micro_batch)
+            losses = self.forward_step(self.engine.deepspeed, batch)
+            self.engine.backward_and_step(losses[LOSS])
+            yield losses
+
+    def _read_batches(self) -> Iterator[Batch]:
+        """Yields the micro batches of a step."""
+        for _ in range(self.run.num_micro_batches):
+            self._last_batch = self.stream.take_next()
+            yield self._last_batch
+
+    def _announce(self, micro_batch: int) -> None:
+        """Tells the model, before a forward, whose dropout masks it draws."""
+        if self._draws_masks:
+            first = self.stream.find_first_sample(self.progress.consumed_samples, micro_batch)
+            set_micro_batch(self.run.seed, first)
+
+    def _average(self, losses: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+        """Averages losses, which the last stage alone has, over the data-parallel ranks; returns them on every rank."""
+        means = average_over(losses, self.group, self.device) if is_last_stage() else []
+        return means if self._schedule is None else share_from_last_stage(means, self.device)
+
     def _flush(self) -> None:
         """Logs the steps since the last call. Only here, once per interval, the host waits for the device."""
         if not self._pending:
             return
-        losses = average_over(self._losses, self.group, self.device)
+        losses = self._average(self._losses)
         seconds = self.timer.end_interval() / len(losses)
         for step, loss in zip(self._pending, losses, strict=True):
             step |= loss
@@ -181,25 +208,23 @@ class Trainer:
         self._flush()
         start = time.perf_counter()
         stream = self._open_stream(self.valid_dataset, 0, self.run.eval_iters)
-        batches = self.run.eval_iters * self.run.num_micro_batches
-        mean = self._compute_losses_without_dropout(stream.take_next() for _ in range(batches))
+        number = self.run.eval_iters * self.run.num_micro_batches
+        mean = self._compute_losses_without_dropout((stream.take_next() for _ in range(number)), number)
         self.log.log_validation(self.progress.iteration, self.progress.consumed_samples, mean)
         if not self.engine.scales_dynamically:
             self._raise_unless_finite(mean[LOSS])
         self.timer.exclude_since(start)
 
     @torch.no_grad()
-    def _compute_losses_without_dropout(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Averages each loss over the micro batches of all data-parallel ranks."""
+    def _compute_losses_without_dropout(self, batches: Iterable[Batch], number: int) -> dict[str, float]:
+        """Averages each loss over `number` micro batches of each data-parallel rank."""
         self.engine.deepspeed.eval()
-        totals: dict[str, Tensor] = {}
-        count = 0
-        for batch in batches:
-            _add(totals, self.forward_step(self.engine.deepspeed, batch))
-            count += 1
+        if self._schedule is None:
+            totals = _add_up(self.forward_step(self.engine.deepspeed, batch) for batch in batches)
+        else:
+            totals = _add_up(self._schedule.evaluate(batches, number))
         self.engine.deepspeed.train()
-        means = {name: total / count for name, total in totals.items()}
-        return average_over([means], self.group, self.device)[0]
+        return self._average([{name: total / number for name, total in totals.items()}])[0]
 
     def _raise_unless_finite(self, loss: float) -> None:
         sentence = f"after step {self.progress.iteration} the loss is not a finite number; {REMEDY}"
@@ -216,14 +241,20 @@ class Trainer:
             self.log.say(f"the loss of step {step} is not a finite number and fp16 skipped it; it is not saved")
             return
         if self._last_batch is not None:
-            self._raise_unless_finite(self._compute_losses_without_dropout([self._last_batch])[LOSS])
+            # An interleaved schedule takes no fewer micro batches than there are stages.
+            number = self.run.pipeline_model_parallel_size if self.run.num_chunks > 1 else 1
+            losses = self._compute_losses_without_dropout([self._last_batch] * number, number)
+            self._raise_unless_finite(losses[LOSS])
         self.checkpoints.save(self.progress)
         seconds = time.perf_counter() - start
         self.log.say(f"saved the checkpoint of step {step} to {self.run.save} in {seconds:.1f} s")
         self.timer.exclude_since(start)
 
 
-def _add(totals: dict[str, Tensor], losses: Mapping[str, Tensor]) -> None:
-    for name, loss in losses.items():
-        value = loss.detach()
-        totals[name] = totals[name] + value if name in totals else value
+def _add_up(micro_batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    totals: dict[str, Tensor] = {}
+    for losses in micro_batches:
+        for name, loss in losses.items():
+            value = loss.detach()
+            totals[name] = totals[name] + value if name in totals else value
+    return totals

@@ -172,7 +172,8 @@ def _explain_lack_of_memory(error: Exception, run: RunConfig, job: Any) -> str |
     padded_vocab_size, known = (None, run) if job is None else (job.vocabulary.padded_size, job.run)
     sentence = f"out of memory: {first_line(error)}"
     seconds = {"seconds": _REMEDY_SECONDS} if run.world_size > 1 else {}
-    report_out_of_memory(error, lambda: (read_run(known, padded_vocab_size), 0), run.save, **seconds)
+    stage = int(os.environ["RANK"]) // (run.world_size // run.pipeline_model_parallel_size)
+    report_out_of_memory(error, lambda: (read_run(known, padded_vocab_size), stage), run.save, **seconds)
     return sentence
 
 

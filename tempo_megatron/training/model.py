@@ -8,6 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tempo_megatron.models import build as models
 from tempo_megatron.models.shape import ModelShape
+from tempo_megatron.training import pipeline
 from tempo_megatron.training.run.run_config import RunConfig
 
 _FUSED_SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
@@ -23,6 +24,7 @@ def build_transformer_config(run: RunConfig) -> TransformerConfig:
         run.model,
         dtype=models.DTYPES[run.precision],
         tensor_model_parallel_size=run.tensor_model_parallel_size,
+        **pipeline.list_settings(run),
         sequence_parallel=run.sequence_parallel,
         fuse_gelu=on_gpu and run.bias_gelu_fusion,
         fuse_swiglu=on_gpu and run.bias_swiglu_fusion,

@@ -15,7 +15,9 @@ from tempo_megatron.models.build import DTYPES
 from tempo_megatron.training.model import has_fused_softmax
 from tempo_megatron.training.run.run_config import RunConfig
 
-_REMEDY = "raise the budget or --tensor-model-parallel-size, or lower --micro-batch-size"
+_REMEDY = (
+    "raise the budget, --tensor-model-parallel-size or --pipeline-model-parallel-size, or lower --micro-batch-size"
+)
 
 
 def plan_memory(run: RunConfig, padded_vocab_size: int) -> tuple[RunConfig, RunPlan | None]:
@@ -66,6 +68,8 @@ def read_run(run: RunConfig, padded_vocab_size: int | None) -> Run:
         tempo=run.tempo,
         optimizer=OptimizerSettings.from_deepspeed(run.deepspeed),
         tensor_parallel=run.tensor_model_parallel_size,
+        pipeline_parallel=run.pipeline_model_parallel_size,
+        layers_per_virtual_stage=run.num_layers_per_virtual_pipeline_stage,
         data_parallel=run.data_parallel_size,
         sequence_parallel=run.sequence_parallel,
         micro_batch_size=run.micro_batch_size,

@@ -1,4 +1,4 @@
-"""Loads a checkpoint of another layout: another tensor or data parallel size, another ZeRO stage.
+"""Loads a checkpoint of another layout: another tensor, pipeline or data parallel size, another ZeRO stage.
 
 Every rank reads the elements of the weights and moments that it holds now, parameter by parameter. Nothing has to be
 converted first, and a kill leaves the checkpoint as it was.
@@ -19,7 +19,7 @@ from tempo_megatron.training.checkpoint_files.sharding import MOMENTS, Fragment,
 from tempo_megatron.training.engine import Engine, take_scale
 from tempo_megatron.training.run.deepspeed_config import read_offload_device
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.watch.agreement import raise_on_all_ranks
+from tempo_megatron.training.watch.agreement import gather, raise_on_all_ranks
 
 _SECONDS_BETWEEN_LINES = 10
 
@@ -27,6 +27,7 @@ _SECONDS_BETWEEN_LINES = 10
 def describe_rank(engine: Engine) -> dict[str, Any]:
     """Describes this rank's part of the checkpoint for a later run of another layout, in plain types."""
     return {
+        "pp_rank": parallel_state.get_pipeline_model_parallel_rank(),
         "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
         "dp_rank": parallel_state.get_data_parallel_rank(),
         "cuts": {name: cut.pack() for name, cut in engine.cuts.items()},
@@ -48,7 +49,8 @@ def load_resharded(engine: Engine, source: SavedState, run: RunConfig) -> None:
         )
     names = {name for name, _ in engine.deepspeed.module.named_parameters()}
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    raise_on_all_ranks(source.find_mismatch(engine.cuts, names, tp))
+    elsewhere = set().union(*gather(names)) - names
+    raise_on_all_ranks(source.find_mismatch(engine.cuts, names, tp, elsewhere))
     optimizer = engine.deepspeed.optimizer
     if engine.zero_stage == 3:
         optimizer.checkpoint_event_prologue()

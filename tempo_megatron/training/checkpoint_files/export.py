@@ -1,4 +1,4 @@
-"""Writes a checkpoint of any model and layout (TP, DP, ZeRO stage) as one safetensors file: `tempo-megatron export`.
+"""Writes a checkpoint of any model and layout (TP, PP, DP, ZeRO) as one safetensors file: `tempo-megatron export`.
 
 With `--format huggingface` transformers loads the folder of the file.
 """
@@ -83,7 +83,8 @@ def read_weights(checkpoint: Path, run: Mapping[str, Any]) -> dict[str, Tensor]:
     Raises ValueError if a file is missing or damaged, or does not say how its ranks divide the weights.
     """
     tp, dp, stage = (run[name] for name in _LAYOUT_FIELDS)
-    print(f"reading {checkpoint}: TP {tp}, DP {dp}, ZeRO {stage}", flush=True)
+    pp = run.get("pipeline_model_parallel_size", 1)
+    print(f"reading {checkpoint}: TP {tp}, {f'PP {pp}, ' if pp > 1 else ''}DP {dp}, ZeRO {stage}", flush=True)
     state, weights = SavedState(checkpoint, run), {}
     for name in state.list_names():
         weights[name], difference = state.read_whole(name)

@@ -1,4 +1,4 @@
-"""Reads weights and moments of a checkpoint by parameter and range, whatever layout (TP, DP, ZeRO stage) saved it.
+"""Reads weights and moments of a checkpoint by parameter and range, whatever layout (TP, PP, DP, ZeRO) saved it.
 
 Files are memory-mapped, and only the requested elements are read.
 """
@@ -6,7 +6,7 @@ Files are memory-mapped, and only the requested elements are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,15 @@ class SavedState:
         # Without ZeRO the data-parallel ranks have equal states, and only the first one's are saved.
         self.dp: int = saved["data_parallel_size"] if self.zero_stage else 1
         self._contents: dict[tuple[int, int], Any] = {}
-        # For each tensor-parallel rank, by name.
+        pp: int = saved.get("pipeline_model_parallel_size", 1)
+        self._model_parallel_ranks = range(self.tp * pp)
+        # The pipeline stage of each parameter. The last one's copy of tied word embeddings is left out.
+        self._stages: dict[str, int] = {}
+        # For each tensor-parallel rank, by name, those of all stages.
         self.cuts: list[dict[str, Cut]] = [{} for _ in range(self.tp)]
         self._fragments: list[dict[str, list[tuple[int, Fragment]]]] = [{} for _ in range(self.tp)]
-        for rank in range(self.tp * saved["data_parallel_size"]):
+        # Stage by stage: the ranks of the first one come first.
+        for rank in range(self.tp * saved["data_parallel_size"] * pp):
             self._add_rank(read_tensors(checkpoint / name_rank_file(rank)).get("layout"))
 
     def _add_rank(self, described: dict[str, Any] | None) -> None:
@@ -46,17 +51,24 @@ class SavedState:
                 "ranks divide the weights; train on with the number of processes, the tensor parallel size and the "
                 "JSON it was saved with, save once, and take the new checkpoint"
             )
-        tp_rank, dp_rank = described["tp_rank"], described["dp_rank"]
+        tp_rank, dp_rank, stage = described["tp_rank"], described["dp_rank"], described.get("pp_rank", 0)
         if dp_rank == 0:
-            self.cuts[tp_rank] = {name: Cut.unpack(cut) for name, cut in described["cuts"].items()}
+            for name, cut in described["cuts"].items():
+                self.cuts[tp_rank].setdefault(name, Cut.unpack(cut))
         if dp_rank < self.dp:
             for fragment in (Fragment(*packed) for packed in described["fragments"]):
-                self._fragments[tp_rank].setdefault(fragment.name, []).append((dp_rank, fragment))
+                if self._stages.setdefault(fragment.name, stage) == stage:
+                    self._fragments[tp_rank].setdefault(fragment.name, []).append((dp_rank, fragment))
 
-    def find_mismatch(self, cuts: Mapping[str, Cut], names: set[str], tp: int) -> str | None:
-        """Says in one sentence why a model of the parameters `names` and `cuts` cannot be read, or returns None."""
+    def find_mismatch(
+        self, cuts: Mapping[str, Cut], names: set[str], tp: int, elsewhere: Collection[str] = ()
+    ) -> str | None:
+        """Says in one sentence why a model of the parameters `names` and `cuts` cannot be read, or returns None.
+
+        `elsewhere` names the parameters that only other pipeline stages of the model have.
+        """
         theirs = self._fragments[0]
-        if other := names.symmetric_difference(theirs):
+        if other := names.union(elsewhere).symmetric_difference(theirs):
             name = min(other)
             has, lacks = ("checkpoint", "model") if name in theirs else ("model", "checkpoint")
             return f"--load {self.checkpoint}: the {has} has {name}, the {lacks} has not; give another checkpoint"
@@ -104,12 +116,12 @@ class SavedState:
 
     def has_moments(self) -> bool:
         """Whether the optimizer has made a step."""
-        return any(self._find_states(rank, 0) for rank in range(self.tp))
+        return any(self._find_states(rank, 0) for rank in self._model_parallel_ranks)
 
     def read_step(self, name: str) -> float:
         """Returns how many steps AdamW has made with a parameter."""
         dp_rank, fragment = self._fragments[0][name][0]
-        return float(self._find_states(0, dp_rank)[fragment.group]["step"])
+        return float(self._find_states(self._find_model_parallel_rank(name, 0), dp_rank)[fragment.group]["step"])
 
     def read_model_file(self) -> Any:
         """Returns the first rank's model file, which also counts steps and samples."""
@@ -169,44 +181,49 @@ class SavedState:
         for dp_rank, fragment in self._fragments[tp_rank][name]:
             begin, end = max(first, fragment.first), min(last, fragment.last)
             if begin < end:
-                flat, start = self._find_flat(tp_rank, dp_rank, fragment, key), fragment.start - fragment.first
+                rank = self._find_model_parallel_rank(name, tp_rank)
+                flat, start = self._find_flat(rank, dp_rank, fragment, key), fragment.start - fragment.first
                 parts.append((begin, flat[start + begin : start + end]))
         parts.sort(key=lambda part: part[0])
         tensors = [tensor for _, tensor in parts]
         assert sum(map(len, tensors)) == last - first, f"{name}: [{first}, {last}) of rank {tp_rank} is not whole"
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
-    def _find_flat(self, tp_rank: int, dp_rank: int, fragment: Fragment, key: str) -> Tensor:
+    def _find_model_parallel_rank(self, name: str, tp_rank: int) -> int:
+        """Returns by which number DeepSpeed's files call the rank that holds a parameter."""
+        return self._stages[name] * self.tp + tp_rank
+
+    def _find_flat(self, model_parallel_rank: int, dp_rank: int, fragment: Fragment, key: str) -> Tensor:
         if key in MOMENTS:
-            flat: Tensor = self._find_states(tp_rank, dp_rank)[fragment.group][key]
+            flat: Tensor = self._find_states(model_parallel_rank, dp_rank)[fragment.group][key]
         elif self.zero_stage == 0:
-            flat = self._read_content(tp_rank, dp_rank)["module"][fragment.name]
+            flat = self._read_content(model_parallel_rank, dp_rank)["module"][fragment.name]
         else:
-            states = self._read_content(tp_rank, dp_rank)["optimizer_state_dict"]
+            states = self._read_content(model_parallel_rank, dp_rank)["optimizer_state_dict"]
             groups = "fp32_flat_groups" if self.zero_stage == 3 else "single_partition_of_fp32_groups"
             flat = states[groups][fragment.group]
         return flat.flatten()
 
-    def _find_states(self, tp_rank: int, dp_rank: int) -> Any:
+    def _find_states(self, model_parallel_rank: int, dp_rank: int) -> Any:
         """Returns the optimizer's states by the number of the flat tensor."""
-        content = self._read_content(tp_rank, dp_rank)
+        content = self._read_content(model_parallel_rank, dp_rank)
         if self.zero_stage == 0:
             return content["optimizer"]["state"]
         states = content["optimizer_state_dict"]
         return states["optimizer_state_dict" if self.zero_stage == 3 else "base_optimizer_state"]["state"]
 
-    def _read_content(self, tp_rank: int, dp_rank: int) -> Any:
-        if (tp_rank, dp_rank) not in self._contents:
-            path = find_model_file(self.checkpoint, tp_rank, 0)
+    def _read_content(self, model_parallel_rank: int, dp_rank: int) -> Any:
+        if (model_parallel_rank, dp_rank) not in self._contents:
+            path = find_model_file(self.checkpoint, model_parallel_rank, 0)
             if self.zero_stage:
-                name = f"zero_pp_rank_{dp_rank}_mp_rank_{tp_rank:02d}_optim_states.pt"
+                name = f"zero_pp_rank_{dp_rank}_mp_rank_{model_parallel_rank:02d}_optim_states.pt"
                 prefixed = self.checkpoint / f"bf16_{name}"  # written by DeepSpeed's BF16_Optimizer
                 path = prefixed if prefixed.exists() else self.checkpoint / name
-            self._contents[tp_rank, dp_rank] = read_tensors(path, is_mapped=True)
-        return self._contents[tp_rank, dp_rank]
+            self._contents[model_parallel_rank, dp_rank] = read_tensors(path, is_mapped=True)
+        return self._contents[model_parallel_rank, dp_rank]
 
 
-def find_model_file(checkpoint: Path, tp_rank: int, zero_stage: int) -> Path:
+def find_model_file(checkpoint: Path, model_parallel_rank: int, zero_stage: int) -> Path:
     """Returns the path of DeepSpeed's file with the model; under ZeRO-3 of the first data-parallel rank."""
     prefix = "zero_pp_rank_0_" if zero_stage == 3 else ""
-    return checkpoint / f"{prefix}mp_rank_{tp_rank:02d}_model_states.pt"
+    return checkpoint / f"{prefix}mp_rank_{model_parallel_rank:02d}_model_states.pt"

@@ -267,6 +267,17 @@ def _add_distributed(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--deepspeed", action="store_true", help="accepted as DeepSpeed scripts do; it is always on")
     group.add_argument("--tensor-model-parallel-size", type=parse_positive, default=1, help="default %(default)s")
     group.add_argument(
+        "--pipeline-model-parallel-size",
+        type=parse_positive,
+        default=1,
+        help="stages that the layers are divided over, with ZeRO 0 or 1 (default %(default)s)",
+    )
+    group.add_argument(
+        "--num-layers-per-virtual-pipeline-stage",
+        type=parse_positive,
+        help="interleave: each stage has several chunks of this many layers (default: one chunk)",
+    )
+    group.add_argument(
         "--sequence-parallel", action="store_true", help="also split norms and dropout over the tensor parallel ranks"
     )
     group.add_argument(

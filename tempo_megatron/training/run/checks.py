@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from tempo_megatron.cluster.versions import find_version
 from tempo_megatron.extras import is_installed
 from tempo_megatron.models.shape import check_layout
 from tempo_megatron.training.run.deepspeed_config import offloads_optimizer, read_offload_device, read_zero_stage
@@ -18,6 +19,8 @@ _REFUSED_MODULES = {
     **dict.fromkeys(("moe_act", "moe", "shared_experts", "mla_up_proj"), "the model has no such module: it is dense"),
 }
 
+# From here on hooks of DeepSpeed's optimizers add up the gradients of micro batches that its engine does not see.
+_DEEPSPEED_OF_PIPELINE = (0, 19)
 # The package that DeepSpeed imports if the block of that name is enabled.
 _OF_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
@@ -25,6 +28,7 @@ _OF_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_
 def check_run(run: RunConfig) -> None:
     """Raises ValueError for the first combination that cannot train."""
     check_layout(run.model, run.tensor_model_parallel_size, run.sequence_parallel)
+    _check_pipeline(run)
     _check_precision(run)
     _check_schedule(run)
     _check_recompute(run)
@@ -49,7 +53,7 @@ def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
     attention = 2 * model.kv_channels * (model.num_attention_heads + model.num_query_groups)
     mlp = (3 if model.is_gated else 2) * model.ffn_hidden_size
     elements = model.num_layers * model.hidden_size * (attention + mlp)
-    shares = run.tensor_model_parallel_size
+    shares = run.tensor_model_parallel_size * run.pipeline_model_parallel_size
     if read_zero_stage(run.deepspeed) == 3:
         shares *= run.data_parallel_size
     needed = elements * (4 if run.precision == "fp32" else 2) * node_ranks // shares
@@ -58,6 +62,72 @@ def check_weights_fit(run: RunConfig, node_bytes: int, node_ranks: int) -> None:
             f"the linears of {model.num_layers} layers of hidden size {model.hidden_size} have {elements:,} weights, "
             f"of which this node would hold {format_bytes(needed)}, and it has {format_bytes(node_bytes)} of memory, "
             "GPUs included; check --num-layers and --hidden-size, or divide the model further"
+        )
+
+
+def _check_pipeline(run: RunConfig) -> None:
+    stages, per_chunk = run.pipeline_model_parallel_size, run.num_layers_per_virtual_pipeline_stage
+    option, num_layers = f"--pipeline-model-parallel-size {stages}", run.model.num_layers
+    if stages == 1:
+        if per_chunk is not None:
+            raise ValueError(
+                f"--num-layers-per-virtual-pipeline-stage {per_chunk} needs --pipeline-model-parallel-size of at least "
+                "2; remove it or raise that"
+            )
+        return
+    if num_layers % stages:
+        raise ValueError(f"--num-layers {num_layers} is not a multiple of {option}; change one of them")
+    if per_chunk is not None and (per_chunk == num_layers // stages or num_layers // stages % per_chunk):
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {num_layers // stages} layers of "
+            "a pipeline stage into at least 2 chunks; change it or remove it"
+        )
+    if per_chunk is not None and run.num_micro_batches % stages:
+        raise ValueError(
+            f"a step has {run.num_micro_batches} micro batches, which are not a multiple of {option}, as interleaving "
+            "needs; change --global-batch-size, or remove --num-layers-per-virtual-pipeline-stage"
+        )
+    if per_chunk is not None and run.memory_budget is not None:
+        raise ValueError(
+            "a memory budget is given with --num-layers-per-virtual-pipeline-stage, whose chunks the planner does not "
+            "know; remove one of them"
+        )
+    _check_deepspeed_of_pipeline(run, option)
+
+
+def _check_deepspeed_of_pipeline(run: RunConfig, option: str) -> None:
+    config = run.deepspeed
+    stage = read_zero_stage(config)
+    if stage > 1:
+        raise ValueError(
+            f"{option} is given with ZeRO {stage}, which reduces gradients in each of the backward passes that a "
+            "pipeline has under way at once; set zero_optimization.stage to 0 or 1"
+        )
+    if stage == 1 and config["zero_optimization"].get("overlap_comm"):
+        raise ValueError(
+            f'{option} is given with "zero_optimization.overlap_comm", but the gradients of a pipeline are reduced '
+            "after its last backward pass; remove it or set it to false"
+        )
+    if config.get("bf16", {}).get("immediate_grad_update") is False:
+        raise ValueError(
+            f'{option} is given with "bf16.immediate_grad_update" false, which would add up micro batches in bf16; '
+            "remove it or set it to true"
+        )
+    for name, is_on in (
+        ("flops_profiler", config.get("flops_profiler", {}).get("enabled")),
+        ("wall_clock_breakdown", config.get("wall_clock_breakdown")),
+    ):
+        if is_on:
+            raise ValueError(
+                f'{option} is given with "{name}", but DeepSpeed sees no micro batch of a pipeline that it could '
+                "measure; remove it"
+            )
+    version = find_version("deepspeed") or "0"
+    if tuple(map(int, version.split(".")[:2])) < _DEEPSPEED_OF_PIPELINE:
+        wanted = ".".join(map(str, _DEEPSPEED_OF_PIPELINE))
+        raise ValueError(
+            f"{option} needs DeepSpeed {wanted}, and {version} is installed, whose optimizers add up gradients "
+            f"elsewhere; pip install 'deepspeed>={wanted}'"
         )
 
 
@@ -108,9 +178,12 @@ def _check_recompute(run: RunConfig) -> None:
             raise ValueError(f"--recompute-{name} is for full recomputation; add --recompute-granularity full")
     if granularity == "full" and run.recompute_method is None:
         raise ValueError("--recompute-granularity full needs --recompute-method; give uniform or block")
-    if run.recompute_num_layers is not None and run.recompute_num_layers > run.model.num_layers:
+    stages = run.pipeline_model_parallel_size
+    num_layers = run.model.num_layers // (stages * run.num_chunks)
+    if run.recompute_num_layers is not None and run.recompute_num_layers > num_layers:
+        where = "the model's" if stages == 1 else "a pipeline stage's" if run.num_chunks == 1 else "a chunk's"
         raise ValueError(
-            f"--recompute-num-layers {run.recompute_num_layers} is more than the model's {run.model.num_layers} layers"
+            f"--recompute-num-layers {run.recompute_num_layers} is more than {where} {num_layers} layers; lower it"
         )
     if run.recompute_modules is not None and granularity != "selective":
         raise ValueError("--recompute-modules is for selective recomputation; add --recompute-granularity selective")

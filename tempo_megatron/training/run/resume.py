@@ -59,7 +59,10 @@ MAY_CHANGE = {
 """The command line's value is used; why it may be another one."""
 OF_EACH_START = {
     **dict.fromkeys(
-        ("world_size", "data_parallel_size", "tensor_model_parallel_size", "sequence_parallel", "on_gpu"),
+        (
+            *("world_size", "data_parallel_size", "tensor_model_parallel_size", "sequence_parallel", "on_gpu"),
+            *("pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
+        ),
         "the layout: the weights are the same in each",
     ),
     **dict.fromkeys(("deepspeed_config", "deepspeed"), "a file that every start names"),

@@ -116,6 +116,8 @@ class RunConfig:
     world_size: int
     data_parallel_size: int
     tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    num_layers_per_virtual_pipeline_stage: int | None
     sequence_parallel: bool
     use_cpu_initialization: bool
     distributed_timeout_minutes: int
@@ -132,6 +134,12 @@ class RunConfig:
     """The bytes per rank for which Job plans each "auto"; None plans nothing."""
     tempo_arguments: str
     """Tempo's arguments as given, for the banner."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the model on each pipeline stage, of a run that was checked; 1 without interleaving."""
+        per_chunk = self.num_layers_per_virtual_pipeline_stage
+        return 1 if per_chunk is None else self.model.num_layers // (self.pipeline_model_parallel_size * per_chunk)
 
 
 def complete_run(
@@ -167,7 +175,9 @@ def complete_run(
     for name, what in _NEEDED.items():
         if values[name] is None:
             raise ValueError(f"--{name.replace('_', '-')} is missing; give {what}")
-    data_parallel_size = divide_processes(world_size, args.tensor_model_parallel_size)
+    data_parallel_size = divide_processes(
+        world_size, args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    )
     completed = complete_deepspeed_config(deepspeed_config, values, data_parallel_size)
     tempo, memory_budget = read_tempo_of_run(args, with_tempo)
     values.setdefault("eod_mask_loss", False)
@@ -196,15 +206,18 @@ def complete_run(
     return RunConfig(**{field.name: values[field.name] for field in dataclasses.fields(RunConfig)})
 
 
-def divide_processes(world_size: int, tensor_model_parallel_size: int) -> int:
+def divide_processes(world_size: int, tensor_model_parallel_size: int, pipeline_model_parallel_size: int = 1) -> int:
     """Returns the data parallel size. Raises ValueError if the processes do not divide."""
-    tp = tensor_model_parallel_size
-    if world_size % tp:
+    size = tensor_model_parallel_size * pipeline_model_parallel_size
+    if world_size % size:
+        options = f"--tensor-model-parallel-size {tensor_model_parallel_size}"
+        if pipeline_model_parallel_size > 1:
+            options += f" times --pipeline-model-parallel-size {pipeline_model_parallel_size}"
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} does not divide the {world_size} processes; "
-            f"start a multiple of {tp} processes (deepspeed --num_gpus {tp}, torchrun --nproc_per_node {tp})"
+            f"{options} does not divide the {world_size} processes; "
+            f"start a multiple of {size} processes (deepspeed --num_gpus {size}, torchrun --nproc_per_node {size})"
         )
-    return world_size // tp
+    return world_size // size
 
 
 def _complete_model(

@@ -25,7 +25,15 @@ from tempo_megatron.data.masked_tokenizers import RobertaTokenizer, WordPieceTok
 from tempo_megatron.data.sentences import LONGEST_SENTENCE
 from tempo_megatron.data.tokenizer_types import MASKED_TYPES
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.tasks.task import LOSS, Batch, Collate, Vocabulary, check_token_range, describe_share
+from tempo_megatron.training.tasks.task import (
+    LOSS,
+    Batch,
+    Collate,
+    ForwardStep,
+    Vocabulary,
+    check_token_range,
+    describe_share,
+)
 
 _PADDING = -1
 _KEYS = {
@@ -137,7 +145,7 @@ def collate_masked(samples: Sequence[Mapping[str, Any]], vocab_size: int, pad: i
     return batch
 
 
-class PredictMasked:
+class PredictMasked(ForwardStep):
     """The ForwardStep of BERT and RoBERTa.
 
     Args:
@@ -148,19 +156,22 @@ class PredictMasked:
     def __init__(self, has_segments: bool, fuses_loss: bool) -> None:
         self.has_segments, self.fuses_loss = has_segments, fuses_loss
 
-    def __call__(self, model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the mean loss of the masked tokens, 0 if there are none; with a binary head also that of the order.
-
-        The losses are float32 scalars; LOSS is their sum.
-        """
-        mask = batch["loss_mask"]
-        losses, order_logits = model(
+    def run_model(self, model: Any, batch: Mapping[str, Tensor]) -> Any:
+        return model(
             batch["tokens"],
             batch["padding_mask"],
             tokentype_ids=batch["tokentype_ids"] if self.has_segments else None,
             lm_labels=batch["labels"],
-            **({"loss_mask": mask} if self.fuses_loss else {}),
+            **({"loss_mask": batch["loss_mask"]} if self.fuses_loss else {}),
         )
+
+    def compute_losses(self, output: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the mean loss of the masked tokens, 0 if there are none; with a binary head also that of the order.
+
+        LOSS is their sum.
+        """
+        mask = batch["loss_mask"]
+        losses, order_logits = output
         masked_loss = torch.sum(losses.float() * mask) / mask.sum().clamp(min=1.0)
         if order_logits is None:
             return {LOSS: masked_loss}

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from tempo_megatron.data.tokenizer_types import GPT2_BPE
 from tempo_megatron.training.run.run_config import RunConfig
-from tempo_megatron.training.tasks.task import LOSS, Batch, Collate, Vocabulary, check_token_range, describe_share
+from tempo_megatron.training.tasks.task import (
+    LOSS,
+    Batch,
+    Collate,
+    ForwardStep,
+    Vocabulary,
+    check_token_range,
+    describe_share,
+)
 
 
 class NextTokenTask:
@@ -65,7 +73,7 @@ def collate_tokens(samples: Sequence[Mapping[str, Any]], vocab_size: int) -> Bat
     return batch
 
 
-class PredictNextToken:
+class PredictNextToken(ForwardStep):
     """The ForwardStep of GPT; it makes once what all micro batches share.
 
     Args:
@@ -82,14 +90,17 @@ class PredictNextToken:
             hidden = torch.ones(seq_length, seq_length, dtype=torch.bool, device=device).triu(1)
             self.attention_mask = hidden.view(1, 1, seq_length, seq_length)
 
-    def __call__(self, model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the loss, float32, averaged over the tokens that count; 0 if none does."""
-        tokens, mask = batch["tokens"], batch["loss_mask"]
-        losses = model(
+    def run_model(self, model: Any, batch: Mapping[str, Tensor]) -> Any:
+        tokens = batch["tokens"]
+        return model(
             input_ids=tokens,
             position_ids=self.position_ids.expand_as(tokens),
             attention_mask=self.attention_mask,
             labels=batch["labels"],
-            loss_mask=mask,
+            loss_mask=batch["loss_mask"],
         )
-        return {LOSS: torch.sum(losses.float() * mask) / mask.sum().clamp(min=1.0)}
+
+    def compute_losses(self, output: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the loss averaged over the tokens that count; 0 if none does."""
+        mask = batch["loss_mask"]
+        return {LOSS: torch.sum(output.float() * mask) / mask.sum().clamp(min=1.0)}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -21,8 +22,21 @@ Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 LOSS = "loss"
 """The loss that is trained; the others that a ForwardStep returns are parts of it, for the log."""
 
-ForwardStep = Callable[[Any, Mapping[str, Tensor]], dict[str, Tensor]]
-"""Computes the losses of a micro batch from (model, batch): float32 scalars by name, LOSS among them."""
+
+class ForwardStep(abc.ABC):
+    """Computes the losses of a micro batch."""
+
+    @abc.abstractmethod
+    def run_model(self, model: Any, batch: Mapping[str, Tensor]) -> Any:
+        """Calls the model; returns its output. It may be a chunk of a pipeline, whose output is hidden states."""
+
+    @abc.abstractmethod
+    def compute_losses(self, output: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the losses of the whole model's output: float32 scalars by name, LOSS among them."""
+
+    def __call__(self, model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the losses of a whole model."""
+        return self.compute_losses(self.run_model(model, batch), batch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,206 @@
+"""Trains a model whose layers lie on several pipeline stages: Megatron-core's schedules, DeepSpeed's optimizer.
+
+Megatron's schedule drives forward and backward of all micro batches of a step on the bare modules. DeepSpeed's engine
+does what comes after the last of them: it reduces the gradients over the data-parallel ranks, and makes the step. So
+1F1B, interleaving, the transfers between stages and the names of the weights are Megatron's, as without a pipeline.
+DeepSpeed's own pipeline engine has no interleaving, builds a model of its own kind of layers, which would change every
+name in a checkpoint, and corrupts the activations of sequence parallelism unless two of its defaults are changed.
+
+The engine does not see the micro batches. To it a step is one large micro batch, whose gradients the hooks of its
+optimizer have added up in the precision of "grad_accum_dtype". The schedule itself divides each loss by their number,
+and scales it for fp16. Until the last backward has run the engine is told that no step ends
+(`set_gradient_accumulation_boundary`), so that nothing is reduced early. ZeRO 2 and 3 reduce in every backward pass, of
+which the schedule has several under way, so they are refused, as DeepSpeed's pipeline engine refuses them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from tempo_megatron.models.build import build_model, count_parameters
+from tempo_megatron.models.stage import PipelineStage, list_chunks
+from tempo_megatron.slots.choose import Choices
+from tempo_megatron.slots.report import TempoReport, report_on
+from tempo_megatron.training.run.deepspeed_config import BATCH_KEYS
+from tempo_megatron.training.run.run_config import RunConfig
+from tempo_megatron.training.tasks.task import LOSS, Batch, ForwardStep
+
+_T = TypeVar("_T")
+
+REPLICATED = "ds_pipe_replicated"
+"""DeepSpeed's mark of a parameter that another stage counts in the norm of the gradients."""
+
+
+def build_stage(run: RunConfig, config: Any, choices: Choices, padded_vocab_size: int) -> PipelineStage:
+    """Builds the chunks of the model that this rank's stage has.
+
+    A copy of tied word embeddings gets the values of the first stage's, as Megatron builds it.
+    """
+    stage, last_stage = parallel_state.get_pipeline_model_parallel_rank(), run.pipeline_model_parallel_size - 1
+    last_chunk = run.num_chunks - 1
+    return PipelineStage(
+        [
+            build_model(
+                run.model,
+                config,
+                choices,
+                padded_vocab_size,
+                pre_process=stage == 0 and chunk == 0,
+                post_process=stage == last_stage and chunk == last_chunk,
+                vp_stage=chunk if run.num_chunks > 1 else None,
+            )
+            for chunk in range(run.num_chunks)
+        ]
+    )
+
+
+def prepare(stage: PipelineStage, config: dict[str, Any], run: RunConfig) -> None:
+    """Makes a stage and the DeepSpeed JSON, both changed in place, ready for an engine that sees no micro batches."""
+    if (copy := stage.find_embedding_copy()) is not None:
+        setattr(copy, REPLICATED, True)
+    _, micro_key, steps_key = BATCH_KEYS
+    config |= {micro_key: run.micro_batch_size * run.num_micro_batches, steps_key: 1}
+    if run.precision == "bf16":
+        # Otherwise DeepSpeed's BF16_Optimizer would add up the micro batches in bf16.
+        config["bf16"]["immediate_grad_update"] = True
+    if run.precision == "fp32" and "stage" in config["zero_optimization"] and not config["zero_optimization"]["stage"]:
+        config["gradient_clipping"] = 0.0  # Engine.step_after_schedule clips
+
+
+def sum_tied_gradients(stage: PipelineStage) -> None:
+    """Sums the gradients of word embeddings that first and last stage share, wherever DeepSpeed adds them up."""
+    weight: Any = stage.find_tied_weight()
+    if weight is None:
+        return
+    places = (getattr(weight, name, None) for name in ("_hp_grad", "grad_accum", "grad"))
+    grad = next(found for found in places if found is not None)
+    total = grad.float()  # the gradient itself where it is float32
+    dist.all_reduce(total, group=parallel_state.get_embedding_group())
+    if total is not grad:
+        grad.copy_(total)
+
+
+class Schedule:
+    """Runs micro batches through the stages by Megatron's schedule; every rank of the pipeline calls it at once.
+
+    Args:
+        stage: this rank's.
+        forward_step: of the task.
+        run: gives the sizes.
+        scale: scales a loss before its backward, for fp16.
+    """
+
+    def __init__(
+        self, stage: PipelineStage, forward_step: ForwardStep, run: RunConfig, scale: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        self.chunks: list[Any] = list(stage.chunks)
+        self.forward_step, self.run = forward_step, run
+        for chunk in self.chunks:
+            chunk.config.grad_scale_func = scale
+        self._run_schedule = get_forward_backward_func()
+
+    def train(
+        self, batches: Iterable[Batch], num_micro_batches: int, announce: Callable[[int], None]
+    ) -> list[dict[str, Tensor]]:
+        """Runs forward and backward; the gradients add up in the parameters.
+
+        Args:
+            batches: the micro batches of the step. Every stage reads the same ones.
+            num_micro_batches: how many there are.
+            announce: is called with the number of a micro batch before each forward of it.
+
+        Returns the losses of each micro batch on the last stage, and an empty list on the others.
+        """
+        return self._run(batches, num_micro_batches, announce, forward_only=False)
+
+    def evaluate(self, batches: Iterable[Batch], num_micro_batches: int) -> list[dict[str, Tensor]]:
+        """Runs forward alone; returns what `train` returns."""
+        return self._run(batches, num_micro_batches, lambda _: None, forward_only=True)
+
+    def _run(
+        self, batches: Iterable[Batch], number: int, announce: Callable[[int], None], forward_only: bool
+    ) -> list[dict[str, Tensor]]:
+        def step(iterator: Iterator[tuple[int, Batch]], chunk: Any) -> tuple[Any, Callable[..., Any]]:
+            micro_batch, batch = next(iterator)
+            announce(micro_batch)
+            return self.forward_step.run_model(chunk, batch), functools.partial(self._find_loss, batch)
+
+        # Each chunk takes the micro batches in order; a batch is read once, for the first chunk that needs it.
+        iterators = list(itertools.tee(enumerate(batches), len(self.chunks)))
+        found: list[dict[str, Tensor]] = self._run_schedule(
+            forward_step_func=step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=number,
+            seq_length=self.run.model.seq_length,
+            micro_batch_size=self.run.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return found
+
+    def _find_loss(self, batch: Batch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = self.forward_step.compute_losses(output, batch)
+        # The schedule divides the first one in place.
+        return losses[LOSS], {name: loss.detach().clone() for name, loss in losses.items()}
+
+
+def report_on_all(model: Any, choices: Choices) -> TempoReport:
+    """Reports on the slots of every stage, in the order of the model; `model` is this rank's stage or the whole."""
+    own = [report_on(chunk, choices) for chunk in list_chunks(model)]
+    return sum(itertools.chain.from_iterable(zip(*_gather_from_stages(own), strict=True)), TempoReport())
+
+
+def count_all_parameters(model: Any, tensor_parallel_size: int) -> int:
+    """Counts the parameters of the whole model, of which `model` is this rank's stage or the whole."""
+    own = count_parameters(model, tensor_parallel_size)
+    if isinstance(model, PipelineStage) and (copy := model.find_embedding_copy()) is not None:
+        own -= copy.numel() * tensor_parallel_size
+    return sum(_gather_from_stages(own))
+
+
+def _gather_from_stages(value: _T) -> list[_T]:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def share_from_last_stage(value: Any, device: torch.device) -> Any:
+    """Returns what the last stage was given, on every stage; the others may give anything."""
+    held = [value]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    last: int = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast_object_list(held, src=last, group=group, device=device)
+    return held[0]
+
+
+def is_last_stage() -> bool:
+    """Whether this rank's stage computes the losses; true without a pipeline."""
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+
+def list_settings(run: RunConfig) -> Mapping[str, Any]:
+    """Returns the fields of TransformerConfig that a pipeline needs; none without one."""
+    if run.pipeline_model_parallel_size == 1:
+        return {}
+    interleaves = run.num_chunks > 1
+    return {
+        "pipeline_model_parallel_size": run.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": run.num_chunks if interleaves else None,
+        # As in Megatron-LM. Two stages that interleave are each other's neighbours on both sides, and a batch of
+        # transfers would mix up what goes forward and backward.
+        "overlap_p2p_comm": interleaves,
+        "batch_p2p_comm": not interleaves,
+        # Backward needs a sent output's place in the graph alone. Gloo still reads it while transfers overlap.
+        "deallocate_pipeline_outputs": run.on_gpu or not interleaves,
+        "batch_p2p_sync": run.on_gpu,  # it waits for the GPU
+    }
