@@ -73,6 +73,9 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
         x.view(S * B, 1, -1), key, first, cu_seqlens=torch.tensor([1, 5, 24], dtype=torch.int32)
     ),
     "attention keeping its softmax": lambda x, b, c, w, key, first: attend(x, key, first, "softmax"),
+    "attention with all that changes scores": lambda x, b, c, w, key, first: attend(
+        x, key, first, sink=b[:2], softcap=2.0, alibi_slopes=torch.tensor([0.5, 0.25]), bias=b[2:14].view(1, 1, 1, -1)
+    ),
     "linear_cross_entropy": lambda x, b, c, w, *_: losses(x, c, w),
     "linear_cross_entropy with token_weights": lambda x, b, c, w, *_: losses(x, c, w, True),
     "linear_log_prob": lambda x, b, c, w, *_: log_probs(x, c, w, "log_prob"),

@@ -19,7 +19,7 @@ def settings(causal=True, p=0.1, key=KEY, first_sample=FIRST_SAMPLE, window_size
     return Settings(causal, SCALE, p, key, first_sample, FIRST_HEAD, window_size, **firsts)
 
 
-def reference(q, k, v, chosen, mask=None, key_lengths=None):
+def reference(q, k, v, chosen, mask=None, key_lengths=None, sink=None, bias=None, alibi_slopes=None):
     """Unfused attention with Megatron's mask value and the mask of dropout from its definition."""
     (sq, b, a, _), sk, column = q.shape, k.size(0), chosen.first_column
     k, v = (t.repeat_interleave(a // t.size(2), 2) for t in (k, v))
@@ -27,18 +27,28 @@ def reference(q, k, v, chosen, mask=None, key_lengths=None):
         seen = (torch.arange(sk).unsqueeze(-1) < key_lengths).view(sk, b, 1, 1)
         k, v = (t.where(seen, torch.zeros((), dtype=t.dtype)) for t in (k, v))
     scores = torch.einsum("sbad,tbad->bast", q, k) * chosen.softmax_scale
-    if mask is not None:
-        scores = scores.masked_fill(mask, MASKED_SCORE)
     # Positions count from the end, where the last query sees the last key, unless they are given.
     diagonal = sk - sq if column is None else chosen.first_row - column
     distance = torch.arange(sk) - (torch.arange(sq).unsqueeze(-1) + diagonal)
+    if chosen.softcap is not None:
+        scores = chosen.softcap * (scores / chosen.softcap).tanh()
+    if bias is not None:
+        scores = scores + bias
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.to(scores.dtype).view(-1, 1, 1) * distance
+    if mask is not None:
+        scores = scores.masked_fill(mask, MASKED_SCORE)
     left, right = chosen.window_size or (-1, -1)
     hidden = torch.zeros(b, 1, sq, sk, dtype=torch.bool)
     hidden |= (distance > (0 if chosen.causal else right)) & (chosen.causal or right >= 0)
     hidden |= (distance < -left) & (left >= 0)
     if key_lengths is not None:
         hidden |= torch.arange(sk) >= key_lengths.view(-1, 1, 1, 1)
-    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sink is None:
+        probabilities = scores.softmax(-1)
+    else:
+        probabilities = torch.cat((scores, sink.view(1, a, 1, 1).expand(b, a, sq, 1)), -1).softmax(-1)[..., :-1]
     probabilities = probabilities.masked_fill(hidden.all(-1, keepdim=True), 0.0)
     if chosen.dropout_p:
         dropped = drop_mask(
@@ -53,8 +63,8 @@ def reference(q, k, v, chosen, mask=None, key_lengths=None):
     return torch.einsum("bast,tbad->sbad", probabilities, v)
 
 
-def ours(q, k, v, chosen, mask=None, key_lengths=None):
-    return attention(q, k, v, mask=mask, key_lengths=key_lengths, **vars(chosen))
+def ours(q, k, v, chosen, mask=None, key_lengths=None, **more):
+    return attention(q, k, v, mask=mask, key_lengths=key_lengths, **vars(chosen), **more)
 
 
 class Ring(torch.autograd.Function):

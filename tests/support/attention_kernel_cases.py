@@ -39,7 +39,7 @@ def run(module, q, k, v, grad, mask, key_lengths, chosen):
     """out, grad_q, grad_k and grad_v."""
     inputs = Inputs(q, k, v, mask, key_lengths)
     out, logsumexp = module.forward(inputs, chosen)
-    return [out, *module.backward(grad, inputs, Kept(out, logsumexp), chosen)]
+    return [out, *(g for g in module.backward(grad, inputs, Kept(out, logsumexp), chosen) if g is not None)]
 
 
 def check(q, k, v, grad, chosen, mask=None, key_lengths=None):

@@ -1,6 +1,21 @@
 """Attention with dropout that keeps q, k, v, the output and one logsumexp per row: no s*s tensor, no mask."""
 
-from tempo_kernels.attention.blocks import attend_block, differentiate_block, merge_blocks
+from tempo_kernels.attention.blocks import (
+    add_sink,
+    attend_block,
+    differentiate_block,
+    differentiate_sink,
+    merge_blocks,
+)
 from tempo_kernels.attention.function import attention, describe, find_backend
 
-__all__ = ["attend_block", "attention", "describe", "differentiate_block", "find_backend", "merge_blocks"]
+__all__ = [
+    "add_sink",
+    "attend_block",
+    "attention",
+    "describe",
+    "differentiate_block",
+    "differentiate_sink",
+    "find_backend",
+    "merge_blocks",
+]

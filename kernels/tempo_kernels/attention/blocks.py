@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tempo_kernels.attention import cpu
 from tempo_kernels.attention.checks import check_settings, check_tensors
-from tempo_kernels.attention.settings import Inputs, Kept, Settings
+from tempo_kernels.attention.eager import sum_rows
+from tempo_kernels.attention.settings import Gradients, Inputs, Kept, Settings
 from tempo_kernels.backend import choose_backend
 
 Result = tuple[Tensor, Tensor]
@@ -32,6 +33,8 @@ def attend_block(
     first_sample: int | Tensor = 0,
     first_head: int = 0,
     window_size: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Result:
     """out and logsumexp of a part of the keys, without autograd.
 
@@ -43,8 +46,8 @@ def attend_block(
     Raises: ValueError as `attention`.
     """
     draw = (dropout_p, dropout_key, first_sample, first_head)
-    settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column)
-    inputs = _check(Inputs(q, k, v), settings)
+    settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap)
+    inputs = _check(Inputs(q, k, v, alibi_slopes=alibi_slopes), settings)
     with torch.no_grad():
         found: Result = choose_backend(q, cpu).forward(inputs, settings, out_dtype=_find_dtype(q))
     return found
@@ -67,26 +70,26 @@ def differentiate_block(
     first_sample: int | Tensor = 0,
     first_head: int = 0,
     window_size: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a part of the keys adds to the gradients of q, k and v, in float32 (float64 for float64).
 
     Args: those of `attend_block`, and
         grad_out, out: [sq, b, a, dv], of all keys, any floating-point dtype; grad_out is cast to q's.
-        logsumexp: [b, a, sq], of all keys.
+        logsumexp: [b, a, sq], of all keys, and of the sink where there is one.
 
     Error: as of `attention` in 16 bits. In float32 and float64 the logsumexp's rounding stays in the probabilities: at
         most 8 eps of the largest gradient for scores of an ordinary size.
     Raises: ValueError as `attend_block`.
     """
     draw = (dropout_p, dropout_key, first_sample, first_head)
-    settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column)
-    inputs = _check(Inputs(q, k, v), settings)
+    settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap)
+    inputs = _check(Inputs(q, k, v, alibi_slopes=alibi_slopes), settings)
     kept = Kept(out.contiguous(), logsumexp.contiguous(), is_part=True)
     with torch.no_grad():
-        grads: tuple[Tensor, Tensor, Tensor] = choose_backend(q, cpu).backward(
-            grad_out.to(q.dtype), inputs, kept, settings
-        )
-    return grads
+        grads: Gradients = choose_backend(q, cpu).backward(grad_out.to(q.dtype), inputs, kept, settings)
+    return grads.q, grads.k, grads.v
 
 
 def merge_blocks(first: Result, second: Result) -> Result:
@@ -103,6 +106,33 @@ def merge_blocks(first: Result, second: Result) -> Result:
     weights = sums.softmax(0).masked_fill(logsumexp.isneginf(), 0.0).permute(0, 3, 1, 2).unsqueeze(-1)
     logsumexp = logsumexp.masked_fill(logsumexp.isneginf(), float("inf"))
     return first[0] * weights[0] + second[0] * weights[1], logsumexp
+
+
+def add_sink(out: Tensor, logsumexp: Tensor, sink: Tensor) -> Result:
+    """out and logsumexp of all keys, with a sink beside them: what `attention` with this sink returns and keeps.
+
+    To be called once, when all parts are merged. Autograd goes through it; in an autograd.Function of parts, backward
+    takes the new out and logsumexp, for `differentiate_block` and for `differentiate_sink`.
+
+    Args:
+        out, logsumexp: [sq, b, a, dv] and [b, a, sq], as `merge_blocks` returns them.
+        sink: [a], the logit of each head's sink.
+    """
+    sink = sink.to(logsumexp.dtype).view(-1, 1)
+    sums = logsumexp.masked_fill(logsumexp.isposinf(), float("-inf"))
+    share = torch.sigmoid(sums - sink).permute(2, 0, 1).unsqueeze(-1)
+    return out * share.to(out.dtype), torch.logaddexp(sums, sink)
+
+
+def differentiate_sink(grad_out: Tensor, out: Tensor, logsumexp: Tensor, sink: Tensor) -> Tensor:
+    """The gradient of the sink [a] in its dtype: minus the sum over rows of exp(sink - logsumexp) * (grad_out . out).
+
+    Args:
+        grad_out, out: [sq, b, a, dv], any floating-point dtype.
+        logsumexp: [b, a, sq]; it and out are those that `add_sink` returned, or `attention`'s.
+    """
+    sums = sum_rows(grad_out, Kept(out, logsumexp))
+    return ((sink.to(sums.dtype).view(-1, 1) - logsumexp).exp() * sums).sum((0, 2)).neg().to(sink.dtype)
 
 
 def _check(inputs: Inputs, settings: Settings) -> Inputs:

@@ -16,7 +16,7 @@ FORMS = ("flash", "softmax")
 
 def check_tensors(inputs: Inputs, settings: Settings, is_packed: bool = False) -> None:
     """Raises ValueError unless the shapes, dtypes and devices of q, k, v, mask and key_lengths agree."""
-    q, k, v, mask, key_lengths = inputs
+    q, k, v, mask, key_lengths = inputs[:5]
     q_shape, k_shape = q.shape, k.shape
     if len(q_shape) != 4 or len(k_shape) != 4 or v.dim() != 4:
         raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; expected [s, b, heads, d] for each")
@@ -38,6 +38,8 @@ def check_tensors(inputs: Inputs, settings: Settings, is_packed: bool = False) -
         )
     if mask is not None:
         _check_mask(mask, [batch, heads, num_queries, num_keys])
+    if inputs.changes_scores:
+        _check_what_changes_scores(inputs, [batch, heads, num_queries, num_keys])
     if key_lengths is not None and (
         key_lengths.dtype not in (torch.int32, torch.int64)
         or key_lengths.shape != q_shape[1:2]
@@ -57,12 +59,41 @@ def check_tensors(inputs: Inputs, settings: Settings, is_packed: bool = False) -
 
 
 def _check_mask(mask: Tensor, shape: list[int]) -> None:
-    *broadcast, num_keys = shape
-    fits = mask.dtype == torch.bool and mask.dim() == 4 and mask.size(-1) == num_keys
-    if not fits or any(size not in (1, whole) for size, whole in zip(mask.shape, broadcast, strict=False)):
+    if mask.dtype != torch.bool or not _fits_scores(mask, shape):
         raise ValueError(
             f"mask is {mask.dtype} of shape {list(mask.shape)}; expected bool, True where hidden, broadcastable to "
             f"{shape} with all keys"
+        )
+
+
+def _fits_scores(tensor: Tensor, shape: list[int]) -> bool:
+    """Whether a tensor is broadcast to scores of this shape, and has all keys."""
+    *broadcast, num_keys = shape
+    fits = tensor.dim() == 4 and tensor.size(-1) == num_keys
+    return fits and all(size in (1, whole) for size, whole in zip(tensor.shape, broadcast, strict=False))
+
+
+def _check_what_changes_scores(inputs: Inputs, shape: list[int]) -> None:
+    q, bias, slopes, sink = inputs.q, inputs.bias, inputs.alibi_slopes, inputs.sink
+    heads = shape[1]
+    if bias is not None and not (bias.is_floating_point() and _fits_scores(bias, shape) and bias.device == q.device):
+        raise ValueError(
+            f"bias is {bias.dtype} of shape {list(bias.shape)} on {bias.device}; expected a floating-point dtype, "
+            f"broadcastable to {shape} with all keys, on {q.device}, as q"
+        )
+    vectors = {"alibi_slopes": (slopes, {torch.float32}), "sink": (sink, {torch.float32, q.dtype})}
+    for name, (vector, dtypes) in vectors.items():
+        if vector is None:
+            continue
+        if vector.dtype not in dtypes or list(vector.shape) != [heads] or vector.device != q.device:
+            raise ValueError(
+                f"{name} is {vector.dtype} of shape {list(vector.shape)} on {vector.device}; expected "
+                f"{' or '.join(sorted(map(str, dtypes)))} of shape [{heads}] on {q.device}, a number for each head of q"
+            )
+    if slopes is not None and slopes.requires_grad:
+        raise ValueError(
+            "alibi_slopes requires a gradient, which attention does not compute; expected constants; give "
+            "alibi_slopes.detach()"
         )
 
 
@@ -87,6 +118,8 @@ def check_settings(q: Tensor, settings: Settings, form: str) -> None:
         raise ValueError(f'form is {form!r}; expected "flash" or "softmax"')
     if not 0.0 < settings.softmax_scale < math.inf:
         raise ValueError(f"softmax_scale is {settings.softmax_scale}; expected a positive number; negate q instead")
+    if settings.softcap is not None and not 0.0 < settings.softcap < math.inf:
+        raise ValueError(f"softcap is {settings.softcap}; expected a positive number, or None for scores without a cap")
     window_size = settings.window_size
     if window_size is not None and (len(window_size) != 2 or any(size < -1 for size in window_size)):
         raise ValueError(f"window_size is {window_size}; expected (left, right), each at least 0, or -1 for no limit")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tempo_kernels.attention import cpu_flash
 from tempo_kernels.attention.eager import sum_rows
-from tempo_kernels.attention.settings import MASKED_SCORE, Inputs, Kept, Settings
+from tempo_kernels.attention.settings import HIDING_BIAS, MASKED_SCORE, Gradients, Inputs, Kept, Settings
 from tempo_kernels.fakes import skip_alike
 from tempo_kernels.philox import drop_, keep_bits
 
@@ -51,12 +51,18 @@ def forward(
         for rows in _cut(num_rows, rows_per_block):
             block = _Block(samples, rows, inputs, settings)
             if block.num_keys == 0:
-                out[rows, samples], logsumexp[samples, :, rows] = 0.0, float("inf")
+                nothing = float("inf") if inputs.sink is None else inputs.sink.to(compute_dtype).unsqueeze(-1)
+                out[rows, samples], logsumexp[samples, :, rows] = 0.0, nothing
                 continue
             scores = block.find_scores(q_heads, k_heads)
             top = scores.amax(-1, keepdim=True).clamp_min_(_LOWEST)
+            sink = block.find_sink()
+            if sink is not None:
+                top = torch.maximum(top, sink)
             probabilities = scores.sub_(top).exp2_()
             total = probabilities.sum(-1, keepdim=True)
+            if sink is not None:
+                total.add_((sink - top).exp2_())
             # Infinite where there is nothing to normalise: it divides to 0, and backward finds probabilities of 0.
             total.masked_fill_(total == 0.0, float("inf"))
             logsumexp[samples, :, rows] = block.split_heads(top.add_(total.log2()).div_(LOG2_E)).squeeze(-1)
@@ -70,7 +76,9 @@ def forward(
     return out, logsumexp
 
 
-def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings, needs_grad_bias: bool = False
+) -> Gradients:
     """As in eager.py; `kept.out` is there where `cpu_flash.can_run_backward`, and with is_part."""
     if not kept.is_part and kept.probabilities is None and cpu_flash.can_run_backward(inputs, settings):
         assert kept.logsumexp is not None
@@ -81,15 +89,24 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
     dtype = torch.promote_types(q.dtype, torch.float32) if kept.is_part else q.dtype
     row_sums = sum_rows(grad_out, kept) if kept.is_part else None
     grads = tuple(torch.empty(t.shape, dtype=dtype, device=t.device) for t in inputs[:3])
+    compute_dtype = torch.promote_types(q.dtype, torch.float32)
+    grad_bias, grad_sink = (
+        None if t is None or not is_needed else torch.zeros(t.shape, dtype=compute_dtype, device=t.device)
+        for t, is_needed in ((inputs.bias, needs_grad_bias), (inputs.sink, True))
+    )
     rows_per_block, samples_per_block = _find_block(inputs, settings)
     for samples in skip_alike(_cut(batch, samples_per_block), q):
         q_heads, k_heads, v_heads = (_order_heads(t, samples) for t in inputs[:3])
         grads_of_samples = _Gradients(q_heads, k_heads, v_heads, _order_heads(grad_out, samples))
         for rows in _cut(num_rows, rows_per_block):
-            grads_of_samples.add_block(_Block(samples, rows, inputs, settings), kept, row_sums)
+            grads_of_samples.add_block(_Block(samples, rows, inputs, settings), kept, row_sums, grad_bias, grad_sink)
         for grad, found in zip(grads, grads_of_samples.find_sums(), strict=True):
             grad[:, samples] = found.unflatten(0, (-1, grad.size(2))).permute(2, 0, 1, 3)
-    return grads[0], grads[1], grads[2]
+    if inputs.bias is not None and grad_bias is not None:
+        grad_bias = grad_bias.to(inputs.bias.dtype)
+    if inputs.sink is not None and grad_sink is not None:
+        grad_sink = grad_sink.to(inputs.sink.dtype)
+    return Gradients(grads[0], grads[1], grads[2], grad_bias, grad_sink)
 
 
 class _Gradients:
@@ -102,13 +119,21 @@ class _Gradients:
         # One per query head. find_sums adds up the heads of a group at the end, as torch does, which is more precise.
         self.grad_k, self.grad_v = (torch.zeros(q.size(0), *t.shape[1:], dtype=dtype, device=t.device) for t in (k, v))
 
-    def add_block(self, block: _Block, kept: Kept, row_sums: Tensor | None) -> None:
-        """Adds the gradients that come from the block's queries; row_sums [b, a, sq] are there with is_part."""
+    def add_block(
+        self,
+        block: _Block,
+        kept: Kept,
+        row_sums: Tensor | None,
+        grad_bias: Tensor | None = None,
+        grad_sink: Tensor | None = None,
+    ) -> None:
+        """Adds the gradients that come from the block's queries; row_sums [b, a, sq] are there with is_part, and
+        grad_bias and grad_sink, to which it adds too, where they are wanted."""
         if block.num_keys == 0:
             self.grad_q[:, block.rows] = 0.0
             return
         dtype, settings = self.q.dtype, block.settings
-        probabilities = block.find_probabilities(self.q, self.k, kept)
+        probabilities, sink = block.find_probabilities(self.q, self.k, kept)
         # [n * g, a/g * rows, d]
         grad_block, q_block = block.cut(self.grad_out), block.cut(self.q)
         grad_probabilities = torch.bmm(grad_block, self.v[:, block.keys].mT).to(probabilities.dtype)
@@ -119,6 +144,9 @@ class _Gradients:
             drop_(grad_probabilities, bits)
         block.accumulate(self.grad_v, survivors.to(dtype), grad_block, settings.keep_scale)
         grad_probabilities.mul_(settings.keep_scale)
+        if sink is not None and grad_sink is not None:
+            sink.mul_(torch.linalg.vecdot(probabilities, grad_probabilities).unsqueeze(-1))
+            grad_sink.sub_(block.split_heads(sink).sum((0, 2, 3)))
         if row_sums is None:
             # probabilities * (grad_probabilities - sum(probabilities * grad_probabilities)) in one pass
             grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
@@ -126,6 +154,11 @@ class _Gradients:
             grad_scores = grad_probabilities.sub_(block.cut_statistic(row_sums)).mul_(probabilities)
         if block.shown is not None:
             drop_(grad_scores, block.shown)
+        if grad_bias is not None:
+            block.add_to_bias(grad_bias, grad_scores)
+        if settings.softcap is not None:
+            tangents = block.find_products(self.q, self.k)
+            grad_scores.addcmul_(grad_scores * tangents, tangents, value=-1)
         grad_scores = grad_scores.to(dtype)
         grad_q_block = torch.bmm(grad_scores, self.k[:, block.keys]).mul_(settings.softmax_scale)
         self.grad_q[:, block.rows] = grad_q_block.view(self.grad_q.size(0), -1, self.grad_q.size(-1))
@@ -165,13 +198,15 @@ class _Block:
     """A block: some queries of every head of n samples, and the keys that these queries can see."""
 
     def __init__(self, samples: slice, rows: slice, inputs: Inputs, settings: Settings) -> None:
-        q, k, _, mask, key_lengths = inputs
+        q, k, _, mask, key_lengths = inputs[:5]
+        self.inputs = inputs
         self.samples, self.rows = samples, rows
         self.num_samples = samples.stop - samples.start
         self.heads, self.groups = q.size(2), k.size(2)
         self.settings = settings
         self.device = q.device
         self.compute_dtype = torch.promote_types(q.dtype, torch.float32)
+        self.diagonal = settings.find_diagonal(q.size(0), k.size(0))
         self.first, self.last = settings.find_window(q.size(0), k.size(0))
         seen = k.size(0) if key_lengths is None else max(0, min(k.size(0), int(key_lengths[samples.start])))
         last = seen if self.last is None else max(0, min(seen, rows.stop + self.last))
@@ -204,37 +239,82 @@ class _Block:
         """[n, a, rows, x] of t [n * g, a/g * rows, x]."""
         return t.view(self.num_samples, self.heads, -1, t.size(-1))
 
-    def find_scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """log2(e) times the scores [n * g, a/g * rows, keys] in the dtype of computation."""
-        scale, operands = self.settings.softmax_scale * LOG2_E, (self.cut(q), k[:, self.keys].mT)
+    def find_products(self, q: Tensor, k: Tensor) -> Tensor:
+        """log2(e) times the scores [n * g, a/g * rows, keys] in the dtype of computation, without what is added to
+        them; with a softcap, the tangents by which it is multiplied."""
+        scale, operands = self.settings.softmax_scale, (self.cut(q), k[:, self.keys].mT)
+        scale = scale * LOG2_E if self.settings.softcap is None else scale / self.settings.softcap
         if q.dtype == self.compute_dtype:
             shape = (*operands[0].shape[:2], self.num_keys)
             scores = torch.empty(shape, dtype=q.dtype, device=q.device).baddbmm_(*operands, beta=0, alpha=scale)
         else:
             scores = torch.bmm(*operands).to(self.compute_dtype).mul_(scale)
+        return scores if self.settings.softcap is None else scores.tanh_()
+
+    def find_scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """log2(e) times the scores [n * g, a/g * rows, keys] in the dtype of computation."""
+        scores = self.find_products(q, k)
+        if self.settings.softcap is not None:
+            scores.mul_(self.settings.softcap * LOG2_E)
+        if self.inputs.bias is not None:
+            bias = self._cut_bias(self.inputs.bias).to(self.compute_dtype)
+            self.split_heads(scores).add_(bias.masked_fill(bias < HIDING_BIAS, -math.inf), alpha=LOG2_E)
+        if self.inputs.alibi_slopes is not None:
+            slopes = self.inputs.alibi_slopes.to(self.compute_dtype).mul(LOG2_E).view(-1, 1, 1)
+            self.split_heads(scores).addcmul_(slopes, self._find_distances())
         if self.shown is not None:
             drop_(scores, self.shown).add_(~self.shown & 1, alpha=_MASKED_SCORE)
         self._hide_outside_of_the_window(scores.view(-1, self.rows.stop - self.rows.start, self.num_keys))
-        if self.shown is not None:
+        if self.shown is not None and self.inputs.sink is None:
             # A logsumexp near MASKED_SCORE would have no digits left for the differences between scores.
             top = scores.amax(-1, keepdim=True)
             scores.sub_(top.masked_fill_(top != _MASKED_SCORE, 0.0))
         return scores
 
-    def find_probabilities(self, q: Tensor, k: Tensor, kept: Kept) -> Tensor:
-        """[n * g, a/g * rows, keys] in the dtype of computation."""
+    def find_sink(self) -> Tensor | None:
+        """log2(e) times each row's sink, [n * g, a/g * rows, 1]."""
+        if self.inputs.sink is None:
+            return None
+        sink = self.inputs.sink.to(self.compute_dtype).mul(LOG2_E).view(1, -1, 1)
+        sink = sink.expand(self.num_samples, -1, self.rows.stop - self.rows.start)
+        return sink.reshape(self.num_samples * self.groups, -1, 1)
+
+    def _cut_bias(self, bias: Tensor) -> Tensor:
+        """The block's part of a bias [b or 1, a or 1, sq or 1, sk]."""
+        part = bias[self.samples] if bias.size(0) > 1 else bias
+        return (part[:, :, self.rows] if part.size(2) > 1 else part)[..., self.keys]
+
+    def add_to_bias(self, grad_bias: Tensor, grad_scores: Tensor) -> None:
+        """Adds the gradient of the scores [n * g, a/g * rows, keys], summed where the bias is broadcast."""
+        part = self._cut_bias(grad_bias)
+        part.add_(self.split_heads(grad_scores).sum_to_size(part.shape))
+
+    def _find_distances(self) -> Tensor:
+        """How far behind its query each key stands, [rows, keys]."""
+        row, column = (self._count(where, 0).to(self.compute_dtype) for where in (self.rows, self.keys))
+        return column - (row.unsqueeze(-1) + self.diagonal)
+
+    def find_probabilities(self, q: Tensor, k: Tensor, kept: Kept) -> tuple[Tensor, Tensor | None]:
+        """[n * g, a/g * rows, keys] in the dtype of computation, and those of the sink, [n * g, a/g * rows, 1]."""
         shape = (self.num_samples * self.groups, -1)
+        sink = self.find_sink()
+        if sink is not None:
+            assert kept.logsumexp is not None
+            sink = (sink - self.cut_statistic(kept.logsumexp) * LOG2_E).exp2_()
         if kept.probabilities is not None:
             found = kept.probabilities[self.samples, :, self.rows, self.keys].to(self.compute_dtype)
-            return found.reshape(*shape, self.num_keys)
+            return found.reshape(*shape, self.num_keys), sink
         assert kept.logsumexp is not None
         probabilities = self.find_scores(q, k).sub_(self.cut_statistic(kept.logsumexp) * LOG2_E).exp2_()
         if kept.is_part:
-            return probabilities
+            return probabilities, sink
         # The whole row is here: normalising it again takes the rounding of its logsumexp out, which for scores around
         # 1e8 is as large as the logarithm of how many are equal. Of none it stays 0.
         total = probabilities.sum(-1, keepdim=True)
-        return probabilities.div_(total.masked_fill_(total == 0.0, float("inf")))
+        if sink is not None:
+            total.add_(sink)
+        total.masked_fill_(total == 0.0, float("inf"))
+        return probabilities.div_(total), None if sink is None else sink.div_(total)
 
     def _hide_outside_of_the_window(self, scores: Tensor) -> None:
         """Writes minus infinity into scores [n * a, rows, keys] where the window hides a key.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tempo_kernels.attention.settings import Inputs, Kept, Settings
+from tempo_kernels.attention.settings import Gradients, Inputs, Kept, Settings
 
 # exp(score - logsumexp) inherits the logsumexp's rounding error, below this limit 4e-6: little beside 16 bits.
 LARGEST_LOGSUMEXP = 64.0
@@ -15,9 +15,11 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def can_run(inputs: Inputs, settings: Settings) -> bool:
-    """Whether torch computes this call: no dropout, no mask, and a query sees every key or those up to itself."""
-    q, k, v, mask, key_lengths = inputs
+    """Whether torch computes this call: no dropout, no mask, scores as they are, and a query sees every key or those up
+    to itself."""
+    q, k, v, mask, key_lengths = inputs[:5]
     is_plain = q.device.type == "cpu" and settings.dropout_p == 0 and mask is None and key_lengths is None
+    is_plain &= settings.softcap is None and not inputs.changes_scores
     # Its causal mask starts at the first key.
     fits = settings.find_window(q.size(0), k.size(0)) in ((None, None), (None, 0))
     return is_plain and fits and q.size(-1) == v.size(-1) and 0 not in (q.numel(), k.numel())
@@ -39,14 +41,14 @@ def can_run_backward(inputs: Inputs, settings: Settings) -> bool:
     return can_run(inputs, settings) and inputs.q.dtype in (torch.bfloat16, torch.float16)
 
 
-def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> Gradients:
     """grad_q, grad_k, grad_v in the shapes of q, k, v."""
     assert kept.out is not None
     grad_out, out = (t.permute(1, 2, 0, 3) for t in (grad_out, kept.out))
     operands = (grad_out, *_order_heads(inputs), out, kept.logsumexp, 0.0, _is_causal(inputs, settings))
     grads = _backward(*operands, scale=settings.softmax_scale)
     grad_q, grad_k, grad_v = (_sum_heads(*pair) for pair in zip(grads, inputs[:3], strict=True))
-    return grad_q, grad_k, grad_v
+    return Gradients(grad_q, grad_k, grad_v)
 
 
 def _is_causal(inputs: Inputs, settings: Settings) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tempo_kernels.attention import cpu
-from tempo_kernels.attention.settings import Inputs, Kept, Settings
+from tempo_kernels.attention.settings import Gradients, Inputs, Kept, Settings
 from tempo_kernels.opaque import is_traced
 
 
@@ -41,6 +41,7 @@ def check_documents(documents: Documents, inputs: Inputs, settings: Settings) ->
         return
     excluded = {
         "mask": inputs.mask is not None,
+        "bias": inputs.bias is not None,
         "key_lengths": inputs.key_lengths is not None,
         "first_row": settings.first_row != 0,
         "first_column": settings.first_column is not None,
@@ -99,13 +100,15 @@ def _check_boundaries(name: str, boundaries: Tensor, num_tokens: int, of: str) -
 
 def keeps_out(inputs: Inputs, settings: Settings) -> bool:
     """Whether torch may compute the gradients of some document, for which it needs the output."""
-    return settings.dropout_p == 0 and inputs.q.dtype in (torch.float16, torch.bfloat16)
+    is_plain = settings.dropout_p == 0 and settings.softcap is None and not inputs.changes_scores
+    return is_plain and inputs.q.dtype in (torch.float16, torch.bfloat16)
 
 
 def forward(
     inputs: Inputs, documents: Documents, settings: Settings, probabilities_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out [sq, 1, a, dv] and logsumexp [1, a, sq] as in eager.py: 0 and infinite for a token of no document."""
+    """out [sq, 1, a, dv] and logsumexp [1, a, sq] as in eager.py: 0 and infinite for a token of no document, which has
+    no sink either."""
     q, v = inputs.q, inputs.v
     out = torch.zeros(*q.shape[:-1], v.size(-1), dtype=q.dtype, device=q.device)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -116,10 +119,13 @@ def forward(
     return out, logsumexp
 
 
-def backward(
-    grad_out: Tensor, inputs: Inputs, documents: Documents, kept: Kept, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns grad_q, grad_k and grad_v in the shapes of q, k and v: 0 for a token of no document."""
+def backward(grad_out: Tensor, inputs: Inputs, documents: Documents, kept: Kept, settings: Settings) -> Gradients:
+    """Returns the gradients in the shapes of q, k and v: 0 for a token of no document."""
+    grad_sink = (
+        None
+        if inputs.sink is None
+        else torch.zeros_like(inputs.sink, dtype=torch.promote_types(inputs.q.dtype, torch.float32))
+    )
     grads = tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in inputs[:3])
     for queries, keys, own, chosen in _split(inputs, documents, settings):
         kept_here = Kept(
@@ -128,9 +134,13 @@ def backward(
             None if kept.probabilities is None else kept.probabilities[:, :, queries, keys],
         )
         found = cpu.backward(grad_out[queries], own, kept_here, chosen)
-        for grad, part, where in zip(grads, found, (queries, keys, keys), strict=True):
+        for grad, part, where in zip(grads, found[:3], (queries, keys, keys), strict=True):
             grad[where] = part
-    return grads[0], grads[1], grads[2]
+        if grad_sink is not None and found.sink is not None:
+            grad_sink += found.sink
+    if inputs.sink is not None and grad_sink is not None:
+        grad_sink = grad_sink.to(inputs.sink.dtype)
+    return Gradients(grads[0], grads[1], grads[2], sink=grad_sink)
 
 
 def _split(inputs: Inputs, documents: Documents, settings: Settings) -> Iterator[_Part]:
@@ -143,7 +153,7 @@ def _split(inputs: Inputs, documents: Documents, settings: Settings) -> Iterator
         queries, keys = (slice(*ends) for ends in place)
         if queries.start == queries.stop or keys.start == keys.stop:
             continue
-        own = Inputs(inputs.q[queries], inputs.k[keys], inputs.v[keys])
+        own = inputs._replace(q=inputs.q[queries], k=inputs.k[keys], v=inputs.v[keys])
         if samples is not None:
             chosen = dataclasses.replace(settings, first_sample=samples[number])
         elif settings.dropout_p:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tempo_kernels.attention import cpu, cpu_flash, documents
 from tempo_kernels.attention.checks import check_settings, check_tensors
 from tempo_kernels.attention.documents import Documents, check_documents
-from tempo_kernels.attention.settings import OPERANDS, Inputs, Kept, Settings
+from tempo_kernels.attention.settings import OPERANDS, Gradients, Inputs, Kept, Settings
 from tempo_kernels.backend import choose_backend
 from tempo_kernels.derivative import first_derivative_only
 from tempo_kernels.opaque import call_untraced, is_traced, opaque, separate, without_autocast
@@ -22,7 +22,8 @@ PREFERS_SDPA = True
 not been measured yet."""
 
 
-_DOCUMENTS = "Tensor? cu_seqlens, Tensor? cu_seqlens_k, Tensor? document_samples"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_lengths, Tensor? bias, Tensor? alibi_slopes"
+_INPUTS += ", Tensor? sink, Tensor? cu_seqlens, Tensor? cu_seqlens_k, Tensor? document_samples"
 
 
 @takes_plain_tensors
@@ -45,6 +46,10 @@ def attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     document_samples: Tensor | None = None,
+    sink: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     form: str = "flash",
 ) -> Tensor:
     """softmax(softmax_scale * q k^T) v with dropout on the probabilities, in Megatron's layout.
@@ -54,7 +59,7 @@ def attention(
         k, v: [sk, b, g, d] and [sk, b, g, dv] of q's dtype, where g divides a (grouped-query attention).
         causal: query i sees keys up to i + sk - sq; needs sq <= sk, unless first_column is given.
         mask: bool [b or 1, a or 1, sq or 1, sk], True where a key is hidden; a row whose keys are all hidden
-            attends to all of them equally, as in Megatron.
+            attends to all of them equally, as in Megatron, or to its sink.
         softmax_scale: multiplies the scores; positive.
         dropout_p: in [0, 1); realised within 2**-16.
         dropout_key: 64 bits, one per seed and layer (`tempo_kernels.philox.derive_key`).
@@ -71,6 +76,17 @@ def attention(
         cu_seqlens_k: int32 [n + 1], the same of k and v, where it differs.
         document_samples: int64 [n], the global index of each document's sample: its mask of dropout is then that of the
             document in a row of its own. None: the mask is that of the packed row, sample first_sample.
+        sink: float32, or q's dtype, [a]: a logit per head that takes part in the sum of the softmax and has no value,
+            as in gpt-oss. 0 is Megatron's "off-by-one" softmax. It is never dropped out; its gradient is computed.
+        softcap: positive; scaled scores become softcap * tanh(scores / softcap), as in Gemma 2, before anything is
+            added to them or hidden.
+        alibi_slopes: float32 [a], without a gradient: slope * (column - row) is added to the scaled scores, counted by
+            position as causal is, and within a document. Nothing is stored for it. The slopes are positive, as those
+            of FlashAttention and of Transformer Engine; without a sink, what is the same for all keys of a query
+            changes nothing, so that transformers' slope * column (BLOOM) is the same.
+        bias: [b or 1, a or 1, sq or 1, sk], floating point, added to the scaled scores. Below -1e30 it hides its key,
+            as minus infinity does. cu_seqlens may not be given beside it. Its gradient is computed on a CPU, and in the
+            form "softmax".
         form: "flash" keeps no [sq, sk] tensor. "softmax" keeps the softmax's output and draws the dropout's again.
 
     dropout_key and first_sample may each be a 0-dim int64 tensor on q's device (the key's 64 bits as a signed number),
@@ -78,35 +94,44 @@ def attention(
 
     Returns:
         [sq, b, a, dv], contiguous. A query that sees no key, by position, window_size and key_lengths, gets 0 and
-        passes no gradient on.
+        passes no gradient on, with or without a sink.
 
     Under autocast nothing is cast: the inputs' dtype is that of the products, in forward and in backward.
 
     Keeps for backward: q, k, v, and a logsumexp of 4 bytes per query and head (8 for float64). On a GPU, and on a CPU
         in 16 bits without dropout, it also keeps the output, which the next linear keeps anyway. form="softmax" keeps a
-        [b, a, sq, sk] tensor of q's dtype in place of logsumexp and output. Masks, lengths, boundaries and samples,
-        where given, are kept as the caller's tensors.
+        [b, a, sq, sk] tensor of q's dtype in place of logsumexp and output, and with a sink the logsumexp too. Masks,
+        biases, slopes, sinks, lengths, boundaries and samples, where given, are kept as the caller's tensors. The
+        logsumexp includes the sink.
     Error: products in the inputs' dtype, softmax in float32; at most twice the unfused torch computation's own error.
         On a GPU, a 16-bit out is rounded before a row's sum of out * grad_out is taken, as in FlashAttention. Where a
         softmax is saturated (a single key is seen, or one score is far above the others), gradients of scores that
         should be about 0 are therefore one rounding of a product.
-    Raises: ValueError for shapes, dtypes or a probability that do not fit, and on a GPU for cu_seqlens, which has no
-        kernel yet, and with dropout for a first_column that is not a multiple of 8; RuntimeError on a second
-        derivative.
+    Raises: ValueError for shapes, dtypes or a probability that do not fit, and on a GPU, in the form "flash", for
+        cu_seqlens, which has no kernel yet, for a bias that requires a gradient, and with dropout for a first_column
+        that is not a multiple of 8; RuntimeError on a second derivative.
     """
     draw = (dropout_p, dropout_key, first_sample, first_head)
-    settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column)
-    inputs = Inputs(q, k, v, mask, key_lengths)
+    settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap)
+    inputs = Inputs(q, k, v, mask, key_lengths, bias, alibi_slopes, sink)
     packed, is_packed = Documents(cu_seqlens, cu_seqlens_k, document_samples), cu_seqlens is not None
     check_tensors(inputs, settings, is_packed)
     check_settings(q, settings, form)
     check_documents(packed, inputs, settings)
-    backend = find_backend(q, k, v, causal, mask, dropout_p, window_size, key_lengths, first_column, form, is_packed)
+    changes_scores = softcap is not None or inputs.changes_scores
+    backend = find_backend(
+        q, k, v, causal, mask, dropout_p, window_size, key_lengths, first_column, form, is_packed, changes_scores
+    )
     if backend == "triton" and is_packed:
         raise ValueError('attention: cu_seqlens is given, which has no kernel on a GPU; give form="softmax"')
+    if backend == "triton" and bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "attention: bias requires a gradient, which the kernels on a GPU do not compute; expected a constant; give "
+            'bias.detach(), or form="softmax"'
+        )
     if backend == "sdpa":
         return _run_sdpa(q, k, v, causal, softmax_scale)
-    tensors = (q, *separate(k, v), mask, key_lengths, *packed)
+    tensors = (q, *separate(k, v), *inputs[3:], *packed)
     out: Tensor = _Attention.apply(settings, form == "softmax", *tensors)
     return out
 
@@ -123,14 +148,19 @@ def find_backend(
     first_column: int | None = None,
     form: str = "flash",
     is_packed: bool = False,
+    changes_scores: bool = False,
 ) -> str:
-    """Names the backend of this call: "sdpa" (torch's flash attention), "triton" (our kernels) or "torch"."""
+    """Names the backend of this call: "sdpa" (torch's flash attention), "triton" (our kernels) or "torch".
+
+    `changes_scores` says whether a sink, softcap, alibi_slopes or bias is given.
+    """
     if not q.is_cuda or form == "softmax":
         return "torch"
     if dropout_p:
         return "triton"
     is_plain = mask is None and key_lengths is None and window_size in (None, (-1, -1), (-1, 0))
-    is_plain &= (causal or window_size != (-1, 0)) and first_column is None and not is_packed
+    is_plain &= (causal or window_size != (-1, 0)) and first_column is None
+    is_plain &= not is_packed and not changes_scores
     # torch aligns a causal mask to the first key, and its kernels return the output in q's memory order. Where q is
     # dense or has one sample, that is our order too, and the next linear keeps the output without a copy.
     fits = (not causal or q.size(0) == k.size(0)) and (q.size(1) == 1 or q.is_contiguous()) and q.numel() > 0
@@ -163,13 +193,12 @@ def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: floa
 def _make_empty_results(*operands: Any) -> list[Tensor]:
     q, k, v = operands[:3]
     out = torch.empty(*q.shape[:-1], v.size(-1), dtype=q.dtype, device=q.device)
-    statistics = q.new_empty(q.size(1), q.size(2), q.size(0), dtype=torch.promote_types(q.dtype, torch.float32))
-    return [out, q.new_empty(*statistics.shape, k.size(0)) if operands[-1] else statistics]
+    logsumexp = q.new_empty(q.size(1), q.size(2), q.size(0), dtype=torch.promote_types(q.dtype, torch.float32))
+    return [out, logsumexp, q.new_empty(*logsumexp.shape, k.size(0))] if operands[-1] else [out, logsumexp]
 
 
 @opaque(
-    f"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_lengths, {_DOCUMENTS}, {OPERANDS}, "
-    "bool is_softmax) -> Tensor[]",
+    f"attention({_INPUTS}, {OPERANDS}, bool is_softmax) -> Tensor[]",
     _make_empty_results,
 )
 def _forward(*operands: Any) -> list[Tensor]:
@@ -177,8 +206,8 @@ def _forward(*operands: Any) -> list[Tensor]:
     return list(_compute(*_read_operands(operands)))
 
 
-def _compute(inputs: Inputs, packed: Documents, settings: Settings, is_softmax: bool) -> tuple[Tensor, Tensor]:
-    """Returns out and the logsumexp, or with is_softmax out and the probabilities."""
+def _compute(inputs: Inputs, packed: Documents, settings: Settings, is_softmax: bool) -> tuple[Tensor, ...]:
+    """Returns out and the logsumexp, and with is_softmax the probabilities."""
     q, k = inputs.q, inputs.k
     kept = q.new_zeros(q.size(1), q.size(2), q.size(0), k.size(0)) if is_softmax else None
     if packed.cu_seqlens is not None:
@@ -187,38 +216,42 @@ def _compute(inputs: Inputs, packed: Documents, settings: Settings, is_softmax: 
         out, logsumexp = cpu.forward(inputs, settings, kept)
     else:
         out, logsumexp = choose_backend(q, cpu).forward(inputs, settings)
-    return out, logsumexp if kept is None else kept
+    return (out, logsumexp) if kept is None else (out, logsumexp, kept)
 
 
 def _make_empty_gradients(*operands: Any) -> list[Tensor]:
-    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in operands[3:6]]
+    inputs = Inputs(*operands[4 : 4 + len(Inputs._fields)])
+    wanted = (*inputs[:3], inputs.bias if operands[-1] else None, inputs.sink)
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in wanted if t is not None]
 
 
 @opaque(
-    "attention_backward(Tensor grad_out, Tensor? out, Tensor kept, Tensor q, Tensor k, Tensor v, Tensor? mask, "
-    f"Tensor? key_lengths, {_DOCUMENTS}, {OPERANDS}, bool is_softmax) -> Tensor[]",
+    "attention_backward(Tensor grad_out, Tensor? out, Tensor? logsumexp, Tensor? probabilities, "
+    f"{_INPUTS}, {OPERANDS}, bool is_softmax, bool needs_grad_bias) -> Tensor[]",
     _make_empty_gradients,
 )
-def _backward(grad_out: Tensor, out: Tensor | None, kept: Tensor, *operands: Any) -> list[Tensor]:
-    """Calls `_differentiate` with an operator's flat operands."""
-    return list(_differentiate(grad_out, out, kept, *_read_operands(operands)))
+def _backward(grad_out: Tensor, *operands: Any) -> list[Tensor]:
+    """Calls `_differentiate` with an operator's flat operands, and returns those gradients that there are."""
+    kept, needs_grad_bias = Kept(*operands[:3]), operands[-1]
+    grads = _differentiate(grad_out, kept, *_read_operands(operands[3:-1]), needs_grad_bias)
+    return [grad for grad in grads if grad is not None]
 
 
 def _differentiate(
     grad_out: Tensor,
-    out: Tensor | None,
-    kept: Tensor,
+    kept: Kept,
     inputs: Inputs,
     packed: Documents,
     settings: Settings,
     is_softmax: bool,
-) -> tuple[Tensor, ...]:
-    """Returns grad_q, grad_k and grad_v from what forward kept."""
-    results = Kept(None, None, kept) if is_softmax else Kept(out, kept)
+    needs_grad_bias: bool,
+) -> Gradients:
+    """Returns the gradients from what forward kept."""
     if packed.cu_seqlens is not None:
-        return documents.backward(grad_out, inputs, packed, results, settings)
-    backend = cpu if is_softmax else choose_backend(inputs.q, cpu)
-    grads: tuple[Tensor, ...] = backend.backward(grad_out, inputs, results, settings)
+        return documents.backward(grad_out, inputs, packed, kept, settings)
+    if is_softmax or not inputs.q.is_cuda:
+        return cpu.backward(grad_out, inputs, kept, settings, needs_grad_bias)
+    grads: Gradients = choose_backend(inputs.q, cpu).backward(grad_out, inputs, kept, settings)
     return grads
 
 
@@ -239,23 +272,29 @@ class _Attention(torch.autograd.Function):
         ctx.settings, numbers = settings.split()
         ctx.is_softmax = is_softmax
         if is_traced(inputs.q):
-            out, kept = _forward(*tensors, *settings.operands, is_softmax)
+            out, *kept = _forward(*tensors, *settings.operands, is_softmax)
         else:
-            out, kept = call_untraced(_compute, inputs.q, inputs, packed, settings, is_softmax)
+            out, *kept = call_untraced(_compute, inputs.q, inputs, packed, settings, is_softmax)
+        logsumexp = None if is_softmax and inputs.sink is None else kept[0]
+        probabilities = kept[1] if is_softmax else None
         # The softmax form and the CPU's blocks compute whole rows again: only the kernels and torch's own need out.
         needs_out = documents.keeps_out if packed.cu_seqlens is not None else cpu_flash.can_run_backward
         kept_out = out if not is_softmax and (inputs.q.is_cuda or needs_out(inputs, settings)) else None
-        ctx.save_for_backward(kept_out, kept, *tensors, *numbers)
+        ctx.save_for_backward(kept_out, logsumexp, probabilities, *tensors, *numbers)
         return out
 
     @staticmethod
     @first_derivative_only("attention", "attention")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        out, kept, *tensors, key, first_sample = ctx.saved_tensors
-        settings, is_softmax = ctx.settings.join(key, first_sample), ctx.is_softmax
+        *kept, key, first_sample = ctx.saved_tensors
+        kept, tensors = Kept(*kept[:3]), kept[3:]
+        settings, inputs, packed = ctx.settings.join(key, first_sample), *_read_tensors(tensors)
+        choice = (ctx.is_softmax, inputs.bias is not None and ctx.needs_input_grad[2 + Inputs._fields.index("bias")])
         if is_traced(grad_out):
-            grads = _backward(grad_out, out, kept, *tensors, *settings.operands, is_softmax)
+            found = iter(_backward(grad_out, *kept[:3], *tensors, *settings.operands, *choice))
+            wanted = (*inputs[:3], inputs.bias if choice[1] else None, inputs.sink)
+            grads = Gradients(*[None if t is None else next(found) for t in wanted])  # type: ignore[arg-type]
         else:
-            inputs, packed = _read_tensors(tensors)
-            grads = call_untraced(_differentiate, grad_out, grad_out, out, kept, inputs, packed, settings, is_softmax)
-        return None, None, *grads, *[None] * (len(tensors) - 3)
+            grads = call_untraced(_differentiate, grad_out, grad_out, kept, inputs, packed, settings, *choice)
+        of_inputs = [getattr(grads, name, None) for name in Inputs._fields]
+        return None, None, *of_inputs, *[None] * len(packed)

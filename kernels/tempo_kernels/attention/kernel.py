@@ -21,7 +21,7 @@ from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention import kernel_rows as rows
 from tempo_kernels.attention.kernel_plan import Form, Shape, plan_forward, plan_one_walk, plan_two_walks
-from tempo_kernels.attention.settings import Inputs, Kept, Settings
+from tempo_kernels.attention.settings import Gradients, Inputs, Kept, Settings
 from tempo_kernels.kernel_launch import cache_plans, count_multiprocessors
 from tempo_kernels.philox.kernel import LANES, key_words
 
@@ -88,7 +88,7 @@ def forward(inputs: Inputs, settings: Settings, out_dtype: torch.dtype | None = 
     score, and its last bit is 1. Where an out_dtype is given, out has it, and the logsumexp is that of eager.py.
     """
     q, v = inputs.q, inputs.v
-    _check(q, v, settings)
+    _check(inputs, settings)
     num_queries, batch, heads, _ = q.shape
     out = torch.empty(num_queries, batch, heads, v.size(-1), dtype=out_dtype or q.dtype, device=q.device)
     logsumexp = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
@@ -100,7 +100,7 @@ def forward(inputs: Inputs, settings: Settings, out_dtype: torch.dtype | None = 
     return out, logsumexp if out_dtype is None else logsumexp.mul_(settings.softmax_scale)
 
 
-def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> Gradients:
     """Returns grad_q, grad_k, grad_v in the shapes of q, k, v; the same bits every time on the same GPU.
 
     With `kept.is_part` they are float32, out may be of any dtype, and the logsumexp is that of eager.py.
@@ -115,14 +115,14 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
         kept = kept._replace(logsumexp=kept.logsumexp / settings.softmax_scale)
     grads = grad_q, grad_k, grad_v
     if q.numel() == 0:
-        return grad_q, grad_k.zero_(), grad_v.zero_()
+        return Gradients(grad_q, grad_k.zero_(), grad_v.zero_())
     call = _prepare(inputs, settings, grad_out, kept.is_part)
     splits = choose_splits(inputs)
     if splits > 0:
         _walk_once(splits, grads, call, kept)
     else:
         _walk_twice(grads, call, kept)
-    return grads
+    return Gradients(*grads)
 
 
 def choose_splits(inputs: Inputs) -> int:
@@ -168,7 +168,7 @@ class _Call(NamedTuple):
 
 
 def _prepare(inputs: Inputs, settings: Settings, grad_out: Tensor | None = None, is_part: bool = False) -> _Call:
-    q, k, v, mask, lengths = inputs
+    q, k, v, mask, lengths = inputs[:5]
     tensors, strides = _read((q, k, v) if grad_out is None else (q, k, v, grad_out))
     if mask is not None:
         mask = mask.view(torch.uint8).expand(q.size(1), q.size(2), q.size(0), k.size(0))
@@ -238,7 +238,13 @@ def _read(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[tuple[in
     return tuple(tensors), strides
 
 
-def _check(q: Tensor, v: Tensor, settings: Settings) -> None:
+def _check(inputs: Inputs, settings: Settings) -> None:
+    q, v = inputs.q, inputs.v
+    if settings.softcap is not None or inputs.changes_scores:
+        raise ValueError(
+            "attention: a sink, softcap, alibi_slopes or bias is given, which the kernels on a GPU do not have; give "
+            'form="softmax"'
+        )
     head_dim = max(q.size(-1), v.size(-1))
     if q.dtype not in DTYPES or head_dim > MAX_HEAD_DIM:
         raise ValueError(

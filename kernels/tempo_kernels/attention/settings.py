@@ -1,4 +1,5 @@
-"""Holds attention's arguments: Inputs are its tensors, Settings its numbers, Kept what backward gets of forward."""
+"""Holds attention's arguments: Inputs are its tensors, Settings its numbers, Kept what backward gets of forward, and
+Gradients what it returns."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ from tempo_kernels.philox import effective_probability
 
 MASKED_SCORE = -10000.0
 """What Megatron writes over masked scores; a row whose every key is masked attends to all of them equally."""
+HIDING_BIAS = -1e30
+"""A bias below this number hides its key: minus infinity does, and the lowest number of float32 and of bfloat16."""
 OPERANDS = (
     "bool causal, float softmax_scale, float dropout_p, SymInt key_low, SymInt key_high, Tensor? key, SymInt sample, "
-    "Tensor? first_sample, SymInt first_head, int[]? window_size, SymInt first_row, SymInt? first_column"
+    "Tensor? first_sample, SymInt first_head, int[]? window_size, SymInt first_row, SymInt? first_column, "
+    "float? softcap"
 )
 
 
@@ -26,16 +30,35 @@ class Inputs(NamedTuple):
     v: Tensor
     mask: Tensor | None = None
     key_lengths: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether something is added to the scores, or to their softmax's sum."""
+        return self.bias is not None or self.alibi_slopes is not None or self.sink is not None
 
 
 class Kept(NamedTuple):
-    """Forward's results that backward needs: the logsumexp, or in the softmax form the probabilities."""
+    """Forward's results that backward needs: the logsumexp, or in the softmax form the probabilities, and both where
+    there is a sink."""
 
     out: Tensor | None
     logsumexp: Tensor | None
     probabilities: Tensor | None = None
     is_part: bool = False
     """Whether out and logsumexp are of more keys than are here. Gradients then have the dtype of the softmax."""
+
+
+class Gradients(NamedTuple):
+    """The gradients of Inputs' tensors of the same names."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    sink: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +74,7 @@ class Settings:
     window_size: tuple[int, int] | None = None
     first_row: int = 0
     first_column: int | None = None
+    softcap: float | None = None
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -58,15 +82,16 @@ class Settings:
         numbers, (key, first_sample) = self.split()
         window = None if self.window_size is None else list(self.window_size)
         draw = (*split_key(numbers.dropout_key), key, numbers.first_sample or 0, first_sample, self.first_head)
-        return self.causal, self.softmax_scale, self.dropout_p, *draw, window, self.first_row, self.first_column
+        rest = (self.first_row, self.first_column, self.softcap)
+        return self.causal, self.softmax_scale, self.dropout_p, *draw, window, *rest
 
     @classmethod
     def of(cls, *operands: Any) -> Settings:
         """Builds the settings from what `operands` returned."""
-        causal, scale, p, low, high, key, number, first_sample, first_head, window, *firsts = operands
+        causal, scale, p, low, high, key, number, first_sample, first_head, window, *rest = operands
         key = join_key(low, high) if key is None else key
         first_sample = number if first_sample is None else first_sample
-        return cls(causal, scale, p, key, first_sample, first_head, None if window is None else tuple(window), *firsts)
+        return cls(causal, scale, p, key, first_sample, first_head, None if window is None else tuple(window), *rest)
 
     def split(self) -> tuple[Settings, list[Tensor | None]]:
         """Returns the settings without their tensors, and the tensors, which autograd keeps and checks for changes."""
@@ -92,10 +117,14 @@ class Settings:
         """1 / (1 - p): the factor of the probabilities that survive dropout."""
         return 1.0 / (1.0 - effective_probability(self.dropout_p))
 
+    def find_diagonal(self, num_queries: int, num_keys: int) -> int:
+        """The number that makes i + diagonal the key at query i's own position."""
+        # With fewer queries than keys the last query sees the last key, unless positions are given.
+        return num_keys - num_queries if self.first_column is None else self.first_row - self.first_column
+
     def find_window(self, num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
         """(first, last) such that query i sees keys i + first to i + last; None where there is no limit."""
-        # With fewer queries than keys the last query sees the last key, unless positions are given.
-        diagonal = num_keys - num_queries if self.first_column is None else self.first_row - self.first_column
+        diagonal = self.find_diagonal(num_queries, num_keys)
         left, right = self.window_size or (-1, -1)
         if self.causal:
             right = 0
