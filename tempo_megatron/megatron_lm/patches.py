@@ -156,15 +156,14 @@ def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoC
     found = BuiltModel(name=model.place.partition(":")[2], tempo_config=tempo_config)
     for spec_name, config_name in model.specs.items():
         config = arguments[config_name]
-        block = tempoize(
-            arguments[spec_name],
-            config,
-            tempo_config,
-            vp_stage=arguments.get("vp_stage"),
-            obstacles={**_find_obstacles_to_masks(config, run), **_find_obstacle_to_packing(config, run)},
-        )
+        obstacles = {**_find_obstacles_to_masks(config, run), **_find_obstacle_to_packing(config, run)}
+        replace = functools.partial(tempoize, vp_stage=arguments.get("vp_stage"), obstacles=obstacles)
+        block = replace(arguments[spec_name], config, tempo_config)
         arguments[spec_name] = block
         found.add_block(block, config, block.choices)
+        prediction = arguments.get(model.prediction_spec)
+        if prediction is not None:
+            arguments[model.prediction_spec] = replace(prediction, config, tempo_config)
     return found
 
 

@@ -43,6 +43,9 @@ class Model:
     specs: dict[str, str]
     """Argument that holds a spec -> argument that holds its TransformerConfig."""
 
+    prediction_spec: str = ""
+    """Argument that may hold the spec of multi-token prediction, for the config of the layers."""
+
     has_causal_mask: bool = False
     """Whether a mask that hides the future, and nothing else, is all that its layers are given."""
 
@@ -51,6 +54,7 @@ MODELS = (
     Model(
         place="megatron.core.models.gpt.gpt_model:GPTModel",
         specs={"transformer_layer_spec": "config"},
+        prediction_spec="mtp_block_spec",
         has_causal_mask=True,
     ),
     Model(place="megatron.core.models.bert.bert_model:BertModel", specs={"transformer_layer_spec": "config"}),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 from tempo_kernels import KEEPS
@@ -48,6 +49,23 @@ class TempoBlockSubmodules(TransformerBlockSubmodules):
     stack: Stack = Stack.DECODER
     first_layer: int = 0
     """Number of the first layer in the whole model, from 0."""
+
+
+@dataclasses.dataclass
+class TempoPredictionSubmodules(MultiTokenPredictionBlockSubmodules):
+    """The spec that `tempoize` returns for multi-token prediction."""
+
+    choices: Choices | None = None
+
+
+def find_inner_name(prediction_layer: Any) -> str:
+    """The attribute of a layer of multi-token prediction, or of its submodules, that holds the layer inside."""
+    return "mtp_model_layer" if hasattr(prediction_layer, "mtp_model_layer") else "transformer_layer"  # since 0.17
+
+
+def find_inner_layer(prediction_layer: Any) -> Any:
+    """The layer inside a layer of multi-token prediction, or its spec."""
+    return getattr(prediction_layer, find_inner_name(prediction_layer), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

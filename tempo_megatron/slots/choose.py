@@ -161,10 +161,10 @@ def _find_shared_masks(transformer_config: TransformerConfig, dropout_p: float) 
             "hybrid_context_parallel is on, whose ranks do different numbers of forwards, and Tempo's dropout does not "
             "know which samples each of them sees, so two samples would draw the same masks"
         )
-    if transformer_config.mtp_num_layers:
+    if transformer_config.mtp_num_layers and getattr(transformer_config, "overlap_moe_expert_parallel_comm", False):
         return (
-            f"mtp_num_layers is {transformer_config.mtp_num_layers}, and the layers of multi-token prediction have the "
-            "same numbers as the decoder's, so they would draw the same dropout masks"
+            "overlap_moe_expert_parallel_comm is on, which runs parts of the layers of multi-token prediction, so that "
+            "their depths are not told apart and would draw the same dropout masks"
         )
     return None
 
@@ -191,8 +191,6 @@ def _find_attention_refusal(transformer_config: TransformerConfig, value: str) -
 
 
 def _find_loss_refusal(transformer_config: TransformerConfig, value: str) -> str | None:
-    if transformer_config.mtp_num_layers:
-        return f"mtp_num_layers is {transformer_config.mtp_num_layers}, whose layers need logits of their own"
     if transformer_config.defer_embedding_wgrad_compute:
         return "defer_embedding_wgrad_compute is on, which keeps the logits' gradient"
     return None

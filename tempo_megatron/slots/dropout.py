@@ -17,7 +17,7 @@ from torch import Tensor
 from tempo_kernels.dropout_add import bias_dropout_add
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.choose import choose_operation
-from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, find_rows
+from tempo_megatron.slots.dropout_rng import Site, Stack, count_depths, find_key_and_sample, find_rows
 from tempo_megatron.slots.megatron_versions import is_since
 
 XWithBias = tuple[Tensor, Tensor | None]
@@ -112,12 +112,15 @@ class TempoSharedEmbeddingDropout(TempoEmbeddingDropout):
 def tempoize_embedding(model: Any, tempo_config: TempoConfig) -> None:
     """Replace the dropout of a built model's embedding by TempoEmbeddingDropout; no spec names that module.
 
+    Layers of multi-token prediction embed tokens too, and have masks of their own.
+
     A model, or pipeline stage, without an embedding stays as it is. The `layers` of `tempo_config` do not apply to it.
 
     Raises ValueError where `tempo_config.dropout` is "recompute" and cannot be had ("auto" leaves the stock one there),
     and where `layers` speaks of a stack that the model does not have.
     """
     tempo_config.check_stacks(_find_stacks(model), type(model).__name__)
+    count_depths(getattr(getattr(model, "mtp", None), "layers", ()))
     embedding = getattr(model, "embedding", None)
     if embedding is None or choose_operation("dropout", embedding.config, tempo_config)[0] == "off":
         return

@@ -5,6 +5,10 @@ trainer announces the samples of each micro batch. The announcement is stored as
 tracker. Every recomputation saves and restores the tracker's states, so a recomputed forward sees the samples of its
 own micro batch, under any pipeline schedule. No generator is ever advanced.
 
+The state also holds the depth of multi-token prediction, whose layers embed the tokens again, have numbers that the
+decoder's layers have too (since megatron-core 0.17), and may be one layer that runs several times
+(mtp_use_repeated_layer). `begin_prediction` counts the depth before each of them, outside of what is recomputed.
+
 Megatron treats every state of its tracker as that of a CUDA generator: it registers the states with CUDA graphs, saves
 them in checkpoints, and converts them from one form to the other. So this one is such a state too, in the form of the
 tracker's other states. Its seed is the run's seed, and its offset is the sample.
@@ -15,13 +19,14 @@ from __future__ import annotations
 import enum
 import functools
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from tempo_kernels.philox import derive_key
 from tempo_megatron.settings.config import TempoConfig
@@ -30,6 +35,8 @@ from tempo_megatron.slots.linear import is_in_backward
 STATE_NAME = "tempo-micro-batch"
 # A CUDA generator's offset counts words of Philox, and must be a whole number of blocks of four.
 _WORDS = 4
+# The offset holds the depth above the sample.
+_SAMPLES = 2**48
 # A generator's state as bytes: the seed, then the offset, in this machine's byte order.
 _STATE = struct.Struct("=Qq")
 
@@ -43,10 +50,12 @@ _DRAWN: set[int] = set()
 
 
 class Stack(enum.IntEnum):
-    """The stacks of layers that one model can have; layers of both are numbered from 1."""
+    """The stacks of layers that one model can have; layers of each are numbered from 1."""
 
     DECODER = 0
     ENCODER = 1
+    PREDICTION = 2
+    """Multi-token prediction, whose layer number is the depth: 1 predicts the token after the next one."""
 
 
 class Site(enum.IntEnum):
@@ -89,13 +98,33 @@ def set_micro_batch(
     Raises ValueError where an index is out of range, or the documents do not fit one another.
     """
     documents = _pack_documents(cu_seqlens, document_samples)
-    if not 0 <= first_sample < 2**48:
+    if not 0 <= first_sample < _SAMPLES:
         raise ValueError(f"first_sample is {first_sample}; it must be in [0, 2**48)")
     _DRAWN.clear()
+    _set_state(seed, first_sample, documents)
+
+
+def begin_prediction(layer: torch.nn.Module, *_: Any) -> None:
+    """The pre-forward hook of a layer of multi-token prediction: what follows is drawn for the next depth."""
+    if layer.training and STATE_NAME in get_cuda_rng_tracker().states_:
+        seed, position = _read_state()
+        # Where nothing is drawn, nobody may announce micro batches, and the depth would grow for ever.
+        _set_state(seed, (position + _SAMPLES) % 2**60, _read_packed_documents())
+
+
+def count_depths(prediction_layers: Iterable[torch.nn.Module]) -> None:
+    """Give each layer of multi-token prediction `begin_prediction` as a hook, if it has none."""
+    for layer in prediction_layers:
+        if begin_prediction not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(begin_prediction)
+
+
+def _set_state(seed: int, position: int, documents: bytes) -> None:
+    """position: the first sample, plus the depth times _SAMPLES."""
     # A new state each time, because recomputation still holds those of earlier micro batches.
     states = get_cuda_rng_tracker().states_
     graphable = next((state for state in states.values() if isinstance(state, torch.Generator)), None)
-    states[STATE_NAME] = _make_state(seed, first_sample, documents, None if graphable is None else graphable.device)
+    states[STATE_NAME] = _make_state(seed, position, documents, None if graphable is None else graphable.device)
 
 
 def _pack_documents(cu_seqlens: Tensor | None, document_samples: Tensor | None) -> bytes:
@@ -110,18 +139,17 @@ def _pack_documents(cu_seqlens: Tensor | None, document_samples: Tensor | None) 
             f"cu_seqlens is {boundaries}, for {len(samples)} document_samples; expected {len(samples) + 1} numbers, "
             "growing from 0 or more"
         )
-    if wrong := [sample for sample in samples if not 0 <= sample < 2**48]:
+    if wrong := [sample for sample in samples if not 0 <= sample < _SAMPLES]:
         raise ValueError(f"document_samples holds {wrong[0]}; it must be in [0, 2**48)")
     return torch.tensor(boundaries + samples, dtype=torch.int64, device="cpu").numpy().tobytes()
 
 
-def _make_state(
-    seed: int, first_sample: int, documents: bytes, device: torch.device | None
-) -> Tensor | torch.Generator:
+def _make_state(seed: int, position: int, documents: bytes, device: torch.device | None) -> Tensor | torch.Generator:
     """The state as bytes, or for CUDA graphs, where `device` is given, as a generator."""
-    seed, offset = seed % 2**64, _WORDS * first_sample
+    seed, offset = seed % 2**64, _WORDS * position
     if device is None:
-        return torch.tensor(list(_STATE.pack(seed, offset) + documents), dtype=torch.uint8)
+        with unset_fake_temporarily():  # memory is counted on tensors without numbers
+            return torch.tensor(list(_STATE.pack(seed, offset) + documents), dtype=torch.uint8)
     if documents:
         raise ValueError(
             "document_samples are given in a run with CUDA graphs, whose random states have no room for them; leave "
@@ -137,6 +165,11 @@ def read_micro_batch() -> tuple[int, int]:
 
     Raises RuntimeError where `set_micro_batch` was never called.
     """
+    seed, position = _read_state()
+    return seed, position % _SAMPLES
+
+
+def _read_state() -> tuple[int, int]:
     state = get_cuda_rng_tracker().states_.get(STATE_NAME)
     if state is None:
         raise RuntimeError(f"Tempo's dropout does not know which samples it sees; {_REMEDY}")
@@ -189,11 +222,14 @@ def derive_site_key(seed: int, stack: Stack, layer_number: int, site: Site) -> i
 def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECODER) -> tuple[int, int]:
     """(64-bit key, first sample) for a dropout at `site` of layer `layer_number` (1-based) of `stack` in this forward.
 
-    The layer number is global, over all pipeline stages.
+    The layer number is global, over all pipeline stages. Inside multi-token prediction the depth counts instead.
 
     Raises RuntimeError where a forward that is not a recomputed one would draw the masks of an earlier forward.
     """
-    seed, first_sample = read_micro_batch()
+    seed, position = _read_state()
+    depth, first_sample = divmod(position, _SAMPLES)
+    if depth:
+        layer_number, stack = depth, Stack.PREDICTION
     key = derive_site_key(seed, stack, layer_number, site)
     if not is_in_backward():
         if key in _DRAWN:

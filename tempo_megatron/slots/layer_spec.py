@@ -1,7 +1,7 @@
 """Puts Tempo's modules into Megatron's layer specs.
 
 A spec is never changed: every function returns a new one. Modules that Tempo does not know stay (mixtures of experts,
-latent attention, multi-token prediction, a user's own); `tempo_megatron.slots.report.report_on` lists them.
+latent attention, a user's own); `tempo_megatron.slots.report.report_on` lists them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -38,7 +39,14 @@ from tempo_megatron.slots.attention import (
     TempoSelfAttention,
     TempoSoftmaxDotProductAttention,
 )
-from tempo_megatron.slots.block_slots import ATTENTIONS, TempoBlockSubmodules, list_slots
+from tempo_megatron.slots.block_slots import (
+    ATTENTIONS,
+    TempoBlockSubmodules,
+    TempoPredictionSubmodules,
+    find_inner_layer,
+    find_inner_name,
+    list_slots,
+)
 from tempo_megatron.slots.choose import Choices, Obstacles, choose
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
@@ -115,22 +123,24 @@ def tempo_block_spec(
     else:
         norms = {"normalization": config.normalization, "qk_l2_norm": getattr(config, "qk_l2_norm", False)}
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, **norms)
-    return tempoize(spec, transformer_config, tempo_config, vp_stage=vp_stage)
+    made: TempoBlockSubmodules = tempoize(spec, transformer_config, tempo_config, vp_stage=vp_stage)
+    return made
 
 
 def tempoize(
-    spec: ModuleSpec | TransformerBlockSubmodules,
+    spec: Any,
     transformer_config: TransformerConfig,
     tempo_config: TempoConfig | Choices,
     *,
     vp_stage: int | None = None,
     stack: Stack | None = None,
     obstacles: Obstacles | None = None,
-) -> TempoBlockSubmodules:
+) -> Any:
     """`spec` with Tempo's modules in the slots that `tempo_config` names and that hold a module Tempo replaces.
 
     Args:
-        spec: a layer spec, which is repeated for every layer of this pipeline rank, or a block's submodules.
+        spec: a layer spec, which is repeated for every layer of this pipeline rank, or a block's submodules; or those
+            of multi-token prediction (GPTModel's mtp_block_spec), whose layers have the values that hold for all.
         transformer_config: Megatron's.
         tempo_config: the operations' values. "auto" becomes what `tempo_megatron.slots.choose.choose` says for the
             configuration and the layers' modules. `layers` are numbered over the whole model, as in checkpoint keys.
@@ -141,19 +151,19 @@ def tempoize(
         obstacles: further reasons against operations.
 
     Returns:
-        TransformerBlockSubmodules for GPTModel, BertModel or T5Model (a bare layer spec would get a stock final norm).
+        TransformerBlockSubmodules for GPTModel, BertModel or T5Model (a bare layer spec would get a stock final norm),
+        or MultiTokenPredictionBlockSubmodules.
         `tempo_megatron.slots.report.report_on` lists what was replaced and left in it, and in a model built with it.
 
     Raises ValueError where `spec` is not a transformer's, where a value that is not "auto" cannot be had with
     `transformer_config`, or where `layers` names layers that the stack does not have.
     """
+    prediction = spec.submodules if isinstance(spec, ModuleSpec) else spec
+    if isinstance(prediction, MultiTokenPredictionBlockSubmodules):
+        return _tempoize_prediction(prediction, transformer_config, tempo_config, obstacles or {})
     block = _make_block(spec, transformer_config, vp_stage)
     layer_specs = block.layer_specs or []
-    if isinstance(tempo_config, Choices):
-        choices = tempo_config
-    else:
-        found = {**te.find_obstacles(layer_specs, transformer_config), **(obstacles or {})}
-        choices = choose(transformer_config, tempo_config, found)
+    choices = _choose_for_layers(layer_specs, transformer_config, tempo_config, obstacles or {})
     stack = _find_stack(layer_specs) if stack is None else stack
     stack_name, first_layer = stack.name.lower(), get_transformer_layer_offset(transformer_config, vp_stage)
     choices.written.check_layers(stack_name, transformer_config.num_layers)
@@ -170,6 +180,49 @@ def tempoize(
     )
     _refuse_other_values(made, choices.config)
     return made
+
+
+def _choose_for_layers(
+    layer_specs: list[ModuleSpec],
+    transformer_config: TransformerConfig,
+    tempo_config: TempoConfig | Choices,
+    obstacles: Obstacles,
+) -> Choices:
+    if isinstance(tempo_config, Choices):
+        return tempo_config
+    return choose(transformer_config, tempo_config, {**te.find_obstacles(layer_specs, transformer_config), **obstacles})
+
+
+def _tempoize_prediction(
+    spec: MultiTokenPredictionBlockSubmodules,
+    transformer_config: TransformerConfig,
+    tempo_config: TempoConfig | Choices,
+    obstacles: Obstacles,
+) -> TempoPredictionSubmodules:
+    """The spec of multi-token prediction with Tempo's norms, and with Tempo's modules in the layers inside.
+
+    The norms before eh_proj keep their input: torch.cat copies their outputs, so that nothing else keeps these. The
+    decoder's output is one of the inputs, which the loss head keeps anyway.
+    """
+    layers = spec.layer_specs or []
+    inner_layers = [find_inner_layer(layer.submodules) for layer in layers]
+    _make_block(TransformerBlockSubmodules(layer_specs=inner_layers), transformer_config, None)
+    choices = _choose_for_layers(inner_layers, transformer_config, tempo_config, obstacles)
+    values = dataclasses.replace(choices.config, layers={})
+    before_copy = values if values.norm == "off" else dataclasses.replace(values, norm="recompute")
+    made = []
+    for depth, (layer, inner) in enumerate(zip(layers, inner_layers, strict=True), 1):
+        slots = layer.submodules
+        # The layer's number only tells its depth to those who read it: masks are drawn for the depth that is counted.
+        replaced = _tempoize_layer(inner, transformer_config, values, depth, Stack.PREDICTION)
+        changes = {
+            find_inner_name(slots): replaced,
+            "enorm": _replace_norm(slots.enorm, transformer_config, before_copy),
+            "hnorm": _replace_norm(slots.hnorm, transformer_config, before_copy),
+            "layer_norm": _replace_norm(slots.layer_norm, transformer_config, values),
+        }
+        made.append(dataclasses.replace(layer, submodules=dataclasses.replace(slots, **changes)))
+    return TempoPredictionSubmodules(layer_specs=made, choices=choices)
 
 
 def _refuse_other_values(block: TempoBlockSubmodules, tempo_config: TempoConfig) -> None:

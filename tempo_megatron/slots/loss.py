@@ -4,6 +4,9 @@ Both models compute logits in their output layer and pass them to compute_langua
 has labels computes the losses inside its own forward, so that hooks which gather and release its weight (ZeRO-3's) run
 around it. compute_language_model_loss then returns them as they are. Without labels everything is as in Megatron.
 
+With multi-token prediction Megatron calls the output layer once for each depth, and then for the decoder; the head
+knows the labels of each of these calls beforehand.
+
 `log_probs` gives RL trainers log-probabilities and entropies from the same head.
 """
 
@@ -13,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,13 +24,14 @@ from typing import Any
 import torch
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.utils import get_attr_wrapped_model, get_pg_rank, get_pg_size
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 
-from tempo_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
+from tempo_kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy, linear_log_prob
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.choose import find_refusal
 
@@ -94,8 +99,11 @@ class LossHead:
 
     loss_mask: Tensor | None = None
 
+    further: list[tuple[Tensor, Tensor | None]] = dataclasses.field(default_factory=list)
+    """Labels and loss masks of the calls that come first, one for each depth of multi-token prediction."""
+
     log_prob: Mapping[str, Any] | None = None
-    """The arguments of linear_log_prob, if log-probabilities are asked for in place of losses."""
+    """The arguments of linear_log_prob, if log-probabilities are asked for in place of the decoder's losses."""
 
 
 def forward_output_layer(
@@ -117,6 +125,8 @@ def forward_output_layer(
     head: LossHead = layer.loss_head
     if head.labels is None:
         return ColumnParallelLinear.forward(layer, input_, weight, runtime_gather_output)
+    is_further = bool(head.further)
+    labels, loss_mask = head.further.pop(0) if is_further else (head.labels, head.loss_mask)
     weight = layer.weight if weight is None else weight
     assert weight is not None
     bias = None if layer.skip_bias_add else layer.bias
@@ -125,11 +135,11 @@ def forward_output_layer(
         input_ = input_ * head.logits_scale
         bias = None if bias is None else bias * head.logits_scale
     num_rows = weight.size(0)
-    is_outside = (head.labels < 0) | (head.labels >= num_rows * get_pg_size(layer.tp_group))
+    is_outside = (labels < 0) | (labels >= num_rows * get_pg_size(layer.tp_group))
     token_weights = None
-    if head.loss_mask is not None and torch.is_grad_enabled():
-        token_weights = head.loss_mask.view_as(head.labels).float()
-    labels = head.labels.masked_fill(is_outside, _IGNORED)
+    if loss_mask is not None and torch.is_grad_enabled():
+        token_weights = loss_mask.view_as(labels).float()
+    labels = labels.masked_fill(is_outside, _IGNORED)
     shared = {
         "bias": bias,
         "ignore_index": _IGNORED,
@@ -138,11 +148,84 @@ def forward_output_layer(
         "sequence_parallel": layer.sequence_parallel,
         "gradient_accumulation_fusion": layer.gradient_accumulation_fusion,
     }
-    if head.log_prob is not None:
+    if head.log_prob is not None and not is_further:
         found = linear_log_prob(input_, weight, labels, **shared, **head.log_prob)
         return torch.stack(found if isinstance(found, tuple) else (found,)), None
     found = linear_cross_entropy(input_, weight, labels, **shared, token_weights=token_weights)
-    return (found if token_weights is None else _LossesOfTotal.apply(*found, token_weights)), None
+    losses = found if token_weights is None else _LossesOfTotal.apply(*found, token_weights)
+    if is_further:
+        losses.find_predictions = functools.partial(_find_predictions, layer, input_.detach(), weight.detach(), bias)
+    return losses, None
+
+
+@torch.no_grad()
+def _find_predictions(layer: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The tokens of the largest logits, int64 [s, b], with the logits of one chunk of tokens alive at a time."""
+    if layer.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, group=layer.tp_group)
+    rows = hidden.flatten(0, 1)
+    chunk_bytes = CHUNK_BYTES["cuda" if rows.is_cuda else "cpu"]
+    chunks = rows.split(max(1, chunk_bytes // (weight.size(0) * weight.element_size())))
+    largest = [torch.nn.functional.linear(chunk, weight, bias).max(-1) for chunk in chunks]
+    logits, tokens = (torch.cat(parts) for parts in zip(*largest, strict=True))
+    size = get_pg_size(layer.tp_group)
+    if size > 1:
+        # A float64 holds a token exactly, so that one message carries both.
+        mine = torch.stack((logits.double(), tokens.double()))
+        parts = [torch.empty_like(mine) for _ in range(size)]
+        torch.distributed.all_gather(parts, mine, group=layer.tp_group)
+        found = torch.stack(parts)
+        rank = found[:, 0].argmax(0)
+        tokens = found[:, 1].long().gather(0, rank.unsqueeze(0)).squeeze(0) + rank * weight.size(0)
+    return tokens.view(hidden.shape[:2])
+
+
+@functools.cache
+def _count_predictions_of_fused_heads() -> None:
+    """Let Megatron, which since 0.19 logs how many tokens multi-token prediction gets right, ask a fused head for the
+    predictions that it else takes from the logits."""
+    count_of_logits = getattr(multi_token_prediction, "_compute_mtp_acceptance_counts", None)
+    if count_of_logits is None:
+        return
+
+    @functools.wraps(count_of_logits)
+    def count(mtp_logits: Tensor, mtp_labels: Tensor, loss_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+        find_predictions = getattr(mtp_logits, "find_predictions", None)
+        if find_predictions is None:
+            return count_of_logits(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)
+        is_counted = loss_mask.bool()
+        return (find_predictions().t().eq(mtp_labels) & is_counted).sum().float(), is_counted.sum().float()
+
+    multi_token_prediction._compute_mtp_acceptance_counts = count
+
+
+def _roll_targets(
+    model: Any, labels: Tensor | None, loss_mask: Tensor | None, packed_seq_params: Any
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Labels and loss masks of each depth of multi-token prediction, rolled as Megatron rolls them for its losses."""
+    number = model.config.mtp_num_layers or 0
+    if labels is None or not model.post_process:
+        return []
+    found: list[tuple[Tensor, Tensor | None]] = []
+    for _ in range(number):
+        labels, loss_mask = (
+            None if each is None else _roll(each, model, packed_seq_params) for each in (labels, loss_mask)
+        )
+        assert labels is not None
+        found.append((labels, loss_mask))
+    return found
+
+
+def _roll(targets: Tensor, model: Any, packed_seq_params: Any) -> Tensor:
+    """targets [b, s] of the next token, 0 behind the last."""
+    collection = getattr(model, "pg_collection", None)
+    group = getattr(model, "cp_group", None) or getattr(collection, "cp", None)
+    offered = {"cp_group": group, "packed_seq_params": packed_seq_params}
+    # Older Megatrons roll without one or both.
+    taken = inspect.signature(multi_token_prediction.roll_tensor).parameters
+    given = {name: value for name, value in offered.items() if name in taken}
+    rolled: Tensor = multi_token_prediction.roll_tensor(targets, shifts=-1, dims=-1, **given)[0]
+    return rolled
 
 
 @functools.cache
@@ -164,7 +247,8 @@ def fused_gpt_class(cls: Any = GPTModel) -> Any:
             if kwargs.get("output_processor") is not None:
                 # A user's processor may ask the output layer for logits.
                 return run(*args, **kwargs)
-            with _telling_head(self, labels, kwargs.get("loss_mask")):
+            loss_mask = kwargs.get("loss_mask")
+            with _telling_head(self, labels, loss_mask, kwargs.get("packed_seq_params")):
                 return run(*args, **kwargs)
 
         if hasattr(cls, "_scale_logits"):  # not in older Megatrons
@@ -265,23 +349,28 @@ def _fuse_output_layer(model: Any) -> None:
     """Give the output layer its LossHead; a pipeline stage without an output layer stays as it is."""
     if not model.post_process:
         return
+    _count_predictions_of_fused_heads()
     layer = model.output_layer
     layer.loss_head = LossHead(_find_logits_scale(model))
     layer.forward = types.MethodType(forward_output_layer, layer)
 
 
 @contextlib.contextmanager
-def _telling_head(model: Any, labels: Tensor | None, loss_mask: Tensor | None) -> Iterator[None]:
+def _telling_head(
+    model: Any, labels: Tensor | None, loss_mask: Tensor | None, packed_seq_params: Any = None
+) -> Iterator[None]:
     """Inside the context the output layer knows the labels of the forward that is running."""
     head = find_loss_head(model)
     if head is None:
         yield
         return
     head.labels, head.loss_mask = labels, loss_mask
+    head.further = _roll_targets(model, labels, loss_mask, packed_seq_params)
     try:
         yield
     finally:
         head.labels = head.loss_mask = None
+        head.further = []
 
 
 def find_loss_head(model: Any) -> LossHead | None:

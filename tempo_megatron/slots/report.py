@@ -16,15 +16,22 @@ from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.layer_values import write_layers
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots import transformer_engine as te
-from tempo_megatron.slots.block_slots import BUILT_NAMES, Slot, TempoBlockSubmodules, list_layer_slots, list_slots
+from tempo_megatron.slots.block_slots import (
+    BUILT_NAMES,
+    Slot,
+    TempoBlockSubmodules,
+    TempoPredictionSubmodules,
+    find_inner_layer,
+    list_layer_slots,
+    list_slots,
+)
 from tempo_megatron.slots.choose import Choices
 from tempo_megatron.slots.dropout import TempoEmbeddingDropout
 from tempo_megatron.slots.loss import choose_loss, find_loss_head
 from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 
+_MENTIONED = tuple(name for name, operation in OPERATIONS.items() if not operation.is_opt_in)
 _NOT_REPLACED = "the slot was filled without Tempo"
-# The attributes of a layer of multi-token prediction that hold the inner layer (by version), and its own norms.
-_PREDICTION_LAYERS = ("transformer_layer", "mtp_model_layer")
 _PREDICTION_NORMS = ("enorm", "hnorm", *BUILT_NAMES, *BUILT_NAMES.values())
 
 
@@ -110,10 +117,11 @@ def report_on(subject: Any, choices: Choices | None = None) -> TempoReport:
     if isinstance(subject, TransformerBlockSubmodules):
         return TempoReport(slots=tuple(_report_block(subject, subject, choices)))
     if isinstance(subject, MultiTokenPredictionBlockSubmodules):
-        return TempoReport(slots=tuple(_report_prediction(subject.layer_specs)))
+        return TempoReport(slots=tuple(_report_prediction(subject.layer_specs, subject, choices)))
     blocks = _list_blocks(subject)
     slots = [slot for block in blocks for slot in _report_block(block, _find_spec(block), choices)]
-    slots += _report_prediction(getattr(getattr(subject, "mtp", None), "layers", None))
+    if (prediction := getattr(subject, "mtp", None)) is not None:
+        slots += _report_prediction(prediction.layers, prediction.submodules, choices)
     found = choices or next((_find_spec(block).choices for block in blocks), None)
     if found is not None:
         slots += [*_report_embedding(subject, found), *_report_loss(subject, found)]
@@ -196,21 +204,27 @@ def _explain_off(operation: str, layer: int | None, stack: str, choices: Choices
     return f"off for layer{'s' if '-' in layers else ''} {layers}"
 
 
-def _report_prediction(layers: Any) -> Iterator[ReportedSlot]:
-    """The slots of multi-token prediction's layers, which `tempoize` leaves as their spec has them."""
+def _report_prediction(layers: Any, spec: Any, choices: Choices | None) -> Iterator[ReportedSlot]:
+    """The slots of multi-token prediction's layers, built or as specs; `spec` says what was asked for."""
+    choices = choices or getattr(spec, "choices", None)
+    is_tempoized = isinstance(spec, TempoPredictionSubmodules)
     for index, layer in enumerate(layers or []):
         fields = list_fields(find_submodules(layer))
-        inner = next((fields[name] for name in _PREDICTION_LAYERS if fields.get(name) is not None), None)
-        slots = [slot for slot in list_layer_slots(inner) if not OPERATIONS[slot.operation].is_opt_in]
-        slots += [
-            Slot(operation="norm", layer=None, name=name, content=fields[name])
-            for name in _PREDICTION_NORMS
-            if is_there(fields.get(name))
+        norms = [(name, fields[name]) for name in _PREDICTION_NORMS if is_there(fields.get(name))]
+        slots = [
+            *list_layer_slots(find_inner_layer(find_submodules(layer))),
+            *(Slot(operation="norm", layer=None, name=name, content=norm) for name, norm in norms),
         ]
         for slot in slots:
-            why = None if slot.is_tempo else "multi-token prediction"
-            name = BUILT_NAMES.get(slot.name, slot.name)
-            yield ReportedSlot(operation=slot.operation, where=f"mtp.layers.{index}", slot=name, left=why)
+            if slot.operation not in (choices.written.list_mentioned() if choices else _MENTIONED):
+                continue
+            why = _explain(slot, None, "", choices) if choices and is_tempoized else _NOT_REPLACED
+            yield ReportedSlot(
+                operation=slot.operation,
+                where=f"mtp.layers.{index}",
+                slot=BUILT_NAMES.get(slot.name, slot.name),
+                left=None if slot.is_tempo else why,
+            )
 
 
 def _report_embedding(model: Any, choices: Choices) -> Iterator[ReportedSlot]:

@@ -51,7 +51,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         "hybrid_context_parallel is on, .* would draw the same masks",
     ),
     "context parallelism on a GPU": ({"context_parallel_size": 2, "cp_comm_type": "p2p"}, {}, ""),
-    "multi-token prediction, no dropout": ({"mtp_num_layers": 1}, {"loss": "off"}, "need logits of their own"),
+    "multi-token prediction in parts": (
+        {**DROPS, "mtp_num_layers": 1, "overlap_moe_expert_parallel_comm": True},
+        {"attention": "off", "dropout": "off"},
+        "overlap_moe_expert_parallel_comm is on, .* would draw the same dropout masks",
+    ),
     "deferred gradient of the embedding": (
         {"defer_embedding_wgrad_compute": True},
         {"loss": "off"},
@@ -138,14 +142,8 @@ def test_in_fp8_nothing_is_refused_but_what_reckons_with_a_layers_linears():
             choose(config_with(fp8="hybrid"), TempoConfig(**{**EVERYTHING_OFF, name: "recompute"}))
 
 
-def test_multi_token_prediction_takes_what_can_be_told_apart():
-    choices = choose(config_with(**DROPS, mtp_num_layers=1), TempoConfig())
-    assert choices.config == TempoConfig(**FIRST | {"dropout": "off", "attention": "off", "loss": "off"})
-    assert "would draw the same dropout masks" in choices.reasons["dropout"]
-    assert choices.reasons["dropout"] == choices.reasons["attention"] != choices.reasons["loss"]
-    # Only one of the two draws.
-    hidden_only = choose(config_with(hidden_dropout=0.1, mtp_num_layers=1), TempoConfig())
-    assert (hidden_only.config.dropout, hidden_only.config.attention) == ("off", "flash")
+def test_multi_token_prediction_takes_everything():
+    assert choose(config_with(**DROPS, mtp_num_layers=1), TempoConfig()).reasons == {}
 
 
 def test_one_operation_is_chosen_whatever_the_others_ask_for():

@@ -7,7 +7,6 @@ import json
 import re
 from unittest import mock
 
-import pytest
 import torch
 from covering import parametrize_covering
 from distributed import run_megatron_ranks, run_megatron_ranks_once
@@ -17,10 +16,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.moe import moe_utils
-from torch import nn
 
-from tempo_megatron import TempoConfig, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
-from tempo_megatron.slots.choose import choose
+from tempo_megatron import TempoConfig, tempo_block_spec, tempoize
 from tempo_megatron.slots.report import report_on
 
 STOCK = None
@@ -103,7 +100,10 @@ REFUSED = {
         {}, CONTEXT, TempoConfig(attention="softmax"),
         'context_parallel_size is 2 and the form is softmax, .*set tempo.attention to "flash" or "recompute" or "off"',
     ),
-    "multi-token prediction": (DROPS, {"mtp_num_layers": 1}, WRITTEN, "mtp_num_layers is 1, .*numbers"),
+    "multi-token prediction in parts": (
+        DROPS, {"mtp_num_layers": 1, "overlap_moe_expert_parallel_comm": True}, WRITTEN,
+        "overlap_moe_expert_parallel_comm is on, .*same dropout masks",
+    ),
     "recomputed layernorm": (
         {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, {}, WRITTEN,
         "recompute_modules holds layernorm.*NameError",
@@ -116,7 +116,7 @@ REFUSED = {
 FLOAT32 = {"fp32_residual_connection": True}
 ALLOWED = {
     "context parallelism": (DROPS, CONTEXT, WRITTEN),
-    "multi-token prediction, no dropout": ({}, {"mtp_num_layers": 1}, dataclasses.replace(WRITTEN, loss="off")),
+    "multi-token prediction": (DROPS, {"mtp_num_layers": 1}, WRITTEN),
     "float32 residual, stock norm": (HALF, FLOAT32, dataclasses.replace(WRITTEN, norm="off")),
     "float32 residual, parameters of 16 bits": (HALF, FLOAT32, WRITTEN),
     "float32 residual and parameters": ({}, FLOAT32, WRITTEN),
@@ -146,45 +146,6 @@ def test_what_cannot_be_is_refused_at_the_start_with_the_remedy_and_what_draws_n
     assert {found["allowed", name] for name in ALLOWED} == {"not refused"}, found
 
 
-def with_multi_token_prediction(tempo_config, dropout):
-    """Loss and gradients, and how many slots Tempo fills."""
-    config = gpt_config(dropout=dropout, mtp_num_layers=1)
-    spec = tempo_block_spec(config, tempo_config)
-    torch.manual_seed(7)
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=SEQ_LENGTH,
-        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
-    ).train()
-    tempoize_embedding(model, tempo_config)
-    tempoize_loss(model, tempo_config)
-    takes_mask = choose(config, tempo_config).config.attention == "off"
-    loss = losses(model, 0, 2, gives_mask=takes_mask).mean()
-    loss.backward()
-    return (
-        (loss.item(), gradients(model)),
-        report_on(spec).counts,
-        type(model.embedding.embedding_dropout) is nn.Dropout,
-    )
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_auto_trains_a_model_with_multi_token_prediction(dropout):
-    ((found, slots, has_stock_embedding),) = run_megatron_ranks(
-        with_multi_token_prediction, 1, 1, TempoConfig(), dropout
-    )
-    draws = dropout > 0
-    assert {name: filled for name, (filled, _) in slots.items()} == {
-        "activation": 2, "norm": 5, "dropout": 0 if draws else 4, "attention": 0 if draws else 2,
-    }  # fmt: skip
-    assert has_stock_embedding == draws
-    if not draws:
-        ((stock, *_),) = run_megatron_ranks(with_multi_token_prediction, 1, 1, TempoConfig.off(), dropout)
-        assert_equal_to_stock(found, stock)
-
-
 def refusals_of_other_specs():
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 
@@ -193,7 +154,7 @@ def refusals_of_other_specs():
     with_prediction = gpt_config(mtp_num_layers=1)
     prediction = get_gpt_mtp_block_spec(with_prediction, block, use_transformer_engine=False)
     found = []
-    for spec in (mamba_stack_spec, prediction, prediction.layer_specs[0], None, block.layer_specs):
+    for spec in (mamba_stack_spec, prediction.layer_specs[0], None, block.layer_specs):
         try:
             tempoize(spec, config, TempoConfig())
         except ValueError as error:
@@ -204,7 +165,7 @@ def refusals_of_other_specs():
 
 def test_a_spec_of_something_else_is_one_sentence():
     ((found, mamba),) = run_megatron_ranks(refusals_of_other_specs, 1, 1)
-    names = [mamba, "MultiTokenPredictionBlockSubmodules", "MultiTokenPredictionLayer", "NoneType", "list"]
+    names = [mamba, "MultiTokenPredictionLayer", "NoneType", "list"]
     assert len(found) == len(names)
     for text, name in zip(found, names, strict=True):
         assert f"one of {name}; expected a spec of TransformerLayer" in text and text.count(".") == 0, text

@@ -38,12 +38,7 @@ LEFT = {
         "norm in decoder.layers.0-1 (self_attention.q_layernorm, self_attention.kv_layernorm): latent attention",
     ],
     "multi-token prediction": [
-        "activation 0 of 1, norm 0 of 5, dropout 0 of 2, attention 0 of 1",
-        "activation in mtp.layers.0 (mlp): multi-token prediction",
-        "norm in mtp.layers.0 (input_layernorm, pre_mlp_layernorm, enorm, hnorm, final_layernorm): "
-        "multi-token prediction",
-        "dropout in mtp.layers.0 (self_attn_bda, mlp_bda): multi-token prediction",
-        "attention in mtp.layers.0 (self_attention.core_attention): multi-token prediction",
+        "activation 1 of 1, norm 5 of 5, dropout 2 of 2, attention 1 of 1",
     ],
     "single layers": [
         "activation 3 of 3, norm 7 of 7, dropout 6 of 6, attention 2 of 3",

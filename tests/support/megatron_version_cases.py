@@ -157,7 +157,7 @@ def what_is_left() -> dict[str, list[str]]:
     reports = {
         "experts": report_on(tempo_block_spec(gpt_config(**experts), TempoConfig())),
         "latent attention": report_on(tempoize(latent_spec, latent, TempoConfig())),
-        "multi-token prediction": report_on(prediction),
+        "multi-token prediction": report_on(tempoize(prediction, predicting, TempoConfig())),
         "single layers": report_on(tempo_block_spec(gpt_config(num_layers=3), single)),
     }
     return {name: [report.describe_counts(), *report.describe_left()] for name, report in reports.items()}

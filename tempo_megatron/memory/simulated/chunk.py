@@ -257,10 +257,9 @@ class _Chunk:
             post_process=post_process,
         ).train()
         if predicts_more:
-            # Its layers are none of Tempo's.
-            stock = TempoConfig.off() if attention == "unfused" else _fuse_attention(TempoConfig.off())
-            spec = make_specs(self._shape, self._model.config, stock)["decoder"].layer_specs[-1]
-            put_multi_token_prediction(self._model, spec, run)
+            of_all = dataclasses.replace(chosen, layers={})
+            spec = make_specs(self._shape, self._model.config, of_all)["decoder"].layer_specs[-1]
+            put_multi_token_prediction(self._model, spec, run, of_all)
             self._model.train()
         if run.latent_attention is not None:
             put_latent_attention(

@@ -18,24 +18,27 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from tempo_megatron.memory.run import Run
 from tempo_megatron.models.build import prepare_for_recomputation
-from tempo_megatron.slots.attention import TempoDotProductAttention
-from tempo_megatron.slots.norm import TorchLayerNorm, TorchRMSNorm
+from tempo_megatron.settings.config import TempoConfig
+from tempo_megatron.slots.dropout_rng import count_depths
+from tempo_megatron.slots.layer_spec import tempoize
 
 
-def put_multi_token_prediction(model: Any, layer_spec: Any, run: Run) -> None:
+def put_multi_token_prediction(model: Any, layer_spec: Any, run: Run, tempo_config: TempoConfig) -> None:
     """Let the GPTModel of the last chunk predict more tokens.
 
     Args:
         model: with the loss head. Where it has no embedding, it gets a copy (models/gpt/gpt_model.py:149).
         layer_spec: of the layer that each further token takes.
         run: whose multi-token prediction it is.
+        tempo_config: the values of its layers, without "auto".
     """
     config, number = model.config, run.mtp_num_layers
     config.mtp_num_layers = number
-    norm = TorchRMSNorm if config.normalization == "RMSNorm" else TorchLayerNorm
+    norm = WrappedTorchNorm
     layer = ModuleSpec(
         module=MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
@@ -43,14 +46,12 @@ def put_multi_token_prediction(model: Any, layer_spec: Any, run: Run) -> None:
         ),
     )
     layers = [layer] * (1 if run.mtp_repeats_layer else number)
-    model.mtp = MultiTokenPredictionBlock(config, MultiTokenPredictionBlockSubmodules(layer_specs=layers))
+    spec = tempoize(MultiTokenPredictionBlockSubmodules(layer_specs=layers), config, tempo_config)
+    model.mtp = MultiTokenPredictionBlock(config, spec)
     if run.mtp_repeats_layer:
         # One layer, which runs for every token (--mtp-use-repeated-layer).
         model.mtp.layers = torch.nn.ModuleList([*model.mtp.layers] * number)
-    for module in model.mtp.modules():
-        if isinstance(module, TempoDotProductAttention):
-            # Its masks take no memory, and would be those of the decoder's last layers.
-            module.attention_dropout.p = 0.0
+    count_depths(model.mtp.layers)
     prepare_for_recomputation(model.mtp, config)
     model.mtp_process = True
     if not model.pre_process:

@@ -1,0 +1,120 @@
+"""A small GPT with multi-token prediction, and what a training step of it gives; as a program in another Megatron.
+
+`python tests/support/prediction_cases.py` prints as JSON how Tempo and stock differ in the Megatron of PYTHONPATH, from
+0.19 on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from gpt import (
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    gpt_config,
+    gradients,
+    largest_gradient_error_eps,
+    start_rank,
+    tokens_of,
+)
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from tempo_megatron import TempoConfig, set_micro_batch, tempo_block_spec, tempoize, tempoize_embedding, tempoize_loss
+from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.megatron_versions import VERSION
+
+OFF = TempoConfig.off()
+DEPTHS = 2
+BATCH = 2
+TOKENS = 4
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def build(tempo_config: TempoConfig, *, is_tied: bool = True, **settings: Any) -> Any:
+    """In training mode, with weights that depend on the shapes only."""
+    config = gpt_config(mtp_num_layers=DEPTHS, **settings)
+    stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    torch.manual_seed(7)
+    model = GPTModel(
+        config,
+        tempo_block_spec(config, tempo_config),
+        VOCAB_SIZE,
+        SEQ_LENGTH,
+        share_embeddings_and_output_weights=is_tied,
+        mtp_block_spec=tempoize(
+            get_gpt_mtp_block_spec(config, stock, use_transformer_engine=False), config, tempo_config
+        ),
+    )
+    tempoize_embedding(model, tempo_config)
+    tempoize_loss(model, tempo_config)
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        # The model often predicts one of the tokens that there are.
+        rows = model.embedding.word_embeddings if is_tied else model.output_layer
+        with torch.no_grad():
+            rows.weight[:TOKENS] *= 8
+    return model.train()
+
+
+def forward(model: Any, *, gives_mask: bool, gives_loss_mask: bool) -> Any:
+    """The losses [b, s] of this context-parallel rank's tokens."""
+    set_micro_batch(5, 3)
+    tokens = tokens_of(3, BATCH) % TOKENS
+    positions = torch.arange(SEQ_LENGTH).expand(BATCH, -1)
+    loss_mask = torch.ones(BATCH, SEQ_LENGTH)
+    loss_mask[0, 2:5] = 0
+    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1) if gives_mask else None
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    inputs, positions, labels, loss_mask = (
+        t if size == 1 else torch.cat([t.chunk(2 * size, 1)[i] for i in (rank, 2 * size - 1 - rank)], 1)
+        for t in (tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous(), loss_mask)
+    )
+    more = {"loss_mask": loss_mask} if gives_loss_mask else {}
+    return model(inputs, positions, mask, labels=labels, **more), loss_mask
+
+
+def train(tempo_config: TempoConfig, *, gives_mask: bool, gives_loss_mask: bool = True, **settings: Any) -> Any:
+    """(loss, gradients by name), what Megatron logs of the further tokens, and how many masks were drawn."""
+    MTPLossLoggingHelper.tracker.clear()
+    model = build(tempo_config, **settings)
+    losses, loss_mask = forward(model, gives_mask=gives_mask, gives_loss_mask=gives_loss_mask)
+    num_masks = len(dropout_rng._DRAWN)
+    loss = (losses * loss_mask).sum()
+    loss.backward()
+    loss = loss.detach()
+    if parallel_state.get_context_parallel_world_size() > 1:
+        torch.distributed.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+    logged = {name: value.tolist() for name, value in MTPLossLoggingHelper.tracker.items() if name.endswith("values")}
+    return (loss.item(), gradients(model)), logged, num_masks
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        start_rank(f"{folder}/store", 0, 1)
+        repeated = {"mtp_use_repeated_layer": True, "mtp_detach_heads": True}
+        found = {}
+        for name, settings in {"layers": {}, "repeated, detached": repeated}.items():
+            stock, log, _ = train(OFF, gives_mask=True, **settings)
+            tempo, tempo_log, _ = train(TempoConfig(), gives_mask=False, **settings)
+            plain, _, num_masks = train(TempoConfig(), gives_mask=False, dropout=0.1, **settings)
+            again, _, _ = train(TempoConfig(), gives_mask=False, dropout=0.1, **settings, **FULL)
+            found[name] = {
+                "losses": [stock[0], tempo[0]],
+                "gradient_error_eps": largest_gradient_error_eps(tempo[1], stock[1]),
+                "logs": [log, tempo_log],
+                "masks": num_masks,
+                "recomputed": [plain[0] - again[0], largest_gradient_error_eps(again[1], plain[1])],
+            }
+        print(json.dumps({"version": str(VERSION), "found": found}))
+        sys.stdout.flush()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
