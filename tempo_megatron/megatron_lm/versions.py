@@ -43,6 +43,12 @@ class Model:
     specs: dict[str, str]
     """Argument that holds a spec -> argument that holds its TransformerConfig."""
 
+    patterns: tuple[str, ...] = ()
+    """Arguments of which one holds the pattern of a HybridModel's layers."""
+
+    since: str = FIRST
+    """The first version that has it."""
+
     has_causal_mask: bool = False
     """Whether a mask that hides the future, and nothing else, is all that its layers are given."""
 
@@ -57,6 +63,13 @@ MODELS = (
     Model(
         place="megatron.core.models.T5.t5_model:T5Model",
         specs={"transformer_encoder_layer_spec": "encoder_config", "transformer_decoder_layer_spec": "config"},
+    ),
+    Model(
+        place="megatron.core.models.hybrid.hybrid_model:HybridModel",
+        specs={"hybrid_stack_spec": "config"},
+        patterns=("hybrid_layer_pattern", "hybrid_override_pattern"),
+        since="0.18",
+        has_causal_mask=True,
     ),
 )
 
