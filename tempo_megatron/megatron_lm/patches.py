@@ -41,6 +41,8 @@ def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, bud
 
     Raises LaunchError where a place is missing.
     """
+    from tempo_megatron.slots.megatron_versions import is_since
+
     get_args = get_hook(versions.GET_ARGS, version)
     begin_micro_batch = get_hook(versions.BEGIN_MICRO_BATCH, version)
     replace_hook(versions.BEGIN_MICRO_BATCH, _announce_micro_batches(begin_micro_batch, get_args, report))
@@ -53,7 +55,7 @@ def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, bud
         except AssertionError:
             return None
 
-    for model in versions.MODELS:
+    for model in filter(lambda model: is_since(model.since), versions.MODELS):
         cls = get_hook(model.place, version)
         cls.__init__ = _wrap_constructor(cls.__init__, model, planning, find_args, report)
 
@@ -112,7 +114,9 @@ def _wrap_constructor(
     report: RunReport,
 ) -> Callable[..., None]:
     signature = inspect.signature(construct)
-    missing = [name for name in (*model.specs, *model.specs.values()) if name not in signature.parameters]
+    missing = [
+        name for name in (*model.specs, *model.specs.values(), *model.patterns) if name not in signature.parameters
+    ]
     if missing:
         raise LaunchError(
             f"the constructor of {model.place.partition(':')[2]} has no argument {' or '.join(missing)}, which "
@@ -151,15 +155,19 @@ def _publish_before_forward(model: Any, report: RunReport) -> None:
 
 def _replace_specs(model: Model, arguments: dict[str, Any], tempo_config: TempoConfig, run: Any) -> BuiltModel:
     """Replace the specs among a constructor's arguments by Tempo's."""
-    from tempo_megatron.slots.layer_spec import tempoize
+    from tempo_megatron.slots.layer_spec import tempoize, tempoize_hybrid
 
     found = BuiltModel(name=model.place.partition(":")[2], tempo_config=tempo_config)
     for spec_name, config_name in model.specs.items():
-        config = arguments[config_name]
+        config, spec = arguments[config_name], arguments[spec_name]
         obstacles = {**_find_obstacles_to_masks(config, run), **_find_obstacle_to_packing(config, run)}
         replace = functools.partial(tempoize, vp_stage=arguments.get("vp_stage"), obstacles=obstacles)
-        block = replace(arguments[spec_name], config, tempo_config)
-        arguments[spec_name] = block
+        if model.patterns:
+            pattern = next((arguments[name] for name in model.patterns if arguments[name] is not None), None)
+            arguments[spec_name] = made = tempoize_hybrid(spec, config, tempo_config, pattern, obstacles=obstacles)
+            block = made.params["block"]
+        else:
+            arguments[spec_name] = block = replace(spec, config, tempo_config)
         found.add_block(block, config, block.choices)
         prediction = arguments.get(model.prediction_spec)
         if prediction is not None:

@@ -14,8 +14,8 @@ from tempo_megatron.megatron_lm.versions import LaunchError
 from tempo_megatron.settings.config import TempoConfig
 
 NOTHING_TO_REPLACE = (
-    "--use-tempo is given, but this script builds no GPTModel, BertModel or T5Model of megatron.core, the models whose "
-    "layers Tempo replaces; leave --use-tempo out"
+    "--use-tempo is given, but this script builds no GPTModel, BertModel, T5Model or HybridModel of megatron.core, "
+    "the models whose layers Tempo replaces; leave --use-tempo out"
 )
 
 

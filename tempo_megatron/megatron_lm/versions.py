@@ -46,6 +46,12 @@ class Model:
     prediction_spec: str = ""
     """Argument that may hold the spec of multi-token prediction, for the config of the layers."""
 
+    patterns: tuple[str, ...] = ()
+    """Arguments of which one holds the pattern of a HybridModel's layers."""
+
+    since: str = FIRST
+    """The first version that has it."""
+
     has_causal_mask: bool = False
     """Whether a mask that hides the future, and nothing else, is all that its layers are given."""
 
@@ -61,6 +67,13 @@ MODELS = (
     Model(
         place="megatron.core.models.T5.t5_model:T5Model",
         specs={"transformer_encoder_layer_spec": "encoder_config", "transformer_decoder_layer_spec": "config"},
+    ),
+    Model(
+        place="megatron.core.models.hybrid.hybrid_model:HybridModel",
+        specs={"hybrid_stack_spec": "config"},
+        patterns=("hybrid_layer_pattern", "hybrid_override_pattern"),
+        since="0.18",
+        has_causal_mask=True,
     ),
 )
 

@@ -100,7 +100,7 @@ def choose_for_model(shape: ModelShape, config: TransformerConfig, tempo_config:
 
     Raises ValueError where a value that is not "auto" cannot be had.
     """
-    why = "the model is a T5Model, and the fused loss is for a GPTModel or a BertModel only"
+    why = "the model is a T5Model, and the fused loss is for GPTModel, BertModel and HybridModel"
     return choose(config, tempo_config, {"loss": Refusal(why, "train a GPT or a BERT")} if shape.family == "t5" else {})
 
 

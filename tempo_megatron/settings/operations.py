@@ -89,7 +89,7 @@ OPERATIONS = {
             preference=("inplace", "recompute", "off"),
             help="LayerNorm and RMSNorm keep, inplace, their output and rstd instead of their input; "
             "recompute, their input only",
-            slots=("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"),
+            slots=("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "norm"),
             block_slots=("layer_norm",),
         ),
         Operation(
@@ -97,7 +97,7 @@ OPERATIONS = {
             choices=("auto", "off", "recompute"),
             preference=("recompute", "off"),
             help="hidden and embedding dropout keep nothing; their masks are redrawn in backward",
-            slots=("self_attn_bda", "cross_attn_bda", "mlp_bda"),
+            slots=("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda"),
         ),
         Operation(
             name="attention",

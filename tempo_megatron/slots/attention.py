@@ -44,6 +44,7 @@ class TempoDotProductAttention(DotProductAttention):
         stack: the stack whose masks are drawn.
         has_pinned_projection: whether copies would save nothing, because a norm of q or k keeps the projection anyway
             or TempoSelfAttention drops all of it.
+        mask_layer: the layer's number in the keys of masks, if it is not layer_number.
     """
 
     form: ClassVar[str] = "flash"
@@ -57,6 +58,7 @@ class TempoDotProductAttention(DotProductAttention):
         *args: Any,
         stack: Stack = Stack.DECODER,
         has_pinned_projection: bool = False,
+        mask_layer: int | None = None,
         **kwargs: Any,
     ) -> None:
         # The stock class refuses context parallelism.
@@ -66,6 +68,7 @@ class TempoDotProductAttention(DotProductAttention):
         self.config = config
         self.stack = stack
         self.has_pinned_projection = has_pinned_projection
+        self.mask_layer = self.layer_number if mask_layer is None else mask_layer
         self.site = Site.CROSS_ATTENTION if self.attention_type == "cross" else Site.ATTENTION
         # The stock class divides its scale by the layer number and lets the softmax multiply it back
         # (transformer/dot_product_attention.py:91 and :107 of megatron-core 0.16.1).
@@ -179,7 +182,7 @@ class TempoDotProductAttention(DotProductAttention):
 
     def _draw(self, query: Tensor) -> dict[str, Any]:
         """The arguments of this rank's mask."""
-        dropout_key, first_sample = find_key_and_sample(self.layer_number, self.site, self.stack)
+        dropout_key, first_sample = find_key_and_sample(self.mask_layer, self.site, self.stack)
         first_head = self._heads_group.rank() * query.size(2)
         return {"dropout_key": dropout_key, "first_sample": first_sample, "first_head": first_head}
 

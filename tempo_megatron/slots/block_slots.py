@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from tempo_kernels import KEEPS
 from tempo_megatron.settings.operations import OPERATIONS
@@ -24,6 +25,8 @@ from tempo_megatron.slots.slot_content import find_class, find_submodules, is_th
 ATTENTIONS = ("self_attention", "cross_attention")
 # A block's norm, by its slot in the spec, and as the built block calls it.
 BUILT_NAMES = {"layer_norm": "final_layernorm"}
+# As a built HybridStack calls it.
+_HYBRID_NORM = "final_norm"
 # Norms inside of an attention: of queries and keys, and of what latent attention compresses.
 INNER_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
 
@@ -100,19 +103,21 @@ class Slot:
         return str(getattr(module, "value", OPERATIONS[self.operation].choices[-1]))
 
 
-def list_slots(block: TransformerBlockSubmodules | TransformerBlock) -> Iterator[Slot]:
+def list_slots(block: TransformerBlockSubmodules | torch.nn.Module) -> Iterator[Slot]:
     """Each slot of a block, built or as a spec, whose operation Tempo knows, in the order of the layers.
 
     A slot that a layer leaves empty (no cross attention, an attention or MLP that is left out) is not there.
     """
-    is_built = isinstance(block, TransformerBlock)
-    for index, layer in enumerate((block.layers if is_built else block.layer_specs) or []):
+    is_built = isinstance(block, torch.nn.Module)
+    layers: Any = getattr(block, "layers" if is_built else "layer_specs")
+    for index, layer in enumerate(layers or []):
         for slot in list_layer_slots(layer):
             yield dataclasses.replace(slot, layer=index)
     for name in OPERATIONS["norm"].block_slots:
-        norm = getattr(block, BUILT_NAMES[name] if is_built else name, None)
-        if is_there(norm):
-            yield Slot(operation="norm", layer=None, name=name, content=norm)
+        places = {name: BUILT_NAMES[name], _HYBRID_NORM: _HYBRID_NORM} if is_built else {name: name}
+        for known_as, attribute in places.items():
+            if is_there(norm := getattr(block, attribute, None)):
+                yield Slot(operation="norm", layer=None, name=known_as, content=norm)
 
 
 def list_layer_slots(layer: Any) -> Iterator[Slot]:
@@ -125,7 +130,7 @@ def list_layer_slots(layer: Any) -> Iterator[Slot]:
             content = getattr(find_submodules(holder) if holder_name else submodules, name, None)
             if is_there(content):
                 yield Slot(operation=operation.name, layer=None, name=path, content=content, holder=holder)
-    for holder_name in (*ATTENTIONS, "mlp"):
+    for holder_name in (*ATTENTIONS, "mlp", "mixer"):
         holder = getattr(submodules, holder_name, None)
         for name, content in list_fields(find_submodules(holder)).items():
             is_norm = name in INNER_NORMS or te.is_norm_and_linear(content)

@@ -67,6 +67,7 @@ class Site(enum.IntEnum):
     MLP_OUTPUT = 3
     CROSS_ATTENTION_OUTPUT = 4
     CROSS_ATTENTION = 5
+    MAMBA_OUTPUT = 6
 
 
 def draws_masks(config: Any, tempo_config: TempoConfig) -> bool:

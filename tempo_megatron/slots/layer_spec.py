@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from tempo_kernels import KEEPS
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
+from tempo_megatron.slots import hybrid
 from tempo_megatron.slots import transformer_engine as te
 from tempo_megatron.slots.attention import (
     TempoDotProductAttention,
@@ -47,7 +48,7 @@ from tempo_megatron.slots.block_slots import (
     find_inner_name,
     list_slots,
 )
-from tempo_megatron.slots.choose import Choices, Obstacles, choose
+from tempo_megatron.slots.choose import Choices, Obstacles, Refusal, choose
 from tempo_megatron.slots.dropout import tempo_bias_dropout_add
 from tempo_megatron.slots.dropout_rng import Site, Stack
 from tempo_megatron.slots.linear import TempoColumnParallelLinear, TempoRowParallelLinear
@@ -60,11 +61,11 @@ from tempo_megatron.slots.norm import (
     TorchLayerNorm,
     TorchRMSNorm,
 )
-from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there
+from tempo_megatron.slots.slot_content import find_class, find_submodules, is_there, list_fields
 
 _EXPECTED_SPEC = (
     "expected a spec of TransformerLayer, or TransformerBlockSubmodules of such layers, as GPTModel, BertModel and "
-    "T5Model take; leave Tempo off for other layers"
+    "T5Model take, or tempoize_hybrid for the spec of a HybridModel; leave Tempo off for other layers"
 )
 _NORM_SLOTS = OPERATIONS["norm"].slots
 _QUERY_KEY_NORMS = ("q_layernorm", "k_layernorm")
@@ -82,7 +83,7 @@ _LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
 _BDA_SITES = dict(
     zip(
         OPERATIONS["dropout"].slots,
-        (Site.SELF_ATTENTION_OUTPUT, Site.CROSS_ATTENTION_OUTPUT, Site.MLP_OUTPUT),
+        (Site.SELF_ATTENTION_OUTPUT, Site.CROSS_ATTENTION_OUTPUT, Site.MLP_OUTPUT, Site.MAMBA_OUTPUT),
         strict=True,
     )
 )
@@ -225,6 +226,90 @@ def _tempoize_prediction(
     return TempoPredictionSubmodules(layer_specs=made, choices=choices)
 
 
+def tempoize_hybrid(
+    spec: ModuleSpec,
+    transformer_config: TransformerConfig,
+    tempo_config: TempoConfig,
+    layer_pattern: str | None,
+    *,
+    obstacles: Obstacles | None = None,
+) -> ModuleSpec:
+    """`spec` of a HybridStack with Tempo's modules in the layers of `layer_pattern`, and a final norm of Tempo's.
+
+    Args:
+        spec: such as Megatron's `hybrid_stack_spec`, which is not changed.
+        transformer_config, tempo_config, obstacles: as of `tempoize`. `layers` are numbered over the pattern, where
+            each symbol is a layer, as in checkpoint keys.
+        layer_pattern: HybridModel's `hybrid_layer_pattern`, with pipeline stages and multi-token prediction.
+
+    Returns:
+        The spec for HybridModel. Its `params["block"]` is a TempoBlockSubmodules of all layers, for `report_on`. Layers
+        of multi-token prediction stay stock. slots/hybrid.py says which masks are drawn.
+
+    Raises ValueError as `tempoize`, and where there is no pattern or it has an unknown symbol.
+    """
+    if not hybrid.is_hybrid(spec):
+        raise ValueError(
+            f"the spec is one of {getattr(find_class(spec), '__name__', spec)}; expected that of a HybridStack; give "
+            "the specs of other models to tempoize"
+        )
+    if layer_pattern is None:
+        raise ValueError(
+            "the model has no hybrid_layer_pattern, by which layers and their dropout masks are numbered; expected "
+            "one; write --hybrid-layer-pattern in place of the ratios"
+        )
+    layers = hybrid.list_layers(layer_pattern)
+    stock: list[Any] = [getattr(spec.submodules, layer.spec) for layer in layers]
+    if "mla_layer" in {layer.spec for layer in layers} and getattr(transformer_config, "mla_down_proj_fusion", False):
+        raise ValueError(
+            "mla_down_proj_fusion is on, by which HybridStack changes the spec of layers with latent attention; "
+            "expected it off; leave Tempo off, or the fusion"
+        )
+    found = {**te.find_obstacles(stock, transformer_config), **(obstacles or {})}
+    if hybrid.predicts_tokens(layer_pattern) and transformer_config.hidden_dropout > 0:
+        # The embedding, whose dropout is drawn once, is called once more for each depth of prediction.
+        reason = f"the layer pattern is {layer_pattern}, whose multi-token prediction embeds tokens again"
+        found["dropout"] = Refusal(f"{reason}, so they would have the same dropout masks")
+    choices = choose(transformer_config, tempo_config, found)
+    stack = Stack.DECODER
+    choices.written.check_layers(stack.name.lower(), len(layers))
+    block = TempoBlockSubmodules(
+        layer_specs=[
+            _number_masks(
+                _tempoize_layer(
+                    layer_spec,
+                    transformer_config,
+                    choices.config.for_layer(number, stack.name.lower()),
+                    layer.mask_layer,
+                    stack,
+                ),
+                layer.mask_layer,
+            )
+            for number, (layer, layer_spec) in enumerate(zip(layers, stock, strict=True))
+        ],
+        # The stack's own, which no spec names.
+        layer_norm=_replace_norm(te.find_norm(), transformer_config, choices.config),
+        choices=choices,
+        stack=stack,
+    )
+    _refuse_other_values(block, choices.config)
+    return hybrid.make_stack_spec(spec, block, layers)
+
+
+def _number_masks(layer: ModuleSpec, mask_layer: int) -> ModuleSpec:
+    """`layer` whose core attention draws the masks of layer `mask_layer`, if it is Tempo's."""
+    slots: Any = layer.submodules
+    attention: Any = getattr(slots, "self_attention", None)
+    core_attention: Any = getattr(find_submodules(attention), "core_attention", None)
+    module = find_class(core_attention)
+    if not (isinstance(module, type) and issubclass(module, TempoDotProductAttention)):
+        return layer
+    numbered = ModuleSpec(module, {**core_attention.params, "mask_layer": mask_layer}, core_attention.submodules)
+    submodules = dataclasses.replace(attention.submodules, core_attention=numbered)
+    attention = dataclasses.replace(attention, submodules=submodules)
+    return dataclasses.replace(layer, submodules=dataclasses.replace(slots, self_attention=attention))
+
+
 def _refuse_other_values(block: TempoBlockSubmodules, tempo_config: TempoConfig) -> None:
     """Raise ValueError where the given spec already held a module of Tempo's that belongs to another value than
     `tempo_config` has. Only Megatron's modules are replaced."""
@@ -289,15 +374,22 @@ def _tempoize_layer(
 ) -> ModuleSpec:
     changes: dict[str, Any] = {}
     slots: Any = layer.submodules
+    fields = list_fields(slots)
     for name in _NORM_SLOTS:
-        changes[name] = _replace_norm(getattr(slots, name), transformer_config, tempo_config)
+        if name in fields:
+            changes[name] = _replace_norm(fields[name], transformer_config, tempo_config)
     for name in ATTENTIONS:
-        changes[name] = _replace_attention(getattr(slots, name), transformer_config, tempo_config, stack)
+        if name in fields:
+            changes[name] = _replace_attention(fields[name], transformer_config, tempo_config, stack)
     if tempo_config.dropout == "recompute":
         for name, site in _BDA_SITES.items():
-            if getattr(slots, name) is get_bias_dropout_add:
+            if fields.get(name) is get_bias_dropout_add:
                 changes[name] = tempo_bias_dropout_add(transformer_config, layer_number, site, stack)
-    changes["mlp"] = _replace_mlp(slots.mlp, tempo_config)
+    if "mlp" in fields:
+        changes["mlp"] = _replace_mlp(slots.mlp, tempo_config)
+    if linears := te.replace_linears(find_submodules(fields.get("mixer")), tempo_config, ()):
+        mixer = slots.mixer
+        changes["mixer"] = dataclasses.replace(mixer, submodules=dataclasses.replace(mixer.submodules, **linears))
     return dataclasses.replace(layer, submodules=dataclasses.replace(slots, **changes))
 
 

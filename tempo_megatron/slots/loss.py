@@ -1,6 +1,7 @@
-"""Gives Megatron's GPTModel and BertModel the fused loss head: labels in, losses out, and no logits of all tokens.
+"""Gives Megatron's GPTModel, BertModel and HybridModel the fused loss head: labels in, losses out, and no logits of all
+tokens.
 
-Both models compute logits in their output layer and pass them to compute_language_model_loss. A fused output layer that
+The models compute logits in their output layer and pass them to compute_language_model_loss. A fused output layer that
 has labels computes the losses inside its own forward, so that hooks which gather and release its weight (ZeRO-3's) run
 around it. compute_language_model_loss then returns them as they are. Without labels everything is as in Megatron.
 
@@ -17,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -284,6 +286,33 @@ def fused_bert_class(cls: Any = BertModel) -> Any:
     return _name_after(FusedBertModel, cls)
 
 
+@functools.cache
+def fused_hybrid_class(cls: Any) -> Any:
+    """As fused_gpt_class, of HybridModel or a class that derives from it."""
+
+    class FusedHybridModel(_with_fused_head(cls)):  # type: ignore[misc]
+        def forward(
+            self,
+            input_ids: Tensor,
+            position_ids: Tensor,
+            attention_mask: Any,
+            decoder_input: Any = None,
+            labels: Any = None,
+            *args: Any,
+            loss_mask: Any = None,
+            **kwargs: Any,
+        ) -> Any:
+            inputs = (input_ids, position_ids, attention_mask, decoder_input, labels, *args)
+            with _telling_head(self, labels, loss_mask):
+                return cls.forward(self, *inputs, loss_mask=loss_mask, **kwargs)
+
+        def _scale_logits(self, logits: Tensor) -> Any:
+            """As FusedGPTModel's."""
+            return logits if _is_told_labels(self) else cls._scale_logits(self, logits)
+
+    return _name_after(FusedHybridModel, cls)
+
+
 def _with_fused_head(cls: Any) -> Any:
     """A subclass of `cls` with what every class with the fused head has."""
 
@@ -312,10 +341,19 @@ _KINDS = (
     (GPTModel, fused_gpt_class, ("_postprocess", "_scale_logits", "compute_language_model_loss")),
     (BertModel, fused_bert_class, ("forward", "compute_language_model_loss")),
 )
+_HYBRID_METHODS = ("forward", "_scale_logits", "compute_language_model_loss")
+
+
+def _find_kind(model: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """The function that makes the fused class of a built model, and the methods that it changes; None without one."""
+    module = sys.modules.get("megatron.core.models.hybrid.hybrid_model")  # since 0.18
+    kinds = (*_KINDS, *([] if module is None else [(module.HybridModel, fused_hybrid_class, _HYBRID_METHODS)]))
+    return next(((fuse, names) for kind, fuse, names in kinds if isinstance(model, kind)), None)
 
 
 def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
-    """Give a built GPTModel or BertModel the fused loss head, if `choose_loss` says so and it has an output layer.
+    """Give a built GPTModel, BertModel or HybridModel the fused loss head, if `choose_loss` says so and the model has
+    an output layer.
 
     It replaces methods of this one model and the forward of its output layer by attributes of the two objects. Both
     keep their class. No module, parameter, hook or checkpoint key changes, and ZeRO-3 gathers the output layer's weight
@@ -337,9 +375,10 @@ def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
     if choose_loss(model, tempo_config)[0] == "off" or not model.post_process or find_loss_head(model) is not None:
         return
     _fuse_output_layer(model)
-    cls: Any = type(model)
-    fuse, names = next((fuse, names) for kind, fuse, names in _KINDS if isinstance(model, kind))
-    fused = fuse(cls)
+    found = _find_kind(model)
+    assert found is not None  # or choose_loss had refused it
+    fuse, names = found
+    fused = fuse(type(model))
     for name in names:
         if hasattr(fused, name):
             setattr(model, name, types.MethodType(getattr(fused, name), model))
@@ -400,8 +439,10 @@ def choose_loss(model: Any, tempo_config: TempoConfig) -> tuple[str, str | None]
 
 def _find_obstacle(model: Any) -> str | None:
     """Why a built model cannot have the fused head; None where it can."""
-    if not any(isinstance(model, kind) for kind, *_ in _KINDS):
-        return f"the model is a {type(model).__name__}, and the fused loss is for a GPTModel or a BertModel only"
+    if _find_kind(model) is None:
+        return f"the model is a {type(model).__name__}, and the fused loss is for GPTModel, BertModel and HybridModel"
+    if getattr(model, "mtp_num_depths", 0):  # of a HybridModel's pattern
+        return "the layer pattern has layers of multi-token prediction, which need logits of their own"
     refusal = find_refusal("loss", "fused", model.config)
     if refusal is not None:
         return refusal.reason

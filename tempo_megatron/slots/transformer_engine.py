@@ -198,7 +198,7 @@ ATTENTIONS = {
 """Value of tempo.attention -> the class in the place of `TEDotProductAttention`."""
 
 _FUSED_MLPS = {module.keep: module for module in (TempoOpsMLP, TempoRecomputeOpsMLP)}
-_HOLDERS = ("self_attention", "cross_attention", "mlp")
+_HOLDERS = ("self_attention", "cross_attention", "mlp", "mixer")
 _NORM_AND_LINEAR = "TELayerNormColumnParallelLinear"
 _STOCK_NAMES = (_NORM_AND_LINEAR, "TEDotProductAttention", "TENorm", "TEFusedMLP")
 
@@ -206,6 +206,11 @@ _STOCK_NAMES = (_NORM_AND_LINEAR, "TEDotProductAttention", "TENorm", "TEFusedMLP
 def is_installed() -> bool:
     """Whether Megatron found Transformer Engine."""
     return bool(extension.HAVE_TE)
+
+
+def find_norm() -> Any:
+    """Megatron's class for TE's norm, without which its HybridStack cannot be built."""
+    return extension.TENorm
 
 
 def _is_stock(slot: Any, name: str) -> bool:
@@ -274,7 +279,8 @@ def is_norm_and_linear(slot: Any) -> bool:
 
 def is_split(slot: Any) -> bool:
     """Whether a slot holds Tempo's norm in front of TE's linear."""
-    return isinstance(slot, type) and issubclass(slot, SplitNorm)
+    module = find_class(slot)
+    return isinstance(module, type) and issubclass(module, SplitNorm)
 
 
 def find_obstacles(layer_specs: Any, transformer_config: Any) -> Obstacles:

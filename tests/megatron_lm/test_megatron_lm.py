@@ -206,7 +206,7 @@ def _kept_and_measured(order: dict[str, Any]) -> tuple[bool, bool]:
 
 def test_a_script_that_builds_none_of_the_models_is_refused() -> None:
     report = RunReport("0.16.1", ROOT, None)
-    with pytest.raises(LaunchError, match="builds no GPTModel, BertModel or T5Model"):
+    with pytest.raises(LaunchError, match="builds no GPTModel, BertModel, T5Model or HybridModel"):
         report.publish_once()
 
 

@@ -157,4 +157,4 @@ def test_use_tempo_that_had_nothing_to_replace_is_said_at_the_scripts_end(tmp_pa
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()
-    assert line.startswith("tempo-megatron run: --use-tempo is given, but this script builds no GPTModel, BertModel or")
+    assert line.startswith("tempo-megatron run: --use-tempo is given, but this script builds no GPTModel, BertModel,")

@@ -147,7 +147,7 @@ class _Linear(torch.autograd.Function):
 def linear_backward(grad: Tensor, inp: Tensor, weight: Tensor, module: Linear) -> tuple[Tensor, Tensor]:
     if module.parallel_mode == "row" and module.sequence_parallel:
         grad = gather(grad, module)
-    grad_weight = grad.flatten(0, 1).t() @ gathered(inp, module).flatten(0, 1)
+    grad_weight = grad.flatten(0, -2).t() @ gathered(inp, module).flatten(0, -2)
     grad_inp = grad @ weight
     if module.parallel_mode == "column" and module.tp_size > 1:
         grad_inp = scatter(grad_inp, module) if module.sequence_parallel else added(grad_inp, module)
