@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from covering import parametrize_covering
+from covering import exhaustive, parametrize_covering
 from gelu_inputs import ACTIVATION
 from pointwise_activations import GATED
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -92,8 +92,7 @@ def test_the_compiler_is_the_one_that_the_environment_names(monkeypatch):
 
 
 @compiles
-@pytest.mark.parametrize("form", ["none", "tanh"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@parametrize_covering(each={"dtype": [torch.float32, torch.float16, torch.bfloat16], "form": ["none", "tanh"]})
 def test_the_compiled_gelu_backward_is_as_exact_as_the_one_in_chunks(dtype, form):
     x = torch.cat([torch.linspace(-8, 8, 1 << 16), torch.linspace(-0.76, -0.74, 1 << 14), torch.zeros(3)]).to(dtype)
     y, bits = forward_with_bits(x, None, ACTIVATION[form], INVERSES[form].x_min)
@@ -129,12 +128,20 @@ def test_large_tensors_take_the_differentiate_compiled(monkeypatch):
     assert used == [64]
 
 
+# Every pair of the first two; the second is not compiled.
+IN_ONE_PASS = [
+    ("output", layer_norm, torch.bfloat16, 37),
+    ("output", layer_norm, torch.float32, 40),
+    ("output", rms_norm, torch.bfloat16, 40),
+    ("input", layer_norm, torch.float32, 128),
+    ("input", rms_norm, torch.float32, 37),
+]
+ALL = itertools.product(["output", "input"], [layer_norm, rms_norm], [torch.float32, torch.bfloat16], [40, 128, 37])
+
+
 @compiles
-@parametrize_covering(
-    width=[40, 128, 37],
-    keep=["output", "input"],
-    norm={"layer_norm": layer_norm, "rms_norm": rms_norm},
-    dtype=[torch.float32, torch.bfloat16],
+@pytest.mark.parametrize(
+    ("keep", "norm", "dtype", "width"), [*IN_ONE_PASS, *exhaustive(*(case for case in ALL if case not in IN_ONE_PASS))]
 )
 def test_norms_in_one_pass_obey_the_rule(width, keep, norm, dtype, monkeypatch):
     used = []
@@ -153,7 +160,7 @@ def test_norms_in_one_pass_obey_the_rule(width, keep, norm, dtype, monkeypatch):
 
 
 @compiles
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive([torch.float32])])
 def test_a_compiled_norm_refills_its_output_bit_for_bit_though_its_blocks_are_small(dtype, monkeypatch):
     monkeypatch.setattr(cpu_compiled, "MIN_ELEMENTS", 48 * 40)
     monkeypatch.setattr(cpu_norm, "BLOCK_ELEMENTS", 3 * 40)
@@ -176,7 +183,7 @@ def test_a_large_norm_with_lost_channels_or_odd_rows_obeys_the_rule_uncompiled(r
 
 
 @compiles
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive([torch.float32])])
 def test_the_compiled_backward_of_the_tanh_gelu_from_its_input_obeys_the_rule(dtype, monkeypatch):
     monkeypatch.setattr(cpu_pointwise, "COMPILED_ELEMENTS", 64)
     monkeypatch.setattr(cpu_pointwise, "_add_in_chunks", lambda *_: pytest.fail("in chunks"))
@@ -225,9 +232,11 @@ def test_only_the_lanes_are_compiled_in():
 
 @compiles
 @parametrize_covering(
-    operation={name: GATED[name] for name in ("swiglu", "geglu", "reglu")},
-    has_bias=[True, False],
-    dtype=[torch.float32, torch.bfloat16],
+    each={
+        "operation": {name: GATED[name] for name in ("swiglu", "geglu", "reglu")},
+        "has_bias": [True, False],
+        "dtype": [torch.float32, torch.bfloat16],
+    }
 )
 def test_gated_units_in_one_pass_obey_the_rule(operation, has_bias, dtype, monkeypatch):
     used = []

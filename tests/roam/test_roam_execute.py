@@ -85,13 +85,13 @@ def train_both(
     ],
     ids=["adamw", "sgd"],
 )
-def test_fifty_steps_of_a_resnet_are_those_of_eager_mode(make_optimizer: MakeOptimizer) -> None:
-    train_both(build_resnet, make_optimizer, compute_image_loss, draw_images, 50)
+def test_five_steps_of_a_resnet_are_those_of_eager_mode(make_optimizer: MakeOptimizer) -> None:
+    train_both(build_resnet, make_optimizer, compute_image_loss, draw_images, 5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tempo_config", [TempoConfig.off(), WRITTEN], ids=["stock", "inplace"])
-def test_fifty_steps_of_a_gpt_are_those_of_eager_mode(tempo_config: TempoConfig) -> None:
+def test_five_steps_of_a_gpt_are_those_of_eager_mode(tempo_config: TempoConfig) -> None:
     cpu.use_cpu()
     with simulate_layout(1):
         model_parallel_cuda_manual_seed(1234)
@@ -101,7 +101,7 @@ def test_fifty_steps_of_a_gpt_are_those_of_eager_mode(tempo_config: TempoConfig)
             torch.optim.Adam,
             compute_token_loss,
             draw_tokens,
-            50,
+            5,
             context=use_megatron_fakes,
         )
 

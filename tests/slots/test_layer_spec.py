@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import re
 
 import pytest
 import torch
-from covering import exhaustive, parametrize_covering
-from distributed import run_megatron_ranks, run_megatron_ranks_once
+from covering import exhaustive
+from distributed import run_megatron_ranks
 from gpt import RECOMPUTE, WRITTEN, assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -46,17 +47,26 @@ def loss_and_gradients(tempo_config, sequence_parallel, overrides):
     return total, gradients(model)
 
 
-def run_stock(ranks, sequence_parallel, overrides):
-    """What each tensor-parallel rank of stock finds."""
-    off = TempoConfig.off()
-    return run_megatron_ranks_once(loss_and_gradients, ranks, ranks, off, sequence_parallel, overrides)
+def run_each(cases):
+    return [loss_and_gradients(*case) for case in cases]
 
 
-@pytest.mark.parametrize("tempo_config", CONFIGS.values(), ids=CONFIGS)
-def test_loss_and_every_gradient_equal_stock_without_dropout(tempo_config):
-    (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, tempo_config, False, {})
-    (stock,) = run_stock(1, False, {})
-    assert_equal_to_stock(found, stock)
+def assert_each_equals_stock(cases, ranks=1, sequence_parallel=False, stock=None):
+    """Each (TempoConfig, Megatron's overrides), by name, beside stock with the same overrides, or with the
+    (sequence_parallel, overrides) that are given; all in one process group."""
+    ours = [(tempo_config, sequence_parallel, overrides) for tempo_config, overrides in cases.values()]
+    stocks = [(TempoConfig.off(), *(stock or case[1:])) for case in ours]
+    distinct = [each for place, each in enumerate(stocks) if each not in stocks[:place]]
+    for found in run_megatron_ranks(run_each, ranks, ranks, [*ours, *distinct]):
+        for name, of_case, of_stock in zip(cases, found[: len(ours)], stocks, strict=True):
+            try:
+                assert_equal_to_stock(of_case, found[len(ours) + distinct.index(of_stock)])
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+
+def test_loss_and_every_gradient_equal_stock_without_dropout():
+    assert_each_equals_stock({name: (tempo_config, {}) for name, tempo_config in CONFIGS.items()})
 
 
 OVERRIDES = {
@@ -72,11 +82,11 @@ OVERRIDES = {
 BOTH = {"inplace": TempoConfig(), "recompute": RECOMPUTE}
 
 
-@parametrize_covering(each={"overrides": OVERRIDES, "tempo_config": BOTH})
-def test_loss_and_every_gradient_equal_stock_under_megatrons_settings(overrides, tempo_config):
-    (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, tempo_config, False, overrides)
-    (stock,) = run_stock(1, False, overrides)
-    assert_equal_to_stock(found, stock)
+@pytest.mark.parametrize("covers", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["covering", "all"])
+def test_loss_and_every_gradient_equal_stock_under_megatrons_settings(covers):
+    pairs = list(itertools.product(OVERRIDES, BOTH))
+    pairs = [pair for place, pair in enumerate(pairs) if not covers or place % 4 in (0, 3)]  # each with one of BOTH
+    assert_each_equals_stock({f"{name}, {form}": (BOTH[form], OVERRIDES[name]) for name, form in pairs})
 
 
 MODELS = {
@@ -100,14 +110,10 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel", [True, *exhaustive([False])], ids=["TP 2 + SP", "TP 1"])
-@pytest.mark.parametrize(("overrides", "tempo_config"), MODELS.values(), ids=MODELS)
-def test_other_activations_and_norms_equal_stock(overrides, tempo_config, sequence_parallel):
-    ranks = 2 if sequence_parallel else 1
-    found = run_megatron_ranks(loss_and_gradients, ranks, ranks, tempo_config, sequence_parallel, overrides)
-    stock = run_stock(ranks, sequence_parallel, overrides)
-    for ours, theirs in zip(found, stock, strict=True):
-        assert_equal_to_stock(ours, theirs)
+@pytest.mark.parametrize("ranks", [2, *exhaustive([1])], ids=["TP 2 + SP", "TP 1"])
+def test_other_activations_and_norms_equal_stock(ranks):
+    cases = {name: (tempo_config, overrides) for name, (overrides, tempo_config) in MODELS.items()}
+    assert_each_equals_stock(cases, ranks, sequence_parallel=ranks > 1)
 
 
 LESSER = {
@@ -119,27 +125,20 @@ LESSER = {
 }
 
 
-@pytest.mark.parametrize("overrides", LESSER.values(), ids=LESSER)
-def test_where_auto_takes_less_the_model_equals_stock(overrides):
-    (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig(), False, overrides)
-    (stock,) = run_stock(1, False, overrides)
-    assert_equal_to_stock(found, stock)
+def test_where_auto_takes_less_the_model_equals_stock():
+    assert_each_equals_stock({name: (TempoConfig(), overrides) for name, overrides in LESSER.items()})
 
 
 def test_a_recomputed_mlp_with_biases_gives_the_gradients_of_one_that_is_not():
     # Stock Megatron recurses without end here, so that its layer without recomputation is the reference.
     recomputed = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-    (found,) = run_megatron_ranks(loss_and_gradients, 1, 1, TempoConfig(), False, recomputed)
-    (stock,) = run_stock(1, False, {})
-    assert_equal_to_stock(found, stock)
+    assert_each_equals_stock({"a recomputed MLP": (TempoConfig(), recomputed)}, stock=(False, {}))
 
 
-@parametrize_covering(each={"tempo_config": {**BOTH, "stock": TempoConfig.off()}, "sequence_parallel": [True, False]})
-def test_tensor_parallel_ranks_equal_stock_of_the_same_layout(tempo_config, sequence_parallel):
-    found = run_megatron_ranks(loss_and_gradients, 2, 2, tempo_config, sequence_parallel, {})
-    stock = run_stock(2, False, {})
-    for ours, theirs in zip(found, stock, strict=True):
-        assert_equal_to_stock(ours, theirs)
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["SP", "TP"])
+def test_tensor_parallel_ranks_equal_stock_of_the_same_layout(sequence_parallel):
+    cases = {name: (tempo_config, {}) for name, tempo_config in {**BOTH, "stock": TempoConfig.off()}.items()}
+    assert_each_equals_stock(cases, 2, sequence_parallel, stock=(False, {}))
 
 
 def keys_and_losses():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import parametrize_covering
 from dropped import assert_close, assert_same, leaves, linear_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -70,8 +71,9 @@ def test_norm_and_gelu_with_their_linears_between_are_dropped_together():
     )
 
 
-@pytest.mark.parametrize("operation", [swiglu, geglu, reglu])
-@pytest.mark.parametrize("num_elements", [2**10, 2**20 + 4])
+@parametrize_covering(
+    each={"operation": {each.__name__: each for each in (swiglu, geglu, reglu)}, "num_elements": [2**10, 2**20 + 4]}
+)
 def test_a_gated_activation_is_dropped_at_any_size(operation, num_elements):
     """Large ones are compiled on a CPU and come as a view of what the compiled function gave."""
     x = torch.randn(2, num_elements // 2, requires_grad=True)
