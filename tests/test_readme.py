@@ -128,8 +128,8 @@ def lend_environment(clone: Path) -> None:
     for entry in importlib.metadata.entry_points(group="console_scripts"):
         if entry.name.startswith(("tempo", "torchrun")):
             script = folder / "bin" / entry.name
-            call = f"import sys\nfrom {entry.module} import {entry.attr}\nsys.exit({entry.attr}())\n"
-            script.write_text(f"#!{folder}/bin/python\n{call}")
+            call = f"if __name__ == '__main__':  # and not in a worker\n    sys.exit({entry.attr}())\n"
+            script.write_text(f"#!{folder}/bin/python\nimport sys\nfrom {entry.module} import {entry.attr}\n{call}")
             script.chmod(0o755)
     launcher = Path(sys.executable).with_name("deepspeed").read_text().partition("\n")[2]
     (folder / "bin" / "deepspeed").write_text(f"#!{folder}/bin/python\n{launcher}")

@@ -72,6 +72,7 @@ def test_without_fixed_memory_the_plan_fits_by_the_estimate_of_exactly_that_plan
     assert (TempoConfig.from_file(file).describe(), ()) in asked and len(asked) <= 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "title"), [("NVIDIA A100-SXM4-80GB", "NVIDIA A100"), (None, "NVIDIA H100")])
 def test_without_gpu_rates_are_this_machines_or_an_h100s(
     name: str | None, title: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -83,6 +84,7 @@ def test_without_gpu_rates_are_this_machines_or_an_h100s(
     assert f"\n{title}" in out and "\nstock modules, where a value is off: Transformer Engine's" in out
 
 
+@pytest.mark.slow
 def test_with_deepspeed_stock_modules_are_those_of_our_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     file = ROOT / "configs" / "deepspeed" / "zero1_bf16.json"
     assert main([*SMALL, "--gpu-memory=16GB", f"--deepspeed_config={file}"]) == 0
@@ -139,6 +141,7 @@ def test_a_size_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None
     assert "'much' is no size of memory; give one such as 80GiB, 80GB or 72e9" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["bert_large", "llama3_8b", "gpt3_6.7b"])
 def test_models_of_other_shapes(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     png = tmp_path / "plan.png"

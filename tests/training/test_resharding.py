@@ -95,15 +95,14 @@ PAIRS = [
     (L(2, 1, 1, sp=True), L(2, 1, 1, sp=True), STOCK, TEMPO),
     (L(2, 1, 1, sp=True), L(2, 1, 1, sp=True), TEMPO, STOCK),
 ]
-QUICK = (2, 15)
 # With these and the tests below each stage and each tensor parallel size is on both sides.
-SLOW = (0, 10, 16)
+SLOW = (0, 10, 15, 16)
 WORDS = {STOCK: "stock", TEMPO: "Tempo", DROPOUT: "Tempo p 0.1"}
 
 
 def find_marks(number: int) -> list[pytest.MarkDecorator]:
     """Of a pair of PAIRS."""
-    if number in QUICK:
+    if number == 2:
         return []
     return [pytest.mark.slow] if number in SLOW else [pytest.mark.slow, pytest.mark.exhaustive]
 

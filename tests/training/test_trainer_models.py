@@ -34,8 +34,8 @@ def stage(number: int, precision: str = "fp32") -> dict[str, Any]:
     return {"zero_optimization": {"stage": number}, "bf16": {"enabled": precision == "bf16"}}
 
 
-def train(data: Data, folder: Path, *words: str, steps: int = 4, **settings: Any) -> Run:
-    words = ("--train-iters", str(steps), "--micro-batch-size", "2", "--global-batch-size", "4", *words)
+def train(data: Data, folder: Path, *words: str, **settings: Any) -> Run:
+    words = ("--train-iters", "4", "--micro-batch-size", "2", "--global-batch-size", "4", *words)
     return successful(run(data, folder, *words, **settings))
 
 
@@ -52,11 +52,10 @@ def test_stock_and_tempo_have_the_same_losses_on_one_process_and_on_two(
 ) -> None:
     stock = train(data, tmp_path / "stock", *words, *NO_DROPOUT, config=stage(1))
     assert stock.losses[-1] < stock.losses[0]
-    for name, layout, world_size, tempo in (
-        ("tempo", [], 1, True),
-        ("stock on two", SP, 2, False),
-        ("tempo on two", SP, 2, True),
-    ):
+    cases = [("tempo", [], 1, True), ("tempo on two", SP, 2, True)]
+    if words == QWEN3:  # whose norms of q and k have gradients to sum
+        cases.append(("stock on two", SP, 2, False))
+    for name, layout, world_size, tempo in cases:
         switch = "--use-tempo" if tempo else "--no-use-tempo"
         found = train(
             data, tmp_path / name, *words, *layout, *NO_DROPOUT, switch, world_size=world_size, config=stage(1)
@@ -80,14 +79,6 @@ def test_masks_of_a_llama_are_the_same_on_two_processes_and_it_resumes_bit_for_b
     (folder / "save" / "latest").write_text("iter_0000002")
     again = train(data, tmp_path / "again", *words, "--load", str(folder / "save"), **layout)
     assert again.losses_hex == two.losses_hex[2:]
-    for other, sentence in (
-        (["--rotary-base", "10000"], "its rotary_base is 1000000, this run's is 10000"),
-        (["--no-swiglu", "--geglu", "--ffn-hidden-size", "128"], "its activation is swiglu, this run's is geglu"),
-        (["--window-size", "8,0"], "its window_size is [16, 0], this run's is [8, 0]"),
-        (["--norm-epsilon", "1e-5"], "its norm_epsilon is 1e-06, this run's is 1e-05"),
-    ):
-        refused = run(data, tmp_path / "other", "--train-iters", "4", *words, *other, "--load", str(folder / "save"))
-        assert set(refused.exit_codes) == {1} and sentence in refused.output
 
 
 @pytest.mark.slow

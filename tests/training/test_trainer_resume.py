@@ -343,6 +343,8 @@ OTHERS = {
     "hidden size": (["--hidden-size", "128"], "its hidden_size is 64, this run's is 128, so it cannot be loaded"),
     "activation": (["--swiglu"], "its activation is gelu, this run's is swiglu"),
     "epsilon": (["--norm-epsilon", "1e-6"], "its norm_epsilon is 1e-05, this run's is 1e-06"),
+    "rotary base": (["--rotary-base", "5000"], "its rotary_base is 10000, this run's is 5000"),
+    "window": (["--window-size", "8,0"], "its window_size is None, this run's is [8, 0]"),
     "fewer steps": (["--train-iters", "3"], "--train-iters 3 is less than the 6 steps of"),
     "--lr": (["--lr", "2e-3"], "--lr is 0.002, but the schedule of"),
     "--min-lr": (["--min-lr", "1e-4"], "--min-lr is 0.0001, but the schedule of"),

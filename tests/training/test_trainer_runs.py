@@ -118,6 +118,7 @@ def test_validation_reports_loss_and_perplexity_and_a_curve_is_drawn(reference: 
     assert "perplexity" in reference.output
 
 
+@pytest.mark.slow
 def test_loader_processes_read_what_the_rank_itself_would(data: Data, tmp_path: Path) -> None:
     alone, workers = (
         successful(run(data, tmp_path / number, "--num-workers", number, "--train-iters", "3")) for number in "01"
