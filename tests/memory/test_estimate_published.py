@@ -12,7 +12,7 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.muon import count_muon_states
 from tempo_megatron.memory.estimate.rounding import count_rounding
-from tempo_megatron.memory.estimate.workspaces import list_workspaces
+from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
@@ -104,7 +104,7 @@ def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
     def count_workspaces(run: Run, *, has_head: bool) -> int:
         return sum(list_workspaces(run, has_head=has_head))
 
-    run = make_run(SMALL, gpu="gb200", deterministic=False)
+    run = make_run(SMALL, gpu="a100", deterministic=False)
     assert count_workspaces(dataclasses.replace(run, gpu=None), has_head=True) == 0
     assert count_workspaces(dataclasses.replace(run, gpu="h100", stock="cpu"), has_head=True) == 0
     # Products of torch are in the loss head, in unfused attention, and everywhere in Megatron's own modules.
@@ -114,6 +114,8 @@ def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
     assert with_torch - engine == count_workspaces(dataclasses.replace(run, stock="local"), has_head=False)
     deterministic = count_workspaces(dataclasses.replace(run, deterministic=True), has_head=True)
     assert deterministic - with_torch == 2 * (32 * MIB - 8.125 * MIB)
+    found = [find_torch_bytes("gb200", version) for version in ("2.11.1+cu130", "2.12.0a0+5bcf4f1e31")]
+    assert found == [8.125 * MIB, 32 * MIB]
 
 
 def test_blocks_that_are_not_split_count_whole() -> None:
