@@ -148,6 +148,35 @@ def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a
     assert {*list_workspaces(local, has_head=True)} == {32 * MIB}
 
 
+def test_float8_halves_the_inputs_that_linears_keep_and_has_weights_of_its_own() -> None:
+    """A layer's linears have inputs of h, h, h and 4h; attention keeps its output, the second of them, all the same."""
+    run = make_run({**SMALL, "seq_length": 64, "num_layers": 1}, gpu="h100")
+    tokens, parameters = 4 * 64, 12 * 512 * 512
+
+    def count_kept(recipe: str | None) -> int:
+        return simulate_chunk(dataclasses.replace(run, float8=recipe), range(1)).kept_bytes
+
+    kept = count_kept(None)
+    assert count_kept("tensorwise") == kept - (1 + 1 + 4) * 512 * tokens
+    assert count_kept("delayed") == kept - (1 + 1 + 4 - 1) * 512 * tokens
+    for gpu, num_bytes in (("h100", 2), ("gb200", 1)):
+        (rank,) = estimate_ranks(dataclasses.replace(run, gpu=gpu, float8="tensorwise"))
+        assert rank.at_rest["float8 weights"] == num_bytes * parameters
+    with pytest.raises(ValueError, match="needs Transformer Engine's modules and Hopper or Blackwell"):
+        dataclasses.replace(run, gpu="a100", float8="tensorwise").check()
+
+
+def test_experts_keep_their_inputs_in_float8() -> None:
+    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=64, layers=(True,), grouped=True, imbalance=1.0)
+    run = make_run({**SMALL, "seq_length": 64, "num_layers": 1}, experts=experts, gpu="h100", deterministic=False)
+    kept = [
+        simulate_chunk(dataclasses.replace(run, float8=recipe), range(1)).kept_bytes for recipe in (None, "tensorwise")
+    ]
+    tokens = 4 * 64
+    # The router keeps what it shares with nothing; each token has two experts with inputs of h and 64.
+    assert kept[0] - kept[1] == 512 * tokens + 2 * tokens * (512 + 64)
+
+
 def _draw_imbalance(experts: Experts, vocab_size: int, num_layers: int, seed: int) -> float:
     """Of one random router for each layer, and tokens as frequent as Zipf's law says."""
     generator = torch.Generator().manual_seed(seed)
