@@ -34,7 +34,7 @@ _SAME = (
 
 KNOWN_IN_COMMANDS = (
     *("num_moe_experts", "multi_latent_attention", "mtp_num_layers", "pipeline_model_parallel_layout"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "fp8"),
 )
 """Of the next two, what the estimate of a command knows, and the plan of a run does not."""
 
@@ -107,6 +107,8 @@ UNKNOWN_IN_COMMANDS = {
     "use_kitchen_attention": "Kitchen's attention",
     "te_precision_config_file": "precisions by a file",
     "fp8_param_gather": "weights in float8",
+    "fp8_output_proj": "an output layer in float8",
+    "first_last_layers_bf16": "layers with and without float8",
     "fp4_param_gather": "weights in float4",
     "sft": "sequences that are packed for fine-tuning",
     "logits_save_dir": "logits that are saved",

@@ -247,6 +247,9 @@ class Run:
     overlaps_tensor_parallel: bool = False
     """Megatron's --tp-comm-overlap, of Transformer Engine's modules."""
 
+    float8: str | None = None
+    """Megatron's --fp8-recipe for the layers' products, "tensorwise" or "delayed"; None is without --fp8-format."""
+
     deferred_head_gradients: int | None = None
     """With Megatron's --defer-embedding-wgrad-compute: of how many micro batches the output layer's gradient waits for
     the step's end (--wgrad-deferral-limit); 0 is all of them."""
@@ -342,6 +345,11 @@ class Run:
         """Raise ValueError where the model cannot lie over the devices so."""
         check_layout(self.model, self.tensor_parallel, self.sequence_parallel, option="--tp")
         _ = self.padded_vocab_size
+        if self.float8 is not None and (self.stock != "transformer_engine" or self.gpu == "a100"):
+            raise ValueError(
+                "--fp8-format needs Transformer Engine's modules and Hopper or Blackwell; leave it out, or change "
+                "--transformer-impl or --gpu"
+            )
         if self.context_parallel > 1 and (self.model.family != "gpt" or self.stock != "transformer_engine"):
             raise ValueError(
                 f"context parallel size is {self.context_parallel}, which Megatron has for a GPT with Transformer "

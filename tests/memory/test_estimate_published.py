@@ -12,7 +12,7 @@ from tempo_megatron import TempoConfig
 from tempo_megatron.memory.estimate.estimate import RankEstimate, estimate_ranks
 from tempo_megatron.memory.estimate.muon import count_muon_states
 from tempo_megatron.memory.estimate.rounding import count_rounding
-from tempo_megatron.memory.estimate.workspaces import list_workspaces
+from tempo_megatron.memory.estimate.workspaces import find_torch_bytes, list_workspaces
 from tempo_megatron.memory.routing import assume_routing, expect_imbalance
 from tempo_megatron.memory.run import Experts, LatentAttention, OptimizerSettings, Run
 from tempo_megatron.memory.simulated.chunk import list_modules, simulate_chunk
@@ -104,7 +104,7 @@ def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
     def count_workspaces(run: Run, *, has_head: bool) -> int:
         return sum(list_workspaces(run, has_head=has_head))
 
-    run = make_run(SMALL, gpu="gb200", deterministic=False)
+    run = make_run(SMALL, gpu="a100", deterministic=False)
     assert count_workspaces(dataclasses.replace(run, gpu=None), has_head=True) == 0
     assert count_workspaces(dataclasses.replace(run, gpu="h100", stock="cpu"), has_head=True) == 0
     # Products of torch are in the loss head, in unfused attention, and everywhere in Megatron's own modules.
@@ -114,6 +114,8 @@ def test_workspaces_are_those_of_the_gpu_the_modules_and_the_mode() -> None:
     assert with_torch - engine == count_workspaces(dataclasses.replace(run, stock="local"), has_head=False)
     deterministic = count_workspaces(dataclasses.replace(run, deterministic=True), has_head=True)
     assert deterministic - with_torch == 2 * (32 * MIB - 8.125 * MIB)
+    found = [find_torch_bytes("gb200", version) for version in ("2.11.1+cu130", "2.12.0a0+5bcf4f1e31")]
+    assert found == [8.125 * MIB, 32 * MIB]
 
 
 def test_blocks_that_are_not_split_count_whole() -> None:
@@ -144,6 +146,35 @@ def test_deterministic_experts_keep_what_they_hand_back_and_local_routers_have_a
     added = {*list_workspaces(dataclasses.replace(local, experts=experts), has_head=True)} - {32 * MIB}
     assert added == {32 * MIB + 1024}
     assert {*list_workspaces(local, has_head=True)} == {32 * MIB}
+
+
+def test_float8_halves_the_inputs_that_linears_keep_and_has_weights_of_its_own() -> None:
+    """A layer's linears have inputs of h, h, h and 4h; attention keeps its output, the second of them, all the same."""
+    run = make_run({**SMALL, "seq_length": 64, "num_layers": 1}, gpu="h100")
+    tokens, parameters = 4 * 64, 12 * 512 * 512
+
+    def count_kept(recipe: str | None) -> int:
+        return simulate_chunk(dataclasses.replace(run, float8=recipe), range(1)).kept_bytes
+
+    kept = count_kept(None)
+    assert count_kept("tensorwise") == kept - (1 + 1 + 4) * 512 * tokens
+    assert count_kept("delayed") == kept - (1 + 1 + 4 - 1) * 512 * tokens
+    for gpu, num_bytes in (("h100", 2), ("gb200", 1)):
+        (rank,) = estimate_ranks(dataclasses.replace(run, gpu=gpu, float8="tensorwise"))
+        assert rank.at_rest["float8 weights"] == num_bytes * parameters
+    with pytest.raises(ValueError, match="needs Transformer Engine's modules and Hopper or Blackwell"):
+        dataclasses.replace(run, gpu="a100", float8="tensorwise").check()
+
+
+def test_experts_keep_their_inputs_in_float8() -> None:
+    experts = Experts(num_experts=4, per_token=2, ffn_hidden_size=64, layers=(True,), grouped=True, imbalance=1.0)
+    run = make_run({**SMALL, "seq_length": 64, "num_layers": 1}, experts=experts, gpu="h100", deterministic=False)
+    kept = [
+        simulate_chunk(dataclasses.replace(run, float8=recipe), range(1)).kept_bytes for recipe in (None, "tensorwise")
+    ]
+    tokens = 4 * 64
+    # The router keeps what it shares with nothing; each token has two experts with inputs of h and 64.
+    assert kept[0] - kept[1] == 512 * tokens + 2 * tokens * (512 + 64)
 
 
 def _draw_imbalance(experts: Experts, vocab_size: int, num_layers: int, seed: int) -> float:

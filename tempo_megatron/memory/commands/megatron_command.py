@@ -307,6 +307,7 @@ def read_command(
         fuses_gradient_accumulation=args.gradient_accumulation_fusion,
         overlaps_tensor_parallel=_overlaps_tensor_parallel(args, run.stock),
         deferred_head_gradients=_find_deferred(args),
+        float8=_find_float8(args),
         data_has_masks=args.create_attention_mask_in_dataloader,
     )
     run.check()
@@ -347,6 +348,18 @@ def _overlaps_tensor_parallel(args: argparse.Namespace, stock: str) -> bool:
             "--transformer-impl transformer_engine; add what is missing, or leave it out"
         )
     return bool(args.tp_comm_overlap)
+
+
+def _find_float8(args: argparse.Namespace) -> str | None:
+    """Raises ValueError for a recipe that the estimate does not know."""
+    if args.fp8 is None:
+        return None
+    if args.fp8_recipe not in ("tensorwise", "delayed"):
+        raise ValueError(
+            f"--fp8-recipe {args.fp8_recipe} gives the run scales that the estimate does not know; it knows tensorwise "
+            "and delayed"
+        )
+    return str(args.fp8_recipe)
 
 
 def _find_deferred(args: argparse.Namespace) -> int | None:

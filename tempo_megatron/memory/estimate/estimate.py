@@ -73,6 +73,7 @@ PART_NAMES = (
     "workspaces",
     "rounding",
     "placeholder gradients",
+    "float8 weights",
     "stage inputs",
     "deferred gradients",
     "micro batches",
@@ -83,6 +84,11 @@ PART_NAMES = (
     "transients",
 )
 
+
+FLOAT8_WEIGHT_BYTES = {"a100": 0, "h100": 2, "gb200": 1}
+"""Of one weight in float8, which Transformer Engine keeps beside it from a step's first micro batch on
+(transformer_engine/pytorch/module/layernorm_linear.py:1763-1823 of 2.20): on Hopper transposed too
+(tensor/float8_tensor.py:418-430)."""
 
 # Where a part's name alone does not say what it is.
 _DESCRIPTIONS = {
@@ -234,7 +240,13 @@ def _count_on_gpu(run: Run, chunks: Sequence[ChunkMemory], *, has_head: bool) ->
             parts=sharing if optimizer.distributed else (1, 1),
             pieces=None if optimizer.muon is None else _count_muon(run, chunks)[1],
         )
-    return {"workspaces": sum(workspaces), "rounding": rounding, "placeholder gradients": sum(placeholders)}
+    float8 = FLOAT8_WEIGHT_BYTES[run.gpu] * sum(chunk.float8_weights for chunk in chunks)
+    return {
+        "workspaces": sum(workspaces),
+        "rounding": rounding,
+        "placeholder gradients": sum(placeholders),
+        "float8 weights": float8,
+    }
 
 
 def _list_placeholder_gradients(run: Run, chunks: Sequence[ChunkMemory]) -> list[int]:

@@ -7,7 +7,7 @@ pytorch/cpp_extensions/gemm.py:40-67). A router's product is one of these whosev
 Engine is installed, as it is taken to be (core/transformer/moe/moe_utils.py:1192 of megatron-core 0.16.1). Where
 published runs differ in nothing but the GPU or --deterministic-mode, these sizes are the difference (NVIDIA's
 functional tests of Megatron-LM: 28 MiB from A100 to H100 under gpt3_7b_tp4_pp1_memory_speed, 47.75 MiB on GB200 from
-one mode to the other).
+one mode to the other, or with torch 2.12). The torch of a run is taken to be the one that is installed here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ _THREADS = 2
 DETERMINISTIC_BYTES = 8 * 4096 * _KIB
 """CUBLAS_WORKSPACE_CONFIG=:4096:8, without which torch's deterministic algorithms refuse products."""
 
-TORCH_BYTES = {
-    "a100": (2 * 4096 + 8 * 16) * _KIB,
-    "h100": 8 * 4096 * _KIB,
-    "gb200": (2 * 4096 + 8 * 16) * _KIB,
-}
-"""Of one handle where CUBLAS_WORKSPACE_CONFIG says nothing: cuBLAS's default of :4096:2:16:8, and more on Hopper."""
+
+def find_torch_bytes(gpu: str, version: str = torch.__version__) -> int:
+    """Of one handle where CUBLAS_WORKSPACE_CONFIG says nothing: cuBLAS's default of :4096:2:16:8, or more.
+
+    Hopper has more, and so has Blackwell from torch 2.12 on (pytorch/pytorch#175344).
+    """
+    major, minor = (int(number) for number in version.split(".")[:2])
+    if gpu == "h100" or (gpu == "gb200" and (major, minor) >= (2, 12)):
+        return DETERMINISTIC_BYTES
+    return (2 * 4096 + 8 * 16) * _KIB
+
 
 TRANSFORMER_ENGINE_BYTES = {"a100": 4096 * _KIB, "h100": 32 * 1024 * _KIB + 1024, "gb200": 32 * 1024 * _KIB + 1024}
 
@@ -51,7 +56,7 @@ def list_workspaces(run: Run, *, has_head: bool) -> list[int]:
     """
     if run.gpu is None or run.stock == "cpu":
         return []
-    default = DETERMINISTIC_BYTES if run.deterministic else TORCH_BYTES[run.gpu]
+    default = DETERMINISTIC_BYTES if run.deterministic else find_torch_bytes(run.gpu)
     of_torch = [default if run.cublas_workspace_bytes is None else run.cublas_workspace_bytes] * _THREADS
     of_one = TRANSFORMER_ENGINE_BYTES[run.gpu]
     if run.stock == "local":

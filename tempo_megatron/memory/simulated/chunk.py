@@ -44,6 +44,7 @@ from tempo_megatron.memory.simulated.experts import (
     find_stacked_parameters,
     put_experts,
 )
+from tempo_megatron.memory.simulated.float8 import count_float8_weights, keep_float8_inputs
 from tempo_megatron.memory.simulated.latent_attention import put_latent_attention
 from tempo_megatron.memory.simulated.module_tree import Makers, ModuleMemory, build_tree
 from tempo_megatron.memory.simulated.multi_token_prediction import put_multi_token_prediction
@@ -302,6 +303,8 @@ class _Chunk:
         # Those of multi-token prediction, which runs inside the head and embeds tokens; perhaps one in several places.
         self._further = dict.fromkeys(self._model.mtp.layers, 1) if predicts_more else {}
         self._layers += self._further.items()
+        if run.float8 is not None:
+            keep_float8_inputs((layer for layer, _ in self._layers), run.float8, is_fused=attention != "unfused")
         self._is_backward = False
         self._phase: tuple[str, int | None, bool] | None = None
         self._levels: list[tuple[tuple[str, int | None, bool], Phase]] = []
@@ -335,6 +338,7 @@ class _Chunk:
             0 if self._pre_process else self._count_hidden(),
             0 if self._post_process else self._count_hidden(),
             tuple(self._list_parameters()),
+            sum(times * count_float8_weights(layer) for layer, times in self._layers) if self._run.float8 else 0,
             self._find_linear_shapes(),
             forward,
             backward,

@@ -8,6 +8,7 @@ megatron-core 0.16.1, from megatron/core/transformer/moe/, and to Transformer En
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def put_experts(
             if experts.routing == "sinkhorn":
                 module.router.sinkhorn_load_balancing = _balance
             config = module.config
-            module.experts = _LocalExperts(config, experts, is_fused, recomputes_activation)
+            module.experts = LocalExperts(config, experts, is_fused, recomputes_activation)
             module.token_dispatcher = _DISPATCHERS[experts.dispatcher](experts, is_deterministic)
 
 
@@ -54,20 +55,20 @@ def count_expert_parameters(layer: torch.nn.Module) -> int:
     return sum(
         parameter.numel()
         for module in layer.modules()
-        if isinstance(module, _LocalExperts)
+        if isinstance(module, LocalExperts)
         for parameter in module.parameters()
     )
 
 
 def find_expert_shapes(model: torch.nn.Module) -> set[tuple[int, int]]:
     """Of the weights of one expert, each layer's."""
-    weights = [w for m in model.modules() if isinstance(m, _LocalExperts) for w in (m.fc1, m.fc2)]
+    weights = [w for m in model.modules() if isinstance(m, LocalExperts) for w in (m.fc1, m.fc2)]
     return {(weight.size(1), weight.size(2)) for weight in weights}
 
 
 def find_stacked_parameters(model: torch.nn.Module) -> dict[int, int]:
     """id of each parameter that is those of several experts in one -> how many."""
-    experts = [module for module in model.modules() if isinstance(module, _LocalExperts)]
+    experts = [module for module in model.modules() if isinstance(module, LocalExperts)]
     return {id(parameter): parameter.size(0) for module in experts for parameter in module.parameters()}
 
 
@@ -164,7 +165,7 @@ class _WeightedSwiglu(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(probabilities)
 
 
-class _LocalExperts(torch.nn.Module):
+class LocalExperts(torch.nn.Module):
     """The experts of one rank: two linears of all of them, and the activation between, weighted by probabilities.
 
     As TEGroupedMLP and SequentialMLP compute it (experts.py); the latter puts its experts' outputs together in one more
@@ -180,6 +181,8 @@ class _LocalExperts(torch.nn.Module):
         inner = experts.ffn_hidden_size // experts.tensor_parallel
         outer = config.hidden_size
         self._joins = local > 1 and not experts.grouped
+        self.keep_input: Callable[[Tensor], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        """Around each product, of whose input it decides what is kept."""
 
         def make(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(local, *shape, dtype=config.params_dtype))
@@ -189,11 +192,12 @@ class _LocalExperts(torch.nn.Module):
         self.fc2_bias = make(outer) if config.add_bias_linear else None
 
     def forward(self, x: Tensor, _: Any, probabilities: Tensor) -> tuple[Tensor, None]:
-        inner = _Product.apply(x, self.fc1, x.dtype, self.fc1.size(1))
+        with self.keep_input(x):
+            inner = _Product.apply(x, self.fc1, x.dtype, self.fc1.size(1))
         inputs = _add_bias(inner, self.fc1_bias), probabilities.unsqueeze(-1)
         dropped = DroppedOutput() if self._recomputes_activation else None
         inner = self._activate(*inputs) if dropped is None else dropped.run(self._activate, *inputs)
-        with contextlib.nullcontext() if dropped is None else dropped.use():
+        with self.keep_input(inner) if dropped is None else dropped.use():
             out = _Product.apply(inner, self.fc2, x.dtype, self.fc2.size(1))
         if dropped is not None:
             dropped.recompute_for(out)

@@ -71,6 +71,9 @@ class ChunkMemory:
     parameters: tuple[Parameter, ...]
     """In the order of the modules."""
 
+    float8_weights: int
+    """Elements of the weights with which it multiplies in float8."""
+
     linear_shapes: frozenset[tuple[int, int]]
     """Of the weights with which it multiplies, the loss head's among them."""
 
