@@ -109,8 +109,8 @@ def attention(
         softmax is saturated (a single key is seen, or one score is far above the others), gradients of scores that
         should be about 0 are therefore one rounding of a product.
     Raises: ValueError for shapes, dtypes or a probability that do not fit, and on a GPU, in the form "flash", for a
-        bias that requires a gradient, and with dropout for a first_column that is not a multiple of 8; RuntimeError on a
-        second derivative.
+        bias that requires a gradient, and with dropout for a first_column that is not a multiple of 8; RuntimeError on
+        a second derivative.
     """
     draw = (dropout_p, dropout_key, first_sample, first_head)
     settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap)
