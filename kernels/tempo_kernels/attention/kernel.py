@@ -105,9 +105,12 @@ def forward(
         return out, logsumexp
     call = _prepare(inputs, settings, documents=documents)
     shape = choose_shapes(q, v)[0]
-    if documents is not None and max(q.size(-1), v.size(-1)) > 64:
-        # A document's own numbers lie in registers, which a tile of 128 keys leaves too few of.
-        shape = shape._replace(keys=min(shape.keys, 64))
+    if max(q.size(-1), v.size(-1)) > 64:
+        # A document's own numbers and a tile of the bias lie in registers, of which so many keys leave too few.
+        if documents is not None:
+            shape = shape._replace(keys=min(shape.keys, 64))
+        if inputs.bias is not None:
+            shape = shape._replace(keys=max(shape.keys // 2, 32))
     plan = plan_forward(call.form, shape)
     rows.launch_forward(plan, (*call.tensors, out, logsumexp, *call.optional), call.drawn)
     return out, logsumexp if out_dtype is None else logsumexp.mul_(settings.softmax_scale)
@@ -304,6 +307,12 @@ def _read(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[tuple[in
 
 def _check(inputs: Inputs, settings: Settings) -> None:
     q, v = inputs.q, inputs.v
+    # Offsets within a tile of the bias have 32 bits.
+    if inputs.bias is not None and max(inputs.bias.stride()[2:]) >= MAX_ROW_ELEMENTS // 2:
+        raise ValueError(
+            f"attention: bias has strides {inputs.bias.stride()}; expected fewer than {MAX_ROW_ELEMENTS // 2} elements "
+            "from query to query and from key to key on a GPU; give bias.contiguous()"
+        )
     if inputs.bias is not None and inputs.bias.dtype not in DTYPES:
         raise ValueError(
             f"attention: bias is {inputs.bias.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it"
