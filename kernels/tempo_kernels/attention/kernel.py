@@ -2,7 +2,8 @@
 
 The algorithm is FlashAttention-2's (Dao, arXiv 2307.08691). Forward and the gradient of q walk over keys
 (kernel_rows.py). The gradients of k and v walk over queries (kernel_columns.py). With enough heads one walk finds all
-three gradients (kernel_heads.py). The passes share the code for one tile (kernel_tile.py) and take their launch
+three gradients (kernel_heads.py). Of a packed row each program has a block of one document
+(kernel_documents.py). The passes share the code for one tile (kernel_tile.py) and take their launch
 arguments from kernel_plan.py. Scores and masks live in registers only: backward computes the probabilities again from
 the logsumexp, and Philox draws the same bits again.
 """
@@ -103,7 +104,14 @@ def forward(
     if q.numel() == 0 or _count_documents(documents) == 0:
         return out, logsumexp
     call = _prepare(inputs, settings, documents=documents)
-    plan = plan_forward(call.form, choose_shapes(q, v)[0])
+    shape = choose_shapes(q, v)[0]
+    if max(q.size(-1), v.size(-1)) > 64:
+        # A document's own numbers and a tile of the bias lie in registers, of which so many keys leave too few.
+        if documents is not None:
+            shape = shape._replace(keys=min(shape.keys, 64))
+        if inputs.bias is not None:
+            shape = shape._replace(keys=max(shape.keys // 2, 32))
+    plan = plan_forward(call.form, shape)
     rows.launch_forward(plan, (*call.tensors, out, logsumexp, *call.optional), call.drawn)
     return out, logsumexp if out_dtype is None else logsumexp.mul_(settings.softmax_scale)
 
@@ -299,6 +307,12 @@ def _read(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[tuple[in
 
 def _check(inputs: Inputs, settings: Settings) -> None:
     q, v = inputs.q, inputs.v
+    # Offsets within a tile of the bias have 32 bits.
+    if inputs.bias is not None and max(inputs.bias.stride()[2:]) >= MAX_ROW_ELEMENTS // 2:
+        raise ValueError(
+            f"attention: bias has strides {inputs.bias.stride()}; expected fewer than {MAX_ROW_ELEMENTS // 2} elements "
+            "from query to query and from key to key on a GPU; give bias.contiguous()"
+        )
     if inputs.bias is not None and inputs.bias.dtype not in DTYPES:
         raise ValueError(
             f"attention: bias is {inputs.bias.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it"

@@ -196,7 +196,7 @@ def _grad_heads_kernel(
             first_key, last_key = find_seen_keys(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
             is_edge = (start_row < full_start) | (start_row + BLOCK_QUERIES > full_stop)
             probabilities, hides, tangents = find_probabilities(
-                q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
+                q, k, logsumexp, row, first_key, last_key, start_row, start_key, is_edge,
                 mask_head_ptr, mask_row, mask_column, bias_head_ptr, bias_row, bias_column, slope, diagonal, cap,
                 inverse_scale, num_queries, num_keys, scale, masked_score, LIMITS_LEFT, HAS_MASK, HAS_CAP, HAS_BIAS,
                 HAS_SLOPES, PRECISE, BRANCHES, BLOCK_KEYS, False,

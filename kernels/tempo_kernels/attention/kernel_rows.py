@@ -154,7 +154,7 @@ def _forward_kernel(
         k = load_rows(k_ptr, start_key, order, k_stride * UNIT, num_seen, HEAD_DIM, BLOCK_DIM, num_hidden, HIDES_FIRST)
         scores = multiply(q, k, False)
         scores, _ = change_scores(
-            scores, row, start_key, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
+            scores, row, start_row, start_key, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
             num_queries, num_keys, HAS_CAP, HAS_BIAS, HAS_SLOPES, BLOCK_KEYS, False,
         )  # fmt: skip
         if HAS_MASK:
@@ -298,7 +298,7 @@ def _grad_q_kernel(
                 v_ptr, start_key, order, v_row * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK, num_hidden, HIDES_FIRST
             )
             probabilities, hides, tangents = find_probabilities(
-                q, k, logsumexp, row, first_key, last_key, start_key, True,
+                q, k, logsumexp, row, first_key, last_key, start_row, start_key, True,
                 mask_ptr, mask_row, mask_column, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
                 num_queries, num_keys, scale, masked_score, LIMITS_LEFT, HAS_MASK, HAS_CAP, HAS_BIAS, HAS_SLOPES,
                 PRECISE, False, BLOCK_KEYS, False,
@@ -334,7 +334,7 @@ def _grad_q_kernel(
         )
         is_edge = (start_key < full_start) | (start_key + BLOCK_KEYS > full_stop)
         probabilities, hides, tangents = find_probabilities(
-            q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
+            q, k, logsumexp, row, first_key, last_key, start_row, start_key, is_edge,
             mask_ptr, mask_row, mask_column, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
             num_queries, num_keys, scale, masked_score, LIMITS_LEFT, HAS_MASK, HAS_CAP, HAS_BIAS, HAS_SLOPES,
             PRECISE, BRANCHES, BLOCK_KEYS, False,

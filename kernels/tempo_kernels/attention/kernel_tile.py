@@ -294,8 +294,8 @@ def load_slope(slopes_ptr, head, inverse_scale, HAS_SLOPES: tl.constexpr):
 
 @triton.jit
 def change_scores(
-    scores, row, start_key, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale, num_queries, num_keys,
-    HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    scores, row, start_row, start_key, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
+    num_queries, num_keys, HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Returns the unscaled scores with softcap, bias and ALiBi, and the tangents: the capped scores divided by cap."""
@@ -304,11 +304,12 @@ def change_scores(
         tangents = _find_tanh(scores * (1.0 / cap))
         scores = tangents * cap
     if HAS_BIAS:
-        key = start_key + order_keys(BLOCK_KEYS, KEYS_FIRST)
-        pointers = bias_ptr + expand_queries(row.to(tl.int64) * bias_row, KEYS_FIRST)
-        pointers += expand_keys(key.to(tl.int64) * bias_column, KEYS_FIRST)
-        inside = expand_queries(row < num_queries, KEYS_FIRST) & expand_keys(key < num_keys, KEYS_FIRST)
-        bias = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        # Offsets within the tile have 32 bits: as those of 64 they would take twice the registers.
+        key = order_keys(BLOCK_KEYS, KEYS_FIRST)
+        bias_ptr += start_row * bias_row.to(tl.int64) + start_key * bias_column.to(tl.int64)
+        offsets = expand_queries((row - start_row) * bias_row, KEYS_FIRST) + expand_keys(key * bias_column, KEYS_FIRST)
+        inside = expand_queries(row < num_queries, KEYS_FIRST) & expand_keys(start_key + key < num_keys, KEYS_FIRST)
+        bias = tl.load(bias_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         scores += tl.where(bias < HIDING_BIAS, float("-inf"), bias) * inverse_scale
     if HAS_SLOPES:
         # Both terms are whole numbers, so that their sum is exact.
@@ -320,7 +321,7 @@ def change_scores(
 
 @triton.jit
 def find_probabilities(
-    q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
+    q, k, logsumexp, row, first_key, last_key, start_row, start_key, is_edge,
     mask_ptr, mask_row, mask_column, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
     num_queries, num_keys, scale, masked_score,
     LIMITS_LEFT: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -331,7 +332,7 @@ def find_probabilities(
     tangents of change_scores."""
     scores = multiply(q, k, KEYS_FIRST)
     scores, tangents = change_scores(
-        scores, row, start_key, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
+        scores, row, start_row, start_key, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
         num_queries, num_keys, HAS_CAP, HAS_BIAS, HAS_SLOPES, BLOCK_KEYS, KEYS_FIRST,
     )  # fmt: skip
     hides = False

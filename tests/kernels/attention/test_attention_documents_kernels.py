@@ -9,7 +9,7 @@ from covering import parametrize_covering
 from interpreted import DEVICE, DTYPES, kernel_test
 from witness import ulp
 
-from tempo_kernels.attention import documents
+from tempo_kernels.attention import attention, documents
 from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention.documents import Documents
 from tempo_kernels.attention.settings import Inputs, Kept
@@ -100,6 +100,27 @@ def test_a_document_reads_no_other_documents_keys(is_announced):
     packed = Documents(as_int32([0, 21, 60, 90]), None, samples)
     for found in find(attention_kernel, Inputs(q, k, v), packed, grad, settings(True, 0.2)):
         assert found[21:60].isfinite().all() and found[21:60].any()
+
+
+@pytest.mark.gpu
+def test_a_packed_row_on_a_gpu_waits_for_nothing():
+    leaves = [torch.randn(90, 1, 2, DIM, device="cuda", requires_grad=True) for _ in range(3)]
+    sink = torch.randn(2, device="cuda", requires_grad=True)
+    cu_seqlens, samples = as_int32([0, 21, 60, 90]), torch.tensor([5, 1, 2], device="cuda")
+    chosen = {"causal": True, "softmax_scale": 0.2, "dropout_p": 0.1, "dropout_key": 3}
+    packed = {"cu_seqlens": cu_seqlens, "document_samples": samples}
+    attention(*leaves, **chosen, **packed, sink=sink).sum().backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = attention(*leaves, **chosen, **packed, sink=sink)
+        grads = torch.autograd.grad(out.sum(), (*leaves, sink))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    on_cpu = [t.detach().cpu().requires_grad_() for t in (*leaves, sink)]
+    expected = attention(*on_cpu[:3], **chosen, sink=on_cpu[3], **{name: t.cpu() for name, t in packed.items()})
+    torch.testing.assert_close(out.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
+    for found, truth in zip(grads, torch.autograd.grad(expected.sum(), on_cpu), strict=True):
+        torch.testing.assert_close(found.cpu(), truth, rtol=1e-4, atol=1e-4)
 
 
 @kernel_test

@@ -64,3 +64,13 @@ def test_a_bias_of_float64_is_refused():
     bias = torch.zeros(1, 1, 1, 4, dtype=torch.float64, device=DEVICE)
     with pytest.raises(ValueError, match="bias is torch.float64; expected float32, float16 or bfloat16 on a GPU"):
         run(attention_kernel, q, q, q, q, None, None, settings(), bias=bias)
+
+
+@kernel_test
+def test_a_bias_whose_rows_lie_too_far_apart_is_refused():
+    q = torch.zeros(4, 1, 1, 16, device=DEVICE)
+    far = torch.empty(3 * 2**23 + 4, dtype=torch.bfloat16, device=DEVICE).as_strided((1, 1, 4, 4), (0, 0, 2**23, 1))
+    with pytest.raises(
+        ValueError, match="bias has strides .* expected fewer than 8388608 elements from query to query"
+    ):
+        run(attention_kernel, q, q, q, q, None, None, settings(), bias=far)
