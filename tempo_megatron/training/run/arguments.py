@@ -231,10 +231,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--load",
         metavar="DIR",
-        help="continue from the latest checkpoint in this folder, which a run of another tensor parallel size, number "
-        "of processes or ZeRO stage may have saved, stock or Tempo. What is left out is as in the checkpoint, but for "
-        "the layout and what is written where and when; the model, the data, --global-batch-size and --seed stay "
-        "(docs/checkpoints.md)",
+        help="continue from the latest checkpoint in this folder, which a run of another layout (tensor and pipeline "
+        "parallel size, number of processes, ZeRO stage) may have saved, stock or Tempo. What is left out is as in the "
+        "checkpoint, but for the layout and what is written where and when; the model, the data, --global-batch-size "
+        "and --seed stay (docs/checkpoints.md)",
     )
     group.add_argument(
         "--save-interval", type=parse_positive, help="steps between checkpoints (default: only at the end)"
