@@ -2,6 +2,7 @@
 
 Without dropout stock attention runs, which keeps what ours keeps: q, k, v, the output and a logsumexp. With dropout
 torch keeps an s*s tensor on a CPU, and on a GPU draws from a generator, so that masks depend on all earlier draws.
+Sinks (gpt-oss) and capped scores (Gemma 2), which torch's attention does not have, are ours with and without dropout.
 """
 
 from __future__ import annotations
@@ -85,10 +86,8 @@ def use_attention(model: Any) -> str | None:
         return "the model has no registry of attention functions, as models of transformers have"
     if config._attn_implementation == NAME:
         return "it is Tempo's already"
-    if config._attn_implementation != "sdpa":
-        return f'attn_implementation is "{config._attn_implementation}"; expected "sdpa"'
-    if any("relative_attention_bias" in name for name, _ in model.named_modules()):
-        return "it adds a bias by position to its scores"
+    if config._attn_implementation != _name_stock(model):
+        return f'attn_implementation is "{config._attn_implementation}"; expected "{_name_stock(model)}"'
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -98,9 +97,19 @@ def use_attention(model: Any) -> str | None:
     return None
 
 
+def _name_stock(model: Any) -> str:
+    """The implementation that Tempo's attention takes the place of: torch's, or where that lacks what the model's
+    scores need the model's own."""
+    text = model.config.get_text_config()
+    needs_eager = getattr(text, "attn_logit_softcapping", None) is not None or any(
+        name.endswith(".sinks") for name, _ in model.named_parameters()
+    )
+    return "eager" if needs_eager and not getattr(model, "_supports_sdpa", True) else "sdpa"
+
+
 def give_back_attention(model: Any) -> None:
     """Gives `model`, of which no module asks the registry, its former attention back."""
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(_name_stock(model))
     for module in model.modules():
         if PLACE not in module.__dict__.get("tempo_attributes", ()):
             module.__dict__.pop(PLACE, None)
@@ -112,7 +121,7 @@ def attend(
     """Returns what transformers' sdpa_attention_forward does: (out [b, s, a, d], None) for q, k, v [b, a or g, s, d].
 
     Dropout draws its mask by position. The transposed output is a promise, so that the next linear does not keep it
-    beside the original. If a call changes the scores by more than a bool mask, stock serves it, and the report says so.
+    beside the original. If a call asks for what Tempo's attention does not do, stock serves it, and the report says so.
     Raises ValueError for a module that was not given to tempoize, and for such a call with attention="flash".
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -121,42 +130,55 @@ def attend(
     place: AttentionPlace | None = getattr(module, PLACE, None)
     if place is not None and not place.was_called:
         place.was_called = True
-    if p == 0.0 or query.numel() == 0:
+    # torch's attention has no sinks, and does not cap.
+    is_ours = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+    if (p == 0.0 and not is_ours) or query.numel() == 0:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-    if place is None:
+    if place is None and p > 0.0:
         raise ValueError(
             f'a {type(module).__name__} asks for attention "{NAME}", but was not given to tempoize; expected a module '
             'of a model that was; set attn_implementation to "sdpa", or call tempoize'
         )
-    if (why := _find_refusal(attention_mask, kwargs)) is not None:
-        place.refuse(module, why)
+    bias: Tensor | None = kwargs.get("position_bias")
+    if (why := _find_refusal(query, attention_mask, bias, kwargs)) is not None:
+        if place is not None:
+            place.refuse(module, why)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     causal = causal and attention_mask is None and query.size(2) > 1
     if causal and key.size(2) > query.size(2):  # as sdpa_attention_forward has it
         key, value = (t[:, :, : query.size(2)] for t in (key, value))
+        bias = None if bias is None else bias[..., : query.size(2)]
     scale = kwargs.get("scaling")
-    draw_key, first_sample, _ = place.place.find(query.device)
+    drawn: dict[str, Any] = {}
+    if place is not None and p > 0.0:
+        draw_key, first_sample, _ = place.place.find(query.device)
+        first_head = place.find_first_head(module, query.size(1))
+        drawn = {"dropout_p": p, "dropout_key": draw_key, "first_sample": first_sample, "first_head": first_head}
+    sink = kwargs.get("s_aux")
     out = attention(
         *(t.permute(2, 0, 1, 3) for t in (query, key, value)),
         causal=causal,
         mask=None if attention_mask is None else _hide(attention_mask),
+        bias=bias,
+        sink=None if sink is None else sink.to(query.dtype),
+        softcap=kwargs.get("softcap"),
         softmax_scale=query.size(-1) ** -0.5 if scale is None else scale,
-        dropout_p=p,
-        dropout_key=draw_key,
-        first_sample=first_sample,
-        first_head=place.find_first_head(module, query.size(1)),
+        **drawn,
     )
     return put_batch_first(out), None
 
 
-def _find_refusal(attention_mask: Tensor | None, more: dict[str, Any]) -> str | None:
+def _find_refusal(
+    query: Tensor, attention_mask: Tensor | None, bias: Tensor | None, more: dict[str, Any]
+) -> str | None:
     """Names what a call asks for that Tempo's attention with dropout does not do; None if there is nothing."""
-    if more.get("position_bias") is not None or (attention_mask is not None and attention_mask.dtype != torch.bool):
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        # Models that add such masks may attend in windows, which are no samples (Swin).
         return "adds a tensor to its scores"
-    if more.get("softcap") is not None:
-        return "caps its scores"
+    if bias is not None and query.is_cuda and bias.requires_grad and torch.is_grad_enabled():
+        return "adds a tensor with a gradient to its scores, on a GPU"
     if more.get("cache") is not None:
         return "pages its keys"
     return None

@@ -37,6 +37,8 @@ class TempoDotProductAttention(DotProductAttention):
     copied if they are views of memory that holds more, so that the rest is freed: with grouped queries Megatron copies
     q, and the views k and v alone would keep the whole projection.
 
+    With softmax_type "off-by-one" or "learnable" each head has a sink, whose logit is `softmax_offset`, as in Megatron.
+
     Under context parallelism, in any `cp_comm_type`, a rank keeps that of its own tokens; slots/context_parallel.py
     says how, and what it costs.
 
@@ -45,6 +47,7 @@ class TempoDotProductAttention(DotProductAttention):
         has_pinned_projection: whether copies would save nothing, because a norm of q or k keeps the projection anyway
             or TempoSelfAttention drops all of it.
         mask_layer: the layer's number in the keys of masks, if it is not layer_number.
+        k_channels, v_channels: what latent attention tells of its heads; forward reads both from its tensors.
     """
 
     form: ClassVar[str] = "flash"
@@ -59,6 +62,8 @@ class TempoDotProductAttention(DotProductAttention):
         stack: Stack = Stack.DECODER,
         has_pinned_projection: bool = False,
         mask_layer: int | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
         # The stock class refuses context parallelism.
@@ -98,21 +103,21 @@ class TempoDotProductAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[sq, b, a/p * d] of query [sq, b, a/p, d] and key, value [sk, b, g/p, d].
+        """[sq, b, a/p * dv] of query [sq, b, a/p, d], key [sk, b, g/p, d] and value [sk, b, g/p, dv].
 
-        With `packed_seq_params` of the format "thd", [t, a/p * d] of query [t, a/p, d] and key, value [t, g/p, d].
+        With `packed_seq_params` of the format "thd", [t, a/p * dv] of the same without b.
+
+        attention_bias: [b or 1, a/p or 1, sq or 1, sk], added to the scaled scores, such as T5's relative positions.
         """
-        if attention_bias is not None:
-            raise ValueError(
-                'attention biases are given, which Tempo\'s attention does not support; set tempo.attention to "off"'
-            )
+        self._check_bias(attention_bias, query, packed_seq_params)
         if packed_seq_params is not None and query.dim() == 3:
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
             return self.forward(query, key, value, attention_mask, attn_mask_type, None, packed_seq_params).squeeze(1)
         mask_type = attn_mask_type or self.attn_mask_type
         packed = self._find_documents(packed_seq_params, mask_type)
         attention_mask = None if packed else self._heed(attention_mask, mask_type)
-        if not self.training and query.size(0) == 1 < key.size(0):
+        is_stocks = query.size(-1) == value.size(-1) and attention_bias is None
+        if not self.training and query.size(0) == 1 < key.size(0) and is_stocks:
             # One new token beside a cache of keys: nothing to save, and stock handles inference.
             of_stock: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type)
             return of_stock
@@ -140,7 +145,26 @@ class TempoDotProductAttention(DotProductAttention):
             **draw,
             **({"mask": mask, "form": self.form} if self._exchange is None else {"exchange": self._exchange}),
         )
-        return self._run(attend, query, key, value)
+        sink = getattr(self, "softmax_offset", None)  # since 0.15
+        added = {"sink": None if sink is None else sink.to(query), "bias": attention_bias}
+        return self._run(attend, query, key, value, **{name: t for name, t in added.items() if t is not None})
+
+    def _check_bias(self, attention_bias: Tensor | None, query: Tensor, packed_seq_params: Any) -> None:
+        """Raise ValueError where attention cannot take this bias."""
+        if attention_bias is None:
+            return
+        needs_form = query.is_cuda and attention_bias.requires_grad and self.form != "softmax"
+        for where, is_there in (
+            (f"context_parallel_size is {self.config.context_parallel_size}", self._exchange is not None),
+            ("sequences are packed", packed_seq_params is not None),
+            ("its gradient has no kernel on a GPU", needs_form),
+        ):
+            if is_there:
+                choices = '"softmax" or "off"' if needs_form else '"off"'
+                raise ValueError(
+                    f"an attention bias is given, and {where}, which Tempo's attention cannot have together; "
+                    f"set tempo.attention to {choices}"
+                )
 
     def _heed(self, attention_mask: Tensor | None, mask_type: AttnMaskType) -> Tensor | None:
         """The given mask, where a layer of this type looks at it."""
@@ -177,8 +201,8 @@ class TempoDotProductAttention(DotProductAttention):
         queries, keys = (given[name] if padded[name] is None else padded[name] for name in names)
         return {"cu_seqlens": queries, "cu_seqlens_k": None if self.attention_type == "self" else keys}
 
-    def _run(self, attend: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-        return attend(*operands)
+    def _run(self, attend: Callable[..., Tensor], *operands: Tensor, **added: Tensor) -> Tensor:
+        return attend(*operands, **added)
 
     def _draw(self, query: Tensor) -> dict[str, Any]:
         """The arguments of this rank's mask."""
@@ -220,20 +244,26 @@ class TempoRecomputeDotProductAttention(TempoDotProductAttention):
 
     value = "recompute"
 
-    def _run(self, attend: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-        return attend(*operands) if is_in_backward() else recompute(attend, *operands)
+    def _run(self, attend: Callable[..., Tensor], *operands: Tensor, **added: Tensor) -> Tensor:
+        return attend(*operands, **added) if is_in_backward() else recompute(attend, *operands, **added)
+
+
+def recomputes_latent_projections(config: Any) -> bool:
+    """Whether Megatron drops what latent attention's up projections make, and makes it again when the gradient of core
+    attention's output is there."""
+    is_selective = config.recompute_granularity == "selective"
+    return is_selective and "mla_up_proj" in (config.recompute_modules or ())
 
 
 def find_attention_refusal(config: Any, value: str) -> str | None:
     """What the TransformerConfig asks of attention that Tempo's with this value cannot give; None where it can give
     everything."""
-    softmax_type = getattr(config, "softmax_type", "vanilla")  # since 0.15
     size = config.context_parallel_size
     refused = {
-        f"softmax_type is {softmax_type}": softmax_type != "vanilla",
         f"context_parallel_size is {size} and the form is softmax": size > 1 and value == "softmax",
         "hybrid_context_parallel is on": getattr(config, "hybrid_context_parallel", False),
-        "multi_latent_attention is on": getattr(config, "multi_latent_attention", False),
+        "recompute_modules holds mla_up_proj, after which queries, keys and values are there too late to make the "
+        "output again": value == "recompute" and recomputes_latent_projections(config),
     }
     found = (f"{what}, which Tempo's attention does not support" for what, is_refused in refused.items() if is_refused)
     return next(found, None)

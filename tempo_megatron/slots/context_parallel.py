@@ -29,7 +29,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tempo_kernels.attention import attend_block, attention, differentiate_block, merge_blocks
+from tempo_kernels.attention import (
+    add_sink,
+    attend_block,
+    attention,
+    differentiate_block,
+    differentiate_sink,
+    merge_blocks,
+)
 from tempo_megatron.slots.dropout_rng import find_segments
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -98,7 +105,14 @@ def check_heads(exchange: Exchange, num_heads: int, num_groups: int) -> None:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, *, exchange: Exchange, first_head: int = 0, **settings: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    exchange: Exchange,
+    first_head: int = 0,
+    sink: Tensor | None = None,
+    **settings: Any,
 ) -> Tensor:
     """Attention of this rank's queries to all keys.
 
@@ -106,6 +120,7 @@ def attend(
         query: [s/cp, b, a, d], this rank's rows.
         key, value: [s/cp, b, g, d] and [s/cp, b, g, dv].
         first_head: global index of query[:, :, 0].
+        sink: [a], as of `attention`. Each rank finds what its own rows, or heads, add to the gradient.
         settings: causal, softmax_scale, window_size, dropout_p, dropout_key and first_sample of `attention`.
 
     Returns [s/cp, b, a, dv].
@@ -118,11 +133,12 @@ def attend(
         operands = [t if t.size(2) % size == 0 else t.repeat_interleave(size // t.size(2), dim=2) for t in operands]
         operands = [_ScatterHeads.apply(t, heads_group) for t in operands]
         first_head += heads_group.rank() * operands[0].size(2)
+        sink = None if sink is None else sink.chunk(size)[heads_group.rank()]
     if rows_group is None:
-        out = attention(*operands, first_head=first_head, **settings)
+        out = attention(*operands, first_head=first_head, sink=sink, **settings)
     else:
         settings["first_head"] = first_head
-        out = _AttendRows.apply(*operands, rows_group, gathers, settings)
+        out = _AttendRows.apply(*operands, sink, rows_group, gathers, settings)
     return out if heads_group is None else _GatherHeads.apply(out, heads_group)
 
 
@@ -172,7 +188,14 @@ class _AttendRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any, gathers: bool, settings: dict[str, Any]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        group: Any,
+        gathers: bool,
+        settings: dict[str, Any],
     ) -> Tensor:
         segments = find_segments(group.rank(), group.size(), q.size(0))
         results: list[tuple[Tensor, Tensor] | None] = [None] * len(segments)
@@ -182,15 +205,18 @@ class _AttendRows(torch.autograd.Function):
                 before = results[i]
                 results[i] = found if before is None else merge_blocks(before, found)
         outs, sums = zip(*(result for result in results if result is not None), strict=True)
-        out, logsumexp = torch.cat(outs).to(q.dtype), torch.cat(sums, dim=-1)
+        out, logsumexp = torch.cat(outs), torch.cat(sums, dim=-1)
+        if sink is not None:
+            out, logsumexp = add_sink(out, logsumexp, sink)
+        out = out.to(q.dtype)
         ctx.group, ctx.gathers, ctx.settings = group, gathers, settings
-        ctx.save_for_backward(q, k, v, out, logsumexp)
+        ctx.save_for_backward(q, k, v, sink, out, logsumexp)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, logsumexp = ctx.saved_tensors
+        q, k, v, sink, out, logsumexp = ctx.saved_tensors
         group, settings = ctx.group, ctx.settings
         segments = find_segments(group.rank(), group.size(), q.size(0))
         dtype = logsumexp.dtype
@@ -217,7 +243,10 @@ class _AttendRows(torch.autograd.Function):
             grads_on_their_way = _Transfer((grad_keys, grad_values), group)
         if grads_on_their_way is not None:
             grad_k, grad_v = grads_on_their_way.take()
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+        grad_sink = None
+        if ctx.needs_input_grad[3]:
+            grad_sink = differentiate_sink(grad_out, out, logsumexp, sink)
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sink, None, None, None
 
 
 class _Transfer:

@@ -1,7 +1,7 @@
 """Puts Tempo's modules into Megatron's layer specs.
 
 A spec is never changed: every function returns a new one. Modules that Tempo does not know stay (mixtures of experts,
-latent attention, a user's own); `tempo_megatron.slots.report.report_on` lists them.
+a user's own); `tempo_megatron.slots.report.report_on` lists them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -39,9 +39,11 @@ from tempo_megatron.slots.attention import (
     TempoRecomputeDotProductAttention,
     TempoSelfAttention,
     TempoSoftmaxDotProductAttention,
+    recomputes_latent_projections,
 )
 from tempo_megatron.slots.block_slots import (
     ATTENTIONS,
+    INNER_NORMS,
     TempoBlockSubmodules,
     TempoPredictionSubmodules,
     find_inner_layer,
@@ -68,7 +70,6 @@ _EXPECTED_SPEC = (
     "T5Model take, or tempoize_hybrid for the spec of a HybridModel; leave Tempo off for other layers"
 )
 _NORM_SLOTS = OPERATIONS["norm"].slots
-_QUERY_KEY_NORMS = ("q_layernorm", "k_layernorm")
 _NORMS: dict[Any, Any] = {
     (norm.normalization, norm.keep): norm
     for norm in (TempoLayerNorm, TempoRecomputeLayerNorm, TempoRMSNorm, TempoRecomputeRMSNorm)
@@ -80,6 +81,7 @@ _ATTENTIONS = {
 _MLPS = {mlp.keep: mlp for mlp in (TempoMLP, TempoRecomputeMLP)}
 # Linears whose input is a norm's output that no other module reads.
 _LINEARS_AFTER_NORMS = ("linear_qkv", "linear_q", "linear_fc1")
+_LATENT_LINEARS_AFTER_NORMS = ("linear_q_up_proj", "linear_kv_up_proj")
 _BDA_SITES = dict(
     zip(
         OPERATIONS["dropout"].slots,
@@ -403,15 +405,20 @@ def _replace_norm(slot: Any, transformer_config: TransformerConfig, tempo_config
     return {"LayerNorm": TorchLayerNorm, "RMSNorm": TorchRMSNorm}.get(transformer_config.normalization, slot)
 
 
-def _replace_linears(submodules: Any, tempo_config: TempoConfig) -> dict[str, Any]:
+def _replace_linears(
+    submodules: Any, tempo_config: TempoConfig, after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS
+) -> dict[str, Any]:
     """Replacements for the linears whose input a norm or attention can recompute: Tempo's linears drop it after use.
 
-    Transformer Engine's fused linears contain a norm, and are replaced unless `norm` is "off"."""
-    changes = te.replace_linears(submodules, tempo_config, _LINEARS_AFTER_NORMS)
+    Transformer Engine's fused linears contain a norm, and are replaced unless `norm` is "off".
+
+    after_norms: the linears whose input is a norm's output that nothing else reads.
+    """
+    changes = te.replace_linears(submodules, tempo_config, after_norms)
     if tempo_config.attention == "recompute" and getattr(submodules, "linear_proj", None) is RowParallelLinear:
         changes["linear_proj"] = TempoRowParallelLinear
     if tempo_config.norm == "recompute":
-        names = [name for name in _LINEARS_AFTER_NORMS if getattr(submodules, name, None) is ColumnParallelLinear]
+        names = [name for name in after_norms if getattr(submodules, name, None) is ColumnParallelLinear]
         changes |= dict.fromkeys(names, TempoColumnParallelLinear)
     return changes
 
@@ -420,17 +427,24 @@ def _replace_attention(
     slot: Any, transformer_config: TransformerConfig, tempo_config: TempoConfig, stack: Stack
 ) -> Any:
     module, submodules = find_class(slot), find_submodules(slot)
-    if isinstance(module, type) and issubclass(module, MultiLatentAttention):
+    is_latent = isinstance(module, type) and issubclass(module, MultiLatentAttention)
+    if is_latent and (module is not MLASelfAttention or getattr(transformer_config, "cache_mla_latents", False)):
+        # Inference with cached latents takes norms and projections apart, and other classes may do as they like.
         return slot
-    changes = _replace_linears(submodules, tempo_config)
+    after_norms: tuple[str, ...] = _LINEARS_AFTER_NORMS
+    if is_latent:
+        # Megatron's recomputation of the up projections begins with the norms' outputs, and so keeps them.
+        after_norms = () if recomputes_latent_projections(transformer_config) else _LATENT_LINEARS_AFTER_NORMS
+    changes = _replace_linears(submodules, tempo_config, after_norms)
     drops_projection = module is SelfAttention and tempo_config.linear_qkv == "recompute"
-    for name in _QUERY_KEY_NORMS:
+    for name in INNER_NORMS:
         if hasattr(submodules, name):
             changes[name] = _replace_norm(getattr(submodules, name), transformer_config, tempo_config)
     stock_attention = getattr(submodules, "core_attention", None)
     is_te = te.is_attention(stock_attention, getattr(slot, "params", {}))
     if tempo_config.attention != "off" and (stock_attention is DotProductAttention or is_te):
-        norms = [norm for name in _QUERY_KEY_NORMS if is_there(norm := changes.get(name))]
+        # The norms of latent attention are in front of the projections.
+        norms = [] if is_latent else [norm for name in INNER_NORMS if is_there(norm := changes.get(name))]
         pins = drops_projection or any(getattr(norm, "keep", "input") == "input" for norm in norms)
         core_attention = (te.ATTENTIONS if is_te else _ATTENTIONS)[tempo_config.attention]
         changes["core_attention"] = ModuleSpec(core_attention, {"stack": stack, "has_pinned_projection": pins})

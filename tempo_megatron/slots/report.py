@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -183,8 +183,8 @@ def _explain(slot: Slot, layer: int | None, stack: str, choices: Choices) -> str
     module, holder = find_class(slot.content), find_class(slot.holder)
     if isinstance(module, type) and issubclass(module, MoELayer):
         return "mixture of experts"
-    if isinstance(holder, type) and issubclass(holder, MultiLatentAttention):
-        return "latent attention"
+    if isinstance(holder, type) and issubclass(holder, MultiLatentAttention) and holder is not MLASelfAttention:
+        return f"{holder.__name__} is a latent attention that Tempo does not know"
     found = choices.config if layer is None else choices.config.for_layer(layer, stack)
     if getattr(found, slot.operation) == "off":
         return _explain_off(slot.operation, layer, stack, choices)

@@ -40,8 +40,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {"activation": "off"},
         "activation is gated gelu",
     ),
-    "learnable softmax": ({"softmax_type": "learnable"}, {"attention": "off"}, "softmax_type is learnable"),
-    "latent attention": ({"multi_latent_attention": True}, {"attention": "off"}, "multi_latent_attention is on"),
     "unknown normalization": ({"normalization": "L2Norm"}, {"norm": "off"}, "normalization is L2Norm"),
     "float32 residual": ({**HALF, "fp32_residual_connection": True}, {}, ""),
     "residual after the norm": ({"apply_residual_connection_post_layernorm": True}, {}, ""),

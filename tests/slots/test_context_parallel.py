@@ -10,7 +10,9 @@ import torch
 from covering import exhaustive
 from distributed import run_megatron_ranks, run_megatron_ranks_once
 from gpt import assert_equal_to_stock, build_gpt, gpt_config, gradients, losses
+from latent_cases import build_latent
 from megatron.core import parallel_state
+from prediction_cases import build as build_prediction
 from witness import assert_within_rule, kept_storages, outputs_and_gradients
 
 from tempo_kernels.attention import attention
@@ -159,6 +161,9 @@ LLAMA = {
 MODELS = {
     "GPT": ({}, {}),
     "Llama": (LLAMA, {"position_embedding_type": "rope"}),
+    # Its heads have two sizes; those of multi-token prediction are the decoder's.
+    "MLA": ({"dtype": torch.float32, "num_attention_heads": 8}, {}),
+    "MTP": ({"calculate_per_token_loss": True}, {}),
 }
 # Context- and tensor-parallel sizes, sequence parallelism, cp_comm_type, what differs in Tempo's configuration.
 MODEL_LAYOUTS = [
@@ -179,8 +184,12 @@ MORE_MODEL_LAYOUTS = [
 def train_model(name, sequence_parallel, comm_type, choices):
     """The sum of the losses, and gradients by name."""
     settings, more = MODELS[name]
-    config = gpt_config(sequence_parallel=sequence_parallel, dropout=0.2, cp_comm_type=comm_type, **settings)
-    model = build_gpt(config, TempoConfig(**choices), **more)
+    settings = {"sequence_parallel": sequence_parallel, "dropout": 0.2, "cp_comm_type": comm_type, **settings}
+    if name in ("MLA", "MTP"):
+        model = (build_latent if name == "MLA" else build_prediction)(TempoConfig(**choices), **settings)
+    else:
+        model = build_gpt(gpt_config(**settings), TempoConfig(**choices), **more)
+    config = model.config
     loss = losses(model, 3, 2, gives_mask=False).sum()
     loss.backward()
     loss = loss.detach()

@@ -120,7 +120,6 @@ LESSER = {
     "swiglu": {"activation_func": F.silu, "gated_linear_unit": True},
     "clamped swiglu": {"activation_func": F.silu, "gated_linear_unit": True, "activation_func_clamp_value": 0.01},
     "relu": {"activation_func": F.relu},
-    "learnable softmax": {"softmax_type": "learnable"},
     "residual after the norm": {"apply_residual_connection_post_layernorm": True},
 }
 
@@ -223,7 +222,6 @@ REFUSED = {
     ),
     "relu": ({"activation_func": F.relu}, 'activation is relu, .*set tempo.activation to "off"'),
     "L2Norm": ({"normalization": "L2Norm"}, 'normalization is L2Norm.*set tempo.norm to "off"'),
-    "softmax": ({"softmax_type": "off-by-one"}, "softmax_type is off-by-one"),
     "autocast": ({"enable_autocast": True, "autocast_dtype": torch.bfloat16}, "autocast is on"),
 }
 

@@ -33,9 +33,7 @@ LEFT = {
         "activation in decoder.layers.1 (mlp): mixture of experts",
     ],
     "latent attention": [
-        "activation 2 of 2, norm 5 of 9, dropout 4 of 4, attention 0 of 2",
-        "attention in decoder.layers.0-1 (self_attention.core_attention): latent attention",
-        "norm in decoder.layers.0-1 (self_attention.q_layernorm, self_attention.kv_layernorm): latent attention",
+        "activation 2 of 2, norm 9 of 9, dropout 4 of 4, attention 2 of 2",
     ],
     "multi-token prediction": [
         "activation 1 of 1, norm 5 of 5, dropout 2 of 2, attention 1 of 1",

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import pickle
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +19,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
@@ -34,11 +30,6 @@ OFF = TempoConfig.off()
 SWIGLU = {"activation_func": F.silu, "gated_linear_unit": True}
 MOE = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
 MOE |= {"add_bias_linear": False, "moe_layer_freq": [0, 1]}
-
-
-def latent_config() -> MLATransformerConfig:
-    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
-    return gpt_config(MLATransformerConfig, kv_channels=16, qk_layernorm=True, rope_type="rope", **sizes)
 
 
 def report_of(tempo_config: TempoConfig, settings: dict[str, Any]) -> TempoReport:
@@ -68,10 +59,10 @@ LINES: dict[str, tuple[TempoConfig, dict[str, Any], str, list[str]]] = {
     ),
     "auto, and written for a layer": (
         TempoConfig(attention="off", layers={"2-": {"attention": "auto"}}),
-        {"softmax_type": "learnable", "num_layers": 3},
+        {"hybrid_context_parallel": True, "num_layers": 3},
         "activation 3 of 3, norm 7 of 7, dropout 6 of 6, attention 0 of 3", [
             "attention in decoder.layers.0-1 (self_attention.core_attention): off",
-            "attention in decoder.layers.2 (self_attention.core_attention): auto: softmax_type is learnable, which "
+            "attention in decoder.layers.2 (self_attention.core_attention): auto: hybrid_context_parallel is on, which "
             "Tempo's attention does not support",
         ],
     ),
@@ -97,47 +88,6 @@ def test_the_lines_say_what_is_replaced_and_what_is_left_and_why() -> None:
     (found,) = run_megatron_ranks(reports, 1, 1)
     for name, (*_, counts, left) in LINES.items():
         assert (found[name].describe_counts(), found[name].describe_left()) == (counts, left), name
-
-
-class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc,unused-ignore]
-    """Megatron's local one, which does not take what latent attention gives it."""
-
-    def __init__(self, *args: Any, k_channels: int = 16, v_channels: int = 16, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert k_channels == v_channels == self.hidden_size_per_attention_head
-
-
-def latent_attention() -> Any:
-    config = latent_config()
-    stock = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True)
-    stock.submodules.self_attention.submodules.core_attention = LatentDotProductAttention
-    found = {}
-    specs = {"stock": stock, **{name: tempoize(stock, config, value) for name, value in CHOICES.items()}}
-    for name, spec in specs.items():
-        torch.manual_seed(7)
-        # Without Transformer Engine Megatron does not define what its latent attention looks for.
-        with mock.patch.object(multi_latent_attention, "TELinear", torch.nn.Bilinear):
-            model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH, position_embedding_type="none").train()
-        loss = losses(model, 0, 2, gives_mask=True).mean()
-        loss.backward()
-        found[name] = (loss.item(), gradients(model))
-    (layer, _) = specs["in place"].layer_specs
-    return found, layer.submodules.self_attention == stock.submodules.self_attention, report_on(specs["in place"])
-
-
-CHOICES = {"in place": TempoConfig(), "recompute": TempoConfig(activation="recompute", norm="recompute")}
-
-
-def test_latent_attention_is_left_as_it_is_and_the_layer_around_it_equals_stock() -> None:
-    ((found, is_same, report),) = run_megatron_ranks(latent_attention, 1, 1)
-    assert is_same
-    assert report.describe_counts() == "activation 2 of 2, norm 5 of 9, dropout 4 of 4, attention 0 of 2"
-    assert report.describe_left() == [
-        "attention in decoder.layers.0-1 (self_attention.core_attention): latent attention",
-        "norm in decoder.layers.0-1 (self_attention.q_layernorm, self_attention.kv_layernorm): latent attention",
-    ]
-    for name in CHOICES:
-        assert_equal_to_stock(found[name], found["stock"])
 
 
 def predicting_model(tempo_config: TempoConfig) -> Any:

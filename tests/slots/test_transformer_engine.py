@@ -42,6 +42,14 @@ def test_loss_gradients_parameters_and_checkpoint_keys_of_a_gpt_equal_stock(foun
                 raise AssertionError(f"{name}: {error}") from error
 
 
+@LAYOUTS
+def test_latent_attention_with_norms_in_its_projections_equals_stock(found, ranks: int) -> None:
+    for rank in found(ranks):
+        assert len(rank["latent"]) == 3
+        for case in rank["latent"].values():
+            check(case)
+
+
 def test_the_op_fusers_mlp_is_replaced_with_its_form_of_gelu(found) -> None:
     case = found(1)[0]["op fuser"]
     assert case["loss"][1] == pytest.approx(case["loss"][0], rel=1e-6)

@@ -37,9 +37,9 @@ from megatron.core.models.bert.bert_layer_specs import (  # noqa: E402
 from megatron.core.models.bert.bert_model import BertModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.transformer import transformer_block  # noqa: E402
+from megatron.core.transformer import multi_latent_attention, transformer_block  # noqa: E402
 from megatron.core.transformer.mlp import MLP  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from tempo_megatron import TempoConfig, tempoize_embedding  # noqa: E402
@@ -112,6 +112,18 @@ def build_fused(config: Any, tempo_config: TempoConfig) -> Any:
     return model.train()
 
 
+def build_latent(config: Any, tempo_config: TempoConfig) -> Any:
+    """Latent attention, whose norms are in its up projections."""
+    spec = get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True, qk_layernorm=True)
+    torch.manual_seed(7)
+    if not tempo_config.is_off:
+        spec = tempoize(spec, config, tempo_config)
+    # Megatron looks for these beside modelopt's.
+    for name in ("TELinear", "TEColumnParallelLinear"):
+        setattr(multi_latent_attention, name, getattr(extension, name))
+    return GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH, position_embedding_type="none").train()
+
+
 def build_bert(config: Any, tempo_config: TempoConfig) -> Any:
     spec = get_bert_layer_with_transformer_engine_spec()
     torch.manual_seed(7)
@@ -119,6 +131,20 @@ def build_bert(config: Any, tempo_config: TempoConfig) -> Any:
         spec = tempoize(spec, config, tempo_config)
     model = BertModel(config, 0, spec, VOCAB_SIZE, SEQ_LENGTH, share_embeddings_and_output_weights=True)
     return model.train()
+
+
+LATENT = {
+    "cls": MLATransformerConfig,
+    "rope_type": "rope",
+    "qk_layernorm": True,
+    **{"q_lora_rank": 16, "kv_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6},
+}
+UP_PROJECTIONS = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+LATENT_CASES: dict[str, tuple[dict[str, Any], TempoConfig]] = {
+    "latent": (LATENT, INPLACE),
+    "latent, recompute": (LATENT, dataclasses.replace(ALL_RECOMPUTED, attention="recompute")),
+    "latent, up projections": ({**LATENT, **UP_PROJECTIONS}, ALL_RECOMPUTED),
+}
 
 
 # What Megatron asks parameters for, and what it takes an absent one for.
@@ -164,7 +190,7 @@ def compare(found: dict[str, Any]) -> dict[str, Any]:
 def measure(build: Any, run: Any, settings: dict[str, Any], tempo_config: TempoConfig) -> dict[str, Any]:
     found = {}
     # BERT's head has a norm of Megatron's own, which without Apex refuses sequence parallelism.
-    is_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1 and build is build_gpt
+    is_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1 and build is not build_bert
     for name, chosen in (("stock", OFF), ("tempo", tempo_config)):
         model = build(gpt_config(sequence_parallel=is_parallel, **settings), chosen)
         start = [each.detach().clone() for each in model.parameters()]
@@ -287,6 +313,7 @@ def main() -> None:
     start_rank(store, rank, world_size)
     found: dict[str, Any] = {
         "gpt": {name: measure(build_gpt, run_gpt, *case) for name, case in GPT_CASES.items() if is_known(*case)},
+        "latent": {name: measure(build_latent, run_gpt, *case) for name, case in LATENT_CASES.items()},
         "bert": measure(build_bert, bert_losses, {}, INPLACE),
         "auto": what_auto_takes(),
         "op fuser": measure(build_fused, run_gpt, TE_ACTIVATION, ALL_RECOMPUTED) if has_fused_mlp() else None,

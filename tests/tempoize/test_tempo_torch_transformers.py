@@ -218,17 +218,55 @@ def test_the_documentation_names_the_oldest_versions():
     assert ", ".join(f"{name} {version}" for name, version in OLDEST_VERSIONS.items()) in text
 
 
-def test_a_model_with_a_bias_on_its_scores_keeps_its_attention_and_says_so():
-    from transformers import T5Config, T5ForConditionalGeneration
+_TINY = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5, "pad_token_id": 0, "bos_token_id": 1}
+_TINY |= {"eos_token_id": 2}
+SCORES = {
+    "sinks": ("GptOss", {**_TINY, "num_local_experts": 2, "num_experts_per_tok": 1}, "attention_dropout"),
+    "capped": ("Gemma2", {**_TINY, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 16}, "attention_dropout"),
+    "bias by position": (
+        "T5",
+        {
+            **{"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 50},
+            "decoder_start_token_id": 0,
+        },
+        "dropout_rate",
+    ),
+}
 
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 50}
-    model = tempoize(T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).train())
-    assert ("attention", "it adds a bias by position to its scores") in {
-        (entry.operation, entry.why) for entry in report_on(model).left
-    }
-    assert {"norm", "dropout"} <= {entry.operation for entry in report_on(model).replaced}
-    ids = torch.arange(24).view(2, 12)
-    model(input_ids=ids, labels=ids).loss.backward()
+
+@pytest.mark.parametrize(("name", "settings", "p"), SCORES.values(), ids=SCORES)
+def test_sinks_caps_and_biases_by_position_are_those_of_stock_and_masks_repeat(name, settings, p):
+    import transformers
+
+    model = f"{name}ForConditionalGeneration" if name == "T5" else f"{name}ForCausalLM"
+    ids = torch.arange(24).view(2, 12) * 7 % 47 + 3
+
+    def build(dropout, **choices):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**settings, **{p: dropout})
+        built = getattr(transformers, model)(config).train()
+        # Weights large enough that the scores matter.
+        with torch.no_grad():
+            for parameter in built.parameters():
+                parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+        return tempoize(built, seed=3, **choices) if choices else built
+
+    def run(built):
+        loss = built(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach(), {key: each.grad for key, each in built.named_parameters() if each.grad is not None}
+
+    (loss, grads), (stock_loss, stock) = (run(build(0.0, **choices)) for choices in ({"attention": "auto"}, {}))
+    torch.testing.assert_close(loss, stock_loss, rtol=1e-5, atol=1e-6)
+    largest = max(grad.abs().max().item() for grad in stock.values())
+    assert grads.keys() == stock.keys()
+    for key, grad in stock.items():
+        torch.testing.assert_close(grads[key], grad, rtol=1e-4, atol=1e-5 * largest, msg=key)
+    dropping = [build(0.1, attention="flash") for _ in range(2)]
+    first, again = (run(each)[0] for each in dropping)
+    assert torch.equal(first, again) and not torch.allclose(first, loss)
+    assert not {entry for entry in report_on(dropping[0]).left if entry.operation == "attention"}
 
 
 def test_shared_layers_draw_the_same_masks_with_checkpointing():

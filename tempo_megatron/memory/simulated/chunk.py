@@ -180,6 +180,19 @@ def _describe_parts(config: TransformerConfig, run: Run) -> TransformerConfig:
     )
 
 
+def _leave_latent_attention(run: Run) -> TempoConfig:
+    """The run's choices, in which latent attention is that of Transformer Engine."""
+    if run.latent_attention is None:
+        return run.tempo
+    values = run.tempo.values_of("attention") - {"auto", "off"}
+    if values:
+        raise ValueError(
+            f"tempo.attention is {values.pop()} with latent attention, which the estimate knows as Transformer "
+            'Engine\'s only; set it to "off"'
+        )
+    return dataclasses.replace(run.tempo, attention="off")
+
+
 def _configure_experts(config: TransformerConfig, experts: Experts, layers: Sequence[bool]) -> TransformerConfig:
     """Megatron's configuration with experts in some layers, all on one rank, as `put_experts` wants it."""
     return dataclasses.replace(
@@ -224,7 +237,7 @@ class _Chunk:
             recompute=tuple(name for name in run.recompute if name not in _OF_STAND_INS),
             fuse_swiglu=run.stock == "transformer_engine",
         )
-        asked = chosen = choose_for_model(shape, _describe_parts(config, run), run.tempo).config
+        asked = chosen = choose_for_model(shape, _describe_parts(config, run), _leave_latent_attention(run)).config
         attention = choose_attention(run) if run.stock == "transformer_engine" else "unfused"
         if attention != "unfused":
             chosen = _fuse_attention(chosen)

@@ -1,0 +1,140 @@
+"""Megatron's latent attention around Tempo's core attention and norms, with heads of two sizes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from distributed import run_megatron_ranks, run_megatron_ranks_once
+from gpt import SEQ_LENGTH, assert_equal_to_stock, gradients, losses
+from latent_cases import build_latent
+from megatron.core import parallel_state
+
+from tempo_megatron import TempoConfig
+from tempo_megatron.slots.report import report_on
+
+OFF, AUTO = TempoConfig.off(), TempoConfig()
+RECOMPUTE = TempoConfig(activation="recompute", norm="recompute", attention="recompute")
+EQUAL_SIZES = {"v_head_dim": 12, "kv_channels": 12}
+UP_PROJECTIONS = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BATCH = 2
+
+
+def train(tempo_config, **settings):
+    """The loss, gradients by name, the bytes that autograd keeps after the forward, and the report."""
+    model = build_latent(tempo_config, **settings)
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor
+
+    # Beside such hooks nothing is dropped that Tempo recomputes.
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks if tempo_config.norm != "recompute" else contextlib.nullcontext():
+        loss = losses(model, 3, BATCH, gives_mask=tempo_config.is_off).sum()
+    kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in packed}
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage()._cdata, None)
+    packed.clear()
+    loss.backward()
+    loss = loss.detach()
+    if parallel_state.get_context_parallel_world_size() > 1:
+        torch.distributed.all_reduce(loss, group=parallel_state.get_context_parallel_group())
+    report = report_on(model) if not tempo_config.is_off else None
+    return (loss.item(), gradients(model)), sum(kept.values()), report
+
+
+SP = {"sequence_parallel": True}
+DROPPED = {"dropout": 0.1}
+STEPS = {
+    (1, 1): {
+        "witness": (OFF, {}),
+        "stock": (OFF, EQUAL_SIZES),
+        "equal sizes": (AUTO, EQUAL_SIZES),
+        "in place": (AUTO, {}),
+        "recompute": (RECOMPUTE, {}),
+        "up projections": (AUTO, UP_PROJECTIONS),
+        "up projections, norms recomputed": (TempoConfig(norm="recompute"), UP_PROJECTIONS),
+        "core attention": (AUTO, {"recompute_granularity": "selective"}),
+        "witness, q not compressed": (OFF, {"q_lora_rank": None, "rope_type": "yarn"}),
+        "q not compressed": (AUTO, {"q_lora_rank": None, "rope_type": "yarn"}),
+        "dropped": (AUTO, DROPPED),
+        "dropped, full": (RECOMPUTE, {**DROPPED, **FULL}),
+        "dropped, up projections": (AUTO, {**DROPPED, **UP_PROJECTIONS}),
+    },
+    (2, 1): {
+        "witness": (OFF, SP),
+        "in place": (AUTO, SP),
+        "recompute": (RECOMPUTE, SP),
+        "dropped": (AUTO, {**SP, **DROPPED}),
+    },
+    (1, 2): {
+        "dropped": (AUTO, {**DROPPED, "cp_comm_type": "p2p"}),
+        "dropped, up projections": (AUTO, {**DROPPED, **UP_PROJECTIONS, "cp_comm_type": "a2a"}),
+    },
+}
+
+
+def take_steps(steps):
+    return {name: train(tempo_config, **settings) for name, (tempo_config, settings) in steps.items()}
+
+
+def steps_of(tp, cp=1):
+    """By rank, what the steps of this layout gave."""
+    if cp == 1:
+        return run_megatron_ranks_once(take_steps, tp, tp, STEPS[tp, 1])
+    return run_megatron_ranks(take_steps, tp * cp, tp, STEPS[tp, cp], context_parallel_size=cp)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_losses_and_gradients_are_those_of_plain_attention(tp):
+    for found in steps_of(tp):
+        for name, (result, *_) in found.items():
+            if "dropped" not in name:
+                witness = {"q not compressed": "witness, q not compressed", "equal sizes": "stock"}.get(name, "witness")
+                if "witness" not in name and name != "stock":
+                    assert_equal_to_stock(result, found[witness][0])
+
+
+def test_masks_are_those_of_one_process_in_any_layout_and_recomputation():
+    (alone,) = steps_of(1)
+    expected = alone["dropped"][0]
+    assert expected[0] != pytest.approx(alone["in place"][0][0], rel=1e-4)
+    for found in (alone, *steps_of(1, 2)):
+        for name, (result, *_) in found.items():
+            if "dropped" in name:
+                assert_equal_to_stock(result, expected)
+    for found in steps_of(2):
+        assert found["dropped"][0][0] == pytest.approx(expected[0], rel=1e-7)
+
+
+def test_what_is_kept():
+    (found,) = steps_of(1)
+    kept = {name: num_bytes for name, (_, num_bytes, _) in found.items()}
+    tokens, heads = SEQ_LENGTH * BATCH, 4
+    vectors = 2 * tokens * heads * (2 * (8 + 4) + 6) * 8  # of q, k and v, in two layers
+    # The recomputation keeps the rotated part of the keys, a view of all that the down projection made.
+    assert vectors * 0.8 < kept["in place"] - kept["up projections"] <= vectors
+    # The witness keeps scores and probabilities besides, and its norms their input.
+    assert kept["witness"] - kept["in place"] > 2 * 2 * BATCH * heads * SEQ_LENGTH**2 * 8
+    report = found["in place"][2]
+    assert report.describe_counts() == "activation 2 of 2, norm 9 of 9, dropout 5 of 5, attention 2 of 2, loss 1 of 1"
+
+
+def refusal():
+    try:
+        build_latent(RECOMPUTE, **UP_PROJECTIONS)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_recomputed_attention_beside_recomputed_projections_is_refused():
+    assert run_megatron_ranks(refusal, 1, 1) == [
+        "recompute_modules holds mla_up_proj, after which queries, keys and values are there too late to make the "
+        'output again, which Tempo\'s attention does not support; set tempo.attention to "flash" or "softmax" or '
+        '"off"'
+    ]

@@ -1,0 +1,54 @@
+"""A small GPT with latent attention, whose heads have two sizes, and what its core attention is held against."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from gpt import SEQ_LENGTH, VOCAB_SIZE, gpt_config
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from tempo_megatron import TempoConfig, tempoize, tempoize_embedding, tempoize_loss
+
+SIZES = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
+
+
+class PlainAttention(DotProductAttention):  # type: ignore[misc,unused-ignore]
+    """Megatron's own where keys and values have one size, the only one that it takes; else plain torch."""
+
+    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any) -> Tensor:
+        if query.size(-1) == value.size(-1):
+            return super().forward(query, key, value, attention_mask, **keywords)
+        scores = torch.einsum("ibad,jbad->baij", query, key) * self.softmax_scale
+        probabilities = scores.masked_fill(attention_mask, float("-inf")).softmax(-1)
+        return torch.einsum("baij,jbad->ibad", probabilities, value).flatten(2)
+
+
+def build_latent(tempo_config: TempoConfig, dtype: torch.dtype = torch.float64, **settings: Any) -> GPTModel:
+    """In training mode, with weights that depend on the shapes only."""
+    config = gpt_config(
+        MLATransformerConfig,
+        qk_layernorm=True,
+        params_dtype=dtype,
+        **{"rope_type": "rope", "normalization": "RMSNorm", **SIZES, **settings},
+    )
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm")
+    if tempo_config.is_off:
+        spec.submodules.self_attention.submodules.core_attention = PlainAttention
+    torch.manual_seed(7)
+    # Without Transformer Engine Megatron does not define what its latent attention looks for.
+    with mock.patch.object(multi_latent_attention, "TELinear", torch.nn.Bilinear):
+        spec = tempoize(spec, config, tempo_config)
+        model = GPTModel(config, spec, VOCAB_SIZE, SEQ_LENGTH, position_embedding_type="none")
+    tempoize_embedding(model, tempo_config)
+    tempoize_loss(model, tempo_config)
+    return model.to(dtype).train()
