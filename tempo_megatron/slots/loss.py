@@ -268,7 +268,7 @@ def _find_kind(model: Any) -> tuple[Any, tuple[str, ...]] | None:
 
 
 def tempoize_loss(model: Any, tempo_config: TempoConfig) -> None:
-    """Give a built GPTModel, BertModel or HybridModel the fused loss head, if `choose_loss` says so and the model has an
+    """Give a built GPTModel, BertModel or HybridModel the fused loss head, if `choose_loss` says so and there is an
     output layer.
 
     It replaces methods of this one model and the forward of its output layer by attributes of the two objects. Both
