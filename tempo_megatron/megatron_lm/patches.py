@@ -46,6 +46,9 @@ def patch_models(version: str, tempo_config: TempoConfig, report: RunReport, bud
     get_args = get_hook(versions.GET_ARGS, version)
     begin_micro_batch = get_hook(versions.BEGIN_MICRO_BATCH, version)
     replace_hook(versions.BEGIN_MICRO_BATCH, _announce_micro_batches(begin_micro_batch, get_args, report))
+    if is_since(versions.GRAPHS_SINCE):
+        whole_step = get_hook(versions.FULL_ITERATION, version)
+        whole_step.__call__ = _announce_whole_steps(whole_step.__call__, get_args, report)
     planning = Planning(tempo_config, budget, report)
 
     def find_args() -> Any:
@@ -102,6 +105,20 @@ def _announce_micro_batches(begin: Callable[..., Any], get_args: Callable[[], An
         if any(built.draws_masks for built in report.models):
             announce_micro_batch(get_args(), microbatch_id)
         return begin(model, microbatch_id)
+
+    return announce
+
+
+def _announce_whole_steps(run_step: Callable[..., Any], get_args: Callable[[], Any], report: RunReport) -> Any:
+    """`run_step`, which first tells Tempo's dropout the step's first sample: the schedule says no micro batch in a
+    replay of the graph of a whole step, whose dropouts add their distance to that sample."""
+    from tempo_megatron.megatron_lm.samples import announce_micro_batch
+
+    @functools.wraps(run_step)
+    def announce(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(built.draws_masks for built in report.models) and not kwargs.get("forward_only"):
+            announce_micro_batch(get_args(), 0)
+        return run_step(self, *args, **kwargs)
 
     return announce
 
@@ -194,16 +211,17 @@ def _finish_model(model: Any, found: BuiltModel, tempo_config: TempoConfig) -> N
 def _find_obstacles_to_masks(config: Any, run: Any) -> Obstacles:
     """Why operations cannot draw masks, if Tempo cannot know which samples a micro batch holds."""
     from tempo_megatron.slots.choose import Refusal
+    from tempo_megatron.slots.megatron_versions import VERSION, is_since
 
-    graphs = getattr(config, "cuda_graph_impl", "none")
-    if getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False):
-        graphs = "on"
+    names = ("enable_cuda_graph", "external_cuda_graph")
+    has_graphs = getattr(config, "cuda_graph_impl", "none") != "none" or any(getattr(config, n, False) for n in names)
     if run is None:
         reason = "Megatron's arguments, which say what samples a mask is drawn for, are not initialized in this script"
         remedy = "call initialize_megatron of megatron.training"
-    elif graphs != "none":
-        # A replayed graph runs no Python, so no micro batch is announced.
-        reason = f"cuda_graph_impl is {graphs}, under which each step would draw the first one's dropout masks"
+    elif has_graphs and not is_since(versions.GRAPHS_SINCE):
+        reason = (
+            f"CUDA graphs are on, in which Tempo draws masks since megatron-core {versions.GRAPHS_SINCE}, not {VERSION}"
+        )
         remedy = "leave CUDA graphs off"
     else:
         return {}

@@ -24,6 +24,12 @@ GET_ARGS = "megatron.training.global_vars:get_args"
 BEGIN_MICRO_BATCH = "megatron.core.pipeline_parallel.schedules:set_current_microbatch"
 """(model chunk, index of the micro batch in the step), called before the forward of each micro batch."""
 
+GRAPHS_SINCE = "0.16"
+"""The first version in whose CUDA graphs Tempo draws masks."""
+
+FULL_ITERATION = "megatron.core.full_cuda_graph:FullCudaGraphWrapper"
+"""Its call runs, captures or replays all micro batches of a step (since 0.16)."""
+
 TRAIN_STEP = "megatron.training.training:train_step"
 """(..., model, ...), with the model chunks of this rank; one step of training."""
 

@@ -19,9 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.settings.operations import OPERATIONS
 from tempo_megatron.slots.attention import find_attention_refusal
+from tempo_megatron.slots.linear import is_quantised
 from tempo_megatron.slots.mlp import find_activation_refusal
 
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+# Recipes of fp8 whose linears can quantise an input that they keep as it is once more in backward.
+_QUANTISED_AGAIN = ("tensorwise", "blockwise", "mxfp8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +85,9 @@ def refuse_written(
 def _find_refusal_of_written(
     operation: str, value: str, transformer_config: TransformerConfig, obstacles: Obstacles
 ) -> Refusal | None:
-    found = find_refusal(operation, value, transformer_config)
     obstacle = None if value == "off" else obstacles.get(operation)
-    return found if found is not None or obstacle is None or obstacle.is_for_auto else obstacle
+    both = (find_refusal(operation, value, transformer_config), obstacle)
+    return next((refusal for refusal in both if refusal is not None and not refusal.is_for_auto), None)
 
 
 def _write_refusal(
@@ -135,14 +138,25 @@ def _find_refusal_of_everything(transformer_config: TransformerConfig) -> Refusa
     return None
 
 
-def _find_quantised_refusal(transformer_config: TransformerConfig, operation: str, value: str) -> str | None:
+def _find_quantised_refusal(transformer_config: TransformerConfig, operation: str, value: str) -> Refusal | str | None:
     """Why fp8 or fp4 stands against an operation that depends on what a layer's linears keep, or runs a linear again.
+
+    A linear keeps a quantised copy of its input, one byte per element in fp8, whatever the module before it keeps. So
+    "recompute" keeps what stock keeps. "inplace" keeps 2 bytes where stock keeps 3, if the linear keeps the output
+    itself and quantises it once more in backward, which delayed scaling cannot do.
 
     The other operations work: between linears tensors have 16 bits (bias-dropout-add, and core attention unless it is
     quantised too), and the output layer is in no layer.
     """
-    if not (transformer_config.fp8 or getattr(transformer_config, "fp4", None)):
+    if not is_quantised(transformer_config):
         return None
+    quantises_again = bool(transformer_config.fp8) and transformer_config.fp8_recipe in _QUANTISED_AGAIN
+    if operation in ("activation", "norm") and quantises_again:
+        return Refusal(
+            'fp8 is on, whose linears keep quantised copies, so that "recompute" saves nothing, and for "inplace" they '
+            "quantise once more in backward",
+            is_for_auto=value == "inplace",
+        )
     if operation in ("activation", "norm") or (operation, value) == ("attention", "recompute"):
         return "fp8 or fp4 is on, whose linears keep quantised copies, so that keeping outputs saves nothing"
     if operation in ("linear_fc1", "linear_qkv"):

@@ -12,6 +12,13 @@ decoder's layers have too (since megatron-core 0.17), and may be one layer that 
 Megatron treats every state of its tracker as that of a CUDA generator: it registers the states with CUDA graphs, saves
 them in checkpoints, and converts them from one form to the other. So this one is such a state too, in the form of the
 tracker's other states. Its seed is the run's seed, and its offset is the sample.
+
+A replayed CUDA graph runs no Python, so numbers of the host would stay those of its capture. In runs with CUDA graphs
+the sample therefore also lies in one tensor on the device, which `set_micro_batch` writes before each replay and each
+dropout copies inside of the graph. The seed and the place of a dropout are constants of a run, and so is its key. A
+dropout adds to the tensor the difference, as known to the host, between its micro batch's sample and the one that was
+written last. That is 0 in a graph of a layer; in a graph of a whole step with several micro batches it is the distance
+to the first one; and in the recomputed forward of an earlier micro batch, outside of graphs, it leads back to that one.
 """
 
 from __future__ import annotations
@@ -19,6 +26,8 @@ from __future__ import annotations
 import enum
 import functools
 import struct
+import sys
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,6 +56,66 @@ _REMEDY = (
 
 _DRAWN: set[int] = set()
 """The keys of the masks that forwards have drawn since the micro batch was announced."""
+
+_NUMBERS: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""(seed, first sample) of each state that is a generator: while a graph is captured, a generator tells no numbers."""
+
+
+class _SampleForGraphs:
+    """The sample that captured CUDA graphs read, in runs that have graphs."""
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+        """0-dim int64, at one address from the first announcement on; None in a run without graphs."""
+
+        self._written = 0
+        self._captured_seed: int | None = None
+        self._was_announced_in_capture = False
+
+    def announce(self, seed: int, first_sample: int, device: torch.device | None) -> None:
+        """Write the sample, except while a graph is captured, which would write that number in each replay.
+
+        device: where graphs run; None where this announcement knows of none.
+        """
+        if self._captured_seed not in (None, seed):
+            raise RuntimeError(
+                f"seed is {seed}, and a CUDA graph was captured with the keys of seed {self._captured_seed}, which its "
+                "replays use; expected one seed; give another first_sample for other masks"
+            )
+        self._was_announced_in_capture = is_capturing()
+        if self._was_announced_in_capture:
+            return
+        if self.tensor is None and device is not None:
+            self.tensor = torch.zeros((), dtype=torch.int64, device=device)
+        elif device is None and self._captured_seed is None:
+            self.tensor = None
+        if self.tensor is not None:
+            self.tensor.fill_(first_sample)
+            self._written = first_sample
+
+    def read(self, seed: int, first_sample: int) -> Tensor | None:
+        """`first_sample` as a copy of the tensor plus what leads from the sample that was written; None without graphs.
+
+        Raises RuntimeError where a graph is captured whose replays would read a wrong sample.
+        """
+        if is_capturing():
+            if self.tensor is None:
+                raise RuntimeError(
+                    "a CUDA graph is captured, whose replays would draw the masks of this micro batch again; expected "
+                    "the sample on the device; call tempo_megatron.set_micro_batch(seed, first_sample, "
+                    'device="cuda") before the capture'
+                )
+            if is_in_backward() and not self._was_announced_in_capture:
+                raise RuntimeError(
+                    "a recomputed forward with dropout is captured in a CUDA graph, which would read the sample of the "
+                    "micro batch that runs at its replay; expected recomputation outside of the graph; or capture "
+                    "forward and backward in one graph, and call set_micro_batch inside of it"
+                )
+            self._captured_seed = seed
+        return None if self.tensor is None else self.tensor + (first_sample - self._written)
+
+
+_FOR_GRAPHS = _SampleForGraphs()
 
 
 class Stack(enum.IntEnum):
@@ -82,7 +151,12 @@ def draws_masks(config: Any, tempo_config: TempoConfig) -> bool:
 
 
 def set_micro_batch(
-    seed: int, first_sample: int, *, cu_seqlens: Tensor | None = None, document_samples: Tensor | None = None
+    seed: int,
+    first_sample: int,
+    *,
+    cu_seqlens: Tensor | None = None,
+    document_samples: Tensor | None = None,
+    device: torch.device | str | None = None,
 ) -> None:
     """Announce which samples the next forward sees. Call it before the forward of every training micro batch.
 
@@ -95,13 +169,23 @@ def set_micro_batch(
         document_samples: int64 [n], the index of each document's sample over the whole run. A document's masks are then
             those that it has in a row of its own. Where documents are not announced, a packed row is one sample,
             first_sample, and its masks are functions of the position in it.
+        device: where forwards run as CUDA graphs. Captured dropouts then read first_sample from a tensor there, and
+            the call before each replay chooses its masks. Not needed with Megatron's graphs, whose RNG tracker says it.
 
-    Raises ValueError where an index is out of range, or the documents do not fit one another.
+    Raises ValueError where an index is out of range, or the documents do not fit one another; RuntimeError where the
+    seed changes after a graph was captured.
     """
     documents = _pack_documents(cu_seqlens, document_samples)
     if not 0 <= first_sample < _SAMPLES:
         raise ValueError(f"first_sample is {first_sample}; it must be in [0, 2**48)")
+    graphs_device = device if device is not None else _find_device_of_graphs()
+    if graphs_device is not None and documents:
+        raise ValueError(
+            "document_samples are given in a run with CUDA graphs, which read one first sample; leave them out, or "
+            "turn CUDA graphs off"
+        )
     _DRAWN.clear()
+    _FOR_GRAPHS.announce(seed % 2**64, first_sample, None if graphs_device is None else torch.device(graphs_device))
     _set_state(seed, first_sample, documents)
 
 
@@ -123,9 +207,14 @@ def count_depths(prediction_layers: Iterable[torch.nn.Module]) -> None:
 def _set_state(seed: int, position: int, documents: bytes) -> None:
     """position: the first sample, plus the depth times _SAMPLES."""
     # A new state each time, because recomputation still holds those of earlier micro batches.
-    states = get_cuda_rng_tracker().states_
-    graphable = next((state for state in states.values() if isinstance(state, torch.Generator)), None)
-    states[STATE_NAME] = _make_state(seed, position, documents, None if graphable is None else graphable.device)
+    state = _make_state(seed, position, documents, _find_device_of_graphs())
+    get_cuda_rng_tracker().states_[STATE_NAME] = state
+
+
+def _find_device_of_graphs() -> torch.device | None:
+    """Where Megatron's tracker keeps generators, as it does for CUDA graphs; None where it keeps bytes."""
+    states = get_cuda_rng_tracker().states_.values()
+    return next((state.device for state in states if isinstance(state, torch.Generator)), None)
 
 
 def _pack_documents(cu_seqlens: Tensor | None, document_samples: Tensor | None) -> bytes:
@@ -151,14 +240,23 @@ def _make_state(seed: int, position: int, documents: bytes, device: torch.device
     if device is None:
         with unset_fake_temporarily():  # memory is counted on tensors without numbers
             return torch.tensor(list(_STATE.pack(seed, offset) + documents), dtype=torch.uint8)
-    if documents:
-        raise ValueError(
-            "document_samples are given in a run with CUDA graphs, whose random states have no room for them; leave "
-            "them out, or turn CUDA graphs off"
-        )
-    generator = torch.Generator(device).manual_seed(seed)
-    generator.set_offset(offset)
+    generator = torch.Generator(device)
+    _NUMBERS[generator] = seed, position
+    if not is_capturing():  # when its numbers could not be set
+        generator.manual_seed(seed)
+        generator.set_offset(offset)
     return generator
+
+
+def is_capturing() -> bool:
+    """Whether the current stream records a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _is_warming_up() -> bool:
+    """Whether Megatron runs forwards of one micro batch several times, to capture a graph."""
+    graphs = sys.modules.get("megatron.core.transformer.cuda_graphs")
+    return any(getattr(graphs, name, bool)() for name in ("is_graph_warmup", "is_graph_capturing"))
 
 
 def read_micro_batch() -> tuple[int, int]:
@@ -175,6 +273,8 @@ def _read_state() -> tuple[int, int]:
     if state is None:
         raise RuntimeError(f"Tempo's dropout does not know which samples it sees; {_REMEDY}")
     if isinstance(state, torch.Generator):
+        if state in _NUMBERS:
+            return _NUMBERS[state]
         seed, offset = state.initial_seed(), state.get_offset()
     else:
         # Whole, because a slice of it is a tensor without numbers where memory is counted on such tensors.
@@ -220,26 +320,29 @@ def derive_site_key(seed: int, stack: Stack, layer_number: int, site: Site) -> i
     return derive_key(seed, *map(int, path))
 
 
-def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECODER) -> tuple[int, int]:
+def find_key_and_sample(layer_number: int, site: Site, stack: Stack = Stack.DECODER) -> tuple[int, int | Tensor]:
     """(64-bit key, first sample) for a dropout at `site` of layer `layer_number` (1-based) of `stack` in this forward.
 
     The layer number is global, over all pipeline stages. Inside multi-token prediction the depth counts instead.
+    In runs with CUDA graphs the sample is a 0-dim int64 tensor on their device.
 
-    Raises RuntimeError where a forward that is not a recomputed one would draw the masks of an earlier forward.
+    Raises RuntimeError where a forward that is not a recomputed one would draw the masks of an earlier forward, and
+    where a CUDA graph is captured that would draw the same masks in each replay.
     """
     seed, position = _read_state()
     depth, first_sample = divmod(position, _SAMPLES)
     if depth:
         layer_number, stack = depth, Stack.PREDICTION
     key = derive_site_key(seed, stack, layer_number, site)
-    if not is_in_backward():
+    if not (is_in_backward() or is_capturing() or _is_warming_up()):
         if key in _DRAWN:
             raise RuntimeError(
                 f"dropout at {site.name} of {stack.name} layer {layer_number} would draw one mask twice: a second "
                 f"forward in training mode runs, and no micro batch was announced since the first; {_REMEDY}"
             )
         _DRAWN.add(key)
-    return key, first_sample
+    on_device = _FOR_GRAPHS.read(seed, first_sample)
+    return key, first_sample if on_device is None else on_device
 
 
 def find_segments(rank: int, size: int, num_rows: int) -> list[tuple[int, int]]:

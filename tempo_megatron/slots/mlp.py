@@ -25,7 +25,14 @@ from tempo_kernels.pointwise import activate
 from tempo_kernels.recompute import drop, recompute
 from tempo_kernels.squared_relu import squared_relu
 from tempo_megatron.settings.activations import ACTIVATIONS, find_inplace_refusal
-from tempo_megatron.slots.linear import LinearCall, Return, is_in_backward, replace_modules
+from tempo_megatron.slots.linear import (
+    LinearCall,
+    Return,
+    is_in_backward,
+    is_quantised,
+    keep_given_input,
+    replace_modules,
+)
 
 _MLP_ARGUMENTS = frozenset(inspect.signature(MLP.__init__).parameters)
 
@@ -123,6 +130,8 @@ class TempoMLP(MLP):
         # Pass on only the names that this Megatron's MLP takes.
         accepted = {name: value for name, value in kwargs.items() if name in _MLP_ARGUMENTS}
         super().__init__(config, submodules, is_expert, input_size, ffn_hidden_size, tp_group, **accepted)
+        if self.keep == "output" and is_quantised(config):
+            keep_given_input(self.linear_fc2)
         self._activation = self._make_activation()
 
     def _make_activation(self) -> Callable[[Tensor, Tensor | None], Tensor]:

@@ -18,8 +18,9 @@ The alternative, Megatron's local linears under TE's checkpoint keys, would give
 change the parameters' names in plain checkpoints. This way keeps every name, so sharded and plain checkpoints and those
 of the optimizer fit stock without a key map.
 
-Features that do more with a linear's input than keep it (fp8, delayed weight gradients, overlapped communication,
-offloading) are refused: y would be kept twice, or by code that does not know that it may be recomputed.
+Features that do more with a linear's input than keep it (delayed weight gradients, overlapped communication,
+offloading) are refused: y would be kept twice, or by code that does not know that it may be recomputed. In fp8 a norm
+or activation that keeps its output has the linear behind it keep that output too, instead of a quantised copy.
 
 Classes that derive from TE's are made on demand, because TE need not be installed.
 """
@@ -44,7 +45,7 @@ from tempo_kernels.recompute import drop, hold
 from tempo_megatron.settings.config import TempoConfig
 from tempo_megatron.slots.attention import TempoDotProductAttention, TempoRecomputeDotProductAttention
 from tempo_megatron.slots.choose import Obstacles, Refusal
-from tempo_megatron.slots.linear import DropsInput, NormInFront, name_as_stock
+from tempo_megatron.slots.linear import DropsInput, NormInFront, is_quantised, keep_given_input, name_as_stock
 from tempo_megatron.slots.mlp import TempoLinearRecomputeMLP, TempoMLP, TempoRecomputeMLP
 from tempo_megatron.slots.slot_content import find_class, find_submodules, list_fields
 
@@ -78,6 +79,8 @@ class SplitNorm(NormInFront):
         bare.use_cpu_initialization, bare.init_model_with_meta_device = False, True
         # In a tuple, so that it is not registered as a submodule: it uses this module's parameters.
         self._linear = (self.linear_class(input_size, output_size, config=bare, **kwargs),)
+        if self.keep == "output" and is_quantised(config):
+            keep_given_input(self._linear[0])
 
     def forward(self: Any, x: Tensor) -> Any:
         """(output, bias or None) of x [s or s/t, b, h]; with `return_layernorm_output` also the norm's output, where

@@ -210,12 +210,16 @@ def test_a_script_that_builds_none_of_the_models_is_refused() -> None:
         report.publish_once()
 
 
-def test_masks_are_left_to_stock_where_nobody_knows_their_samples_unless_these_were_asked_for() -> None:
+def test_masks_are_left_to_stock_where_nobody_knows_their_samples_unless_these_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
     config = TransformerConfig(**sizes, hidden_dropout=0.1, attention_dropout=0.0)
     config.cuda_graph_impl = "local"
+    assert _find_obstacles_to_masks(config, RUN) == {}
+    monkeypatch.setattr(megatron_versions, "VERSION", Version("0.15.3"))
     for arguments, clause, remedy in (
-        (RUN, "cuda_graph_impl is local", "leave CUDA graphs off"),
+        (RUN, "CUDA graphs are on, in which Tempo draws masks since megatron-core 0.16", "leave CUDA graphs off"),
         (None, "Megatron's arguments, which say what samples", "call initialize_megatron of megatron.training"),
     ):
         obstacles = _find_obstacles_to_masks(config, arguments)

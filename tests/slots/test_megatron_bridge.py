@@ -49,6 +49,21 @@ def test_adapters_are_given_what_the_norm_gave_and_learn_as_beside_stock(found, 
             assert adapted["gradient_error_eps"][name] <= 100, name
 
 
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "CanonicalLoRA"])
+def test_a_llama_that_is_fine_tuned_by_bridges_adapters_learns_and_is_exported_as_stocks(found, kind: str) -> None:
+    (rank,) = found(1)
+    if "fine-tuning" not in rank:
+        pytest.skip("needs Bridge's own code")
+    models = rank["fine-tuning"][kind]
+    stock = models["stock"]
+    assert stock["losses"][-1] < stock["losses"][0] - 1e-3 and stock["trained"] >= 16
+    assert stock["merged"] == (8 if kind == "LoRA" else 0)
+    for name, each in models.items():
+        assert each["losses"] == pytest.approx(stock["losses"], rel=2e-6), name
+        assert each["trained"] == stock["trained"] and each["is_exported"], name
+        assert each["merged"] == stock["merged"] and each["merged_error"] < 1e-5, name
+
+
 def test_every_weight_is_shared_by_the_ranks_as_stocks(found) -> None:
     (rank,) = found(1)
     for decider, kinds in rank["kinds"].items():

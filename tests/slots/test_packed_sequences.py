@@ -158,5 +158,5 @@ def test_documents_that_do_not_fit_are_not_announced(given, message):
 
 def test_documents_are_not_announced_to_cuda_graphs(monkeypatch):
     monkeypatch.setattr(get_cuda_rng_tracker(), "states_", {"model-parallel-rng": torch.Generator()})
-    with pytest.raises(ValueError, match="CUDA graphs, whose random states have no room"):
+    with pytest.raises(ValueError, match="CUDA graphs, which read one first sample"):
         set_micro_batch(5, 0, cu_seqlens=as_int32([0, 4]), document_samples=torch.tensor([1]))

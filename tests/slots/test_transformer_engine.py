@@ -104,6 +104,22 @@ def test_a_layer_keeps_less_than_stocks(found, ranks: int) -> None:
         assert total["recompute"] < total["inplace"] < 0.7 * total["stock"]
 
 
+@LAYOUTS
+def test_in_fp8_an_output_that_is_kept_takes_the_place_of_a_quantised_copy(found, ranks: int) -> None:
+    # Elements of [s, b, h], this rank's part; its columns of the MLP are four times as many.
+    elements, token, wide = S * B * H // ranks, S * B * 4 // ranks, S * B * 4 * H // ranks
+    for rank in found(ranks):
+        check(rank["fp8"]["case"])
+        stock, inplace = (rank["fp8"]["kept"][name]["by_module"] for name in ("stock", "inplace"))
+        for linear in ("self_attention.linear_qkv", "mlp.linear_fc1"):
+            assert stock[f"decoder.layers.0.{linear}"] == (2 + 1) * elements + 2 * token
+            assert 0 <= inplace[f"decoder.layers.0.{linear}"] - 2 * elements - token <= 8 * H
+        mlp, fc2 = "decoder.layers.0.mlp", "decoder.layers.0.mlp.linear_fc2"
+        assert stock[mlp] + stock[fc2] == (2 + 1) * wide
+        assert inplace[mlp] + inplace.get(fc2, 0) == 2 * wide + wide // 8
+        assert rank["fp8"]["auto"]["norm"].startswith("fp8 is on, whose linears keep quantised copies")
+
+
 def test_slots_are_counted_and_described(found) -> None:
     replaced = found(1)[0]["replaced"]
     counts = {"activation": [2, 2], "norm": [5, 5], "dropout": [4, 4], "attention": [2, 2]}

@@ -139,6 +139,61 @@ def run_adapted(tempo_config: TempoConfig, adapt: Callable[..., Any]) -> dict[st
     return {"loss": loss.item(), "grads": grads, "rms": [each.rms for each in adapted if hasattr(each, "rms")]}
 
 
+# SwiGLU has an exact form only.
+LLAMA = {"activation": "recompute", "dropout": "recompute", "attention": "flash", "loss": "off"}
+LLAMAS = {"stock": te_cases.OFF, "in place": TempoConfig(norm="inplace", **LLAMA)}
+LLAMAS["recompute"] = TempoConfig(norm="recompute", **LLAMA)
+ADAPTERS = {"LoRA": "lora", "DoRA": "dora", "CanonicalLoRA": "canonical_lora"}
+STEPS = 4
+
+
+def fine_tune(tempo_config: TempoConfig, kind: str) -> dict[str, Any]:
+    """Steps of a small Llama with Bridge's adapters on frozen weights: its losses, the weights into which LoRA's are
+    merged, and every weight as Bridge exports it to Hugging Face and takes it back."""
+    settings = {**te_cases.SWIGLU, "num_query_groups": 2}
+    model = te_cases.build_gpt(gpt_config(**settings), tempo_config).requires_grad_(False)
+    peft = getattr(importlib.import_module(f"megatron.bridge.peft.{ADAPTERS[kind]}"), kind)(dim=4, alpha=8)
+    mapping = importlib.import_module("megatron.bridge.models.conversion.param_mapping").AutoMapping
+    merge = importlib.import_module("megatron.bridge.peft.lora_merge").LoRAMerge().merge
+    torch.manual_seed(11)
+    wrapped = {}
+    for full_name, holder, name, linear in list(list_linears(model)):
+        wrapped[full_name] = peft.transform(linear, name, full_name.rpartition(".")[0])
+        setattr(holder, name, wrapped[full_name])
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    found: dict[str, Any] = {"losses": [], "trained": len(trained), "weights": {}, "is_exported": True}
+    for _ in range(STEPS):
+        loss = te_cases.run_gpt(model).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found["losses"].append(loss.item())
+    for name, each in wrapped.items():
+        linear = each.to_wrap
+        if kind == "LoRA":
+            parts = each.adapter.linear_out.weight, each.adapter.linear_in.weight
+            found["weights"][name] = merge(linear.weight, *parts, 8, 4, tp_group=None).detach()
+        exporter = mapping(f"{name}.weight", "theirs")
+        exported = exporter.megatron_to_hf(linear.weight, linear)["theirs"]
+        back = mapping(f"{name}.weight", "theirs").hf_to_megatron(exported, linear)
+        found["is_exported"] &= torch.equal(exported, linear.weight) and torch.equal(back, linear.weight)
+    return found
+
+
+def compare_fine_tuning(kind: str) -> dict[str, Any]:
+    found = {name: fine_tune(tempo_config, kind) for name, tempo_config in LLAMAS.items()}
+    stock = found["stock"]["weights"]
+    return {
+        name: {
+            **{key: each[key] for key in ("losses", "trained", "is_exported")},
+            "merged_error": max([(each["weights"][key] - stock[key]).abs().max().item() for key in stock], default=0.0),
+            "merged": len(each["weights"]),
+        }
+        for name, each in found.items()
+    }
+
+
 def compare(found: dict[str, Any]) -> dict[str, Any]:
     stock = found["stock"]["grads"]
     return {
@@ -175,6 +230,8 @@ def main() -> None:
         "kinds": kinds,
         "adapted": compare({name: run_adapted(each, adapt_linear) for name, each in MODELS.items()}),
     }
+    if len(sys.argv) > 4 and world_size == 1:
+        found["fine-tuning"] = {kind: compare_fine_tuning(kind) for kind in ADAPTERS}
     try:
         run_adapted(AGAIN, adapt_linear)
         found["again"] = "nothing was refused"

@@ -9,6 +9,7 @@ import te_package
 
 te_package.install()
 
+import contextlib  # noqa: E402
 import copy  # noqa: E402
 import dataclasses  # noqa: E402
 import json  # noqa: E402
@@ -17,6 +18,7 @@ import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+import te_stand_ins  # noqa: E402
 import torch  # noqa: E402
 from gpt import (  # noqa: E402
     RECOMPUTE,
@@ -228,6 +230,30 @@ def kept_bytes(tempo_config: TempoConfig, **settings: Any) -> dict[str, Any]:
     return {"total": sum(found.values()), "by_module": found}
 
 
+def in_fp8(recipe: str = "tensorwise") -> dict[str, Any]:
+    """What is kept, and losses and gradients, where linears compute in FP8, and of which choices "auto" has none."""
+    written = dataclasses.replace(INPLACE, loss="off")
+    config = {"fp8": "e4m3", "fp8_recipe": recipe}
+    te_stand_ins.QUANTISES = True
+    contexts = {module: module.get_fp8_context for module in (transformer_block,)}
+    for module in contexts:
+        module.get_fp8_context = lambda *_, **__: contextlib.nullcontext()
+    try:
+        return {
+            "kept": {name: kept_bytes(chosen, **config) for name, chosen in (("stock", OFF), ("inplace", written))},
+            "case": measure(build_gpt, run_gpt, config, written),
+            "auto": dict(
+                tempoize(
+                    get_gpt_layer_with_transformer_engine_spec(), gpt_config(**config), TempoConfig()
+                ).choices.reasons
+            ),
+        }
+    finally:
+        te_stand_ins.QUANTISES = False
+        for module, stock in contexts.items():
+            module.get_fp8_context = stock
+
+
 def loads_both_ways() -> list[float]:
     """The losses of two models after each loaded the other's plain checkpoint, strictly."""
     stock, tempo = (build_gpt(gpt_config(), config, seed) for config, seed in ((OFF, 1), (INPLACE, 2)))
@@ -328,6 +354,7 @@ def main() -> None:
                 ("stock, fc1 again", dataclasses.replace(OFF, linear_fc1="recompute")),
             )
         },
+        "fp8": in_fp8(),
         "replaced": what_was_replaced(),
         "refusals": refusals(),
     }

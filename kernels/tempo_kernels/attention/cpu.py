@@ -346,7 +346,9 @@ class _Block:
         bits = keep_bits(
             int(settings.dropout_key or 0) % 2**64,
             settings.dropout_p,
-            sample=self._count(self.samples, int(settings.first_sample or 0)).view(-1, 1, 1),
+            sample=(
+                self._count(self.samples, 0) + (0 if settings.first_sample is None else settings.first_sample)
+            ).view(-1, 1, 1),
             head=self._count(slice(0, self.heads), settings.first_head).view(-1, 1),
             row=self._count(self.rows, settings.first_row),
             num_columns=self.num_keys,

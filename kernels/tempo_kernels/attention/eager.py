@@ -169,7 +169,7 @@ def _drop(weights: Tensor, settings: Settings) -> Tensor:
     dropped = drop_mask(
         int(settings.dropout_key or 0) % 2**64,
         settings.dropout_p,
-        sample=(sample + int(settings.first_sample or 0)).view(-1, 1, 1),
+        sample=(sample + (0 if settings.first_sample is None else settings.first_sample)).view(-1, 1, 1),
         head=(head + settings.first_head).view(-1, 1),
         row=row + settings.first_row,
         num_columns=weights.size(-1),

@@ -122,7 +122,7 @@ class Draw(NamedTuple):
     def place(self, num_rows: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the global rows and samples of the tokens, int64, each of which broadcasts to [num_rows, batch]."""
         row, sample = (torch.arange(n, dtype=torch.int64, device=device) for n in (num_rows, batch))
-        rows, samples = (self.first_row + row).unsqueeze(-1), int(self.first_sample) + sample
+        rows, samples = (self.first_row + row).unsqueeze(-1), self.first_sample + sample
         if self.rows is not None:
             rows = self.rows.view(num_rows, -1)
         if self.samples is not None:
