@@ -203,6 +203,7 @@ def read_run(
             config.recompute_modules,
             has_experts=bool(config.num_moe_experts),
             has_latent_attention=config.multi_latent_attention,
+            fuses_norms=stock == "transformer_engine",
         )
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     model = make_shape(

@@ -376,8 +376,11 @@ def read_recomputation(
     *,
     has_experts: bool = False,
     has_latent_attention: bool = False,
+    fuses_norms: bool = False,
 ) -> dict[str, Any]:
     """The fields of a Run for Megatron's arguments of these names.
+
+    fuses_norms: whether each norm before attention and MLP is one module with the linear behind it.
 
     Raises ValueError for what the estimate does not know.
     """
@@ -387,11 +390,14 @@ def read_recomputation(
         taken = tuple(modules or ("core_attn",))
         known = ["core_attn", "mlp", *(["moe", "shared_experts", "moe_act"] if has_experts else [])]
         known += ["mla_up_proj"] if has_latent_attention else []
-        known += ["layernorm"] if has_experts or has_latent_attention else []
+        known += ["layernorm"] if has_experts or has_latent_attention or fuses_norms else []
         if unknown := sorted({*taken} - {*known}):
             raise ValueError(
                 f"--recompute-modules is {' '.join(unknown)}, and the estimate knows {', '.join(known)} only"
             )
+        if not (has_experts or has_latent_attention):
+            # No norm is a module of its own, and Megatron recomputes none (core/transformer/transformer_layer.py:384).
+            taken = tuple(name for name in taken if name != "layernorm")
         return {"recompute": taken}
     if method == "uniform" and num_layers != 1:
         raise ValueError(

@@ -73,6 +73,8 @@ def read(text: str, script: str = "pretrain_gpt.py", world_size: int | None = 8)
         (f"{LAYOUT} E,t*12||,|L", {"layers_of_chunks": (12, 0, 0, 0)}),
         ("--mtp-num-layers 2 --mtp-use-repeated-layer", {"mtp_num_layers": 2, "mtp_repeats_layer": True}),
         ("--recompute-activations", {"recompute": ("core_attn",)}),
+        # Transformer Engine's norms are one with their linears.
+        ("--recompute-granularity selective --recompute-modules layernorm mlp", {"recompute": ("mlp",)}),
         (
             "--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute --wgrad-deferral-limit 2",
             {"deferred_head_gradients": 2},
@@ -144,7 +146,10 @@ def test_a_launcher_says_how_many_ranks_there_are(launcher: str, ranks: int) -> 
             "uniform --overlap-moe-expert-parallel-comm --recompute-granularity full --recompute-num-layers 1",
             "are both given",
         ),
-        ("--recompute-granularity selective --recompute-modules layernorm", "the estimate knows core_attn, mlp only"),
+        (
+            "--recompute-granularity selective --recompute-modules layernorm --transformer-impl local",
+            "the estimate knows core_attn, mlp only",
+        ),
         ("--multi-latent-attention --transformer-impl local", "needs --transformer-impl transformer_engine"),
         ("--multi-latent-attention --group-query-attention", "are both given"),
         ("--multi-latent-attention --v-head-dim 0", "--v-head-dim is 0; expected a positive number"),
