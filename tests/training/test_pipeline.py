@@ -41,6 +41,7 @@ class Layout:
     interleaves: bool = False
     tempo: bool = True
     dp: int = 1
+    unties: bool = False
     more: tuple[str, ...] = ()
     config: tuple[tuple[str, Any], ...] = ()
 
@@ -107,17 +108,17 @@ class Record:
 
 
 @pytest.fixture(scope="module")
-def begun(data: Data, bert_data: MaskedData, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Begun]:
-    found: dict[tuple[str, int], Begun] = {}
+def begun(data: Data, bert_data: MaskedData, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Begun]:
+    found: dict[tuple[str, int, bool], Begun] = {}
 
-    def begin(family: str, num_layers: int = 4) -> Begun:
-        if (family, num_layers) not in found:
+    def begin(family: str, num_layers: int = 4, unties: bool = False) -> Begun:
+        if (family, num_layers, unties) not in found:
             folder, own = tmp_path_factory.mktemp(family), data if family == "gpt" else bert_data
-            layers = ("--num-layers", str(num_layers))
+            layers = ("--num-layers", str(num_layers), *(["--untie-embeddings-and-output-weights"] * unties))
             words = [*SIZES, *layers, "--use-tempo", "--exit-interval", "1"]
             successful(run(own, folder / "first", *words, "--save", str(folder / "save")))
-            found[family, num_layers] = Begun(own, folder / "save", folder, layers)
-        return found[family, num_layers]
+            found[family, num_layers, unties] = Begun(own, folder / "save", folder, layers)
+        return found[family, num_layers, unties]
 
     return begin
 
@@ -153,19 +154,19 @@ RARELY = [
     ("gpt", Layout(pp=2, dp=2, zero=1, tempo=False, more=EVAL)),
     *(case for case in GRID if case not in OFTEN),
     *(("bert", layout) for _, layout in GRID if layout.pp == 2 and layout.tp == layout.zero + 1),
-    ("gpt", Layout(pp=2, more=("--untie-embeddings-and-output-weights",))),
+    ("gpt", Layout(pp=2, unties=True)),
 ]
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
     [*OFTEN, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in RARELY)],
-    ids=lambda value: value if isinstance(value, str) else repr(dataclasses.astuple(value)[:6]),
+    ids=lambda value: value if isinstance(value, str) else repr(dataclasses.astuple(value)[:7]),
 )
 def test_a_pipeline_trains_as_one_stage_does(
     begun: Callable[..., Begun], tmp_path: Path, family: str, layout: Layout
 ) -> None:
-    start = begun(family, 8 if layout.pp == 4 and layout.interleaves else 4)
+    start = begun(family, 8 if layout.pp == 4 and layout.interleaves else 4, layout.unties)
     whole = start.whole(layout.tempo)
     record = Record(tmp_path)
     found = successful(start.go_on(layout, tmp_path, before=record))
