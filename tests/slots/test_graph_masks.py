@@ -18,6 +18,7 @@ from megatron.core.transformer import cuda_graphs
 from tempo_megatron import TempoConfig, set_micro_batch
 from tempo_megatron.megatron_lm.patches import _announce_micro_batches, _announce_whole_steps
 from tempo_megatron.slots import dropout_rng
+from tempo_megatron.slots.dropout import TempoEmbeddingDropout
 from tempo_megatron.slots.dropout_rng import STATE_NAME, Site, find_key_and_sample
 
 INPLACE = TempoConfig(activation="inplace", norm="inplace", dropout="recompute", attention="flash", loss="off")
@@ -235,6 +236,30 @@ def test_megatrons_graph_of_a_whole_step_draws_the_masks_of_its_micro_batches(fo
     assert len(found) == len(wanted) == 12
     for ours, ordinary_ones in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, ordinary_ones, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_replays_on_a_gpu_draw_the_masks_of_ordinary_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropout_rng, "_FOR_GRAPHS", dropout_rng._SampleForGraphs())
+    monkeypatch.setattr(get_cuda_rng_tracker(), "states_", {})
+    dropout = TempoEmbeddingDropout(0.3, SimpleNamespace(sequence_parallel=False, context_parallel_size=1))
+    x = torch.ones(64, 2, 256, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        set_micro_batch(5, 3, device="cuda")
+        dropout(x)
+    side.synchronize()
+    graph, out = capture(lambda: dropout(x))
+    found = []
+    for sample in range(10):
+        set_micro_batch(5, sample)
+        graph.replay()
+        found.append(out.clone())
+    monkeypatch.setattr(dropout_rng, "_FOR_GRAPHS", dropout_rng._SampleForGraphs())
+    for sample, each in enumerate(found):
+        set_micro_batch(5, sample)
+        assert torch.equal(each, dropout(x))
+        assert not any(torch.equal(each, other) for other in found[:sample])
 
 
 def test_forwards_that_megatron_repeats_to_capture_a_graph_draw_one_mask_again(monkeypatch: pytest.MonkeyPatch) -> None:
