@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tempo_kernels.attention import attention
 from tempo_kernels.recompute import drop, recompute
-from tempo_megatron.cpu import is_used
 from tempo_megatron.slots import context_parallel
 from tempo_megatron.slots.dropout_rng import Site, Stack, find_key_and_sample, read_document_samples
 from tempo_megatron.slots.linear import LinearCall, Return, is_in_backward, replace_modules
@@ -257,12 +256,8 @@ def find_attention_refusal(config: Any, value: str) -> str | None:
     """What the TransformerConfig asks of attention that Tempo's with this value cannot give; None where it can give
     everything."""
     size = config.context_parallel_size
-    comm_types = config.cp_comm_type if isinstance(config.cp_comm_type, (list, tuple)) else [config.cp_comm_type]
     refused = {
         f"context_parallel_size is {size} and the form is softmax": size > 1 and value == "softmax",
-        f"context_parallel_size is {size} and cp_comm_type is {config.cp_comm_type}, with keys in parts on a GPU": (
-            size > 1 and set(comm_types) != {"a2a"} and not is_used()
-        ),
         "hybrid_context_parallel is on": getattr(config, "hybrid_context_parallel", False),
         "recompute_modules holds mla_up_proj, after which queries, keys and values are there too late to make the "
         "output again": value == "recompute" and recomputes_latent_projections(config),

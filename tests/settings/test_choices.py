@@ -48,11 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {"attention": "off", "dropout": "off"},
         "hybrid_context_parallel is on, .* would draw the same masks",
     ),
-    "context parallelism on a GPU": (
-        {"context_parallel_size": 2, "cp_comm_type": "p2p"},
-        {"attention": "off"},
-        "context_parallel_size is 2 and cp_comm_type is p2p, with keys in parts on a GPU, which Tempo's attention does",
-    ),
+    "context parallelism on a GPU": ({"context_parallel_size": 2, "cp_comm_type": "p2p"}, {}, ""),
     "multi-token prediction in parts": (
         {**DROPS, "mtp_num_layers": 1, "overlap_moe_expert_parallel_comm": True},
         {"attention": "off", "dropout": "off"},
@@ -71,12 +67,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     ),
     "autocast": ({"enable_autocast": True}, ALL_THAT_AUTO_TAKES, "autocast is on"),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _is_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether another test of this process called use_cpu() changes no choice here."""
-    monkeypatch.setattr("tempo_megatron.slots.attention.is_used", lambda: False)
 
 
 def config_with(**settings: Any) -> TransformerConfig:

@@ -35,23 +35,27 @@ def settings(
     return Settings(causal, scale, p, key, first_sample, first_head, window_size, **firsts)
 
 
-def run(module, q, k, v, grad, mask, key_lengths, chosen):
-    """out, grad_q, grad_k and grad_v."""
-    inputs = Inputs(q, k, v, mask, key_lengths)
+def run(module, q, k, v, grad, mask, key_lengths, chosen, **more):
+    """out, grad_q, grad_k and grad_v, and grad_sink where there is a sink."""
+    inputs = Inputs(q, k, v, mask, key_lengths, **more)
     out, logsumexp = module.forward(inputs, chosen)
     return [out, *(g for g in module.backward(grad, inputs, Kept(out, logsumexp), chosen) if g is not None)]
 
 
-def check(q, k, v, grad, chosen, mask=None, key_lengths=None):
+def check(q, k, v, grad, chosen, mask=None, key_lengths=None, sink=None, bias=None, alibi_slopes=None):
     """Three witnesses: the kernels, and unfused attention in the same dtype and in float64."""
-    found = run(attention_kernel, q, k, v, grad, mask, key_lengths, chosen)
+    more = {"sink": sink, "bias": bias, "alibi_slopes": alibi_slopes}
+    found = run(attention_kernel, q, k, v, grad, mask, key_lengths, chosen, **more)
 
-    def specified(q, k, v, grad):
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = reference(*leaves, chosen, *(None if t is None else t.cpu() for t in (mask, key_lengths)))
+    def specified(q, k, v, grad, sink, bias):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v, sink) if t is not None]
+        hidden = (None if t is None else t.cpu() for t in (mask, key_lengths))
+        slopes = None if alibi_slopes is None else alibi_slopes.cpu()
+        out = reference(*leaves[:3], chosen, *hidden, *(leaves[3:] or [None]), bias, slopes)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
-    assert_as_specified(found, [q, k, v, grad], specified, "out", "grad_q", "grad_k", "grad_v")
+    names = ["out", "grad_q", "grad_k", "grad_v"] + (["grad_sink"] if sink is not None else [])
+    assert_as_specified(found, [q, k, v, grad, sink, bias], specified, *names)
 
 
 def random_inputs(sq, sk, b, a, g, d, dtype):

@@ -1,4 +1,7 @@
-"""Attention within the documents of a packed row: one document after the other, each as a row of its own."""
+"""Attention within the documents of a packed row: one document after the other, each as a row of its own.
+
+This is the specification, and what runs on a CPU and in the softmax form; kernel_documents.py does it on a GPU.
+"""
 
 from __future__ import annotations
 

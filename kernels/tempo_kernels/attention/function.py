@@ -72,7 +72,8 @@ def attention(
             A number outside of [0, sk] is refused on a CPU; on a GPU, which is not waited for, it counts as nearest.
         cu_seqlens: int32 [n + 1], where a packed row's n documents begin and end: document i is q[cu_seqlens[i] :
             cu_seqlens[i + 1]], and sees its own keys only; causal and window_size count within it. b is 1. Tokens of no
-            document get 0 and pass no gradient on. Neither mask, key_lengths nor first_column may be given beside it.
+            document get 0 and pass no gradient on. Neither mask, key_lengths nor first_column may be given beside it. A
+            number outside of the row is refused on a CPU; on a GPU, which is not waited for, it counts as nearest.
         cu_seqlens_k: int32 [n + 1], the same of k and v, where it differs.
         document_samples: int64 [n], the global index of each document's sample: its mask of dropout is then that of the
             document in a row of its own. None: the mask is that of the packed row, sample first_sample.
@@ -85,16 +86,16 @@ def attention(
             of FlashAttention and of Transformer Engine; without a sink, what is the same for all keys of a query
             changes nothing, so that transformers' slope * column (BLOOM) is the same.
         bias: [b or 1, a or 1, sq or 1, sk], floating point, added to the scaled scores. Below -1e30 it hides its key,
-            as minus infinity does. cu_seqlens may not be given beside it. Its gradient is computed on a CPU, and in the
-            form "softmax".
+            as minus infinity does. cu_seqlens may not be given beside it. Its gradient, which takes memory of the size
+            of bias in float32 for the time of backward, is computed on a CPU, and on a GPU in the form "softmax".
         form: "flash" keeps no [sq, sk] tensor. "softmax" keeps the softmax's output and draws the dropout's again.
 
     dropout_key and first_sample may each be a 0-dim int64 tensor on q's device (the key's 64 bits as a signed number),
     which must not change between a forward and its backward.
 
     Returns:
-        [sq, b, a, dv], contiguous. A query that sees no key, by position, window_size and key_lengths, gets 0 and
-        passes no gradient on, with or without a sink.
+        [sq, b, a, dv], contiguous. A query that sees no key, by position, window_size, key_lengths and bias, gets 0
+        and passes no gradient on, with or without a sink.
 
     Under autocast nothing is cast: the inputs' dtype is that of the products, in forward and in backward.
 
@@ -107,9 +108,9 @@ def attention(
         On a GPU, a 16-bit out is rounded before a row's sum of out * grad_out is taken, as in FlashAttention. Where a
         softmax is saturated (a single key is seen, or one score is far above the others), gradients of scores that
         should be about 0 are therefore one rounding of a product.
-    Raises: ValueError for shapes, dtypes or a probability that do not fit, and on a GPU, in the form "flash", for
-        cu_seqlens, which has no kernel yet, for a bias that requires a gradient, and with dropout for a first_column
-        that is not a multiple of 8; RuntimeError on a second derivative.
+    Raises: ValueError for shapes, dtypes or a probability that do not fit, and on a GPU, in the form "flash", for a
+        bias that requires a gradient, and with dropout for a first_column that is not a multiple of 8; RuntimeError on
+        a second derivative.
     """
     draw = (dropout_p, dropout_key, first_sample, first_head)
     settings = Settings(causal, softmax_scale, *draw, window_size, first_row, first_column, softcap)
@@ -122,8 +123,6 @@ def attention(
     backend = find_backend(
         q, k, v, causal, mask, dropout_p, window_size, key_lengths, first_column, form, is_packed, changes_scores
     )
-    if backend == "triton" and is_packed:
-        raise ValueError('attention: cu_seqlens is given, which has no kernel on a GPU; give form="softmax"')
     if backend == "triton" and bias is not None and bias.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "attention: bias requires a gradient, which the kernels on a GPU do not compute; expected a constant; give "
@@ -210,12 +209,14 @@ def _compute(inputs: Inputs, packed: Documents, settings: Settings, is_softmax: 
     """Returns out and the logsumexp, and with is_softmax the probabilities."""
     q, k = inputs.q, inputs.k
     kept = q.new_zeros(q.size(1), q.size(2), q.size(0), k.size(0)) if is_softmax else None
-    if packed.cu_seqlens is not None:
+    is_packed = packed.cu_seqlens is not None
+    if q.is_cuda and not is_softmax:
+        kernel = choose_backend(q, cpu)
+        out, logsumexp = kernel.forward(inputs, settings, documents=packed if is_packed else None)
+    elif is_packed:
         out, logsumexp = documents.forward(inputs, packed, settings, kept)
-    elif is_softmax:
-        out, logsumexp = cpu.forward(inputs, settings, kept)
     else:
-        out, logsumexp = choose_backend(q, cpu).forward(inputs, settings)
+        out, logsumexp = cpu.forward(inputs, settings, kept)
     return (out, logsumexp) if kept is None else (out, logsumexp, kept)
 
 
@@ -247,12 +248,14 @@ def _differentiate(
     needs_grad_bias: bool,
 ) -> Gradients:
     """Returns the gradients from what forward kept."""
-    if packed.cu_seqlens is not None:
+    is_packed = packed.cu_seqlens is not None
+    if inputs.q.is_cuda and not is_softmax:
+        kernel = choose_backend(inputs.q, cpu)
+        grads: Gradients = kernel.backward(grad_out, inputs, kept, settings, packed if is_packed else None)
+        return grads
+    if is_packed:
         return documents.backward(grad_out, inputs, packed, kept, settings)
-    if is_softmax or not inputs.q.is_cuda:
-        return cpu.backward(grad_out, inputs, kept, settings, needs_grad_bias)
-    grads: Gradients = choose_backend(inputs.q, cpu).backward(grad_out, inputs, kept, settings)
-    return grads
+    return cpu.backward(grad_out, inputs, kept, settings, needs_grad_bias)
 
 
 def _read_operands(operands: tuple[Any, ...]) -> tuple[Inputs, Documents, Settings, bool]:

@@ -2,7 +2,8 @@
 
 The algorithm is FlashAttention-2's (Dao, arXiv 2307.08691). Forward and the gradient of q walk over keys
 (kernel_rows.py). The gradients of k and v walk over queries (kernel_columns.py). With enough heads one walk finds all
-three gradients (kernel_heads.py). The passes share the code for one tile (kernel_tile.py) and take their launch
+three gradients (kernel_heads.py). Of a packed row each program has a block of one document
+(kernel_documents.py). The passes share the code for one tile (kernel_tile.py) and take their launch
 arguments from kernel_plan.py. Scores and masks live in registers only: backward computes the probabilities again from
 the logsumexp, and Philox draws the same bits again.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention import kernel_rows as rows
+from tempo_kernels.attention.documents import Documents
 from tempo_kernels.attention.kernel_plan import Form, Shape, plan_forward, plan_one_walk, plan_two_walks
 from tempo_kernels.attention.settings import Gradients, Inputs, Kept, Settings
 from tempo_kernels.kernel_launch import cache_plans, count_multiprocessors
@@ -81,27 +83,43 @@ def _find_shapes(architecture: int | None, head_dim: int) -> tuple[Shape, ...]:
     return next(shapes for largest, shapes in table.items() if head_dim <= largest)
 
 
-def forward(inputs: Inputs, settings: Settings, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    inputs: Inputs, settings: Settings, out_dtype: torch.dtype | None = None, documents: Documents | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns out [sq, b, a, dv] and the logsumexp [b, a, sq] (float32) in units of the unscaled scores.
 
     The logsumexp is infinite where a query sees no key. Where every score is masked, it is relative to the masked
     score, and its last bit is 1. Where an out_dtype is given, out has it, and the logsumexp is that of eager.py.
+    Of a packed row they are those of documents.py.
     """
     q, v = inputs.q, inputs.v
     _check(inputs, settings)
     num_queries, batch, heads, _ = q.shape
     out = torch.empty(num_queries, batch, heads, v.size(-1), dtype=out_dtype or q.dtype, device=q.device)
     logsumexp = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
-    if q.numel() == 0:
+    if documents is not None:
+        # A token of no document has no program.
+        out.zero_()
+        logsumexp.fill_(float("inf"))
+    if q.numel() == 0 or _count_documents(documents) == 0:
         return out, logsumexp
-    call = _prepare(inputs, settings)
-    plan = plan_forward(call.form, choose_shapes(q, v)[0])
+    call = _prepare(inputs, settings, documents=documents)
+    shape = choose_shapes(q, v)[0]
+    if max(q.size(-1), v.size(-1)) > 64:
+        # A document's own numbers and a tile of the bias lie in registers, of which so many keys leave too few.
+        if documents is not None:
+            shape = shape._replace(keys=min(shape.keys, 64))
+        if inputs.bias is not None:
+            shape = shape._replace(keys=max(shape.keys // 2, 32))
+    plan = plan_forward(call.form, shape)
     rows.launch_forward(plan, (*call.tensors, out, logsumexp, *call.optional), call.drawn)
     return out, logsumexp if out_dtype is None else logsumexp.mul_(settings.softmax_scale)
 
 
-def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -> Gradients:
-    """Returns grad_q, grad_k, grad_v in the shapes of q, k, v; the same bits every time on the same GPU.
+def backward(
+    grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings, documents: Documents | None = None
+) -> Gradients:
+    """Returns the gradients of q, k, v and the sink; the same bits every time on the same GPU.
 
     With `kept.is_part` they are float32, out may be of any dtype, and the logsumexp is that of eager.py.
 
@@ -110,19 +128,45 @@ def backward(grad_out: Tensor, inputs: Inputs, kept: Kept, settings: Settings) -
     q = inputs.q
     dtype = torch.float32 if kept.is_part else q.dtype
     grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=dtype, device=t.device) for t in inputs[:3])
+    if documents is not None:
+        for grad in (grad_q, grad_k, grad_v):
+            grad.zero_()
     if kept.is_part:
         assert kept.logsumexp is not None
         kept = kept._replace(logsumexp=kept.logsumexp / settings.softmax_scale)
     grads = grad_q, grad_k, grad_v
-    if q.numel() == 0:
-        return Gradients(grad_q, grad_k.zero_(), grad_v.zero_())
-    call = _prepare(inputs, settings, grad_out, kept.is_part)
-    splits = choose_splits(inputs)
+    if q.numel() == 0 or _count_documents(documents) == 0:
+        grad_sink = None if inputs.sink is None else torch.zeros_like(inputs.sink)
+        return Gradients(grad_q, grad_k.zero_(), grad_v.zero_(), sink=grad_sink)
+    call = _prepare(inputs, settings, grad_out, kept.is_part, documents)
+    # The documents of a packed row have any length: a program per block shares them out, one per head does not.
+    splits = 0 if documents is not None else choose_splits(inputs)
     if splits > 0:
-        _walk_once(splits, grads, call, kept)
+        delta, norm = _walk_once(splits, grads, call, kept), None
     else:
-        _walk_twice(grads, call, kept)
-    return Gradients(*grads)
+        delta, norm = _walk_twice(grads, call, kept)
+    return Gradients(*grads, sink=_find_grad_sink(inputs, settings, kept, delta, norm))
+
+
+def _find_grad_sink(
+    inputs: Inputs, settings: Settings, kept: Kept, delta: Tensor, norm: Tensor | None
+) -> Tensor | None:
+    """Minus the sum over rows of the sink's probability times the row's sum of out * grad_out, which is delta [b, a, sq
+    or more] times dropout's scale; norm [b, a, sq] multiplies probabilities."""
+    if inputs.sink is None:
+        return None
+    assert kept.logsumexp is not None
+    probabilities = (inputs.sink.float().view(-1, 1) - kept.logsumexp * settings.softmax_scale).exp()
+    if norm is not None:
+        probabilities = torch.where(kept.logsumexp.isinf(), 0.0, probabilities * norm)
+    delta = torch.where(kept.logsumexp.isinf(), 0.0, delta[..., : inputs.q.size(0)])
+    return ((probabilities * delta).sum((0, 2)) * -settings.keep_scale).to(inputs.sink.dtype)
+
+
+def _count_documents(documents: Documents | None) -> int | None:
+    if documents is None or documents.cu_seqlens is None:
+        return None
+    return max(0, documents.cu_seqlens.numel() - 1)
 
 
 def choose_splits(inputs: Inputs) -> int:
@@ -162,17 +206,29 @@ class _Call(NamedTuple):
     tensors: tuple[Tensor, ...]
     """q, k, v and, in backward, grad_out, as kernels can read them."""
     optional: tuple[Tensor | None, ...]
-    """mask, key_lengths, dropout_key and first_sample, where they are tensors."""
+    """mask, key_lengths, dropout_key, first_sample, bias, alibi_slopes, sink, cu_seqlens, cu_seqlens_k and
+    document_samples, where they are tensors."""
     drawn: tuple[int, ...]
     """The numbers that DRAWN names."""
 
 
-def _prepare(inputs: Inputs, settings: Settings, grad_out: Tensor | None = None, is_part: bool = False) -> _Call:
-    q, k, v, mask, lengths = inputs[:5]
+def _prepare(
+    inputs: Inputs,
+    settings: Settings,
+    grad_out: Tensor | None = None,
+    is_part: bool = False,
+    documents: Documents | None = None,
+) -> _Call:
+    q, k, v, mask, lengths, bias, slopes, sink = inputs
     tensors, strides = _read((q, k, v) if grad_out is None else (q, k, v, grad_out))
     if mask is not None:
         mask = mask.view(torch.uint8).expand(q.size(1), q.size(2), q.size(0), k.size(0))
-    lengths = None if lengths is None else lengths.contiguous()
+    if bias is not None:
+        bias = bias.expand(q.size(1), q.size(2), q.size(0), k.size(0))
+    lengths, slopes, sink = (None if t is None else t.contiguous() for t in (lengths, slopes, sink))
+    boundaries, key_boundaries, samples = (None if t is None else t.contiguous() for t in documents or Documents())
+    if key_boundaries is None:
+        key_boundaries = boundaries
     numbers, (key, first_sample) = settings.split()
     form = Form(
         q.shape,
@@ -191,13 +247,21 @@ def _prepare(inputs: Inputs, settings: Settings, grad_out: Tensor | None = None,
         settings.window_size and tuple(settings.window_size),  # type: ignore[arg-type]
         settings.first_row,
         settings.first_column,
+        settings.softcap,
+        None if bias is None else bias.stride(),
+        slopes is not None,
+        sink is not None,
+        _count_documents(documents),
+        samples is not None and settings.dropout_p > 0,
     )
     words = key_words(numbers.dropout_key or 0)  # type: ignore[arg-type]  # the tensors are split off
     drawn = (*words, numbers.first_sample or 0, settings.first_head)
-    return _Call(form, tensors, (mask, lengths, key, first_sample), drawn)  # type: ignore[arg-type]
+    optional = (mask, lengths, key, first_sample, bias, slopes, sink, boundaries, key_boundaries, samples)
+    return _Call(form, tensors, optional, drawn)  # type: ignore[arg-type]
 
 
-def _walk_once(splits: int, grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> None:
+def _walk_once(splits: int, grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> Tensor:
+    """Fills the gradients of q, k and v, and returns delta."""
     q, k, v, grad_out = call.tensors
     grad_q, grad_k, grad_v = grads
     assert kept.out is not None and kept.logsumexp is not None
@@ -208,9 +272,11 @@ def _walk_once(splits: int, grads: tuple[Tensor, ...], call: _Call, kept: Kept) 
     tensors = (q, k, v, grad_out, statistics, sums, grad_k, grad_v, *call.optional)
     whole_heads.launch_walk(plans.launches.walk, tensors, call.drawn)
     whole_heads.launch_finish(plans.launches.finish, (sums, grad_q))
+    return statistics[1]
 
 
-def _walk_twice(grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> None:
+def _walk_twice(grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> tuple[Tensor, Tensor | None]:
+    """Fills the gradients of q, k and v, and returns delta and, in float32, the norm."""
     q, k, v, grad_out = call.tensors
     grad_q, grad_k, grad_v = grads
     assert kept.logsumexp is not None
@@ -223,6 +289,7 @@ def _walk_twice(grads: tuple[Tensor, ...], call: _Call, kept: Kept) -> None:
     rows.launch_grad_q(plans.grad_q, tensors, call.drawn)
     tensors = (q, k, v, grad_out, statistics, norm, grad_k, grad_v, *call.optional)
     columns.launch_grad_kv(plans.grad_kv, tensors, call.drawn)
+    return statistics[1], norm
 
 
 def _read(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[tuple[int, ...], ...]]:
@@ -240,10 +307,15 @@ def _read(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[tuple[in
 
 def _check(inputs: Inputs, settings: Settings) -> None:
     q, v = inputs.q, inputs.v
-    if settings.softcap is not None or inputs.changes_scores:
+    # Offsets within a tile of the bias have 32 bits.
+    if inputs.bias is not None and max(inputs.bias.stride()[2:]) >= MAX_ROW_ELEMENTS // 2:
         raise ValueError(
-            "attention: a sink, softcap, alibi_slopes or bias is given, which the kernels on a GPU do not have; give "
-            'form="softmax"'
+            f"attention: bias has strides {inputs.bias.stride()}; expected fewer than {MAX_ROW_ELEMENTS // 2} elements "
+            "from query to query and from key to key on a GPU; give bias.contiguous()"
+        )
+    if inputs.bias is not None and inputs.bias.dtype not in DTYPES:
+        raise ValueError(
+            f"attention: bias is {inputs.bias.dtype}; expected float32, float16 or bfloat16 on a GPU; cast it"
         )
     head_dim = max(q.size(-1), v.size(-1))
     if q.dtype not in DTYPES or head_dim > MAX_HEAD_DIM:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tempo_kernels.attention.kernel_documents import enter_document, find_document
 from tempo_kernels.attention.kernel_tile import (
     PADDING,
     VARYING,
@@ -25,6 +26,7 @@ from tempo_kernels.attention.kernel_tile import (
     find_seen_keys,
     keep_apart,
     load_rows,
+    load_slope,
     order_keys,
     store_rows,
 )
@@ -36,6 +38,7 @@ from tempo_kernels.philox.kernel import load_draw
 def find_queries(
     start_key, num_queries, num_seen, first_offset, last_offset,
     LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    num_hidden=0, HIDES_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """Returns (first, full_start, full_stop, stop) of the queries that see this block of keys.
 
@@ -53,6 +56,8 @@ def find_queries(
         full_stop = start_key - first_offset + 1
     if start_key + BLOCK_KEYS > num_seen:
         full_stop = 0
+    if HIDES_FIRST:
+        full_stop = tl.where(start_key < num_hidden, 0, full_stop)
     if start_key >= num_seen:
         stop = 0
     return first, full_start, full_stop, stop
@@ -61,15 +66,19 @@ def find_queries(
 @triton.jit(do_not_specialize=VARYING)
 def _grad_kv_kernel(
     q_ptr, k_ptr, v_ptr, grad_out_ptr, statistics_ptr, norm_ptr, grad_k_ptr, grad_v_ptr,
-    mask_ptr, lengths_ptr, key_ptr, first_sample_ptr,
+    mask_ptr, lengths_ptr, key_ptr, first_sample_ptr, bias_ptr, slopes_ptr, sink_ptr,
+    boundaries_ptr, key_boundaries_ptr, samples_ptr,
     q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head, grad_row, grad_sample, grad_head,
-    mask_sample, mask_head, mask_row, mask_column,
-    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, first_row, first_column,
+    mask_sample, mask_head, mask_row, mask_column, bias_sample, bias_head, bias_row, bias_column,
+    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, first_row, first_column, diagonal,
+    num_documents, cap, inverse_scale,
     scale, softmax_scale, masked_score,
     key_low, key_high, first_sample, first_head, limit, keep_scale,
     UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, IS_PART: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINK: tl.constexpr,
+    IS_PACKED: tl.constexpr, LOADS_SAMPLES: tl.constexpr, HIDES_FIRST: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEEPS_APART: tl.constexpr,
 ):  # fmt: skip
@@ -79,30 +88,54 @@ def _grad_kv_kernel(
     statistics, as a masked load reads 4 bytes a time.
     """
     num_key_blocks, num_groups = tl.cdiv(num_keys, BLOCK_KEYS), num_heads // group_size
-    start_key, index = tl.program_id(0) % num_key_blocks * BLOCK_KEYS, tl.program_id(0) // num_key_blocks
+    if IS_PACKED:
+        num_key_blocks = num_keys // BLOCK_KEYS + num_documents
+    place, index = tl.program_id(0) % num_key_blocks, tl.program_id(0) // num_key_blocks
+    total_queries, first_query, first_seen, num_hidden = num_queries, 0, 0, 0
+    start_key = place * BLOCK_KEYS
+    if IS_PACKED:
+        document, start_key, first_seen, num_keys, first_query, num_queries = find_document(
+            place, key_boundaries_ptr, boundaries_ptr, num_keys, num_queries, num_documents, BLOCK_KEYS
+        )
+        first_seen, num_keys, first_offset, last_offset, diagonal, num_hidden = enter_document(
+            num_queries, first_seen, num_keys, first_offset, last_offset, HIDES_FIRST
+        )
+        if HIDES_FIRST:
+            first_row, first_column = first_query, first_seen
+        q_ptr += first_query * q_row.to(tl.int64) * UNIT
+        k_ptr += first_seen * k_row.to(tl.int64) * UNIT
+        v_ptr += first_seen * v_row.to(tl.int64) * UNIT
+        grad_out_ptr += first_query * grad_row.to(tl.int64) * UNIT
     sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
     num_seen = count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS)
     first, full_start, full_stop, stop = find_queries(
         start_key, num_queries, num_seen, first_offset, last_offset,
-        LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS,
+        LIMITS_LEFT, LIMITS_RIGHT, BLOCK_QUERIES, BLOCK_KEYS, num_hidden, HIDES_FIRST,
     )  # fmt: skip
     key_low, key_high, first_sample = load_draw(
         key_ptr, first_sample_ptr, key_low, key_high, first_sample, LOADS_KEY, LOADS_SAMPLE
     )
+    if LOADS_SAMPLES:
+        first_sample = tl.load(samples_ptr + document)
     if HAS_MASK:
         mask_ptr += sample * mask_sample
+    if HAS_BIAS:
+        bias_ptr += sample * bias_sample
     q_ptr += sample * q_sample * UNIT
     grad_out_ptr += sample * grad_sample * UNIT
-    padded = tl.cdiv(num_queries, PADDING) * PADDING
+    padded = tl.cdiv(total_queries, PADDING) * PADDING
     logsumexp_ptr = statistics_ptr + sample * num_heads * padded
     delta_ptr = logsumexp_ptr + batch.to(tl.int64) * num_heads * padded
+    if IS_PACKED:
+        logsumexp_ptr += first_query
+        delta_ptr += first_query
     if PRECISE:
-        norm_ptr += sample * num_heads * num_queries
+        norm_ptr += sample * num_heads * total_queries + first_query
     k_ptr += (sample * k_sample + kv_head * k_head) * UNIT
     v_ptr += (sample * v_sample + kv_head * v_head) * UNIT
     block_row, order = tl.arange(0, BLOCK_QUERIES), order_keys(BLOCK_KEYS, True)
-    k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM)
-    v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK)
+    k = load_rows(k_ptr, start_key, order, k_row * UNIT, num_seen, HEAD_DIM, BLOCK_DIM, num_hidden, HIDES_FIRST)
+    v = load_rows(v_ptr, start_key, order, v_row * UNIT, num_seen, VALUE_DIM, VALUE_BLOCK, num_hidden, HIDES_FIRST)
     grad_k = tl.zeros((BLOCK_KEYS, BLOCK_DIM), tl.float32)
     grad_v = tl.zeros((BLOCK_KEYS, VALUE_BLOCK), tl.float32)
     group_head = (kv_head * group_size).to(tl.int32)
@@ -120,25 +153,38 @@ def _grad_kv_kernel(
         grad_out = load_rows(
             grad_head_ptr, start_row, block_row, grad_stride * UNIT, num_queries, VALUE_DIM, VALUE_BLOCK
         )
-        logsumexp = tl.load(logsumexp_ptr + head * padded + start_row + block_row)
-        delta = tl.load(delta_ptr + head * padded + start_row + block_row)
+        if IS_PACKED:
+            # Behind the document's last row is the next document's first.
+            logsumexp = tl.load(logsumexp_ptr + head * padded + row, mask=row < num_queries, other=float("inf"))
+            delta = tl.load(delta_ptr + head * padded + row, mask=row < num_queries, other=0.0)
+        else:
+            logsumexp = tl.load(logsumexp_ptr + head * padded + start_row + block_row)
+            delta = tl.load(delta_ptr + head * padded + start_row + block_row)
         mask_head_ptr = mask_ptr
         if HAS_MASK:
             mask_head_ptr += head * mask_head
-        first_key, last_key = find_seen_keys(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
+        bias_head_ptr = bias_ptr
+        if HAS_BIAS:
+            bias_head_ptr += head * bias_head
+        slope = load_slope(slopes_ptr, head, inverse_scale, HAS_SLOPES)
+        first_key, last_key = find_seen_keys(
+            row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT, num_hidden, HIDES_FIRST
+        )
         is_edge = (start_row < full_start) | (start_row + BLOCK_QUERIES > full_stop)
-        probabilities, hides = find_probabilities(
-            q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
-            mask_head_ptr, mask_row, mask_column, num_queries, num_keys, scale, masked_score,
-            LIMITS_LEFT, HAS_MASK, PRECISE, BRANCHES, BLOCK_KEYS, True,
+        probabilities, hides, tangents = find_probabilities(
+            q, k, logsumexp, row, first_key, last_key, start_row, start_key, is_edge,
+            mask_head_ptr, mask_row, mask_column, bias_head_ptr, bias_row, bias_column, slope, diagonal, cap,
+            inverse_scale, num_queries, num_keys, scale, masked_score, LIMITS_LEFT, HAS_MASK, HAS_CAP, HAS_BIAS,
+            HAS_SLOPES, PRECISE, BRANCHES, BLOCK_KEYS, True,
         )  # fmt: skip
         if PRECISE:
-            norm = tl.load(norm_ptr + head * num_queries + row, mask=row < num_queries, other=0.0)
+            norm = tl.load(norm_ptr + head * total_queries + row, mask=row < num_queries, other=0.0)
             probabilities *= norm[None, :]
         draw_row, draw_key = find_place_of_draw(row, start_key, first_row, first_column, IS_PART)
         probabilities, grad_scores = find_score_gradients(
-            probabilities, hides, v, grad_out, delta, draw_row, draw_key, first_head + head, first_sample + sample,
-            key_low, key_high, limit, HAS_MASK, DRAWS, BLOCK_KEYS, True,
+            probabilities, hides, tangents, v, grad_out, delta, draw_row, draw_key,
+            first_head + head, first_sample + sample, key_low, key_high, limit,
+            HAS_MASK, HAS_CAP, DRAWS, BLOCK_KEYS, True,
         )  # fmt: skip
         grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
         grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
@@ -149,8 +195,14 @@ def _grad_kv_kernel(
     index, num_heads_of_row = sample * num_groups + kv_head, batch.to(tl.int64) * num_groups
     grad_k_ptr += index * HEAD_DIM
     grad_v_ptr += index * VALUE_DIM
-    store_rows(grad_k_ptr, start_key, order, num_heads_of_row * HEAD_DIM, num_keys, grad_k, HEAD_DIM, BLOCK_DIM)
-    store_rows(grad_v_ptr, start_key, order, num_heads_of_row * VALUE_DIM, num_keys, grad_v, VALUE_DIM, VALUE_BLOCK)
+    grad_k_row, grad_v_row = num_heads_of_row * HEAD_DIM, num_heads_of_row * VALUE_DIM
+    if IS_PACKED:
+        grad_k_ptr += first_seen * grad_k_row
+        grad_v_ptr += first_seen * grad_v_row
+    store_rows(grad_k_ptr, start_key, order, grad_k_row, num_keys, grad_k, HEAD_DIM, BLOCK_DIM, num_hidden, HIDES_FIRST)
+    store_rows(
+        grad_v_ptr, start_key, order, grad_v_row, num_keys, grad_v, VALUE_DIM, VALUE_BLOCK, num_hidden, HIDES_FIRST
+    )
 
 
 def launch_grad_kv(plan: Plan, tensors: Sequence[Tensor | None], drawn: Sequence[int]) -> None:

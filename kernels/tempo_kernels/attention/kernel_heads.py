@@ -28,6 +28,7 @@ from tempo_kernels.attention.kernel_tile import (
     find_seen_keys,
     keep_apart,
     load_rows,
+    load_slope,
     order_keys,
     store_rows,
 )
@@ -111,15 +112,19 @@ def _finish_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def _grad_heads_kernel(
     q_ptr, k_ptr, v_ptr, grad_out_ptr, statistics_ptr, sums_ptr, grad_k_ptr, grad_v_ptr,
-    mask_ptr, lengths_ptr, key_ptr, first_sample_ptr,
+    mask_ptr, lengths_ptr, key_ptr, first_sample_ptr, bias_ptr, slopes_ptr, sink_ptr,
+    boundaries_ptr, key_boundaries_ptr, samples_ptr,
     q_row, q_sample, q_head, k_row, k_sample, k_head, v_row, v_sample, v_head, grad_row, grad_sample, grad_head,
-    mask_sample, mask_head, mask_row, mask_column,
-    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, first_row, first_column,
+    mask_sample, mask_head, mask_row, mask_column, bias_sample, bias_head, bias_row, bias_column,
+    num_queries, num_keys, batch, num_heads, group_size, first_offset, last_offset, first_row, first_column, diagonal,
+    num_documents, cap, inverse_scale,
     scale, softmax_scale, masked_score,
     key_low, key_high, first_sample, first_head, limit, keep_scale,
     UNIT: tl.constexpr, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DRAWS: tl.constexpr, LOADS_KEY: tl.constexpr, LOADS_SAMPLE: tl.constexpr,
     PRECISE: tl.constexpr, BRANCHES: tl.constexpr, IS_PART: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SINK: tl.constexpr,
+    IS_PACKED: tl.constexpr, LOADS_SAMPLES: tl.constexpr, HIDES_FIRST: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, KEEPS_APART: tl.constexpr,
 ):  # fmt: skip
@@ -128,6 +133,7 @@ def _grad_heads_kernel(
     Adds their parts of grad_q to sums [splits, b, a, sq rounded up to a multiple of PADDING, BLOCK_DIM], which begin as
     zeros.
     """
+    tl.static_assert(not IS_PACKED, "the documents of a packed row are walked through twice")
     num_groups = num_heads // group_size
     split, index = tl.program_id(0) % NUM_SPLITS, tl.program_id(0) // NUM_SPLITS
     sample, kv_head = (index // num_groups).to(tl.int64), (index % num_groups).to(tl.int64)
@@ -137,6 +143,8 @@ def _grad_heads_kernel(
     )
     if HAS_MASK:
         mask_ptr += sample * mask_sample
+    if HAS_BIAS:
+        bias_ptr += sample * bias_sample
     padded = tl.cdiv(num_queries, PADDING) * PADDING
     num_rows = batch.to(tl.int64) * num_heads * padded
     group_head = (kv_head * group_size).to(tl.int32)
@@ -181,17 +189,23 @@ def _grad_heads_kernel(
             mask_head_ptr = mask_ptr
             if HAS_MASK:
                 mask_head_ptr += head * mask_head
+            bias_head_ptr = bias_ptr
+            if HAS_BIAS:
+                bias_head_ptr += head * bias_head
+            slope = load_slope(slopes_ptr, head, inverse_scale, HAS_SLOPES)
             first_key, last_key = find_seen_keys(row, first_offset, last_offset, num_seen, LIMITS_LEFT, LIMITS_RIGHT)
             is_edge = (start_row < full_start) | (start_row + BLOCK_QUERIES > full_stop)
-            probabilities, hides = find_probabilities(
-                q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
-                mask_head_ptr, mask_row, mask_column, num_queries, num_keys, scale, masked_score,
-                LIMITS_LEFT, HAS_MASK, PRECISE, BRANCHES, BLOCK_KEYS, False,
+            probabilities, hides, tangents = find_probabilities(
+                q, k, logsumexp, row, first_key, last_key, start_row, start_key, is_edge,
+                mask_head_ptr, mask_row, mask_column, bias_head_ptr, bias_row, bias_column, slope, diagonal, cap,
+                inverse_scale, num_queries, num_keys, scale, masked_score, LIMITS_LEFT, HAS_MASK, HAS_CAP, HAS_BIAS,
+                HAS_SLOPES, PRECISE, BRANCHES, BLOCK_KEYS, False,
             )  # fmt: skip
             draw_row, draw_key = find_place_of_draw(row, start_key, first_row, first_column, IS_PART)
             probabilities, grad_scores = find_score_gradients(
-                probabilities, hides, v, grad_out, delta, draw_row, draw_key, first_head + head, first_sample + sample,
-                key_low, key_high, limit, HAS_MASK, DRAWS, BLOCK_KEYS, False,
+                probabilities, hides, tangents, v, grad_out, delta, draw_row, draw_key,
+                first_head + head, first_sample + sample, key_low, key_high, limit,
+                HAS_MASK, HAS_CAP, DRAWS, BLOCK_KEYS, False,
             )  # fmt: skip
             grad_scores = grad_scores.to(q.dtype)
             grad_q = tl.dot(grad_scores, k, input_precision="ieee")

@@ -18,6 +18,8 @@ PIPELINES_BRANCHES = not triton.__version__.startswith("3.2.")  # triton 3.2 can
 
 Strides = tuple[int, ...]
 
+_NO_LIMIT = -(1 << 30)  # an offset that no row reaches
+
 
 class Shape(NamedTuple):
     """The tile, warps and pipeline stages of a pass."""
@@ -50,6 +52,13 @@ class Form(NamedTuple):
     window_size: tuple[int, int] | None
     first_row: int
     first_column: int | None
+    softcap: float | None
+    bias_strides: Strides | None
+    has_slopes: bool
+    has_sink: bool
+    num_documents: int | None
+    """None where the row is not packed."""
+    loads_samples: bool
 
 
 class WalkPlans(NamedTuple):
@@ -72,14 +81,16 @@ class HeadsPlans(NamedTuple):
 def plan_forward(form: Form, shape: Shape) -> Plan:
     """Plans `kernel_rows.launch_forward`."""
     num_queries, batch, heads, _ = form.q_shape
-    return Plan((-(-num_queries // shape.queries) * batch * heads,), DRAWN, **_list_numbers(form, shape))
+    blocks = _count_blocks(form, num_queries, shape.queries)
+    return Plan((blocks * batch * heads,), DRAWN, **_list_numbers(form, shape))
 
 
 @cache_plans
 def plan_two_walks(form: Form, shape: Shape, kv_shape: Shape, keeps_apart: bool) -> WalkPlans:
     """Plans `kernel_rows.launch_grad_q` and `kernel_columns.launch_grad_kv`."""
     num_queries, batch, heads, _ = form.q_shape
-    blocks, kv_blocks = -(-num_queries // shape.queries), -(-form.k_shape[0] // kv_shape.keys)
+    blocks = _count_blocks(form, num_queries, shape.queries)
+    kv_blocks = _count_blocks(form, form.k_shape[0], kv_shape.keys)
     scale = form.softmax_scale
     numbers, kv_numbers = _list_numbers(form, shape), _list_numbers(form, kv_shape) | {"KEEPS_APART": keeps_apart}
     return WalkPlans(
@@ -100,6 +111,11 @@ def plan_one_walk(form: Form, shape: Shape, splits: int) -> HeadsPlans:
         (splits, batch, heads, padded, numbers["BLOCK_DIM"]),
         whole_heads.plan_heads(padded // shape.queries * batch * heads, batch * form.k_shape[2], **numbers),
     )
+
+
+def _count_blocks(form: Form, num_rows: int, block: int) -> int:
+    """How many blocks of queries or keys a row has; of a packed row at most, as kernel_documents.py says."""
+    return -(-num_rows // block) if form.num_documents is None else num_rows // block + form.num_documents
 
 
 def _pad(num_queries: int) -> int:
@@ -128,27 +144,37 @@ def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:
     unit = 8 if all(step % 8 == 0 for step in steps.values()) else 1
     firsts = (form.first_row, form.first_column)
     limits = Settings(form.causal, form.softmax_scale, form.dropout_p, None, None, 0, form.window_size, *firsts)
-    first, last = limits.find_window(num_queries, num_keys)
+    # In a packed row the numbers of queries and keys are those of a document, which adds their difference itself.
+    is_packed = form.num_documents is not None
+    lengths = (0, 0) if is_packed else (num_queries, num_keys)
+    first, last = limits.find_window(*lengths)
     p = effective_probability(form.dropout_p)
     mask_names = ("mask_sample", "mask_head", "mask_row", "mask_column")
+    bias_names = ("bias_sample", "bias_head", "bias_row", "bias_column")
+    hides_first = is_packed and p > 0 and not form.loads_samples
     return {
         **{name: step // unit for name, step in steps.items()},
         **dict(zip(mask_names, form.mask_strides or (0, 0, 0, 0), strict=True)),
+        **dict(zip(bias_names, form.bias_strides or (0, 0, 0, 0), strict=True)),
         "num_queries": num_queries,
         "num_keys": num_keys,
         "batch": batch,
         "num_heads": heads,
         "group_size": heads // groups,
-        "first_offset": first or 0,
+        "first_offset": _NO_LIMIT if first is None and hides_first else first or 0,
         "last_offset": last or 0,
         "first_row": form.first_row,
         "first_column": form.first_column or 0,
+        "diagonal": limits.find_diagonal(*lengths),
+        "num_documents": form.num_documents or 0,
+        "cap": (form.softcap or 0.0) / form.softmax_scale,
+        "inverse_scale": 1.0 / form.softmax_scale,
         "scale": form.softmax_scale * math.log2(math.e),
         "masked_score": MASKED_SCORE / form.softmax_scale,
         "limit": round(p * 65536),
         "keep_scale": 1.0 / (1.0 - p),
         "UNIT": unit,
-        "LIMITS_LEFT": first is not None,
+        "LIMITS_LEFT": first is not None or hides_first,
         "LIMITS_RIGHT": last is not None,
         "HAS_MASK": form.mask_strides is not None,
         "HAS_LENGTHS": form.has_lengths,
@@ -156,7 +182,14 @@ def _list_numbers(form: Form, shape: Shape) -> dict[str, Any]:
         "LOADS_KEY": form.loads_key,
         "LOADS_SAMPLE": form.loads_sample,
         "PRECISE": form.is_precise,
-        "IS_PART": any(firsts),
+        "IS_PART": any(firsts) or hides_first,
+        "HAS_CAP": form.softcap is not None,
+        "HAS_BIAS": form.bias_strides is not None,
+        "HAS_SLOPES": form.has_slopes,
+        "HAS_SINK": form.has_sink,
+        "IS_PACKED": is_packed,
+        "LOADS_SAMPLES": form.loads_samples,
+        "HIDES_FIRST": hides_first,
         "HEAD_DIM": head_dim,
         "BLOCK_DIM": _round_up(head_dim),
         "VALUE_DIM": value_dim,

@@ -19,10 +19,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tempo_kernels.attention import settings
 from tempo_kernels.philox.kernel import philox4x32
 
 # triton 3.3 cannot compile the joins of a transposed tile. There each key makes its own call of Philox.
 JOINS_TRANSPOSED = tl.constexpr(not triton.__version__.startswith("3.3."))
+
+HIDING_BIAS = tl.constexpr(settings.HIDING_BIAS)
 
 # Rows of the statistics are rounded up to this: every BLOCK_QUERIES divides it, so that no load needs a mask.
 PADDING = tl.constexpr(128)
@@ -32,8 +35,10 @@ PADDING = tl.constexpr(128)
 VARYING = [f"{name}_{axis}" for name in ("q", "k", "v", "grad") for axis in ("row", "sample", "head")]
 VARYING += ["mask_sample", "mask_head", "mask_row", "mask_column"]
 VARYING += ["num_queries", "num_keys", "batch", "num_heads", "group_size", "first_offset", "last_offset"]
-VARYING += ["first_row", "first_column"]
-VARYING += ["mask_ptr", "lengths_ptr", "key_ptr", "first_sample_ptr"]
+VARYING += ["first_row", "first_column", "diagonal", "num_documents"]
+VARYING += ["bias_sample", "bias_head", "bias_row", "bias_column"]
+VARYING += ["mask_ptr", "lengths_ptr", "key_ptr", "first_sample_ptr", "bias_ptr", "slopes_ptr", "sink_ptr"]
+VARYING += ["boundaries_ptr", "key_boundaries_ptr", "samples_ptr"]
 DRAWN = ("key_low", "key_high", "first_sample", "first_head")
 VARYING += [*DRAWN, "limit"]
 
@@ -135,11 +140,17 @@ def find_place_of_draw(row, start_key, first_row, first_column, IS_PART: tl.cons
 
 
 @triton.jit
-def load_rows(ptr, start, row, stride, num_rows, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Loads rows start + row [m] of a matrix [num_rows, HEAD_DIM] as [m, BLOCK_DIM], with zeros outside of the matrix.
+def load_rows(
+    ptr, start, row, stride, num_rows, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    num_hidden=0, HIDES_FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """Loads rows start + row [m] of a matrix [num_rows, HEAD_DIM] as [m, BLOCK_DIM], with zeros outside of the matrix,
+    and with HIDES_FIRST in its first num_hidden rows.
     Only the offset of `start` needs 64 bits; kernel.MAX_ROW_ELEMENTS keeps those within a block in 32."""
     dim = tl.arange(0, BLOCK_DIM)
     inside = (start + row < num_rows)[:, None]
+    if HIDES_FIRST:
+        inside = inside & (start + row >= num_hidden)[:, None]
     if HEAD_DIM < BLOCK_DIM:
         inside = inside & (dim < HEAD_DIM)[None, :]
     pointers = ptr + start * stride.to(tl.int64) + (row[:, None] * stride + dim[None, :])
@@ -147,11 +158,16 @@ def load_rows(ptr, start, row, stride, num_rows, HEAD_DIM: tl.constexpr, BLOCK_D
 
 
 @triton.jit
-def store_rows(ptr, start, row, stride, num_rows, value, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def store_rows(
+    ptr, start, row, stride, num_rows, value, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    num_hidden=0, HIDES_FIRST: tl.constexpr = False,
+):  # fmt: skip
     """Stores value [m, BLOCK_DIM] where load_rows reads."""
     dim = tl.arange(0, BLOCK_DIM)
     pointers = ptr + start * stride.to(tl.int64) + (row.to(tl.int64)[:, None] * stride + dim[None, :])
     inside = (start + row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    if HIDES_FIRST:
+        inside = inside & (start + row >= num_hidden)[:, None]
     tl.store(pointers, value.to(ptr.dtype.element_ty), mask=inside)
 
 
@@ -178,12 +194,17 @@ def count_keys(lengths_ptr, sample, num_keys, HAS_LENGTHS: tl.constexpr):
 
 
 @triton.jit
-def find_seen_keys(row, first_offset, last_offset, num_seen, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr):
+def find_seen_keys(
+    row, first_offset, last_offset, num_seen, LIMITS_LEFT: tl.constexpr, LIMITS_RIGHT: tl.constexpr,
+    num_hidden=0, HIDES_FIRST: tl.constexpr = False,
+):  # fmt: skip
     """Returns the (first, last) key that queries row [m] see of num_seen keys: row + first_offset to row + last_offset,
-    where the side is limited."""
+    where the side is limited. With HIDES_FIRST, which comes with LIMITS_LEFT, nobody sees the first num_hidden."""
     first_key, last_key = row * 0, row * 0 + (num_seen - 1)
     if LIMITS_LEFT:
         first_key = row + first_offset
+    if HIDES_FIRST:
+        first_key = tl.maximum(first_key, num_hidden)
     if LIMITS_RIGHT:
         last_key = tl.minimum(row + last_offset, last_key)
     return first_key, last_key
@@ -249,14 +270,71 @@ def compute_anew(number):
 
 
 @triton.jit
-def find_probabilities(
-    q, k, logsumexp, row, first_key, last_key, start_key, is_edge,
-    mask_ptr, mask_row, mask_column, num_queries, num_keys, scale, masked_score,
-    LIMITS_LEFT: tl.constexpr, HAS_MASK: tl.constexpr, PRECISE: tl.constexpr, BRANCHES: tl.constexpr,
+def _find_tanh(x):
+    """tanh in float32, to a few units in the last place: near 0 by Cephes' polynomial, elsewhere by an exponential."""
+    square = x * x
+    near = -5.70498872745e-3
+    near = near * square + 2.06390887954e-2
+    near = near * square - 5.37397155531e-2
+    near = near * square + 1.33314422036e-1
+    near = near * square - 3.33332819422e-1
+    near = near * square * x + x
+    far = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, near, far)
+
+
+@triton.jit
+def load_slope(slopes_ptr, head, inverse_scale, HAS_SLOPES: tl.constexpr):
+    """Returns the head's slope of ALiBi for unscaled scores."""
+    slope = 0.0
+    if HAS_SLOPES:
+        slope = tl.load(slopes_ptr + head) * inverse_scale
+    return slope
+
+
+@triton.jit
+def change_scores(
+    scores, row, start_row, start_key, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
+    num_queries, num_keys, HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Computes exp(scores - logsumexp): probabilities before dropout in float32, and int1 where the mask hides."""
+    """Returns the unscaled scores with softcap, bias and ALiBi, and the tangents: the capped scores divided by cap."""
+    tangents = 0.0
+    if HAS_CAP:
+        tangents = _find_tanh(scores * (1.0 / cap))
+        scores = tangents * cap
+    if HAS_BIAS:
+        # Offsets within the tile have 32 bits: as those of 64 they would take twice the registers.
+        key = order_keys(BLOCK_KEYS, KEYS_FIRST)
+        bias_ptr += start_row * bias_row.to(tl.int64) + start_key * bias_column.to(tl.int64)
+        offsets = expand_queries((row - start_row) * bias_row, KEYS_FIRST) + expand_keys(key * bias_column, KEYS_FIRST)
+        inside = expand_queries(row < num_queries, KEYS_FIRST) & expand_keys(start_key + key < num_keys, KEYS_FIRST)
+        bias = tl.load(bias_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        scores += tl.where(bias < HIDING_BIAS, float("-inf"), bias) * inverse_scale
+    if HAS_SLOPES:
+        # Both terms are whole numbers, so that their sum is exact.
+        key = order_keys(BLOCK_KEYS, KEYS_FIRST).to(tl.float32)
+        behind = (start_key - diagonal - row).to(tl.float32)
+        scores += slope * (expand_keys(key, KEYS_FIRST) + expand_queries(behind, KEYS_FIRST))
+    return scores, tangents
+
+
+@triton.jit
+def find_probabilities(
+    q, k, logsumexp, row, first_key, last_key, start_row, start_key, is_edge,
+    mask_ptr, mask_row, mask_column, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
+    num_queries, num_keys, scale, masked_score,
+    LIMITS_LEFT: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    PRECISE: tl.constexpr, BRANCHES: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Computes exp(scores - logsumexp): probabilities before dropout in float32, and int1 where the mask hides, and the
+    tangents of change_scores."""
     scores = multiply(q, k, KEYS_FIRST)
+    scores, tangents = change_scores(
+        scores, row, start_row, start_key, bias_ptr, bias_row, bias_column, slope, diagonal, cap, inverse_scale,
+        num_queries, num_keys, HAS_CAP, HAS_BIAS, HAS_SLOPES, BLOCK_KEYS, KEYS_FIRST,
+    )  # fmt: skip
     hides = False
     if HAS_MASK:
         hides = load_mask(
@@ -271,15 +349,16 @@ def find_probabilities(
         exponents = (scores - expand_queries(logsumexp, KEYS_FIRST)) * scale
     else:
         exponents = scores * scale - expand_queries(logsumexp * scale, KEYS_FIRST)
-    return tl.exp2(exponents), hides
+    return tl.exp2(exponents), hides, tangents
 
 
 @triton.jit
 def find_score_gradients(
-    probabilities, hides, v, grad_out, delta, row, start_key, head, sample, key_low, key_high, limit,
-    HAS_MASK: tl.constexpr, DRAWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    probabilities, hides, tangents, v, grad_out, delta, row, start_key, head, sample, key_low, key_high, limit,
+    HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, DRAWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Returns probabilities after dropout and the gradient of the scaled scores, in float32; row and start_key are
+    """Returns probabilities after dropout and the gradient of the scaled products, in float32; row and start_key are
     those of find_place_of_draw. Both lack the factor of
     dropout's scale 1 / (1 - p), by which delta is divided too: the kernels multiply their finished sums by it once."""
     grad_probabilities = multiply(grad_out, v, KEYS_FIRST)
@@ -299,4 +378,6 @@ def find_score_gradients(
         grad_scores = probabilities * (grad_probabilities - expand_queries(delta, KEYS_FIRST))
     if HAS_MASK:
         grad_scores = tl.where(hides, 0.0, grad_scores)
+    if HAS_CAP:
+        grad_scores *= 1.0 - tangents * tangents
     return kept, grad_scores

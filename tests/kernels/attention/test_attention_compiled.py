@@ -23,21 +23,32 @@ pytestmark = pytest.mark.slow
 
 
 def attention_launches(
-    capability, head_dim, dtype=torch.bfloat16, mask=None, key_lengths=None, s=2048, splits=0, value_dim=None, **chosen
+    capability,
+    head_dim,
+    dtype=torch.bfloat16,
+    given=None,
+    s=2048,
+    splits=0,
+    value_dim=None,
+    is_part=False,
+    documents=None,
+    **chosen,
 ):
     """The launches of forward, grad_q and grad_kv, of queries, keys and values that are slices of one tensor; with
-    `splits` of forward and of what one walk for all gradients launches."""
+    `splits` of forward and of what one walk for all gradients launches. `given` are Inputs' other tensors by name."""
     value_dim = value_dim or head_dim
     sizes = [head_dim, head_dim, value_dim]
-    q, k, v = torch.empty(s, 2, 4, sum(sizes), dtype=dtype).split(sizes, dim=-1)
+    b = 2 if documents is None else 1
+    q, k, v = torch.empty(s, b, 4, sum(sizes), dtype=dtype).split(sizes, dim=-1)
     settings = {"causal": True, "softmax_scale": 0.125, "dropout_p": 0.1, "dropout_key": 2**64 - 1}
     settings = Settings(**{**settings, "first_sample": 5, "first_head": 4, **chosen})
-    out, logsumexp = torch.empty(s, 2, 4, value_dim, dtype=dtype), torch.empty(2, 4, s)
+    out, logsumexp = torch.empty(s, b, 4, value_dim, dtype=dtype), torch.empty(b, 4, s)
+    kept = Kept(out.float() if is_part else out, logsumexp, is_part=is_part)
 
     def run():
-        inputs = Inputs(q, k, v, mask, key_lengths)
-        attention_kernel.forward(inputs, settings)
-        attention_kernel.backward(out, inputs, Kept(out, logsumexp), settings)
+        inputs = Inputs(q, k, v, **given or {})
+        attention_kernel.forward(inputs, settings, torch.float32 if is_part else None, documents)
+        attention_kernel.backward(out, inputs, kept, settings, documents)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_kernel, "find_architecture", lambda device: capability)
@@ -116,7 +127,7 @@ def test_multi_latent_attention_of_a_part_of_a_sequence_fits_into_shared_memory(
 
 def test_masks_lengths_and_windows_compile():
     mask, lengths = torch.zeros(2, 1, 2048, 2048, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
-    for launch in attention_launches(90, 64, mask=mask, key_lengths=lengths, window_size=(128, 0)):
+    for launch in attention_launches(90, 64, given={"mask": mask, "key_lengths": lengths}, window_size=(128, 0)):
         assert resources(compiled(launch, 90).asm["cubin"])["LOCAL"] == 0
 
 

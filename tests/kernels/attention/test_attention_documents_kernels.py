@@ -1,0 +1,133 @@
+"""Attention within the documents of a packed row in the kernels, against documents.py; see interpreted.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_kernel_cases import settings
+from covering import parametrize_covering
+from interpreted import DEVICE, DTYPES, kernel_test
+from witness import ulp
+
+from tempo_kernels.attention import attention, documents
+from tempo_kernels.attention import kernel as attention_kernel
+from tempo_kernels.attention.documents import Documents
+from tempo_kernels.attention.settings import Inputs, Kept
+
+TOKENS, HEADS, GROUPS, DIM = 100, 4, 2, 32
+BOUNDARIES = {
+    "one": [0, 100],
+    "several": [0, 3, 61, 64, 100],
+    "padding around, empty ones": [5, 5, 6, 6, 71, 90],
+    "none": [4],
+    "many": [0, *range(1, 20), 100],
+}
+SEEN = {"causal": (True, None), "all": (False, None), "window": (True, (9, 0)), "both sides": (False, (7, 4))}
+
+
+def as_int32(numbers):
+    return None if numbers is None else torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def find(module, inputs, packed, grad, chosen):
+    out, logsumexp = (
+        module.forward(inputs, chosen, documents=packed)
+        if module is attention_kernel
+        else module.forward(inputs, packed, chosen)
+    )
+    kept = Kept(out, logsumexp)
+    if module is attention_kernel:
+        grads = module.backward(grad, inputs, kept, chosen, packed)
+    else:
+        grads = module.backward(grad, inputs, packed, kept, chosen)
+    return [out, *(t for t in grads if t is not None)]
+
+
+def on_cpu(tensors, dtype):
+    return [None if t is None else t.cpu().to(dtype) if t.is_floating_point() else t.cpu() for t in tensors]
+
+
+def check_documents(inputs, packed, grad, chosen):
+    """Three witnesses, of which two are documents.py, in the same dtype and in float64."""
+    found = find(attention_kernel, inputs, packed, grad, chosen)
+    same, exact = (
+        find(documents, Inputs(*on_cpu(inputs, t)), Documents(*on_cpu(packed, t)), grad.cpu().to(t), chosen)
+        for t in (grad.dtype, torch.float64)
+    )
+    for name, ours, theirs, truth in zip(
+        ("out", "grad_q", "grad_k", "grad_v", "sink"), found, same, exact, strict=False
+    ):
+        error, allowed = ((t.cpu().double() - truth.double()).abs().max() for t in (ours, theirs))
+        limit = 2 * allowed + ulp(truth.abs().max(), ours.dtype)
+        assert error <= limit, f"{name}: error {error:.3e}, limit {limit:.3e}"
+
+
+@kernel_test
+@parametrize_covering(
+    each={"boundaries": BOUNDARIES, "value_dim": [DIM, 16]}, seen=SEEN, dtype=DTYPES, p=[0.0, 0.3],
+    is_announced=[True, False],
+)  # fmt: skip
+def test_documents_are_as_specified(boundaries, value_dim, seen, dtype, p, is_announced):
+    causal, window_size = seen
+    sizes = (HEADS, DIM), (GROUPS, DIM), (GROUPS, value_dim), (HEADS, value_dim)
+    q, k, v, grad = (torch.randn(TOKENS, 1, *size, device=DEVICE).to(dtype) for size in sizes)
+    samples = torch.randint(0, 2**40, (len(boundaries) - 1,)).to(DEVICE) if is_announced else None
+    check_documents(
+        Inputs(q, k, v), Documents(as_int32(boundaries), None, samples), grad,
+        settings(causal, p, window_size=window_size, first_sample=7),
+    )  # fmt: skip
+
+
+@kernel_test
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_documents_with_keys_of_their_own_and_changed_scores_are_as_specified(dtype):
+    q, k, v, grad = (
+        torch.randn(s, 1, n, DIM, device=DEVICE).to(dtype) for s, n in ((60, 4), (100, 2), (100, 2), (60, 4))
+    )
+    packed = Documents(as_int32([0, 3, 30, 60]), as_int32([2, 9, 9, 100]), torch.tensor([4, 1, 2**35], device=DEVICE))
+    slopes = torch.tensor([0.5, 0.25, 0.0625, 0.3], device=DEVICE)
+    inputs = Inputs(q, k, v, alibi_slopes=slopes, sink=torch.randn(4, device=DEVICE).to(dtype))
+    check_documents(inputs, packed, grad, settings(False, 0.2, softcap=1.5))
+
+
+@kernel_test
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_a_document_reads_no_other_documents_keys(is_announced):
+    q, k, v, grad = (torch.randn(90, 1, 2, DIM, device=DEVICE) for _ in range(4))
+    for t in (q, k, v, grad):
+        t[:21], t[60:] = float("nan"), float("nan")
+    samples = torch.tensor([1, 2, 3], device=DEVICE) if is_announced else None
+    packed = Documents(as_int32([0, 21, 60, 90]), None, samples)
+    for found in find(attention_kernel, Inputs(q, k, v), packed, grad, settings(True, 0.2)):
+        assert found[21:60].isfinite().all() and found[21:60].any()
+
+
+@pytest.mark.gpu
+def test_a_packed_row_on_a_gpu_waits_for_nothing():
+    leaves = [torch.randn(90, 1, 2, DIM, device="cuda", requires_grad=True) for _ in range(3)]
+    sink = torch.randn(2, device="cuda", requires_grad=True)
+    cu_seqlens, samples = as_int32([0, 21, 60, 90]), torch.tensor([5, 1, 2], device="cuda")
+    chosen = {"causal": True, "softmax_scale": 0.2, "dropout_p": 0.1, "dropout_key": 3}
+    packed = {"cu_seqlens": cu_seqlens, "document_samples": samples}
+    attention(*leaves, **chosen, **packed, sink=sink).sum().backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = attention(*leaves, **chosen, **packed, sink=sink)
+        grads = torch.autograd.grad(out.sum(), (*leaves, sink))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    on_cpu = [t.detach().cpu().requires_grad_() for t in (*leaves, sink)]
+    expected = attention(*on_cpu[:3], **chosen, sink=on_cpu[3], **{name: t.cpu() for name, t in packed.items()})
+    torch.testing.assert_close(out.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
+    for found, truth in zip(grads, torch.autograd.grad(expected.sum(), on_cpu), strict=True):
+        torch.testing.assert_close(found.cpu(), truth, rtol=1e-4, atol=1e-4)
+
+
+@kernel_test
+def test_boundaries_outside_of_the_row_count_as_nearest():
+    q, k, v, grad = (torch.randn(40, 1, 2, DIM, device=DEVICE) for _ in range(4))
+    found, expected = (
+        find(attention_kernel, Inputs(q, k, v), Documents(as_int32(ends)), grad, settings())
+        for ends in ([-7, 20, 400], [0, 20, 40])
+    )
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
