@@ -15,6 +15,7 @@ from tempo_kernels.attention import kernel as attention_kernel
 from tempo_kernels.attention import kernel_columns as columns
 from tempo_kernels.attention import kernel_heads as whole_heads
 from tempo_kernels.attention import kernel_rows as rows
+from tempo_kernels.attention.documents import Documents
 from tempo_kernels.attention.settings import Inputs, Kept, Settings
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -129,6 +130,33 @@ def test_masks_lengths_and_windows_compile():
     mask, lengths = torch.zeros(2, 1, 2048, 2048, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
     for launch in attention_launches(90, 64, given={"mask": mask, "key_lengths": lengths}, window_size=(128, 0)):
         assert resources(compiled(launch, 90).asm["cubin"])["LOCAL"] == 0
+
+
+BOUNDARIES = torch.tensor([0, 700, 2048], dtype=torch.int32)
+OTHER_FORMS = {
+    "packed": lambda: {"documents": Documents(BOUNDARIES, None, torch.zeros(2, dtype=torch.int64))},
+    "packed by position": lambda: {"documents": Documents(BOUNDARIES)},
+    "part": lambda: {"is_part": True, "first_row": 1024, "first_column": 512},
+    "part in one walk": lambda: {"is_part": True, "first_row": 1024, "first_column": 512, "splits": 2},
+    "sink": lambda: {"given": {"sink": torch.ones(4)}},
+    "softcap": lambda: {"softcap": 50.0},
+    "slopes": lambda: {"given": {"alibi_slopes": torch.ones(4)}},
+    "bias": lambda: {"given": {"bias": torch.zeros(1, 4, 2048, 2048, dtype=torch.bfloat16)}},
+}
+OFTEN = [(90, "packed"), (90, "part"), (80, "softcap")]
+SELDOM = [(c, form) for c in (80, 90, 100) for form in OTHER_FORMS if (c, form) not in OFTEN]
+SELDOM.remove((80, "part in one walk"))  # which is sm_90's
+SELDOM.remove((100, "part in one walk"))
+
+
+@pytest.mark.parametrize(("capability", "form"), [*OFTEN, *exhaustive(*SELDOM)])
+def test_other_forms_fit_and_leave_their_loops_almost_without_spills(capability, form):
+    for launch in attention_launches(capability, 128, **OTHER_FORMS[form]()):
+        name, kernel = launch[0].__name__, compiled(launch, capability)
+        body = find_body(parse(read_cubin(kernel.asm["cubin"], "-sass"))).instructions
+        spills = [one.name for one in body if one.name.startswith(("LDL", "STL"))]
+        assert kernel.metadata.shared <= SHARED_BYTES[capability] and resources(kernel.asm["cubin"])["LOCAL"] == 0
+        assert len(spills) <= 0.04 * len(body), f"{name}: {len(spills)} of {len(body)}"
 
 
 @pytest.mark.parametrize("capability", [90, *exhaustive([80])])
