@@ -44,7 +44,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 SHARED_ROOMS = {"philox", "pointwise"}
 BESIDE_OPERATIONS = {"describe", "find_backend", "Draw", "Kept", "Refillable"}
-BESIDE_OPERATIONS |= {"can_refill", "drop", "find_saved_tensors", "hold"}
+BESIDE_OPERATIONS |= {"adopt", "can_refill", "drop", "find_saved_tensors", "hold"}
 # Without autograd: their caller is an operation.
 BESIDE_OPERATIONS |= {"attend_block", "differentiate_block", "merge_blocks"}
 BESIDE_OPERATIONS |= {"CHUNK_BYTES", "OPERATIONS", "make_tables", "use_chunk_bytes"}
